@@ -15,6 +15,7 @@ from typing import Any
 
 from export_scripts.checkpoints import open_checkpoint
 from export_scripts.checkpoints.base import CheckpointReader
+from export_scripts.checkpoints.huggingface import open_configuration
 from export_scripts.commands import command_parser, run_command, say
 from export_scripts.conversion.plan import find_mapping
 from export_scripts.errors import CheckpointMismatchError
@@ -29,7 +30,7 @@ def describe(path: Path, *, tensors: bool = False) -> dict[str, Any]:
     """Return a description of a path.
 
     Args:
-        path: A checkpoint or a converted folder.
+        path: A checkpoint, a folder with config.json alone, or a converted folder.
         tensors: Also list every tensor.
 
     Raises:
@@ -37,7 +38,8 @@ def describe(path: Path, *, tensors: bool = False) -> dict[str, Any]:
     """
     if path.is_dir() and (path / CONFIG_NAME).is_file():
         return _describe_folder(path, tensors=tensors)
-    return _describe_checkpoint(open_checkpoint(path), tensors=tensors)
+    reader = open_configuration(path) or open_checkpoint(path)
+    return _describe_checkpoint(reader, tensors=tensors)
 
 
 def _describe_folder(path: Path, *, tensors: bool) -> dict[str, Any]:

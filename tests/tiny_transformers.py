@@ -15,6 +15,7 @@ _LLAMA = {
     "num_hidden_layers": 2, "intermediate_size": 56, "max_position_embeddings": 40,
     "tie_word_embeddings": False, "head_dim": 8,
 }  # fmt: skip
+_GEMMA = {**_LLAMA, "sliding_window": 5, "tie_word_embeddings": True, "pad_token_id": None}
 _GPT2 = {**_DECODER, "n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 40}
 _NEOX = {
     **_DECODER, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2,
@@ -42,6 +43,19 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _LLAMA),
     "mistral": ("MistralForCausalLM", {**_LLAMA, "sliding_window": 5}),
     "qwen2": ("Qwen2ForCausalLM", _LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", _LLAMA),
+    "granite": (
+        "GraniteForCausalLM",
+        {**_LLAMA, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+         "attention_multiplier": 0.3, "logits_scaling": 13.0},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", {**_LLAMA, "pad_token_id": None}),
+    "gemma2": ("Gemma2ForCausalLM", {**_GEMMA, "query_pre_attn_scalar": 11}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {**_GEMMA, "num_hidden_layers": 3,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "t5": ("T5ForConditionalGeneration", _T5),
     "mt5": (
         "MT5ForConditionalGeneration",

@@ -122,6 +122,23 @@ def open_huggingface(path: Path) -> TensorIndex:
     )
 
 
+def open_configuration(path: Path) -> TensorIndex | None:
+    """Return the index of a folder that holds a configuration and no weights; else None."""
+    if not is_huggingface(path) or foreign_weights(path):
+        return None
+    if any(next(path.glob(f"*{suffix}*"), None) for suffix in (".safetensors", ".bin")):
+        return None
+    return TensorIndex(
+        format="huggingface",
+        path=path,
+        source_config=_read_json(path / CONFIG_NAME),
+        tensors={},
+        source_files=(path / CONFIG_NAME,),
+        tokenizer=_tokenizer_files(path),
+        remarks=("the folder holds no weights: what is said of them follows from config.json",),
+    )
+
+
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         return json_table(read_small(path), path)

@@ -61,15 +61,25 @@ _TOKENIZERS = {
 
 @dataclass(frozen=True)
 class WrittenTensor:
-    """One tensor of the folder: a view of a tensor of the family."""
+    """One tensor of the folder: views of tensors of the family, whose rows follow each other."""
 
     key: str
-    item: TensorPlan
-    view: View
+    pieces: tuple[tuple[TensorPlan, View], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the whole."""
+        first, *_ = (view.shape for _, view in self.pieces)
+        return (sum(view.shape[0] for _, view in self.pieces), *first[1:]) if first else ()
+
+    @property
+    def items(self) -> tuple[TensorPlan, ...]:
+        """The tensors of the family it consists of."""
+        return tuple({item.tensor.name: item for item, _ in self.pieces}.values())
 
     def size_bytes(self, kind: str) -> int:
         """Return its bytes in a weight type."""
-        return StoredTensor(Path(), 0, kind, self.view.shape).span_bytes
+        return StoredTensor(Path(), 0, kind, self.shape).span_bytes
 
 
 @dataclass(frozen=True)
@@ -221,7 +231,7 @@ def _tried(
     facts = dataclasses.replace(facts, prefix=mapping.prefix)
     tensors, reasons, homeless = _views(source, mapping, facts, is_tied)
     kind = source.config.weight_data_type
-    pieces = {t.key: (StoredTensor(folder, 0, kind, t.view.shape),) for t in tensors}
+    pieces = {t.key: (StoredTensor(folder, 0, kind, t.shape),) for t in tensors}
     facts = dataclasses.replace(facts, reader=dataclasses.replace(empty, tensors=pieces))
     try:
         reasons = [*mapping.unsupported(facts), *reasons]
@@ -258,7 +268,7 @@ def _views(
     """Return the tensors as the mapping names them, reasons against it, and names without one."""
     table = mapping.weights(facts, source.config)
     own = source.facts if mapping is source.mapping else None
-    written: dict[str, WrittenTensor] = {}
+    written: dict[str, dict[int, tuple[TensorPlan, View]]] = {}
     homeless: dict[str, None] = {}
     reasons = []
     for (spec, index, tensor), item in zip(
@@ -267,18 +277,23 @@ def _views(
         assert tensor == item.tensor
         origin = table.get(spec.name)
         origin = origin.choose(index) if isinstance(origin, PerIndex) else origin
-        views = {} if origin is None else origin.views(tensor.shape, source.config)
+        views = [] if origin is None else origin.views(tensor.shape, source.config)
         if not views and not isinstance(origin, Compute):
             homeless[spec.name] = None
         if spec.name == PROMPT_TABLE:
             continue
-        for pattern, view in views.items():
+        for pattern, view in views:
             key = pattern.format(**index)
             key = (own.resolve(key) or key) if own else key
-            if key in written and not is_tied:
+            pieces = written.setdefault(key, {})
+            if view.place in pieces and not is_tied:
                 reasons.append(f"{key} would also stand for {tensor.name}, whose values differ")
-            written.setdefault(key, WrittenTensor(key, item, view))
-    return tuple(written.values()), reasons, tuple(homeless)
+            pieces.setdefault(view.place, (item, view))
+    tensors = (
+        WrittenTensor(key, tuple(pieces[place] for place in sorted(pieces)))
+        for key, pieces in written.items()
+    )
+    return tuple(tensors), reasons, tuple(homeless)
 
 
 def _carried(source: ConversionPlan, found: _Candidate) -> tuple[WrittenTensor, ...]:
@@ -301,7 +316,9 @@ def _carried(source: ConversionPlan, found: _Candidate) -> tuple[WrittenTensor, 
         )
     facts = source.facts
     return tuple(
-        WrittenTensor(key, TensorPlan(FTTensor(key, piece.shape), Copy(key), {}), same(piece.shape))
+        WrittenTensor(
+            key, ((TensorPlan(FTTensor(key, piece.shape), Copy(key), {}), same(piece.shape)),)
+        )
         for key in facts.reader.keys()  # noqa: SIM118 - not a mapping
         if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
         for piece in facts.pieces(key)[:1]
@@ -336,7 +353,7 @@ def _shard(name: str, tensors: Sequence[WrittenTensor], kind: str) -> Shard:
         begin, end = end, end + tensor.size_bytes(kind)
         table[tensor.key] = {
             "dtype": _TYPES[kind],
-            "shape": list(tensor.view.shape),
+            "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(table, separators=(",", ":")).encode()

@@ -59,8 +59,8 @@ def shard_records(plan: HuggingFacePlan, writer: FTWriter) -> dict[str, Any]:
     kind = plan.source.config.weight_data_type
     return {
         tensor.key: tensor_record(
-            tensor.item,
-            tensor.view.shape,
+            tensor.items,
+            tensor.shape,
             kind,
             recorded_range(writer.records[shard.name]["tensors"][tensor.key]),
         )
@@ -96,14 +96,16 @@ class _ShardTask:
             self.writer.write(shard.name, shard.size_bytes, chunks, facts=facts)
         kind = self.plan.source.config.weight_data_type
         return damaged + [
-            self.values.problem(tensor.key, tensor.item, kind)
+            self.values.problem(tensor.key, tensor.items, kind)
             for tensor in shard.tensors
             if not ranges[tensor.key].finite and not self._is_allowed(tensor)
         ]
 
     def _is_allowed(self, tensor: WrittenTensor) -> bool:
         request = self.plan.source.request
-        return request.allows(tensor.key) or request.allows(tensor.item.tensor.name)
+        return request.allows(tensor.key) or any(
+            request.allows(item.tensor.name) for item in tensor.items
+        )
 
     def _chunks(
         self, shard: Shard, ranges: dict[str, ValueRange], damaged: list[str]
@@ -117,10 +119,8 @@ class _ShardTask:
         buffer = space.next_chunk(capacity)
         filled = len(shard.header)
         buffer[:filled] = memoryview(shard.header)
-        for tensor in shard.tensors:
-            damaged += self.values.damage(tensor.item)
-            parts = self._parts(tensor)
-            shape, found = parts.shape, ValueRange()
+        for key, parts in self._pieces(shard, damaged):
+            shape, found = parts.shape, ranges.setdefault(key, ValueRange())
             row = math.prod(shape[1:]) * dtype.itemsize
             first = 0
             while first < shape[0]:
@@ -137,20 +137,28 @@ class _ShardTask:
                     rest = buffer[whole:filled]
                     buffer, filled = space.next_chunk(capacity), len(rest)
                     buffer[:filled] = rest
-            ranges[tensor.key] = found
             del parts
-            self.values.forget(tensor.item)
         if filled:
             yield self._counted(buffer[:filled].data)
 
-    def _parts(self, tensor: WrittenTensor) -> Parts:
-        return taken(build_parts(self.plan.source, tensor.item), tensor.view)
+    def _pieces(self, shard: Shard, damaged: list[str]) -> Iterator[tuple[str, Parts]]:
+        """Yield each tensor's key with what follows each other in it."""
+        for tensor in shard.tensors:
+            for item in tensor.items:
+                damaged += self.values.damage(item)
+            for item, view in tensor.pieces:
+                yield tensor.key, taken(build_parts(self.plan.source, item), view)
+            for item in tensor.items:
+                self.values.forget(item)
 
     def _row_bytes(self, tensor: WrittenTensor) -> int:
-        """Return the bytes of an entry of the first axis of a tensor's parts."""
-        source, item = self.plan.source, tensor.item
-        parts = item.source.build(shapes_of(item, source.facts), source.config)
-        values = math.prod(taken(parts, tensor.view).shape[1:])
+        """Return the most bytes of an entry of the first axis of a tensor's parts."""
+        source = self.plan.source
+        shapes = (
+            taken(item.source.build(shapes_of(item, source.facts), source.config), view).shape
+            for item, view in tensor.pieces
+        )
+        values = max(math.prod(shape[1:]) for shape in shapes)
         return values * DTYPES[source.config.weight_data_type].itemsize
 
     def _counted(self, chunk: memoryview) -> memoryview:

@@ -132,11 +132,22 @@ class SourceValues:
         for _, piece in self._read(item):
             self.plan.facts.maps.forget(piece)
 
-    def problem(self, name: str, item: TensorPlan, kind: str) -> str:
-        """Return the problem of a tensor written as infinities or NaN."""
-        problem = _value_problem(name, build_parts(self.plan, item), kind)
-        self.forget(item)
-        return problem
+    def problem(self, name: str, items: Sequence[TensorPlan], kind: str) -> str:
+        """Return the problem of a tensor, made of some of the plan's, with infinities or NaN."""
+        extents = []
+        for item in items:
+            extents.append(_source_extent(build_parts(self.plan, item)))
+            self.forget(item)
+        largest, bad = max(each for each, _ in extents), sum(count for _, count in extents)
+        if bad:
+            return (
+                f"{name}: the checkpoint holds {bad} values that are infinite or not a number; "
+                f"training diverged or the file is damaged (--allow '{name}' converts it as it is)"
+            )
+        return (
+            f"{name}: values up to {largest:.6g} in magnitude become infinite in {kind}, whose "
+            f"largest is {LARGEST_FINITE[kind]:.6g}; convert to bf16 or fp32"
+        )
 
 
 @dataclass(frozen=True)
@@ -183,7 +194,7 @@ class _Task:
             self.values.forget(item)
         if whole.finite or self.plan.request.allows(item.tensor.name):
             return []
-        return [self.values.problem(item.tensor.name, item, kind)]
+        return [self.values.problem(item.tensor.name, (item,), kind)]
 
     def _chunks(
         self, chunks: Iterator[tuple[memoryview, ValueRange]], found: ValueRange
@@ -214,20 +225,6 @@ def recorded_range(record: Mapping[str, Any]) -> ValueRange:
     return ValueRange(low, high, math.isfinite(low) and math.isfinite(high))
 
 
-def _value_problem(name: str, parts: Parts, kind: str) -> str:
-    """Return the problem of a tensor converted to infinities or NaN."""
-    largest, bad = _source_extent(parts)
-    if bad:
-        return (
-            f"{name}: the checkpoint holds {bad} values that are infinite or not a number; "
-            f"training diverged or the file is damaged (--allow '{name}' converts it as it is)"
-        )
-    return (
-        f"{name}: values up to {largest:.6g} in magnitude become infinite in {kind}, whose largest "
-        f"is {LARGEST_FINITE[kind]:.6g}; convert to bf16 or fp32"
-    )
-
-
 def _source_extent(parts: Parts) -> tuple[float, int]:
     """Return the largest finite magnitude of the source and its number of non-finite values."""
     largest, bad = 0.0, 0
@@ -255,19 +252,23 @@ def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, Any]:
         kind = item.tensor.dtype or plan.config.weight_data_type
         out[item.tensor.name] = {
             "split": item.tensor.split,
-            **tensor_record(item, item.tensor.shape, kind, whole),
+            **tensor_record((item,), item.tensor.shape, kind, whole),
         }
     return out
 
 
 def tensor_record(
-    item: TensorPlan, shape: Sequence[int], kind: str, found: ValueRange
+    items: Sequence[TensorPlan], shape: Sequence[int], kind: str, found: ValueRange
 ) -> dict[str, Any]:
-    """Return the record of a tensor written in a shape and a type."""
+    """Return the record of a tensor, made of some of a plan's, in a shape and a type."""
     return {
         "shape": list(shape),
         "dtype": kind,
-        "source": [key.format(**item.index) for key, _ in item.source.reads],
+        "source": [
+            *dict.fromkeys(
+                key.format(**item.index) for item in items for key, _ in item.source.reads
+            )
+        ],
         "min": _json_number(found.smallest),
         "max": _json_number(found.largest),
         "abs_max": _json_number(found.largest_magnitude),

@@ -7,6 +7,14 @@ tensors are in `checkpoints`, files of the result in `ft`.
 from __future__ import annotations
 
 from export_scripts.families.bert import BERT, BERT_HUGGINGFACE
+from export_scripts.families.dense.core import DENSE_CORE_MAPPINGS
+from export_scripts.families.dense.gemma import GEMMA2_HUGGINGFACE, GEMMA3_HUGGINGFACE
+from export_scripts.families.dense.granite import GRANITE_HUGGINGFACE
+from export_scripts.families.dense.layout import DENSE
+from export_scripts.families.dense.llama import LLAMA_HUGGINGFACE
+from export_scripts.families.dense.mistral import MISTRAL_HUGGINGFACE
+from export_scripts.families.dense.olmo2 import OLMO2_HUGGINGFACE
+from export_scripts.families.dense.qwen import QWEN2_HUGGINGFACE, QWEN3_HUGGINGFACE
 from export_scripts.families.gpt.bloom import BLOOM_HUGGINGFACE
 from export_scripts.families.gpt.core import GPT_CORE_MAPPINGS
 from export_scripts.families.gpt.gpt2 import GPT2_HUGGINGFACE
@@ -18,9 +26,6 @@ from export_scripts.families.gptj_jax import GPTJ_JAX
 from export_scripts.families.gptneox import GPTNEOX, GPTNEOX_HUGGINGFACE
 from export_scripts.families.gptneox_eleuther import GPTNEOX_ELEUTHER
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.llama.core import LLAMA_CORE_MAPPINGS
-from export_scripts.families.llama.huggingface import LLAMA_HUGGINGFACE
-from export_scripts.families.llama.layout import LLAMA
 from export_scripts.families.mapping.source_mapping import SourceMapping
 from export_scripts.families.mixture import MIXTURE_CORE_MAPPINGS, MIXTURE_HUGGINGFACE
 from export_scripts.families.t5.huggingface import T5_ENCODER_HUGGINGFACE, T5_HUGGINGFACE
@@ -31,7 +36,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "gpt": GPT,
     "gptj": GPTJ,
     "gptneox": GPTNEOX,
-    "llama": LLAMA,
+    "llama": DENSE,
     "t5": T5,
     "t5_encoder": T5_ENCODER,
     "bert": BERT,
@@ -47,9 +52,16 @@ SOURCE_MAPPINGS: tuple[SourceMapping, ...] = (
     GPTNEOX_HUGGINGFACE,
     GPTNEOX_ELEUTHER,
     LLAMA_HUGGINGFACE,
-    MIXTURE_HUGGINGFACE,
+    MISTRAL_HUGGINGFACE,
+    QWEN2_HUGGINGFACE,
+    QWEN3_HUGGINGFACE,
+    GRANITE_HUGGINGFACE,
+    OLMO2_HUGGINGFACE,
+    GEMMA2_HUGGINGFACE,
+    GEMMA3_HUGGINGFACE,
+    *MIXTURE_HUGGINGFACE,
     *MIXTURE_CORE_MAPPINGS,
-    *LLAMA_CORE_MAPPINGS,
+    *DENSE_CORE_MAPPINGS,
     *GPT_MEGATRON_MAPPINGS,
     *GPT_CORE_MAPPINGS,
     T5_HUGGINGFACE,

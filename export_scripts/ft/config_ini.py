@@ -73,21 +73,22 @@ def format_ini(sections: Sections) -> str:
     for name, keys in sections.items():
         lines.append(f"[{name}]")
         for key, value in keys.items():
-            line = f"{key} = {value}"
-            problems += _unreadable(name, key, value, line)
-            lines.append(line)
+            problems += _unreadable(name, key, value)
+            lines.append(f"{key} = {value}".replace("\n", "\n  "))
         lines.append("")
     if problems:
         raise ValueError("\n".join(problems))
     return "\n".join(lines) + "\n"
 
 
-def _unreadable(section: str, key: str, value: str, line: str) -> list[str]:
+def _unreadable(section: str, key: str, value: str) -> list[str]:
     where = f"config.ini [{section}] {key} = {value[:40]!r}"
     problems = []
-    if len(line.encode()) > MAX_LINE_BYTES:
+    # A list goes on after a comma.
+    whole = value.replace(",\n", ",")
+    if any(len(line.encode()) > MAX_LINE_BYTES for line in f"{key} = {value}".split("\n")):
         problems.append(f"{where}: the line is longer than {MAX_LINE_BYTES} bytes")
-    if "\n" in value or "%" in value or _INLINE_COMMENT.search(" " + value) or not value.strip():
+    if "\n" in whole or "%" in whole or _INLINE_COMMENT.search(" " + whole) or not whole.strip():
         problems.append(f"{where}: empty, or holds a line break, '%' or ' ;'")
     return problems
 

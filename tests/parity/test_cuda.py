@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.gpt.layout import GPT
 from export_scripts.families.gptj import GPTJ, GPTJConfig
 from export_scripts.families.gptneox import GPTNEOX, GPTNeoXConfig
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.llama.layout import LLAMA, LlamaConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.engine import Engine, EngineOptions
@@ -52,8 +52,8 @@ MODELS: dict[str, tuple[ModelFamily, FTConfig]] = {
     "gptj": (GPTJ, GPTJConfig(**SIZES, rotary_embedding=4)),
     "gptneox": (GPTNEOX, GPTNeoXConfig(**SIZES, rotary_embedding=4)),
     "llama": (
-        LLAMA,
-        LlamaConfig(
+        DENSE,
+        DenseConfig(
             **SIZES,
             kv_head_num=2,
             hidden_size=32,

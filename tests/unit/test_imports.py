@@ -41,7 +41,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.families.layout",
         "export_scripts.families.mapping",
     ),
-    "export_scripts.families.llama": (
+    "export_scripts.families.dense": (
         "export_scripts.families.gpt",
         "export_scripts.families.layout",
         "export_scripts.families.mapping",
@@ -55,7 +55,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.errors",
         "export_scripts.families.gpt",
         "export_scripts.families.layout",
-        "export_scripts.families.llama",
+        "export_scripts.families.dense",
         "export_scripts.families.mapping",
         "export_scripts.families.t5",
     ),

@@ -17,6 +17,8 @@ _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
 # A damaged number must not list tensors until memory runs out.
 _MOST_LAYERS = 10_000
+# Entries of a list on a line of config.ini.
+_ROW = 8
 _INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)")
 
 ConfigT = TypeVar("ConfigT", bound="FTConfig")
@@ -28,6 +30,7 @@ def ini_field(
     key: str | None = None,
     sections: tuple[str, ...] | None = None,
     as_digit: bool = False,
+    unless_default: bool = False,
 ) -> Any:
     """Declare a config field that differs in config.ini from its name in the main section.
 
@@ -36,8 +39,11 @@ def ini_field(
         key: Key in the file, when it is not the field's name.
         sections: Sections that hold it (all get the same value), when not the main one.
         as_digit: Write a boolean as 1 or 0, for keys the loader reads as integers.
+        unless_default: Leave the key out where the value is the default.
     """
-    metadata = {"key": key, "sections": sections, "as_digit": as_digit}
+    metadata = {
+        "key": key, "sections": sections, "as_digit": as_digit, "unless_default": unless_default
+    }  # fmt: skip
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -111,7 +117,7 @@ class FTConfig:
         out: Sections = {name: {} for name in names}
         for field in _ini_fields(type(self)):
             value = getattr(self, field.name)
-            if value is None:
+            if value is None or (field.metadata.get("unless_default") and value == field.default):
                 continue
             for section in field.metadata.get("sections") or (self.SECTION,):
                 out[section][_key(field)] = _spell(value, field.metadata.get("as_digit", False))
@@ -186,6 +192,10 @@ def _key(field: dataclasses.Field[Any]) -> str:
 def _spell(value: Any, as_digit: bool) -> str:
     if isinstance(value, bool):
         return str(int(value)) if as_digit else str(value)
+    if isinstance(value, tuple):
+        # The loader splits long lines; a list goes on in indented ones.
+        rows = (value[at : at + _ROW] for at in range(0, len(value), _ROW))
+        return ",\n".join(",".join(str(each) for each in row) for row in rows)
     return str(value)
 
 
@@ -200,6 +210,9 @@ def parse_value(text: str, hint: Any) -> Any:
         ValueError: The text is not such a value.
     """
     kind = str(hint)
+    if "tuple" in kind:
+        entry = float if "float" in kind else int
+        return tuple(parse_value(each.strip(), entry) for each in text.split(",") if each.strip())
     if hint is str or "str" in kind:
         return text
     if hint is bool or "bool" in kind:

@@ -11,6 +11,20 @@ from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Se
 from export_scripts.families.mapping.source_mapping import Facts
 
 
+def _rounded(value: float) -> float:
+    """Return a value without what its computation and that of its inverse have left."""
+    return float(f"{value:.12g}")
+
+
+# For `inverse` of a setting.
+reciprocal = (lambda value: 1 / value, lambda value: _rounded(1 / value))
+inverse_root = (lambda value: value**-0.5, lambda value: _whole(_rounded(value**-2)))
+
+
+def _whole(value: float) -> float:
+    return int(value) if value.is_integer() else value
+
+
 @dataclass(frozen=True)
 class Setting:
     """One setting.
@@ -18,23 +32,27 @@ class Setting:
     Attributes:
         field: Field or property of the config.
         names: Spellings in the source; the first is written.
-        kind: Method of `Settings` that reads it: integer, number, flag or activation.
+        kind: Method of `Settings` that reads it: integer, number, optional, flag or activation.
         default: Value that the source's library takes for an absent key, or a function of the
             values read so far; without one, the key is required.
+        inverse: Makes the field's value of the source's, and the source's of the field's.
     """
 
     field: str
     names: tuple[str, ...]
     kind: str = "integer"
     default: Callable[[Mapping[str, Any]], Any] | None = None
+    inverse: tuple[Callable[[float], float], Callable[[float], float]] | None = None
 
 
-def key(field: str, *names: str, kind: str = "integer", **default: Any) -> Setting:
+def key(
+    field: str, *names: str, kind: str = "integer", inverse: Any = None, **default: Any
+) -> Setting:
     """Return a setting; `default` is a value, or a function of the values read before."""
     if "default" not in default:
-        return Setting(field, names, kind)
+        return Setting(field, names, kind, inverse=inverse)
     usual = default["default"]
-    return Setting(field, names, kind, usual if callable(usual) else lambda _: usual)
+    return Setting(field, names, kind, usual if callable(usual) else lambda _: usual, inverse)
 
 
 def read_keys(settings: Settings, keys: Sequence[Setting]) -> dict[str, Any]:
@@ -46,7 +64,7 @@ def read_keys(settings: Settings, keys: Sequence[Setting]) -> dict[str, Any]:
         if each.kind == "activation":
             values[each.field], values["exact_gelu"] = found
         else:
-            values[each.field] = found
+            values[each.field] = each.inverse[0](found) if each.inverse else found
     return values
 
 
@@ -92,25 +110,33 @@ def decoder_values(
     }
 
 
-def activation_name(spelling: str, *, exact_gelu: bool) -> str:
-    """Return transformers' name of an activation of config.ini, without its gate."""
+def activation_name(spelling: str, *, exact_gelu: bool, usual: str = "") -> str:
+    """Return transformers' name of an activation of config.ini, without its gate.
+
+    Of several, the `usual` one.
+    """
     activation, _ = activation_choice(spelling)
     wanted = activation, exact_gelu and activation == "gelu"
-    return next(
+    names = [
         name
         for name, (ours, exact) in HUGGINGFACE_ACTIVATIONS.items()
         if (ours.lower(), exact) == wanted
-    )
+    ]
+    return usual if usual in names else names[0]
 
 
 def written_keys(keys: Sequence[Setting], config: Any) -> dict[str, Any]:
     """Return the configuration of which `read_keys` makes the config's values."""
-    return {
-        each.names[0]: activation_name(getattr(config, each.field), exact_gelu=config.exact_gelu)
-        if each.kind == "activation"
-        else getattr(config, each.field)
-        for each in keys
-    }
+    out: dict[str, Any] = {}
+    for each in keys:
+        value = getattr(config, each.field)
+        if each.kind == "activation":
+            usual = "" if each.default is None else each.default({})
+            value = activation_name(value, exact_gelu=config.exact_gelu, usual=usual)
+        elif each.inverse is not None and value is not None:
+            value = each.inverse[1](value)
+        out[each.names[0]] = value
+    return out
 
 
 def written_decoder(

@@ -23,28 +23,41 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
 }
+# Earlier names.
+_RENAMED = {"su": "longrope"}
 
 
 @dataclass(frozen=True)
 class RotarySettings:
     """Rotary positions of a source: base, rotated fraction of a head, scaling.
 
-    `scaling` is empty for the default kind; for yarn it includes the computed attention_factor.
+    `scaling` is empty for the default kind; for yarn and longrope it includes the computed
+    attention_factor. `local_base` is that of layers with a sliding window, if another.
     """
 
     kind: str = "default"
     base: float = 10000.0
     fraction: float = 1.0
+    local_base: float | None = None
     scaling: Mapping[str, Any] = field(default_factory=dict)
 
 
-def rotary_settings(settings: Settings, *, fraction: float = 1.0) -> RotarySettings:
+def rotary_settings(
+    settings: Settings,
+    *,
+    fraction: float = 1.0,
+    base: float = FT_BASE,
+    local_base: float | None = None,
+) -> RotarySettings:
     """Return a configuration's rotary positions; problems are noted in `settings`.
 
     Args:
         settings: The configuration.
         fraction: The rotated fraction where the configuration names none.
+        base: The base where it names none.
+        local_base: That of layers with a sliding window, in a family where it is another.
     """
     source = settings.source
     # With both, transformers 4 reads the second only and 5 prefers it.
@@ -54,17 +67,25 @@ def rotary_settings(settings: Settings, *, fraction: float = 1.0) -> RotarySetti
             f"{settings.label}: rotary scaling {given!r} is not a table of parameters"
         )
         return RotarySettings()
+    if local_base is not None:
+        local_base = settings.number("rope_local_base_freq", default=local_base)
     if any(isinstance(value, Mapping) for value in given.values()):
-        settings.problems.append(f"{settings.label}: layers with rotary positions of their own")
-        return RotarySettings()
+        if local_base is None or not set(given) <= {"full_attention", "sliding_attention"}:
+            settings.problems.append(f"{settings.label}: layers with rotary positions of their own")
+            return RotarySettings()
+        local = Settings(given.get("sliding_attention") or {}, settings.label, settings.problems)
+        local.expect("rope_type", "default", why="layers with a window have plain rotary positions")
+        local_base = local.number("rope_theta", default=local_base)
+        given = given.get("full_attention") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
+    kind = _RENAMED.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in _REQUIRED:
         known = ", ".join(_REQUIRED)
         settings.problems.append(
             f"{settings.label}: rotary scaling {kind!r} cannot be represented; known: {known}"
         )
         return RotarySettings()
-    base = settings.number("rope_theta", "rotary_emb_base", default=FT_BASE)
+    base = settings.number("rope_theta", "rotary_emb_base", default=base)
     part = settings.number("partial_rotary_factor", "rotary_pct", default=fraction)
     inner = Settings(given, f"{settings.label}: rotary scaling", settings.problems)
     base = inner.number("rope_theta", default=base)
@@ -75,7 +96,7 @@ def rotary_settings(settings: Settings, *, fraction: float = 1.0) -> RotarySetti
             f"{settings.label}: {kind} rotary scaling without {', '.join(missing)}"
         )
         return RotarySettings()
-    return RotarySettings(kind, base, part, _scaling(kind, inner, settings))
+    return RotarySettings(kind, base, part, local_base, _scaling(kind, inner, settings))
 
 
 def plain_rotary_dims(settings: Settings, size_per_head: int, *, fraction: float) -> int:
@@ -99,11 +120,12 @@ def _scaling(kind: str, given: Settings, settings: Settings) -> dict[str, Any]:
     if kind == "default":
         return {}
     context = settings.integer("max_position_embeddings")
-    out: dict[str, Any] = {name: given.number(name) for name in _REQUIRED[kind]}
+    read = given.numbers if kind == "longrope" else given.number
+    out: dict[str, Any] = {name: read(name) for name in _REQUIRED[kind]}
     if kind == "dynamic":
         # The growth is measured against the model's own limit.
         out["original_max_position_embeddings"] = context
-    if kind in ("llama3", "yarn"):
+    if kind in ("llama3", "yarn", "longrope"):
         # A key next to rope_scaling takes precedence over one inside; the limit is the last resort.
         inside = given.integer("original_max_position_embeddings", default=context)
         original = settings.integer("original_max_position_embeddings", default=inside)
@@ -115,6 +137,12 @@ def _scaling(kind: str, given: Settings, settings: Settings) -> dict[str, Any]:
             "attention_factor": _attention_factor(given),
             "truncate": given.flag("truncate", default=True),
         }
+    if kind == "longrope":
+        factor = given.number("factor", default=context / out["original_max_position_embeddings"])
+        # LongRoPE (arXiv 2402.13753), appendix A.
+        growth = math.log(factor) / math.log(out["original_max_position_embeddings"])
+        usual = math.sqrt(1 + growth) if factor > 1 else 1.0
+        out["attention_factor"] = given.number("attention_factor", default=usual)
     return out
 
 

@@ -39,6 +39,7 @@ HUGGINGFACE_ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "gelu_accurate": ("Gelu", False),
     "gelu_python_tanh": ("Gelu", False),
     "relu": ("Relu", False),
+    "relu2": ("Relu2", False),
     "silu": ("Silu", False),
     "swish": ("Silu", False),
 }
@@ -94,17 +95,30 @@ class Settings:
         value = self.value(*names, default=default)
         if value is None:
             return 1.0
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not 0 < value < sys.float_info.max
-        ):
+        if not _is_positive(value):
             self.problems.append(
                 f"{self.label}: {names[0]} = {value!r} is out of range; expected a number greater "
                 "than 0"
             )
             return 1.0
         return float(value)
+
+    def optional(self, name: str, *, default: float | None = None) -> float | None:
+        """Return a number greater than 0, or None where null switches it off."""
+        return (
+            None if self.source.get(name, default) is None else self.number(name, default=default)
+        )
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Return a list of numbers greater than 0."""
+        value = self.value(name)
+        entries = value if isinstance(value, list) else [None]
+        if not all(_is_positive(each) for each in entries):
+            self.problems.append(
+                f"{self.label}: {name} = {value!r}: expected a list of numbers greater than 0"
+            )
+            return (1.0,)
+        return tuple(map(float, entries))
 
     def flag(self, name: str, *, default: bool) -> bool:
         """Return a boolean; null, which is false to some readers, is refused."""
@@ -196,6 +210,11 @@ class Settings:
         """
         if self.problems:
             raise CheckpointMismatchError(self.problems)
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value < sys.float_info.max
 
 
 def _is_negative(value: Any) -> bool:

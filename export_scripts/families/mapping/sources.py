@@ -10,6 +10,7 @@ Each rearrangement is followed by its inverse, `views`: the source's tensors as 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -59,6 +60,7 @@ class View:
         shape: Sizes in the source: the same values in C order.
         index: Entry taken of the axis left out.
         zero_rows: Rows in the source before those that FT has.
+        place: Position among the views whose rows follow each other in one tensor of the source.
     """
 
     sizes: tuple[int, ...]
@@ -66,6 +68,10 @@ class View:
     shape: tuple[int, ...]
     index: int = 0
     zero_rows: int = 0
+    place: int = 0
+
+
+Views = Sequence[tuple[str, View]]
 
 
 def same(shape: Sequence[int], *, stored: Sequence[int] | None = None) -> View:
@@ -82,7 +88,7 @@ def turned(shape: Sequence[int]) -> View:
 class TensorSource(Protocol):
     """The source of an FT tensor."""
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:
         """Return the keys read as views of the FT tensor; empty if it does not hold them.
 
         Args:
@@ -118,17 +124,17 @@ class _OneKey:
         """The one key."""
         return ((self.key, self.cut),)
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:  # noqa: ARG002
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
         """Return the tensor as it is."""
-        return {self.key: same(shape)}
+        return [(self.key, same(shape))]
 
 
 class _Derived:
     """A source whose values do not give back what they were made of."""
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:  # noqa: ARG002
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
         """Return nothing."""
-        return {}
+        return []
 
 
 @dataclass(frozen=True)
@@ -156,9 +162,9 @@ class Transpose(_OneKey):
         axis = 0 if self.cut is None else 1 - self.cut
         return Parts(axis, tuple(piece.T for piece in pieces))
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:  # noqa: ARG002
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
         """Return the transposed tensor."""
-        return {self.key: turned(shape)}
+        return [(self.key, turned(shape))]
 
 
 @dataclass(frozen=True)
@@ -182,9 +188,9 @@ class Mapped(_OneKey):
     unit: Callable[[Any], int] | None = None
     view: Callable[[tuple[int, ...]], View] | None = None
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:  # noqa: ARG002
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
         """Return the piece before `function`."""
-        return {} if self.view is None else {self.key: self.view(shape)}
+        return [] if self.view is None else [(self.key, self.view(shape))]
 
     def build(self, get: Get, config: Any) -> Parts:
         """Return the mapped pieces."""
@@ -194,24 +200,30 @@ class Mapped(_OneKey):
 
 
 @dataclass(frozen=True)
-class Half(_Derived):
-    """A half of the rows of a whole tensor, transposed if it is a weight: (2 * f[, in]).
+class Half(_OneKey):
+    """A half of the rows of a tensor (2 * f[, in]), transposed if it is a weight.
 
     Args:
-        key: Source key, of a checkpoint that keeps whole tensors.
+        key: Source key.
         which: 0 for the first half, 1 for the second.
+        of_each: Whether each training rank's piece holds a part of both halves; if not, only the
+            whole tensor does.
     """
 
     key: str
     which: int
+    of_each: bool = False
+    cut: int | None = 0
 
-    @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
-        """The one key."""
-        return ((self.key, 0),)
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
+        """Return the half's rows."""
+        return [(self.key, dataclasses.replace(turned(shape), place=self.which))]
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
         """Return the rows of the half, in as many parts as they are stored."""
+        if self.of_each:
+            halves = [piece.reshape(2, -1, *piece.shape[1:])[self.which] for piece in get(self.key)]
+            return Parts(halves[0].ndim - 1, tuple(map(_columns, halves)))
         pieces = get(self.key, 0)
         rows = sum(piece.shape[0] for piece in pieces)
         low, high = (rows * i // 2 for i in (self.which, self.which + 1))
@@ -221,9 +233,75 @@ class Half(_Derived):
             end = begin + piece.shape[0]
             part = piece[max(low - begin, 0) : max(min(high, end) - begin, 0)]
             if part.shape[0]:
-                parts.append(part.T if part.ndim == 2 else part)
+                parts.append(_columns(part))
             begin = end
         return Parts(parts[0].ndim - 1, tuple(parts))
+
+
+def _columns(rows: Tensor) -> Tensor:
+    return rows.T if rows.ndim == 2 else rows
+
+
+@dataclass(frozen=True)
+class AttentionHeads(_OneKey):
+    """Query, key or value heads, (rows[, in]) -> ([in,] heads, size per head).
+
+    Key and value heads are repeated for a folder of more ranks than it has of them.
+
+    Args:
+        key: Weight or bias.
+        part: 0 for the queries, 1 for the keys, 2 for the values.
+        rows: What the rows are: "own", of this part alone; "blocks", all queries, all keys, all
+            values; "groups", for each key/value head its queries, its key and its value.
+        cut: 0 when training ranks each hold some heads.
+    """
+
+    key: str
+    part: int
+    rows: str = "own"
+    cut: int | None = None
+
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return each rank's heads."""
+        d = config.size_per_head
+        found = get(self.key, self.cut, sum(_group(config)) * d) if self.cut == 0 else get(self.key)
+        out = tuple(self._heads(piece, config) for piece in _taken(found, self.cut))
+        return Parts(out[0].ndim - 2, out)
+
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:
+        """Return the heads as rows: of all groups together, or of one group after the other."""
+        if self.rows != "groups":
+            return [(self.key, dataclasses.replace(turned(shape), place=self.part))]
+        groups, each, d = config.kv_head_num, _group(config)[self.part], config.size_per_head
+        sizes = (*shape[:-1], groups, each, d)  # ([in,] groups, heads of a group, d)
+        order = (*range(len(sizes) - 2, len(sizes)), *range(len(shape) - 1))
+        stored = (each * d, *shape[:-1])
+        return [
+            (self.key, View(sizes, order, stored, index=group, place=3 * group + self.part))
+            for group in range(groups)
+        ]
+
+    def _heads(self, rows: Tensor, config: Any) -> Tensor:
+        d, parts = config.size_per_head, _group(config)
+        tail = rows.shape[1:]
+        if self.rows == "own":
+            heads = rows.reshape(rows.shape[0] // d, d, *tail)
+        else:
+            ends = [sum(parts[: number + 1]) for number in range(3)]
+            if self.rows == "blocks":
+                ends = [end * config.kv_head_num for end in ends]
+            begin = ends[self.part - 1] if self.part else 0
+            split = rows.reshape(rows.shape[0] // (ends[-1] * d), ends[-1], d, *tail)
+            heads = split[:, begin : ends[self.part]]  # (groups, heads of a group, d[, in])
+            heads = heads.reshape(heads.shape[0] * heads.shape[1], d, *tail)
+        times = config.stored_kv_head_num // config.kv_head_num
+        heads = heads if self.part == 0 or times == 1 else heads.repeat(times, 0)
+        return heads.transpose(2, 0, 1) if heads.ndim == 3 else heads
+
+
+def _group(config: Any) -> tuple[int, int, int]:
+    """Return the queries, keys and values of one key/value head."""
+    return config.head_num // config.kv_head_num, 1, 1
 
 
 # Row order of a fused projection on one training rank: n heads, k parts (q, k, v), d per head.
@@ -259,7 +337,7 @@ class SplitQKV(_OneKey):
         out = tuple(self._split(piece, d) for piece in _taken(found, self.cut))
         return Parts(out[0].ndim - 2, out)
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:
         """Return the fused rows, of all parts."""
         assert self.select is None, self.key
         d = getattr(config, self.head_size)
@@ -267,7 +345,7 @@ class SplitQKV(_OneKey):
         sizes = (*shape[:-1], heads, d)  # ([in], k, n, d)
         tail = len(shape) - 2
         order = (*(tail + "knd".index(axis) for axis in self.order), *range(tail))
-        return {self.key: View(sizes, order, (shape[-2] * shape[-1], *shape[:-2]))}
+        return [(self.key, View(sizes, order, (shape[-2] * shape[-1], *shape[:-2])))]
 
     def _split(self, rows: Tensor, d: int) -> Tensor:
         n = rows.shape[0] // (self.parts * d)
@@ -308,11 +386,13 @@ class StackQKV:
         matrices = (whole.T if self.transposed else whole for whole in wholes)
         return Parts(1, tuple(matrix[:, None] for matrix in matrices))
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:  # noqa: ARG002
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
         """Return each of the three."""
         order = ((2, 0) if self.transposed else (0, 2)) if len(shape) == 3 else (1,)
         stored = tuple(shape[axis] for axis in order)
-        return {key: View(shape, order, stored, index) for index, (key, _) in enumerate(self.reads)}
+        return [
+            (key, View(shape, order, stored, index)) for index, (key, _) in enumerate(self.reads)
+        ]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from export_scripts.families.mapping.sources import (
     Stack,
     TensorSource,
     Transpose,
-    View,
+    Views,
     join,
 )
 from export_scripts.families.mapping.tensors import ShapeTensor, Tensor, constant, float32, stacked
@@ -225,9 +225,9 @@ class Scaled:
             return Parts(parts.axis, (whole,))
         return Parts(parts.axis, (whole * self.factor(config, *factors),))
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:  # noqa: ARG002
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
         """Return nothing: the factor is not kept."""
-        return {}
+        return []
 
 
 def ia3_in_place(table: Mapping[str, TensorSource], scalers: IA3Scalers) -> dict[str, TensorSource]:

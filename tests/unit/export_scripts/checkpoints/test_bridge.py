@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from export_scripts.checkpoints import open_checkpoint, recognise_format
+from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.families.gpt.layout import GPTConfig
-from export_scripts.families.llama.layout import LlamaConfig
 from export_scripts.ft.reader import FTReader
 from tests.tiny_distributed import write_distributed
 from tests.unit.export_scripts.checkpoints.test_distributed import (
@@ -103,7 +103,7 @@ def test_checkpoints_become_the_classic_folder(
     assert recognise_format(path) == "bridge"
     ft = FTReader(converted(path, tmp_path / "out", 2))
     config = ft.config
-    assert isinstance(config, LlamaConfig)
+    assert isinstance(config, DenseConfig)
     assert (config.start_id, config.end_id, config.rotary_base) == (50, 51, 500000)
     assert config.rotary_scaling_type is None
     assert (ft.path / "tokenizer.json").is_file()
@@ -124,7 +124,7 @@ def test_positions_windows_and_types_of_other_providers_are_read(
     config = FTReader(
         converted(write_bridge(tmp_path / "run", half, changed), tmp_path / "out")
     ).config
-    assert isinstance(config, LlamaConfig)
+    assert isinstance(config, DenseConfig)
     assert (config.rotary_scaling_type, config.rotary_factor) == ("llama3", 32)
     assert config.rotary_original_max_position_embeddings == 8192
     assert config.sliding_window == 16

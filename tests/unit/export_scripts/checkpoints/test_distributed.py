@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from export_scripts.checkpoints import open_checkpoint
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.families.llama.layout import LlamaConfig
+from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.ft.reader import FTReader
 from export_scripts.inspect import describe
 from tests.tiny import write_tar
@@ -281,7 +281,7 @@ def test_nemo_2_checkpoints_become_folders(state: Tensors, tmp_path: Path, named
     source = write_nemo2(tmp_path / "model-last", state) / named
     ft = FTReader(converted(source, tmp_path / "out", 2))
     config = ft.config
-    assert isinstance(config, LlamaConfig)
+    assert isinstance(config, DenseConfig)
     assert (config.start_id, config.end_id) == (50, 51)
     assert config.rotary_base == 500000
     assert config.rotary_scaling_type is None
@@ -297,7 +297,7 @@ def test_llama_31_scaling_of_nemo_2_is_carried(state: Tensors, tmp_path: Path) -
     scaling = {"scale_factor": 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     source = write_nemo2(tmp_path / "model", state, old_context_len=4096, **scaling)
     config = FTReader(converted(source, tmp_path / "out")).config
-    assert isinstance(config, LlamaConfig)
+    assert isinstance(config, DenseConfig)
     assert config.rotary_scaling_type == "llama3"
     assert config.rotary_factor == 32
     assert config.rotary_original_max_position_embeddings == 4096
@@ -318,7 +318,7 @@ def test_tokens_of_an_absent_tokenizer_are_asked_for(state: Tensors, tmp_path: P
     assert "start_id and end_id are unknown" in refusal(source, tmp_path)
     given = (("start_id", "1"), ("end_id", "2"))
     config = FTReader(converted(source, tmp_path / "out", given=given)).config
-    assert isinstance(config, LlamaConfig)
+    assert isinstance(config, DenseConfig)
     assert (config.start_id, config.end_id) == (1, 2)
 
 

@@ -73,9 +73,12 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
         changes |= {"d_kv": size, "d_model": heads * size + 3}
     if base == "opt":
         changes |= {"word_embed_proj_dim": heads * size, "do_layer_norm_before": layers != 2}
-    if name in ("llama", "mistral", "qwen2"):
+    if SIZES.get(base, LLAMA) is LLAMA and base not in ("bert", "gptneox"):
         changes |= {"head_dim": size, "hidden_size": heads * (size + 1)}
         changes |= {"num_key_value_heads": heads // (1 + layers % 2)}
+    if base == "gemma3":
+        changes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        changes["layer_types"] = changes["layer_types"][:layers]
     if name == "llama":
         changes |= {"attention_bias": layers == 3, "mlp_bias": layers == 2}
     return changes

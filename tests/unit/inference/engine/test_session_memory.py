@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export_scripts.families.llama.layout import LLAMA, LlamaConfig
+from export_scripts.families.dense.layout import DENSE, DenseConfig
 from inference.decoding.request import GenerationRequest, RequestError, parse_request
 from inference.engine.engine import Engine, EngineOptions, SessionTurn
 from inference.ranks.settings import Placement
@@ -20,7 +20,7 @@ SAMPLED = {"runtime_top_k": 7, "repetition_penalty": 1.3}
 
 
 def write_llama(folder: Path, *, tp_size: int = 1, sliding_window: int | None = None) -> Path:
-    config = LlamaConfig(
+    config = DenseConfig(
         model_name="llama",
         weight_data_type="fp32",
         tensor_para_size=tp_size,
@@ -38,7 +38,7 @@ def write_llama(folder: Path, *, tp_size: int = 1, sliding_window: int | None = 
         rotary_embedding=6,
         sliding_window=sliding_window,
     )
-    return write_random(LLAMA, config, folder)
+    return write_random(DENSE, config, folder)
 
 
 def request_of(engine: Engine, prompt: list[int], **options: Any) -> GenerationRequest:

@@ -1,16 +1,15 @@
-"""The Llama layout from megatron-core checkpoints with rotary positions and RMSNorm.
+"""Dense decoders from megatron-core checkpoints with rotary positions.
 
 NeMo and Megatron-LM save the same tensors and differ in their configuration only.
 """
 
-# Shapes: k key/value heads of one training rank, g queries per key, d size per head, f MLP width,
-# h hidden
-
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
+from export_scripts.families.dense.huggingface import GATED, rotary_fields
+from export_scripts.families.dense.layout import DENSE, DenseConfig
+from export_scripts.families.dense.names import dense_sources, in_layers
 from export_scripts.families.gpt.core import (
     CORE_HEAD,
     CORE_WTE,
@@ -20,27 +19,12 @@ from export_scripts.families.gpt.core import (
     is_core,
 )
 from export_scripts.families.gpt.megatron import assumed_tokens_warning, start_and_end
-from export_scripts.families.llama.layout import (
-    GATED,
-    LAYER,
-    LLAMA,
-    LlamaConfig,
-    in_first,
-    repeated_heads,
-    rotary_fields,
-)
+from export_scripts.families.layout.spec import WeightSpec
 from export_scripts.families.mapping.megatron_traits import MegatronTraits, foreign_settings
 from export_scripts.families.mapping.nemo2_traits import unknown_model
 from export_scripts.families.mapping.rotary import RotarySettings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import (
-    Adjusted,
-    Copy,
-    Half,
-    Mapped,
-    TensorSource,
-    Transpose,
-)
+from export_scripts.families.mapping.sources import Adjusted, TensorSource
 
 CORE_LAYER = "model.decoder.layers.{layer}."
 _QKV = CORE_LAYER + "self_attention.linear_qkv."
@@ -58,7 +42,7 @@ _LLAMA31: tuple[tuple[str, tuple[str, ...], float], ...] = (
 )
 
 
-def _is_core_llama(facts: Facts) -> bool:
+def _is_core_dense(facts: Facts) -> bool:
     if not is_core(facts):
         return False
     traits = core_traits(facts)
@@ -78,9 +62,11 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
         (traits.max_positions is None, "max_position_embeddings is missing"),
         (not traits.gated, f"activation = {traits.activation}: expected a gated one"),
         (traits.activation not in GATED, f"activation = {traits.activation} is unknown"),
+        (traits.expert_num > 1 and not is_mixture, f"{traits.expert_num} experts: expected none"),
         (
-            traits.qk_norm and not is_mixture,
-            "qk_layernorm = true: normalised queries and keys are not supported",
+            traits.qk_norm and not traits.normalization.startswith("rmsnorm"),
+            f"qk_layernorm = true with normalization = {traits.normalization}: queries and keys "
+            "are normalised with RMSNorm alone",
         ),
         (
             is_mixture and traits.position != "rope",
@@ -100,7 +86,7 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
     )
 
 
-def config_from_core(facts: Facts) -> LlamaConfig:
+def core_config(facts: Facts) -> DenseConfig:
     """Return the config of a megatron-core checkpoint with rotary positions and RMSNorm.
 
     Raises:
@@ -109,7 +95,7 @@ def config_from_core(facts: Facts) -> LlamaConfig:
     traits = core_traits(facts)
     head_num, size_per_head = _known(traits.head_num), _known(traits.size_per_head)
     start_id, end_id = start_and_end(facts)
-    return LlamaConfig(
+    return DenseConfig(
         model_name="llama",
         head_num=head_num,
         kv_head_num=traits.query_groups or head_num,
@@ -122,6 +108,7 @@ def config_from_core(facts: Facts) -> LlamaConfig:
         start_id=start_id,
         end_id=end_id,
         layernorm_eps=traits.norm_eps,
+        query_key_norm="head" if traits.qk_norm else None,
         activation_type=GATED[traits.activation],
         exact_gelu=traits.exact_gelu,
         tie_word_embeddings=core_is_tied(facts),
@@ -156,119 +143,63 @@ def _core_rotary(traits: MegatronTraits) -> RotarySettings:
             name: type(usual)(next((source[key] for key in keys if source.get(key)), usual))
             for name, keys, usual in _LLAMA31
         }
-        return RotarySettings("llama3", base, fraction, scaling)
+        return RotarySettings("llama3", base, fraction, scaling=scaling)
     if traits.rotary_interpolation not in (None, 1):
-        return RotarySettings("linear", base, fraction, {"factor": traits.rotary_interpolation})
+        scaling = {"factor": traits.rotary_interpolation}
+        return RotarySettings("linear", base, fraction, scaling=scaling)
     return RotarySettings("default", base, fraction)
 
 
-def _group_rows(config: LlamaConfig) -> int:
-    """Return the rows of one group: its queries, its key and its value."""
-    return (config.head_num // config.kv_head_num + 2) * config.size_per_head
-
-
-def _groups(rows: Any, config: LlamaConfig) -> Any:
-    """Return one rank's rows as (k, g + 2, d[, h]): per group its queries, its key, its value."""
-    d = config.size_per_head
-    per_group = _group_rows(config)
-    return rows.reshape(rows.shape[0] // per_group, per_group // d, d, *rows.shape[1:])
-
-
-def _core_query(rows: Any, config: LlamaConfig) -> Any:
-    groups = _groups(rows, config)
-    queries = groups[:, : config.head_num // config.kv_head_num]  # (k, g, d[, h])
-    k, g, *rest = queries.shape
-    return in_first(queries.reshape(k * g, *rest))
-
-
-def _core_key(rows: Any, config: LlamaConfig) -> Any:
-    return in_first(repeated_heads(_groups(rows, config)[:, -2], config))
-
-
-def _core_value(rows: Any, config: LlamaConfig) -> Any:
-    return in_first(repeated_heads(_groups(rows, config)[:, -1], config))
-
-
-def _half(rows: Any, which: int) -> Any:
-    """Return a half of one rank's gated projection (2 * f[, h]) as ([h,] f)."""
-    half = rows.reshape(2, rows.shape[0] // 2, *rows.shape[1:])[which]
-    return half.T if half.ndim == 2 else half
-
-
-def _activated(rows: Any, config: LlamaConfig) -> Any:  # noqa: ARG001
-    return _half(rows, 0)
-
-
-def _linear_half(rows: Any, config: LlamaConfig) -> Any:  # noqa: ARG001
-    return _half(rows, 1)
-
-
-def _cut(ours: str, theirs: str, function: Any, unit: Any = None) -> dict[str, TensorSource]:
-    """Return the sources of a weight and a bias whose rows training ranks share."""
+def core_names(facts: Facts) -> dict[str, str]:
+    """Return the modules of the layout and of megatron-core, whose norms may be fused."""
+    layer = {
+        **{
+            ours: theirs.removeprefix(CORE_LAYER).removesuffix(".")
+            for ours, theirs in core_norm_keys(facts).items()
+        },
+        "attention.query": "self_attention.linear_qkv",
+        "attention.key": "self_attention.linear_qkv",
+        "attention.value": "self_attention.linear_qkv",
+        "attention.query_norm": "self_attention.q_layernorm",
+        "attention.key_norm": "self_attention.k_layernorm",
+        "attention.dense": "self_attention.linear_proj",
+        "mlp.dense_h_to_4h": "mlp.linear_fc1",
+        "mlp.dense_h_to_4h_2": "mlp.linear_fc1",
+        "mlp.dense_4h_to_h": "mlp.linear_fc2",
+    }
     return {
-        f"{LAYER}{ours}.weight": Mapped(f"{theirs}weight", function, cut=0, axis=1, unit=unit),
-        f"{LAYER}{ours}.bias": Mapped(f"{theirs}bias", function, cut=0, axis=0, unit=unit),
+        "model.wte": "model.embedding.word_embeddings",
+        "model.lm_head": "model.output_layer",
+        "model.final_layernorm": "model.decoder.final_layernorm",
+        **in_layers(CORE_LAYER, layer),
     }
 
 
-def gated_sources(facts: Facts, mlp: str, projection: str) -> dict[str, TensorSource]:
-    """Return the activated and the linear half of a gated projection, per rank or whole.
-
-    Args:
-        facts: The source.
-        mlp: Name of the MLP in a layer.
-        projection: Key of the projection, without `weight` or `bias`.
-    """
-    if not facts.reader.is_distributed:
-        return {
-            **_cut(f"{mlp}dense_h_to_4h", projection, _activated),
-            **_cut(f"{mlp}dense_h_to_4h_2", projection, _linear_half),
-        }
+def core_sources(
+    facts: Facts, names: Mapping[str, str], layout: Sequence[WeightSpec] = DENSE.layout
+) -> dict[str, TensorSource]:
+    """Return the source of each tensor of a layout."""
+    # A distributed checkpoint keeps whole tensors.
+    of_each = not facts.reader.is_distributed
+    table = dense_sources(names, layout, rows="groups", halves_of_each=of_each)
+    if not core_traits(facts).normalization.endswith("1p"):
+        return table
+    # These scales are stored as their distance from 1.
     return {
-        f"{LAYER}{mlp}{ours}.{part}": Half(f"{projection}{part}", which)
-        for which, ours in enumerate(("dense_h_to_4h", "dense_h_to_4h_2"))
-        for part in ("weight", "bias")
+        name: Adjusted(source, lambda part, _: part + 1) if "norm.weight" in name else source
+        for name, source in table.items()
     }
-
-
-def weights_from_core(facts: Facts, config: LlamaConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
-    """Return each tensor's source; norms may be fused into the linear that follows."""
-    norms = {LAYER + ours: theirs for ours, theirs in core_norm_keys(facts).items()}
-    norms["model.final_layernorm"] = "model.decoder.final_layernorm."
-    return {
-        "model.wte": Copy(CORE_WTE, cut=0),
-        **{f"{ours}.weight": core_norm(facts, f"{key}weight") for ours, key in norms.items()},
-        **_cut("attention.query", _QKV, _core_query, _group_rows),
-        **_cut("attention.key", _QKV, _core_key, _group_rows),
-        **_cut("attention.value", _QKV, _core_value, _group_rows),
-        LAYER + "attention.dense.weight": Transpose(
-            CORE_LAYER + "self_attention.linear_proj.weight", cut=1
-        ),
-        LAYER + "attention.dense.bias": Copy(CORE_LAYER + "self_attention.linear_proj.bias"),
-        **gated_sources(facts, "mlp.", _FC1),
-        LAYER + "mlp.dense_4h_to_h.weight": Transpose(CORE_LAYER + "mlp.linear_fc2.weight", cut=1),
-        LAYER + "mlp.dense_4h_to_h.bias": Copy(CORE_LAYER + "mlp.linear_fc2.bias"),
-        "model.lm_head.weight": Copy(CORE_HEAD, cut=0),
-    }
-
-
-def core_norm(facts: Facts, key: str) -> TensorSource:
-    """Return a norm's scale; some models store its distance from 1."""
-    traits = core_traits(facts)
-    if traits.normalization.endswith("1p"):
-        return Adjusted(Copy(key), lambda part, _: part + 1)
-    return Copy(key)
 
 
 def _core_mapping(source_format: str, title: str) -> SourceMapping:
     return SourceMapping(
-        name=f"{source_format}-core-llama",
+        name=f"{source_format}-core-dense",
         title=title,
-        family=LLAMA,
+        family=DENSE,
         format=source_format,
-        matches=_is_core_llama,
-        config=config_from_core,
-        weights=weights_from_core,
+        matches=_is_core_dense,
+        config=core_config,
+        weights=lambda facts, _: core_sources(facts, core_names(facts)),
         unsupported=core_reasons,
         ignored=("*._extra_state", "*rotary_pos_emb.inv_freq"),
         copies=lambda _, config: (CORE_HEAD,) if config.tie_word_embeddings else (),
@@ -277,7 +208,7 @@ def _core_mapping(source_format: str, title: str) -> SourceMapping:
     )
 
 
-LLAMA_CORE_MAPPINGS: tuple[SourceMapping, ...] = (
+DENSE_CORE_MAPPINGS: tuple[SourceMapping, ...] = (
     _core_mapping("nemo", "NeMo Llama-style decoder in megatron-core layout"),
     _core_mapping("megatron", "Megatron-LM Llama-style decoder in megatron-core layout"),
     _core_mapping("nemo2", "NeMo 2 Llama-style decoder"),

@@ -83,7 +83,7 @@ def test_settings_of_megatron_core_are_carried(
     [
         ({"activation": "gelu"}, "activation = gelu: expected a gated one"),
         ({"num_moe_experts": 4}, "mixture of experts"),
-        ({"qk_layernorm": True}, "qk_layernorm = true"),
+        ({"qk_layernorm": True}, "self_attention.q_layernorm.weight is missing"),
         ({"rotary_interleaved": True}, "rotary_interleaved = true"),
         ({"apply_embedding_scaling": True}, "the embedding is multiplied by sqrt(hidden_size)"),
         ({"mcore_customization_config": {"attn_logit_softcapping": 50.0}}, "layers are changed"),

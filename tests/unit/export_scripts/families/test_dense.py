@@ -1,4 +1,4 @@
-"""Llama-style models: which are taken, and how heads are divided."""
+"""The layout of dense decoders: which models are taken, and how heads are divided."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
-from export_scripts.families.llama.layout import LLAMA, LlamaConfig, llama_architecture
+from export_scripts.families.dense.layout import DENSE, DenseConfig, dense_architecture
 from tests.tiny_huggingface import converted
 
 CONFIG: dict[str, Any] = {
@@ -61,19 +61,19 @@ def problems_of(source: Path, tmp_path: Path, tp_size: int = 1) -> str:
     return "\n".join(check_conversion(ConversionRequest(source, tmp_path / "o", tp_size, "fp32")))
 
 
-def config_for(tp_size: int, **changes: Any) -> LlamaConfig:
+def config_for(tp_size: int, **changes: Any) -> DenseConfig:
     values: dict[str, Any] = {
         "model_name": "x", "head_num": 12, "kv_head_num": 4, "size_per_head": 8, "hidden_size": 72,
         "inter_size": 96, "num_layer": 2, "vocab_size": 53, "max_pos_seq_len": 40, "start_id": 1,
         "end_id": 2, "layernorm_eps": 1e-5, "rotary_embedding": 8, "weight_data_type": "fp32",
         "tensor_para_size": tp_size,
     }  # fmt: skip
-    return LlamaConfig(**values | changes)
+    return DenseConfig(**values | changes)
 
 
 @pytest.mark.parametrize(("tp_size", "stored"), [(1, 4), (2, 4), (4, 4), (12, 12)])
 def test_every_rank_has_a_key_head(tp_size: int, stored: int) -> None:
-    architecture = llama_architecture(config_for(tp_size))
+    architecture = dense_architecture(config_for(tp_size))
     assert architecture.kv_head_num == stored
     assert architecture.kv_head_num % tp_size == 0
 
@@ -90,7 +90,7 @@ def test_ranks_that_neither_divide_nor_are_multiples_of_the_key_heads_are_refuse
 
 
 def test_fastertransformer_is_known_not_to_serve_it() -> None:
-    assert not LLAMA.ft_backend
+    assert not DENSE.ft_backend
 
 
 def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
                "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
     source = write_llama(tmp_path / "s", rope_theta=5e5, rope_scaling=scaling)
     config = converted(source, tmp_path / "out", tp_size=2).config
-    rotary = llama_architecture(config).rotary
+    rotary = dense_architecture(config).rotary
     assert rotary is not None
     assert (rotary.base, rotary.dims) == (5e5, 8)
     assert dict(rotary.scaling) == {
@@ -111,16 +111,28 @@ def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "'ntk'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "without short_factor, long_factor"),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1, 1], "long_factor": [1, 1, 1, 1]}},
+            "rotary_short_factor has 2 factors for 8 rotated dimensions: expected 4",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1, "x"], "long_factor": [0]}},
+            "long_factor = [0]: expected a list of numbers greater than 0",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "without low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "of their own"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be represented"),
         ({"hidden_act": "quick_gelu"}, "hidden_act = quick_gelu cannot be represented"),
         ({"num_key_value_heads": 3}, "4 does not divide by 3"),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8,
-             "max_window_layers": 1},
-            "only some layers have a sliding window",
+            {"model_type": "qwen2", "layer_types": ["full_attention"]},
+            "expected one entry for each of the 2 layers",
+        ),
+        (
+            {"model_type": "qwen2", "layer_types": ["full_attention", "linear_attention"]},
+            "linear_attention cannot be represented",
         ),
         (
             {"model_type": "mistral", "sliding_window": 8,
@@ -196,6 +208,16 @@ def test_the_sliding_window_follows_the_kind_of_model(
 ) -> None:
     source = write_llama(tmp_path / "s", **settings)
     assert converted(source, tmp_path / "out").config.sliding_window == window
+
+
+def test_layers_with_a_window_are_listed(tmp_path: Path) -> None:
+    source = write_llama(
+        tmp_path / "s", model_type="qwen2", use_sliding_window=True, sliding_window=8,
+        max_window_layers=1,
+    )  # fmt: skip
+    reader = converted(source, tmp_path / "out")
+    assert reader.config.sliding_layers == (1,)
+    assert dense_architecture(reader.config).sliding_layers == (False, True)
 
 
 @pytest.mark.parametrize(

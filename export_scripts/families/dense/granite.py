@@ -1,0 +1,24 @@
+"""Hugging Face Granite: a Llama with four constant factors."""
+
+from __future__ import annotations
+
+from export_scripts.families.dense.huggingface import RMS_KEYS, HuggingFaceDecoder
+from export_scripts.families.dense.llama import BIAS_KEYS, all_attention_biases
+from export_scripts.families.mapping.keys import key, reciprocal
+
+GRANITE_HUGGINGFACE = HuggingFaceDecoder(
+    model_type="granite",
+    model="GraniteForCausalLM",
+    title="Granite",
+    keys=(
+        *RMS_KEYS,
+        *BIAS_KEYS,
+        key("embedding_scale", "embedding_multiplier", kind="number", default=1.0),
+        key("residual_scale", "residual_multiplier", kind="number", default=1.0),
+        key("attention_scale", "attention_multiplier", kind="number", default=1.0),
+        key("logit_scale", "logits_scaling", kind="number", default=1.0, inverse=reciprocal),
+    ),
+    read=all_attention_biases,
+    bos=1,
+    eos=2,
+).mapping()

@@ -1,0 +1,285 @@
+"""Dense decoders in Hugging Face's form: one record a family, read in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from export_scripts.families.dense.layout import DENSE, SCALING_FIELDS, DenseConfig
+from export_scripts.families.dense.names import dense_sources, in_layers
+from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.families.mapping.keys import Setting, key, read_keys, written_decoder
+from export_scripts.families.mapping.rotary import (
+    FT_BASE,
+    RotarySettings,
+    rotary_fraction,
+    rotary_settings,
+)
+from export_scripts.families.mapping.settings import (
+    Settings,
+    half_precision_warnings,
+    head_is_tied,
+    huggingface_settings,
+    model_name,
+)
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+
+HF_LAYER = "model.layers.{layer}."
+
+KEYS = (
+    key("head_num", "num_attention_heads"),
+    key("hidden_size", "hidden_size"),
+    key("kv_head_num", "num_key_value_heads", default=lambda known: known["head_num"]),
+    key("inter_size", "intermediate_size"),
+    key("num_layer", "num_hidden_layers"),
+    key("vocab_size", "vocab_size"),
+    key("max_pos_seq_len", "max_position_embeddings"),
+)
+RMS_KEYS = (
+    *KEYS,
+    key("layernorm_eps", "rms_norm_eps", kind="number", default=1e-6),
+    key("activation_type", "hidden_act", kind="activation", default="silu"),
+)
+
+NAMES: Mapping[str, str] = {
+    "model.wte": "model.embed_tokens",
+    "model.final_layernorm": "model.norm",
+    "model.lm_head": "lm_head",
+    **in_layers(
+        HF_LAYER,
+        {
+            "input_layernorm": "input_layernorm",
+            "attention.query": "self_attn.q_proj",
+            "attention.key": "self_attn.k_proj",
+            "attention.value": "self_attn.v_proj",
+            "attention.query_norm": "self_attn.q_norm",
+            "attention.key_norm": "self_attn.k_norm",
+            "attention.dense": "self_attn.o_proj",
+            "post_attention_layernorm": "post_attention_layernorm",
+            "mlp.dense_h_to_4h": "mlp.gate_proj",
+            "mlp.dense_h_to_4h_2": "mlp.up_proj",
+            "mlp.dense_4h_to_h": "mlp.down_proj",
+        },
+    ),
+}
+
+# Activation of a gated MLP -> activation_type.
+GATED = {"silu": "gated-silu", "gelu": "geglu", "relu": "reglu", "relu2": "gated-relu2"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceDecoder:
+    """A family of dense decoders: its settings and the names of its tensors.
+
+    Attributes:
+        model_type: In config.json.
+        model: Class of transformers.
+        title: For the support table.
+        family: Its layout.
+        keys: The settings that are one field of the config each.
+        fixed: Fields that all models of the family have alike; a function is one of the values
+            read before.
+        names: Modules of the layout and of the source, for a config.
+        rows: How rows of a fused projection are nested, as `AttentionHeads` calls it.
+        expected: Settings with the only values that the layout holds, the library's default first,
+            and why.
+        read: Further fields, from the settings and the values read before.
+        written: The settings of which `read` makes its fields.
+        head_dim: Size of a head where the configuration names none; None: hidden size by heads.
+        is_gated: Whether the MLP is.
+        is_tied: The library's default of tie_word_embeddings.
+        bos: The library's default of bos_token_id.
+        eos: The library's default of eos_token_id.
+        rotary_base: The library's default of rope_theta.
+        rotary_local_base: That of layers with a sliding window, where it is another.
+        rotary_fraction: The library's default of partial_rotary_factor; None where it always
+            rotates whole heads.
+        prefix: Of names in a model saved without its head.
+        warnings: Warnings about a model that converts.
+    """
+
+    model_type: str
+    model: str
+    title: str
+    family: ModelFamily = DENSE
+    keys: Sequence[Setting] = RMS_KEYS
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    names: Callable[[DenseConfig], Mapping[str, str]] = lambda _: NAMES
+    rows: str = "own"
+    expected: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    read: Callable[[Settings, Mapping[str, Any]], Mapping[str, Any]] = lambda *_: {}
+    written: Callable[[DenseConfig], Mapping[str, Any]] = lambda _: {}
+    head_dim: int | None = None
+    is_gated: bool = True
+    is_tied: bool = False
+    bos: int | None = None
+    eos: int | None = None
+    rotary_base: float = FT_BASE
+    rotary_local_base: float | None = None
+    rotary_fraction: float | None = None
+    prefix: str = "model."
+    warnings: Callable[[Facts, DenseConfig], list[str]] = lambda facts, config: (
+        half_precision_warnings(facts, config, "model.embed_tokens.weight")
+    )
+
+    def config(self, facts: Facts) -> FTConfig:
+        """Return the config of a checkpoint.
+
+        Raises:
+            CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
+        """
+        settings = huggingface_settings(facts.config)
+        for name, (allowed, why) in self.expected.items():
+            settings.expect(name, *allowed, why=why)
+        values = read_keys(settings, self.keys)
+        heads, kv_heads, hidden = (
+            values[name] for name in ("head_num", "kv_head_num", "hidden_size")
+        )
+        settings.divide(heads, kv_heads, "num_attention_heads by num_key_value_heads")
+        values["size_per_head"] = size = (
+            settings.integer("head_dim", default=self.head_dim)
+            if self.head_dim or facts.config.get("head_dim") is not None
+            else settings.divide(hidden, heads, "hidden_size by num_attention_heads")
+        )
+        activation = values["activation_type"].lower()
+        values["activation_type"] = GATED[activation] if self.is_gated else activation
+        values |= rotary_fields(self._rotary(settings), size)
+        values |= {
+            name: value(values) if callable(value) else value for name, value in self.fixed.items()
+        }
+        values |= self.read(settings, values)
+        values["start_id"], values["end_id"] = settings.token_ids(facts, bos=self.bos, eos=self.eos)
+        head, embedding = (f"{NAMES[name]}.weight" for name in ("model.lm_head", "model.wte"))
+        values["tie_word_embeddings"] = head_is_tied(
+            facts, settings, head, embedding, default=self.is_tied
+        )
+        build: Callable[..., FTConfig] = self.family.config
+        try:
+            config = build(
+                **values,
+                model_name=model_name(facts.config, self.model_type),
+                weight_data_type=facts.weight_data_type,
+                tensor_para_size=facts.tp_size,
+            )
+        except ValueError as error:
+            settings.problems += str(error).split("\n")
+        settings.finish()
+        return config
+
+    def _rotary(self, settings: Settings) -> RotarySettings:
+        rotary = rotary_settings(
+            settings,
+            fraction=self.rotary_fraction or 1.0,
+            base=self.rotary_base,
+            local_base=self.rotary_local_base,
+        )
+        if rotary.fraction != 1 and self.rotary_fraction is None:
+            settings.problems.append(
+                f"config.json: partial_rotary_factor = {rotary.fraction:g} cannot be represented: "
+                "transformers rotates whole heads in these models"
+            )
+        return rotary
+
+    def settings(self, config: DenseConfig, is_tied: bool) -> list[dict[str, Any]]:  # noqa: ARG002
+        """Return the config.json that may describe a model."""
+        return [
+            {
+                **written_decoder(self.model_type, self.model, self.keys, config),
+                "head_dim": config.size_per_head,
+                "tie_word_embeddings": config.tie_word_embeddings,
+                **written_rotary(config),
+                **self.written(config),
+            }
+        ]
+
+    def mapping(self) -> SourceMapping:
+        """Return the mapping from and to Hugging Face folders."""
+        head = f"{NAMES['model.lm_head']}.weight"
+        return SourceMapping(
+            name=f"huggingface-{self.model_type}",
+            title=f"Hugging Face {self.title}",
+            family=self.family,
+            format="huggingface",
+            matches=lambda facts: facts.config.get("model_type") == self.model_type,
+            config=self.config,
+            written=self.settings,
+            weights=lambda _, config: dense_sources(
+                self.names(config), self.family.layout, rows=self.rows
+            ),
+            ignored=("*rotary_emb.inv_freq",),
+            copies=lambda _, config: (head,) if config.tie_word_embeddings else (),
+            prefix=self.prefix,
+            warnings=self.warnings,
+        )
+
+
+def rotary_fields(rotary: RotarySettings, size_per_head: int) -> dict[str, Any]:
+    """Return the rotary keys of config.ini."""
+    scaled = {} if rotary.kind == "default" else {"rotary_scaling_type": rotary.kind}
+    return {
+        "rotary_embedding": int(size_per_head * rotary.fraction),
+        "rotary_base": rotary.base,
+        "rotary_local_base": rotary.local_base,
+        **scaled,
+        **{f"rotary_{name}": value for name, value in rotary.scaling.items()},
+    }
+
+
+def written_rotary(config: DenseConfig) -> dict[str, Any]:
+    """Return the rotary settings of config.json of which `rotary_fields` makes the config's."""
+    scaling = {
+        name: value
+        for name in SCALING_FIELDS
+        if (value := getattr(config, f"rotary_{name}")) is not None
+    }
+    kind = config.rotary_scaling_type
+    fraction = rotary_fraction(config.rotary_embedding, config.size_per_head)
+    return {
+        "rope_theta": config.rotary_base,
+        "rope_local_base_freq": config.rotary_local_base,
+        **({} if fraction == 1 else {"partial_rotary_factor": fraction}),
+        "rope_scaling": None if kind is None else {"rope_type": kind, **scaling},
+    }
+
+
+def window_fields(
+    settings: Settings, count: int, window: int | None, usual: Sequence[bool]
+) -> dict[str, Any]:
+    """Return the sliding window and the layers that have it, by layer_types or else by `usual`."""
+    kinds = settings.source.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention" if slides else "full_attention" for slides in usual]
+    if not isinstance(kinds, list) or len(kinds) != count:
+        settings.problems.append(
+            f"{settings.label}: layer_types = {kinds!r}: expected one entry for each of the "
+            f"{count} layers"
+        )
+        return {}
+    unknown = sorted({str(each) for each in kinds} - {"full_attention", "sliding_attention"})
+    if unknown:
+        settings.problems.append(
+            f"{settings.label}: layer_types: {', '.join(unknown)} cannot be represented; known: "
+            "full_attention, sliding_attention"
+        )
+    layers = tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
+    if window is None or not layers:
+        return {}
+    return {
+        "sliding_window": window,
+        "sliding_layers": None if len(layers) == count else layers,
+    }
+
+
+def written_windows(config: DenseConfig) -> dict[str, Any]:
+    """Return the settings of which `window_fields` makes the config's."""
+    layers = range(config.num_layer) if config.sliding_layers is None else config.sliding_layers
+    layers = layers if config.sliding_window is not None else ()
+    return {
+        "sliding_window": config.sliding_window,
+        "layer_types": [
+            "sliding_attention" if number in layers else "full_attention"
+            for number in range(config.num_layer)
+        ],
+    }

@@ -1,0 +1,325 @@
+"""The layout of dense decoders beyond FasterTransformer's own; docs/decoder_layout.md describes it.
+
+NVIDIA's FasterTransformer has no decoder with RMSNorm, a gated MLP or grouped-query attention. The
+layout follows the GPT one where it can; what models differ in are keys of config.ini.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from export_scripts.families.layout.architecture import (
+    DecoderArchitecture,
+    Rotary,
+    activation_choice,
+)
+from export_scripts.families.layout.config import ini_field
+from export_scripts.families.layout.decoder import DecoderConfig
+from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.mapping.sources import Copy, Get, Parts, TensorSource
+
+LAYER = "model.layers.{layer}."
+
+_CHOICES = {
+    "norm_type": ("rmsnorm", "layernorm"),
+    "residual": ("sequential", "parallel", "parallel_shared"),
+    "query_key_norm": (None, "head", "all"),
+}
+
+
+def _trait(default: Any) -> Any:
+    return ini_field(default, unless_default=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseConfig(DecoderConfig):
+    """config.ini [llama], named after the first of these models; no loader but ours reads it."""
+
+    SECTION: ClassVar[str] = "llama"
+
+    kv_head_num: int  # of the model; see stored_kv_head_num
+    hidden_size: int
+    max_pos_seq_len: int
+    layernorm_eps: float
+    norm_type: str = _trait("rmsnorm")  # rmsnorm, layernorm
+    norm_one_plus: bool = _trait(False)
+    has_input_norms: bool = _trait(True)
+    has_output_norms: bool = _trait(False)
+    query_key_norm: str | None = None  # of each head, or of all heads together
+    residual: str = _trait("sequential")  # sequential, parallel, parallel_shared
+    activation_type: str = "gated-silu"
+    exact_gelu: bool = False  # gelu is by erf, not tanh
+    tie_word_embeddings: bool = False
+    has_qkv_bias: bool = False
+    has_attention_dense_bias: bool = False
+    has_mlp_bias: bool = False
+    attention_scale: float | None = None  # None: 1 / sqrt(size_per_head)
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    logit_scale: float = _trait(1.0)
+    embedding_scale: float = _trait(1.0)
+    residual_scale: float = _trait(1.0)
+    sliding_window: int | None = None  # number of positions attended to, the current one included
+    sliding_layers: tuple[int, ...] | None = None  # layers with the window; None: all
+    use_attention_linear_bias: bool = _trait(False)
+    rotary_embedding: int  # dimensions of each head that are rotated
+    rotary_layers: tuple[int, ...] | None = None  # layers that rotate; None: all
+    rotary_base: float = 10000.0
+    rotary_local_base: float | None = None  # of layers with the window, which are not scaled
+    rotary_scaling_type: str | None = None  # linear, dynamic, llama3, yarn or longrope
+    rotary_factor: float | None = None
+    rotary_original_max_position_embeddings: int | None = None
+    rotary_low_freq_factor: float | None = None
+    rotary_high_freq_factor: float | None = None
+    rotary_beta_fast: float | None = None
+    rotary_beta_slow: float | None = None
+    rotary_attention_factor: float | None = None
+    rotary_truncate: bool | None = None
+    rotary_short_factor: tuple[float, ...] | None = None
+    rotary_long_factor: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse traits that no runtime computes.
+
+        Raises:
+            ValueError: An unknown choice, or rotated dimensions that do not fit.
+        """
+        dims, size = self.rotary_embedding, self.size_per_head
+        problems = [
+            f"{name} = {getattr(self, name)}; known: {', '.join(map(str, known))}"
+            for name, known in _CHOICES.items()
+            if getattr(self, name) not in known
+        ]
+        if dims % 2 or dims > size:
+            problems.append(
+                f"rotary_embedding = {dims} of the head size {size} cannot be represented: "
+                "dimensions are rotated two at a time"
+            )
+        problems += [
+            f"{name} has {len(factors)} factors for {dims} rotated dimensions: expected {dims // 2}"
+            for name in ("rotary_short_factor", "rotary_long_factor")
+            if (factors := getattr(self, name)) is not None and len(factors) != dims // 2
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.hidden_size
+
+    @property
+    def untied_head(self) -> bool:
+        """True if the folder holds its own LM head."""
+        return not self.tie_word_embeddings
+
+    @property
+    def is_gated(self) -> bool:
+        """True if the MLP has a second matrix next to its first."""
+        return activation_choice(self.activation_type)[1]
+
+    @property
+    def has_mlp_norm(self) -> bool:
+        """True if the MLP has an input norm of its own."""
+        return self.has_input_norms and self.residual != "parallel_shared"
+
+    @property
+    def has_norm_bias(self) -> bool:
+        """True if norms have a bias next to their scale."""
+        return self.norm_type == "layernorm"
+
+    @property
+    def has_head_norms(self) -> bool:
+        """True if each head of queries and keys is normalised."""
+        return self.query_key_norm == "head"
+
+    @property
+    def has_joint_norms(self) -> bool:
+        """True if all heads of the queries, and all of the keys, are normalised together."""
+        return self.query_key_norm == "all"
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all query heads together."""
+        return self.head_num * self.size_per_head
+
+    @property
+    def stored_kv_head_num(self) -> int:
+        """Key and value heads in the folder.
+
+        More ranks than heads get one head each: each head is stored tensor_para_size / kv_head_num
+        times in a row.
+        """
+        tp_size = self.tensor_para_size
+        if tp_size > self.kv_head_num and tp_size % self.kv_head_num == 0:
+            return tp_size
+        return self.kv_head_num
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the stored key (or value) heads together."""
+        return self.stored_kv_head_num * self.size_per_head
+
+
+def dense_architecture(config: DenseConfig) -> DecoderArchitecture:
+    """Return the decoder a config describes.
+
+    Raises:
+        ValueError: activation_type is unknown.
+    """
+    activation, gated = activation_choice(config.activation_type)
+    rotary = local = None
+    if config.rotary_embedding:
+        dims = config.rotary_embedding
+        rotary = Rotary(dims=dims, base=config.rotary_base, scaling=_scaling(config))
+        if config.rotary_local_base is not None:
+            local = Rotary(dims=dims, base=config.rotary_local_base)
+    alibi = config.use_attention_linear_bias
+    return config.decoder(
+        kv_head_num=config.stored_kv_head_num,
+        position="rotary_half" if rotary else "alibi" if alibi else "none",
+        max_pos_seq_len=config.max_pos_seq_len,
+        rotary=rotary,
+        local_rotary=local,
+        rotary_layers=_per_layer(config, config.rotary_layers),
+        norm=config.norm_type,
+        norm_eps=config.layernorm_eps,
+        norm_one_plus=config.norm_one_plus,
+        input_norms=config.has_input_norms,
+        output_norms=config.has_output_norms,
+        query_key_norm=config.query_key_norm,
+        residual=config.residual,
+        activation=activation,
+        exact_gelu=config.exact_gelu,
+        gated=gated,
+        separate_qkv=True,
+        untied_head=config.untied_head,
+        sliding_window=config.sliding_window,
+        sliding_layers=_per_layer(config, config.sliding_layers),
+        attention_scale=config.attention_scale,
+        attention_softcap=config.attention_softcap,
+        logit_softcap=config.logit_softcap,
+        logit_scale=config.logit_scale,
+        embedding_scale=config.embedding_scale,
+        residual_scale=config.residual_scale,
+    )
+
+
+def _per_layer(config: DenseConfig, layers: tuple[int, ...] | None) -> tuple[bool, ...] | None:
+    return None if layers is None else tuple(n in layers for n in range(config.num_layer))
+
+
+SCALING_FIELDS = (
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "truncate",
+    "short_factor",
+    "long_factor",
+)
+
+
+def _scaling(config: DenseConfig) -> tuple[tuple[str, str], ...]:
+    if config.rotary_scaling_type is None:
+        return ()
+    values = {name: getattr(config, f"rotary_{name}") for name in SCALING_FIELDS}
+    known = (
+        (name, ",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+        for name, value in values.items()
+        if value is not None
+    )
+    return (("type", config.rotary_scaling_type), *known)
+
+
+def _norm(name: str, *when: str) -> tuple[WeightSpec, ...]:
+    return (
+        WeightSpec(f"{name}.weight", ("hidden",), when=when),
+        WeightSpec(f"{name}.bias", ("hidden",), when=(*when, "has_norm_bias")),
+    )
+
+
+def _column(name: str, width: str, bias: str, *when: str) -> tuple[WeightSpec, ...]:
+    return (
+        WeightSpec(f"{LAYER}{name}.weight", ("hidden", width), split=1, when=when),
+        WeightSpec(f"{LAYER}{name}.bias", (width,), split=0, when=(*when, bias)),
+    )
+
+
+def _row(name: str, width: str, bias: str) -> tuple[WeightSpec, ...]:
+    return (
+        WeightSpec(f"{LAYER}{name}.weight", (width, "hidden"), split=0),
+        WeightSpec(f"{LAYER}{name}.bias", ("hidden",), when=(bias,)),
+    )
+
+
+def _heads_norm(name: str, width: str) -> tuple[WeightSpec, ...]:
+    name = f"{LAYER}attention.{name}.weight"
+    return (
+        WeightSpec(name, ("size_per_head",), when=("has_head_norms",)),
+        WeightSpec(name, (width,), split=0, when=("has_joint_norms",)),
+    )
+
+
+LAYOUT: tuple[WeightSpec, ...] = (
+    WeightSpec("model.wte", ("vocab_size", "hidden")),
+    *_norm(LAYER + "input_layernorm", "has_input_norms"),
+    *_column("attention.query", "attention_width", "has_qkv_bias"),
+    *_column("attention.key", "kv_width", "has_qkv_bias"),
+    *_column("attention.value", "kv_width", "has_qkv_bias"),
+    *_heads_norm("query_norm", "attention_width"),
+    *_heads_norm("key_norm", "kv_width"),
+    *_row("attention.dense", "attention_width", "has_attention_dense_bias"),
+    *_norm(LAYER + "attention_output_layernorm", "has_output_norms"),
+    *_norm(LAYER + "post_attention_layernorm", "has_mlp_norm"),
+    # Of a gated MLP the activated half, then the linear one.
+    *_column("mlp.dense_h_to_4h", "inter_size", "has_mlp_bias"),
+    *_column("mlp.dense_h_to_4h_2", "inter_size", "has_mlp_bias", "is_gated"),
+    *_row("mlp.dense_4h_to_h", "inter_size", "has_mlp_bias"),
+    *_norm(LAYER + "mlp_output_layernorm", "has_output_norms"),
+    *_norm("model.final_layernorm"),
+    WeightSpec("model.lm_head.weight", ("vocab_size", "hidden"), when=("untied_head",)),
+)
+
+
+@dataclass(frozen=True)
+class _FirstCopies(Copy):
+    """Key or value heads of a folder of more ranks than heads: the first rank of each head."""
+
+    copies: int = 1
+
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return one piece of each head."""
+        parts = super().build(get, config)
+        return Parts(parts.axis, parts.tensors[:: self.copies])
+
+
+def _whole_heads(stored: DenseConfig, names: Collection[str]) -> dict[str, TensorSource]:
+    """Return the sources of keys and values where several ranks have the same head."""
+    copies = stored.stored_kv_head_num // stored.kv_head_num
+    split = {"attention.key.weight": 1, "attention.key.bias": 0, "attention.value.weight": 1,
+             "attention.value.bias": 0}  # fmt: skip
+    if stored.has_joint_norms:
+        split["attention.key_norm.weight"] = 0
+    return {
+        LAYER + name: _FirstCopies(LAYER + name, cut=axis, copies=copies)
+        for name, axis in split.items()
+        if copies > 1 and (LAYER + name).format(layer=0) in names
+    }
+
+
+DENSE = ModelFamily(
+    name="llama",
+    model_type="Llama",
+    config=DenseConfig,
+    architecture=dense_architecture,
+    layout=LAYOUT,
+    divisible=("head_num", "stored_kv_head_num", "inter_size"),
+    whole=_whole_heads,
+    ft_backend=False,
+)

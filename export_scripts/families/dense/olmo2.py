@@ -1,0 +1,40 @@
+"""Hugging Face OLMo 2: norms after attention and MLP, not before, and of queries and keys."""
+
+from __future__ import annotations
+
+from export_scripts.families.dense.huggingface import (
+    HF_LAYER,
+    KEYS,
+    NAMES,
+    HuggingFaceDecoder,
+)
+from export_scripts.families.dense.llama import all_attention_biases
+from export_scripts.families.dense.names import in_layers
+from export_scripts.families.mapping.keys import key
+
+_NAMES = {
+    **NAMES,
+    **in_layers(
+        HF_LAYER,
+        {
+            "attention_output_layernorm": "post_attention_layernorm",
+            "mlp_output_layernorm": "post_feedforward_layernorm",
+        },
+    ),
+}
+
+OLMO2_HUGGINGFACE = HuggingFaceDecoder(
+    model_type="olmo2",
+    model="Olmo2ForCausalLM",
+    title="OLMo 2",
+    keys=(
+        *KEYS,
+        key("layernorm_eps", "rms_norm_eps", kind="number", default=1e-5),
+        key("activation_type", "hidden_act", kind="activation", default="silu"),
+        key("has_qkv_bias", "attention_bias", kind="flag", default=False),
+    ),
+    fixed={"has_input_norms": False, "has_output_norms": True, "query_key_norm": "all"},
+    names=lambda _: _NAMES,
+    read=all_attention_biases,
+    eos=50279,
+).mapping()

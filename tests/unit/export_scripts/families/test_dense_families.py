@@ -1,0 +1,144 @@
+"""Dense decoders of Hugging Face: published configurations, and settings that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export_scripts.checkpoints.huggingface import open_configuration
+from export_scripts.conversion.plan import find_mapping
+from export_scripts.families.dense.layout import DenseConfig, dense_architecture
+from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.ft.config_ini import config_text, family_of, parse_ini
+from export_scripts.inspect import describe
+
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
+    "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+    "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+GRANITE_33_8B: dict[str, Any] = {
+    "architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attention_multiplier": 0.0078125, "bos_token_id": 0, "embedding_multiplier": 12.0,
+    "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12800,
+    "logits_scaling": 16.0, "max_position_embeddings": 131072, "mlp_bias": False,
+    "model_type": "granite", "num_attention_heads": 32, "num_hidden_layers": 40,
+    "num_key_value_heads": 8, "pad_token_id": 0, "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000.0,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 49159,
+}  # fmt: skip
+OLMO2_7B: dict[str, Any] = {
+    "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000,
+    "tie_word_embeddings": False, "torch_dtype": "float32", "vocab_size": 100352,
+}  # fmt: skip
+GEMMA2_9B: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid",
+    "eos_token_id": 1, "final_logit_softcapping": 30.0, "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 3584, "intermediate_size": 14336, "max_position_embeddings": 8192,
+    "model_type": "gemma2", "num_attention_heads": 16, "num_hidden_layers": 42,
+    "num_key_value_heads": 8, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+    "sliding_window_size": 4096, "torch_dtype": "float32", "vocab_size": 256000,
+}  # fmt: skip
+GEMMA3_1B: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid",
+    "eos_token_id": 1, "final_logit_softcapping": None, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+    "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4,
+    "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+    "sliding_window_pattern": 6, "torch_dtype": "bfloat16", "vocab_size": 262144,
+}  # fmt: skip
+
+# name -> (config.json as published, parameters, traits)
+PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "Qwen3-8B": (QWEN3_8B, 8_190_735_360, {"query_key_norm": "head", "sliding_window": None}),
+    "granite-3.3-8b-base": (
+        GRANITE_33_8B, 8_170_864_640,
+        {"attention_scale": 0.0078125, "logit_scale": 0.0625, "residual_scale": 0.22},
+    ),
+    "OLMo-2-1124-7B": (
+        OLMO2_7B, 7_298_617_344,
+        {"query_key_norm": "all", "input_norms": False, "output_norms": True, "norm_eps": 1e-6},
+    ),
+    "gemma-2-9b": (
+        GEMMA2_9B, 9_241_705_984,
+        {"attention_scale": 1 / 16, "logit_softcap": 30.0, "attention_softcap": 50.0,
+         "sliding_window": 4096, "sliding_layers": (True, False) * 21},
+    ),
+    "gemma-3-1b-pt": (
+        GEMMA3_1B, 999_885_952,
+        {"sliding_layers": ((True,) * 5 + (False,)) * 4 + (True, True), "norm_one_plus": True,
+         "embedding_scale": 1152**0.5, "logit_softcap": None},
+    ),
+}  # fmt: skip
+
+
+def write_config(folder: Path, settings: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def config_of(folder: Path) -> DenseConfig:
+    reader = open_configuration(folder)
+    assert reader is not None
+    facts = Facts(reader=reader, tp_size=1, weight_data_type="bf16")
+    config = find_mapping(facts).config(facts)
+    assert isinstance(config, DenseConfig)
+    return config
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
+    settings, parameters, traits = PUBLISHED[name]
+    folder = write_config(tmp_path, settings)
+    found = describe(folder)
+    assert found["family"] == "llama"
+    assert found["parameters"] == parameters
+    assert "cannot be converted" not in found
+    config = config_of(folder)
+    architecture = dense_architecture(config)
+    assert {key: getattr(architecture, key) for key in traits} == traits
+    sections = parse_ini(config_text(config))
+    assert family_of(sections).config.from_sections(sections) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "words"),
+    [
+        (QWEN3_8B, {"quantization_config": {"quant_method": "fp8"}}, "quantised (fp8)"),
+        (GEMMA2_9B, {"use_bidirectional_attention": True}, "attention is causal"),
+        (GEMMA2_9B, {"final_logit_softcapping": -1}, "final_logit_softcapping = -1 is out of"),
+        (
+            GEMMA3_1B,
+            {"rope_scaling": {"full_attention": {}, "sliding_attention": {"rope_type": "linear"}}},
+            "layers with a window have plain rotary positions",
+        ),
+        (GRANITE_33_8B, {"attention_multiplier": "x"}, "attention_multiplier = 'x' is out of"),
+        (OLMO2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be"),
+    ],
+)
+def test_settings_that_the_layout_lacks_are_refused_together(
+    settings: dict[str, Any], changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    folder = write_config(tmp_path, {**settings, **changes, "vocab_size": "many"})
+    problems = describe(folder)["cannot be converted"]
+    assert any(words in problem for problem in problems), problems
+    assert any("vocab_size = 'many'" in problem for problem in problems)
