@@ -159,7 +159,10 @@ TOKEN_IDS, LOG_PROBS, TENSORS = "token ids", "log probabilities", "tensors"
 
 
 class TextGenerator(Protocol):
-    """A model as a task asks it; safe to call from several threads."""
+    """A model as a task asks it; safe to call from several threads.
+
+    Requests raise RequestFailedError: refused, failed, not answered in time, or not possible.
+    """
 
     @property
     def streams(self) -> bool:

@@ -208,13 +208,7 @@ def load_huggingface(plan: ConversionPlan, architecture: Architecture) -> Huggin
         NoLibraryError: transformers is not installed.
         ValueError: It cannot load the folder, or would fill in weights that the folder lacks.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise NoLibraryError(
-            "a Hugging Face checkpoint is computed by transformers, which is not installed (pip "
-            "install transformers); its tensors were compared"
-        ) from error
+    transformers = import_transformers()
     options: dict[str, Any] = {}
     kind = transformers.AutoModelForCausalLM
     if isinstance(architecture, EncoderArchitecture):
@@ -225,27 +219,9 @@ def load_huggingface(plan: ConversionPlan, architecture: Architecture) -> Huggin
             transformers.AutoModelForSeq2SeqLM if whole else transformers.AutoModelForTextEncoding
         )
     path = plan.request.checkpoint_path
-    # Its report of keys is checked below.
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        model, info = kind.from_pretrained(
-            path,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise ValueError(f"transformers cannot load {path}: {error}") from error
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(
-            f"{path} lacks {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}, which "
-            "transformers fills with random values; there is nothing to compare with"
-        )
+    model = load_transformers_model(kind, path, attn_implementation="eager", **options)
     title = f"transformers {transformers.__version__}, {type(model).__name__}"
-    return HuggingFaceSource(model.eval(), architecture, _modules(plan, model), title)
+    return HuggingFaceSource(model, architecture, _modules(plan, model), title)
 
 
 def _modules(plan: ConversionPlan, model: Any) -> dict[str, str]:
@@ -258,3 +234,41 @@ def _modules(plan: ConversionPlan, model: Any) -> dict[str, str]:
             bare = module.removeprefix(plan.mapping.prefix)
             out[item.tensor.name.rpartition(".")[0]] = module if module in known else bare
     return out
+
+
+def import_transformers() -> Any:
+    """Return the library. Raises NoLibraryError where it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise NoLibraryError(
+            "a Hugging Face checkpoint is computed by transformers, which is not installed (pip "
+            "install transformers)"
+        ) from error
+    return transformers
+
+
+def load_transformers_model(
+    kind: Any, path: Path, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
+    """Load a checkpoint folder by a class of transformers.
+
+    Raises:
+        ValueError: It cannot load the folder, or would fill in weights that the folder lacks.
+    """
+    transformers = import_transformers()
+    # Its report of keys is checked below.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        model, info = kind.from_pretrained(
+            path, dtype=dtype, local_files_only=True, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ValueError(f"transformers cannot load {path}: {error}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"{path} lacks {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}, which "
+            "transformers fills with random values; there is nothing to compare with"
+        )
+    return model.eval()

@@ -231,6 +231,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.evaluation",
         "inference.evaluation.report",
         "inference.evaluation.tasks",
+        "inference.parity",
         "inference.server",
     ),
     "inference.compare": (

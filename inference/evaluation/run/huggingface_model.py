@@ -196,31 +196,28 @@ def load_reference_model(
         prompts_dir: Served folder, for the prompt tables in it.
 
     Raises:
-        EvaluationError: transformers is not installed, or cannot read the folder.
+        EvaluationError: transformers is not installed, or cannot read the folder as a whole.
     """
-    try:
-        import torch
-        import transformers
+    import torch
 
-        from export_scripts.numeric.dtypes import torch_dtype
-    except ImportError as error:
-        raise EvaluationError(
-            f"evaluate.reference=huggingface needs the package {error.name}; install it, or set "
-            "evaluate.reference=none."
-        ) from error
+    from export_scripts.numeric.dtypes import torch_dtype
+    from inference.parity.activations import NoLibraryError
+    from inference.parity.huggingface import import_transformers, load_transformers_model
+
     try:
+        transformers = import_transformers()
         config = transformers.AutoConfig.from_pretrained(checkpoint)
         kind = (
             transformers.AutoModelForSeq2SeqLM
             if config.is_encoder_decoder
             else transformers.AutoModelForCausalLM
         )
-        model = kind.from_pretrained(checkpoint, dtype=torch_dtype(data_type)).eval()
+        model = load_transformers_model(kind, checkpoint, dtype=torch_dtype(data_type))
         tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, NoLibraryError) as error:
         raise EvaluationError(
-            f"transformers cannot load {checkpoint}: {error}\nevaluate.reference=huggingface needs "
-            "the source checkpoint with its tokenizer; set evaluate.reference=none without one."
+            f"evaluate.reference=huggingface: {error}\nIt needs transformers, and the source "
+            "checkpoint with its tokenizer; set evaluate.reference=none without them."
         ) from error
     if torch.cuda.is_available():
         model = model.to("cuda")

@@ -279,11 +279,7 @@ class OpenAIModel:
         score_prompt: bool = False,
         words: WordLists = NO_WORDS,
     ) -> Completion:
-        """Return the greedy continuation as text.
-
-        Raises:
-            RequestFailedError: the server refused, failed or did not answer in time.
-        """
+        """Return the greedy continuation as text."""
         if words != NO_WORDS:
             raise RequestFailedError("word lists belong to Triton's ensemble.")
         ids = self.encode(prompt)
@@ -303,11 +299,7 @@ class OpenAIModel:
     def complete_ids(
         self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
     ) -> tuple[int, ...]:
-        """Return the greedy tokens after `input_ids`.
-
-        Raises:
-            RequestFailedError: the server refused, failed or returned no token ids.
-        """
+        """Return the greedy tokens after `input_ids`."""
         if tensors:
             raise RequestFailedError(f"the protocol has no tensors ({', '.join(tensors)}).")
         answer = self._client.complete(self._body(list(input_ids), output_len))
@@ -322,11 +314,7 @@ class OpenAIModel:
         output_len: int,
         each_frame: Callable[[], None] | None = None,
     ) -> list[tuple[int, ...]]:
-        """Return the greedy tokens after each row; UNKNOWN_TOKEN for those that came as text.
-
-        Raises:
-            RequestFailedError: the server refused, failed or did not answer in time.
-        """
+        """Return the greedy tokens after each row; UNKNOWN_TOKEN for those that came as text."""
         prompts = self._prompts(rows)
         body = self._body(prompts[0] if len(prompts) == 1 else prompts, output_len)
         if each_frame is not None and self.streams and len(rows) == 1:
@@ -354,11 +342,7 @@ class OpenAIModel:
         return tuple(ids) or (UNKNOWN_TOKEN,) * (frames if count is None else count)
 
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
-        """Return the natural log probability of `input_ids`, the first token given.
-
-        Raises:
-            RequestFailedError: the server refused, failed or returned no log probabilities.
-        """
+        """Return the natural log probability of `input_ids`, the first token given."""
         body = self._body(list(input_ids), 1) | {"echo": True, "logprobs": 1}
         scores = _prompt_scores(self._client.complete(body), len(input_ids))
         if scores is None:

@@ -100,11 +100,7 @@ class ServedTokenizer:
         self._encoded = lru_cache(maxsize=_REMEMBERED)(self._encode)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of `text`.
-
-        Raises:
-            RequestFailedError: the server refused, failed or did not answer in time.
-        """
+        """Return the token ids of `text`."""
         return self._encoded(text)
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -119,11 +115,7 @@ class ServedTokenizer:
         return tuple(int(each) for each in outputs["INPUT_ID"][0, :count])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids; end tokens at the end give no text.
-
-        Raises:
-            RequestFailedError: the server refused, failed or did not answer in time.
-        """
+        """Return the text of token ids; end tokens at the end give no text."""
         declared = self._client.input_types(self._postprocessing)["TOKENS_BATCH"]
         inputs = {"TOKENS_BATCH": np.array([[ids]], NUMPY_TYPES[declared])}
         return first_text(ask(self._client, self._postprocessing, inputs, "OUTPUT")["OUTPUT"])

@@ -115,11 +115,7 @@ class ServedModel:
         score_prompt: bool = False,
         words: WordLists = NO_WORDS,
     ) -> Completion:
-        """Return the greedy continuation as text, asked through the ensemble if there is one.
-
-        Raises:
-            RequestFailedError: the server refused, failed or did not answer in time.
-        """
+        """Return the greedy continuation as text, asked through the ensemble if there is one."""
         if self._ensemble_name is None:
             if words != NO_WORDS:
                 raise RequestFailedError("word lists are encoded by the ensemble; there is none.")
@@ -144,11 +140,7 @@ class ServedModel:
     def complete_in_steps(
         self, prompt: str, *, output_len: int
     ) -> tuple[tuple[int, ...], Completion]:
-        """Return tokens and text by way of preprocessing, model and postprocessing.
-
-        Raises:
-            RequestFailedError: the server refused, failed or did not answer in time.
-        """
+        """Return tokens and text by way of preprocessing, model and postprocessing."""
         served = ServedTokenizer(self._client)
         input_ids = served.encode(prompt)
         answer = self.complete_ids(input_ids, output_len=output_len)
@@ -189,11 +181,7 @@ class ServedModel:
     def complete_ids(
         self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
     ) -> tuple[int, ...]:
-        """Return the greedy tokens after `input_ids`, up to the end token.
-
-        Raises:
-            RequestFailedError: the server refused, failed or did not answer in time.
-        """
+        """Return the greedy tokens after `input_ids`, up to the end token."""
         return self.complete_rows([input_ids], output_len=output_len, tensors=tensors)[0]
 
     def complete_rows(
@@ -207,9 +195,6 @@ class ServedModel:
         """Return the greedy tokens after each row, up to the end token, asked in one request.
 
         `each_frame` is called for every response of a model that streams, as it comes.
-
-        Raises:
-            RequestFailedError: the server refused, failed or did not answer in time.
         """
         options = {name: np.repeat(value, len(rows), axis=0) for name, value in _GREEDY.items()}
         options |= {
@@ -266,11 +251,7 @@ class ServedModel:
         return np.repeat(array.reshape(1, *(array.shape or (1,))), rows, axis=0)
 
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
-        """Return the natural log probability of `input_ids`, the first token given.
-
-        Raises:
-            RequestFailedError: the server refused, failed or did not answer in time.
-        """
+        """Return the natural log probability of `input_ids`, the first token given."""
         inputs = {**self._prompts([input_ids], 1), **_GREEDY_WITH_LOG_PROBS}
         return _context_log_prob(ask(self._client, self._model_name, inputs, *_LOG_PROBS))
 
@@ -279,11 +260,7 @@ class ServedModel:
         return self._types.keys()
 
     def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
-        """Return outputs of the model for a request of contract tensors, batch axis first.
-
-        Raises:
-            RequestFailedError: the server refused, failed or did not answer in time.
-        """
+        """Return outputs of the model for a request of contract tensors, batch axis first."""
         if unknown := [name for name in tensors if name not in self._types]:
             raise RequestFailedError(f"{self._model_name} takes no input {', '.join(unknown)}.")
         # The client itself narrows to types that numpy does not have.

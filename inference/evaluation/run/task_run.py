@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 
 from inference.evaluation.record import Prediction, RequestStatistics
-from inference.evaluation.run.timing import TimedGenerator
+from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
     Dataset,
     Metric,
@@ -93,10 +93,10 @@ def run_task(
     Raises:
         EvaluationError: at least one sample could not be evaluated.
     """
-    timed = TimedGenerator(model)
+    timer = RequestTimer(model)
     start = time.perf_counter()
     tally = _Tally(phase or task.name, total=len(samples), report=progress)
-    answered = _ask_all(task, samples, timed, concurrency=concurrency, tally=tally)
+    answered = _ask_all(task, samples, timer.model, concurrency=concurrency, tally=tally)
     seconds = time.perf_counter() - start
     scores = [answered[sample.index][0] for sample in samples]
     predictions = tuple(
@@ -120,7 +120,7 @@ def run_task(
         samples=samples,
         metrics=task.metrics(samples, scores),
         predictions=predictions,
-        requests=timed.statistics(start=start, seconds=seconds, concurrency=concurrency),
+        requests=timer.statistics(start=start, seconds=seconds, concurrency=concurrency),
     )
 
 

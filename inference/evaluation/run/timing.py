@@ -5,27 +5,32 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
 
 from inference.evaluation.record import Distribution, RequestStatistics
 from inference.evaluation.statistics import percentile
-from inference.evaluation.task import (
-    NO_WORDS,
-    Completion,
-    RequestTensors,
-    TextGenerator,
-    WordLists,
-)
+from inference.evaluation.task import TextGenerator
 
 _MAX_INTERVALS = 120
 _EVENTS_PER_INTERVAL = 8
 _HISTOGRAM_BINS = 40
-_Answer = TypeVar("_Answer")
 
 
-class TimedGenerator:
-    """A TextGenerator that notes when each request to the model began and how long it took.
+# The requests of a TextGenerator, and the tokens of an answer to each.
+_REQUESTS: Mapping[str, Callable[[Any], int]] = {
+    "complete_text": lambda completion: completion.generated,
+    "complete_in_steps": lambda answer: len(answer[0]),
+    "complete_ids": len,
+    "complete_rows": lambda answers: sum(map(len, answers)),
+    "context_log_prob": lambda _: 0,
+    "infer": lambda _: 0,
+}
+
+
+class RequestTimer:
+    """Notes when each request to a model began and how long it took.
 
     Encoding and decoding are not requests to the model and are not timed.
     """
@@ -37,86 +42,23 @@ class TimedGenerator:
         self._spans: list[tuple[float, float]] = []  # end and duration of each request, seconds
 
     @property
-    def streams(self) -> bool:
-        """Return whether answers come token by token."""
-        return self._model.streams
+    def model(self) -> TextGenerator:
+        """The model, each request to which is noted."""
+        return cast("TextGenerator", self)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of `text`."""
-        return self._model.encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        return self._model.decode(ids)
-
-    def complete_text(
-        self,
-        prompt: str,
-        *,
-        output_len: int,
-        score_prompt: bool = False,
-        words: WordLists = NO_WORDS,
-    ) -> Completion:
-        """Return the greedy continuation of a text."""
-        return self._timed(
-            lambda: self._model.complete_text(
-                prompt, output_len=output_len, score_prompt=score_prompt, words=words
-            ),
-            lambda answer: answer.generated,
-        )
-
-    def complete_in_steps(
-        self, prompt: str, *, output_len: int
-    ) -> tuple[tuple[int, ...], Completion]:
-        """Return the greedy continuation of a text, made without the ensemble."""
-        return self._timed(
-            lambda: self._model.complete_in_steps(prompt, output_len=output_len),
-            lambda answer: len(answer[0]),
-        )
-
-    def complete_ids(
-        self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
-    ) -> tuple[int, ...]:
-        """Return the greedy continuation of token ids."""
-        return self._timed(
-            lambda: self._model.complete_ids(input_ids, output_len=output_len, tensors=tensors),
-            len,
-        )
-
-    def decode_answer(self, ids: Sequence[int]) -> str:
-        """Return the text of generated tokens."""
-        return self._model.decode_answer(ids)
-
-    def context_log_prob(self, input_ids: Sequence[int]) -> float:
-        """Return the log probability of token ids."""
-        return self._timed(lambda: self._model.context_log_prob(input_ids), lambda _: 0)
-
-    def complete_rows(
-        self,
-        rows: Sequence[Sequence[int]],
-        *,
-        output_len: int,
-        each_frame: Callable[[], None] | None = None,
-    ) -> list[tuple[int, ...]]:
-        """Return the greedy continuation of several rows of token ids."""
-        return self._timed(
-            lambda: self._model.complete_rows(rows, output_len=output_len, each_frame=each_frame),
-            lambda answers: sum(map(len, answers)),
-        )
-
-    def input_names(self) -> Collection[str]:
-        """Return the inputs that the model declares."""
-        return self._model.input_names()
-
-    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
-        """Return outputs of the model for a request of contract tensors."""
-        return self._timed(lambda: self._model.infer(tensors, outputs), lambda _: 0)
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._model, name)
+        return partial(self._timed, found, _REQUESTS[name]) if name in _REQUESTS else found
 
     def _timed(
-        self, request: Callable[[], _Answer], generated: Callable[[_Answer], int]
-    ) -> _Answer:
+        self,
+        request: Callable[..., Any],
+        generated: Callable[[Any], int],
+        *given: Any,
+        **named: Any,
+    ) -> Any:
         start = time.perf_counter()
-        answer = request()
+        answer = request(*given, **named)
         end = time.perf_counter()
         with self._lock:
             self._spans.append((end, end - start))

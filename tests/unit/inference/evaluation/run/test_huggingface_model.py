@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -124,6 +126,15 @@ def test_the_type_of_the_computation_is_the_user_s(folder):
 
 def test_a_folder_that_is_no_checkpoint_is_reported(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(EvaluationError, match="transformers cannot load") as caught:
+    with pytest.raises(EvaluationError, match=r"evaluate\.reference=huggingface: ") as caught:
         load_reference_model(tmp_path)
     assert "set evaluate.reference=none" in str(caught.value)
+
+
+def test_a_checkpoint_that_lacks_weights_is_no_reference(folder, tmp_path):
+    damaged = shutil.copytree(folder, tmp_path / "damaged")
+    weights = load_file(damaged / "model.safetensors")
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EvaluationError, match=r"lacks transformer\.h\.1\.mlp\.c_fc\.weight"):
+        load_reference_model(damaged)
