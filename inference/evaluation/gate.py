@@ -390,17 +390,22 @@ def _paired(
     margin = bound.margin(baseline)
     alpha = 1 - bound.confidence
     bounded = metric.unit == "fraction"
+    if lost := sum(not math.isfinite(each) for each in pairs.new):
+        note = f"{lost:,} of {len(pairs.new):,} samples have no finite score"
+        return _verdict(metric, sentence, BREACHED, baseline=baseline.value, note=note)
     check = partial(check_drop, pairs, confidence=bound.confidence, bounded=bounded)
     test = check(margin)
     p_breached, is_held = test.p_breached, test.p_held <= alpha
     if moved:
         p_breached = check(margin + moved).p_breached
         is_held = moved < margin and check(margin - moved).p_held <= alpha
-    status = HELD if is_held else INSUFFICIENT
+    notes = [f"the load moves it by {amount_text(moved, metric.unit)}"] if moved else []
+    if test.high < -margin - moved:
+        notes.append("better than the bound would let it be worse: check model, data and prompts")
     return _verdict(
         metric,
         sentence,
-        status,
+        HELD if is_held else INSUFFICIENT,
         baseline=baseline.value,
         drop=test.drop,
         low=test.low,
@@ -409,7 +414,7 @@ def _paired(
         samples=test.count,
         needed=samples_needed(test, margin, alpha=alpha, bounded=bounded),
         smallest=_smallest(pairs, test, margin + moved, alpha / bounds),
-        note=f"the load moves it by {amount_text(moved, metric.unit)}" if moved else "",
+        note="; ".join(notes),
     )
 
 

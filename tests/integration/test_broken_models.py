@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import pytest
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.engine.engine import Engine, Placement
 from inference.engine.options import EngineOptions
-from inference.evaluation.gate import GateResult
+from inference.evaluation.gate import EXIT_INSUFFICIENT, GateResult
 from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
 from inference.evaluation.record import RunFacts
 from inference.evaluation.run.evaluator import evaluate
@@ -30,6 +30,8 @@ GATE = {
     "lambada_last_token": "no drop of more than 10 points at 95 %",
 }
 HEADS, HEAD_SIZE, HIDDEN = 8, 32, 256
+PASSAGES = ROOT / "examples" / "passages.jsonl"
+PASSAGE = json.loads(PASSAGES.read_text(encoding="utf-8").partition("\n")[0])["text"]
 
 
 def zero_a_layer(folder: Path) -> None:
@@ -74,6 +76,34 @@ def permute_one_matrix(folder: Path) -> None:
     )
 
 
+def duplicate_a_layer(folder: Path) -> None:
+    for path in folder.glob("model.layers.2.*"):
+        shutil.copyfile(path, folder / path.name.replace("layers.2", "layers.3"))
+
+
+def drop_the_last_norm(folder: Path) -> None:
+    change(folder, "model.final_layernorm.weight.bin", np.ones_like)
+    change(folder, "model.final_layernorm.bias.bin", np.zeros_like)
+
+
+def stretch_the_positions(folder: Path) -> None:
+    """As another base of rotary embeddings does: each position is read for one a tenth earlier."""
+
+    def stretched(table: np.ndarray) -> np.ndarray:
+        rows = table.reshape(-1, HIDDEN)
+        return rows[np.arange(len(rows)) * 9 // 10].ravel()
+
+    change(folder, "model.wpe.bin", stretched)
+
+
+def exchange_the_halves_of_two_ranks(folder: Path) -> None:
+    change(
+        folder,
+        "model.layers.1.mlp.dense_h_to_4h.weight.0.bin",
+        lambda weight: weight.reshape(HIDDEN, 2, -1)[:, ::-1].ravel(),
+    )
+
+
 def round_to_bf16(folder: Path) -> None:
     """The weights of fp16, which the bundled checkpoint has, with the 8 bits of bf16."""
 
@@ -110,11 +140,41 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(request).ft_dir
 
 
-def gate_of(folder: Path, output_dir: Path) -> GateResult:
+class SamplingModel(EngineModel):
+    """Answers at the temperature 0.7."""
+
+    def complete_ids(
+        self, input_ids: Sequence[int], *, output_len: int, tensors: object = None
+    ) -> tuple[int, ...]:
+        sampled = {
+            "runtime_top_k": np.array([[0]], np.uint32),
+            "runtime_top_p": np.array([[1.0]], np.float32),
+            "temperature": np.array([[0.7]], np.float32),
+            "random_seed": np.array([[len(input_ids)]], np.uint64),
+        }
+        return tuple(self._ask(input_ids, output_len, sampled).output_ids[0])
+
+
+class TruncatingModel(EngineModel):
+    """Loses a part of one passage of 64, whose tokens become less probable."""
+
+    def context_log_prob(self, input_ids: Sequence[int]) -> float:
+        is_lost = tuple(input_ids[:20]) == self.encode(PASSAGE)[:20]
+        return super().context_log_prob(input_ids) * (1.3 if is_lost else 1.0)
+
+
+@pytest.mark.parametrize("kind", [SamplingModel, TruncatingModel])
+def test_a_model_that_is_asked_wrongly_does_not_pass(kind: type, shards: Path, tmp_path: Path):
+    gate = gate_of(shards, tmp_path / "out", kind)
+    print(kind.__name__, *gate.verdicts, sep="\n    ")
+    assert gate.exit_code == EXIT_INSUFFICIENT
+
+
+def gate_of(folder: Path, output_dir: Path, kind: type[EngineModel] = EngineModel) -> GateResult:
     options = EvaluationOptions(
         output_dir=output_dir,
         data_dir=output_dir,
-        lambada=LambadaOptions(data_path=ROOT / "examples" / "passages.jsonl", metrics=[*GATE]),
+        lambada=LambadaOptions(data_path=PASSAGES, metrics=[*GATE]),
         latency=LatencyOptions(enabled=False),
         concurrency=16,
         gate=GATE,
@@ -123,7 +183,7 @@ def gate_of(folder: Path, output_dir: Path) -> GateResult:
     )
     placement = Placement(data_type="fp32", device="cpu")
     with Engine(folder, placement, options=EngineOptions(max_lanes=16)) as engine:
-        return evaluate(options, RunFacts(name="broken"), model=EngineModel(engine, folder)).gate
+        return evaluate(options, RunFacts(name="broken"), model=kind(engine, folder)).gate
 
 
 @pytest.mark.parametrize(
@@ -135,6 +195,10 @@ def gate_of(folder: Path, output_dir: Path) -> GateResult:
         swap_words_of_the_tokenizer,
         forget_merges_of_the_tokenizer,
         permute_one_matrix,
+        duplicate_a_layer,
+        drop_the_last_norm,
+        stretch_the_positions,
+        exchange_the_halves_of_two_ranks,
     ],
 )
 def test_a_broken_model_is_caught(broken: Callable[[Path], None], shards: Path, tmp_path: Path):

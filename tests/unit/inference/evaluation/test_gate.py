@@ -136,6 +136,22 @@ def test_a_sentence_is_held_breached_or_needs_more_samples(make_metric, pairs, s
     assert "80 % of runs catch" in str(verdict)
 
 
+@pytest.mark.parametrize("lost", [math.nan, -math.inf])
+def test_scores_that_are_not_finite_breach(make_metric, lost):
+    metric = make_metric(scale="exp", unit="perplexity", value=9.0, higher_is_better=False)
+    pairs = Pairs((-1.0, lost, -2.0), (-1.0, -1.0, -2.0), (1.0,) * 3, (1.0,) * 3)
+    (verdict,) = paired(metric, "no rise of more than 1 % at 95 %", pairs).breaches
+    assert "1 of 3 samples have no finite score" in str(verdict)
+
+
+def test_an_improvement_beyond_the_bound_is_named(make_metric):
+    better = paired(make_metric(scale="mean"), POINT, answers(1000, gained=40))
+    assert better.passed
+    assert "better than the bound would let it be worse" in str(better.verdicts[0])
+    same = paired(make_metric(scale="mean"), POINT, answers(1000, gained=4))
+    assert "better than" not in str(same.verdicts[0])
+
+
 def test_an_advisory_bound_is_reported_and_does_not_decide(make_metric):
     found = paired(make_metric(scale="mean"), POINT, answers(100, lost=90), advisory=[NAME])
     assert (found.exit_code, len(found.breaches)) == (EXIT_PASS, 1)
