@@ -146,6 +146,7 @@ class SamplingModel(EngineModel):
     def complete_ids(
         self, input_ids: Sequence[int], *, output_len: int, tensors: object = None
     ) -> tuple[int, ...]:
+        assert tensors is None
         sampled = {
             "runtime_top_k": np.array([[0]], np.uint32),
             "runtime_top_p": np.array([[1.0]], np.float32),
