@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree as ET
 
 from export_scripts.files.replace import replace_file
-from inference.evaluation.gate import BREACHED, CRITICAL, HELD
+from inference.evaluation.gate import CRITICAL, HELD
 from inference.evaluation.record import Prediction, Report, TaskReport, to_json
+from inference.evaluation.report.page import render_text
 
 REPORT_JSON = "report.json"
 REPORT_MARKDOWN = "report.md"
@@ -66,76 +66,24 @@ def predictions_text(predictions: Iterable[Prediction]) -> str:
 
 
 def junit_text(report: Report) -> str:
-    """Return junit.xml: a suite per task with its metrics, and one with the bounds of the gate."""
-    root = ET.Element("testsuites", name=f"slipway {report.run.name}")
-    for task in report.tasks:
-        suite = _suite(root, task.name, count=len(task.metrics), seconds=task.seconds)
-        for metric in task.metrics:
-            case = ET.SubElement(
-                suite, "testcase", classname=f"evaluate.{task.name}", name=metric.name, time="0"
-            )
-            ET.SubElement(case, "system-out").text = (
-                f"{metric.name} = {metric.value:.6g} (95% {metric.low:.6g} to {metric.high:.6g}, "
-                f"n = {metric.count})"
-            )
-    _gate_suite(root, report)
-    return _xml(root)
+    """Return junit.xml: a suite per task with its metrics, and one with the bounds of the gate.
 
-
-def _gate_suite(root: ET.Element, report: Report) -> None:
-    """Add a case for each bound; what an advisory one finds does not fail."""
+    What an advisory bound finds does not fail.
+    """
     verdicts = report.gate.verdicts
-    if not verdicts:
-        return
-    failed = [each for each in verdicts if each.status != HELD]
-    critical = sum(each.tier == CRITICAL for each in failed)
-    suite = _suite(root, "gate", count=len(verdicts), failures=critical)
-    suite.set("skipped", str(len(failed) - critical))
-    for each in verdicts:
-        name = f"{each.metric}: {each.bound}"
-        case = ET.SubElement(suite, "testcase", classname="evaluate.gate", name=name, time="0")
-        if each.status == HELD:
-            ET.SubElement(case, "system-out").text = str(each)
-        elif each.tier == CRITICAL:
-            kind = "GateBreached" if each.status == BREACHED else "Insufficient"
-            ET.SubElement(case, "failure", message=str(each), type=kind).text = str(each)
-        else:
-            ET.SubElement(case, "skipped", message=str(each))
+    return render_text(
+        "junit.xml",
+        name=f"slipway {report.run.name}",
+        tasks=report.tasks,
+        verdicts=verdicts,
+        failed=[each for each in verdicts if each.status != HELD and each.tier == CRITICAL],
+        skipped=[each for each in verdicts if each.status != HELD and each.tier != CRITICAL],
+    )
 
 
 def junit_error_text(message: str) -> str:
     """Return junit.xml of an evaluation that could not be completed."""
-    root = ET.Element("testsuites", name="slipway")
-    suite = _suite(root, "evaluate", count=1, errors=1)
-    case = ET.SubElement(suite, "testcase", classname="evaluate", name="completed", time="0")
-    first_line = message.splitlines()[0] if message else ""
-    ET.SubElement(case, "error", message=first_line, type="NotEvaluated").text = message
-    return _xml(root)
-
-
-def _suite(
-    root: ET.Element,
-    name: str,
-    *,
-    count: int,
-    failures: int = 0,
-    errors: int = 0,
-    seconds: float = 0.0,
-) -> ET.Element:
-    return ET.SubElement(
-        root,
-        "testsuite",
-        name=name,
-        tests=str(count),
-        failures=str(failures),
-        errors=str(errors),
-        time=f"{seconds:.3f}",
-    )
-
-
-def _xml(root: ET.Element) -> str:
-    ET.indent(root)
-    return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    return render_text("junit.xml", name="slipway", tasks=(), verdicts=(), error=message)
 
 
 def write_files(

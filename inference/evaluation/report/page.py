@@ -21,7 +21,7 @@ from inference.evaluation.report import formatting
 _TEMPLATES = Path(__file__).parent / "templates"
 _ENVIRONMENT = Environment(
     loader=FileSystemLoader(_TEMPLATES),
-    autoescape=select_autoescape(["html"]),
+    autoescape=select_autoescape(["html", "xml"]),
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -43,7 +43,7 @@ _ENVIRONMENT.globals |= {
 
 
 def render_text(template: str, **values: Any) -> str:
-    """Return a template of Markdown with its values."""
+    """Return a template of Markdown or XML with its values."""
     return _ENVIRONMENT.get_template(template).render(markdown_table=markdown_table, **values)
 
 

@@ -50,6 +50,7 @@ from inference.evaluation.run.preparation import (
     prepare,
     stored_baseline,
     with_source,
+    within_abilities,
 )
 from inference.evaluation.run.reference import (
     compare_with_reference,
@@ -131,7 +132,6 @@ def evaluate(
 
 def _answerable(options: EvaluationOptions) -> EvaluationOptions:
     """Return the options without what the server at `options.url` cannot answer."""
-    from inference.evaluation.run.limits import within_abilities
     from inference.evaluation.run.openai_model import open_model
 
     with _junit_on_failure(Path(options.output_dir)):
