@@ -10,7 +10,10 @@ import http.client
 import json
 import math
 import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -43,30 +46,29 @@ class OpenAIClient:
     """Requests to one server; a connection for each, so threads may share a client."""
 
     def __init__(self, options: EvaluationOptions) -> None:
-        self._parts = urlsplit(base_url(options.url, uses_tls=options.credentials.uses_tls))
+        self.url = base_url(options.url, uses_tls=options.credentials.uses_tls)
         self._timeout_s = options.request_timeout_s
         self._credentials = options.credentials
-
-    @property
-    def url(self) -> str:
-        """The server's base URL."""
-        return self._parts.geturl()
+        ca = options.credentials.ca
+        tls = ssl.create_default_context(cafile=None if ca is None else str(ca))
+        # Neither a proxy nor a redirection to elsewhere gets the token.
+        handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls))
+        self._opener = urllib.request.build_opener(*handlers, _NoRedirection())
 
     def get(self, path: str) -> Any:
         """Return the JSON at a path below the base URL. Raises RequestFailedError."""
-        return self._json("GET", path, None)
+        return self._json(path, None)
 
     def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the answer to a request for completions. Raises RequestFailedError."""
-        answer = self._json("POST", "/completions", body)
+        answer = self._json("/completions", body)
         if not isinstance(answer, dict) or not _choices(answer):
             raise RequestFailedError(f"{self.url}: an answer without choices")
         return answer
 
     def stream(self, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """Yield the events of a streamed answer as they come. Raises RequestFailedError."""
-        connection, response = self._send("POST", "/completions", {**body, "stream": True})
-        try:
+        with self._answer("/completions", {**body, "stream": True}) as response:
             while line := response.readline(_MOST_BYTES):
                 if not line.startswith(b"data:"):
                     continue
@@ -77,51 +79,33 @@ class OpenAIClient:
                 if not isinstance(event, dict) or "error" in event:
                     raise RequestFailedError(f"{self.url}: {str(event)[:_SHOWN]}")
                 yield event
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise RequestFailedError(f"{self.url}: {error!r}") from error
-        finally:
-            connection.close()
 
-    def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        connection, response = self._send(method, path, body)
-        try:
+    def _json(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        with self._answer(path, body) as response:
             data = response.read(_MOST_BYTES + 1)
             if len(data) > _MOST_BYTES:
                 raise RequestFailedError(f"{self.url}: an answer of more than {_MOST_BYTES} bytes")
             return json.loads(data)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise RequestFailedError(f"{self.url}: {error!r}") from error
-        finally:
-            connection.close()
 
-    def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Return the connection and the head of an answer of status 200."""
-        connection = self._connection()
+    @contextmanager
+    def _answer(self, path: str, body: Mapping[str, Any] | None) -> Iterator[Any]:
+        """Yield an answer of status 200, open; what fails until it is read is a failed request."""
+        headers = {"content-type": "application/json", **self._credentials.headers()}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
         try:
-            headers = {"content-type": "application/json", **self._credentials.headers()}
-            data = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._parts.path + path, data, headers)
-            response = connection.getresponse()
-            if response.status != http.HTTPStatus.OK:
-                reason = response.read(_SHOWN).decode("utf-8", "replace")
-                raise RequestFailedError(f"{self.url}{path}: {response.status}: {reason}")
+            with self._opener.open(request, timeout=self._timeout_s) as response:
+                yield response
+        except urllib.error.HTTPError as error:
+            reason = error.read(_SHOWN).decode("utf-8", "replace")
+            raise RequestFailedError(f"{self.url}{path}: {error.code}: {reason}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            connection.close()
             raise RequestFailedError(f"{self.url}{path}: {error!r}") from error
-        except RequestFailedError:
-            connection.close()
-            raise
-        return connection, response
 
-    def _connection(self) -> http.client.HTTPConnection:
-        host, port = self._parts.hostname or "", self._parts.port
-        if self._parts.scheme == "https":
-            ca = self._credentials.ca
-            context = ssl.create_default_context(cafile=None if ca is None else str(ca))
-            return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=context)
-        return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+
+class _NoRedirection(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 def base_url(server: str, *, uses_tls: bool) -> str:
