@@ -15,6 +15,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -131,7 +132,8 @@ def _loads(
         if each == shape or (shape.output_len and not model.streams)
     )
     lengths = {shape.input_len for shape in shapes}
-    ids = _first_ids(tokens, count=max(lengths) * _MAX_PROMPTS)
+    most = max(lengths) * _MAX_PROMPTS
+    ids = list(itertools.islice(itertools.chain.from_iterable(tokens), most))
     prompts = {input_len: cut_prompts(ids, input_len=input_len) for input_len in lengths}
     for shape, batch_size, concurrency in itertools.product(
         needed, options.batch_sizes, options.concurrencies
@@ -180,11 +182,6 @@ def _per_token_ms(arrivals_s: Sequence[Sequence[float]]) -> float | None:
     return percentile(steps_ms, 50) if steps_ms else None
 
 
-def _first_ids(tokens: Iterable[Sequence[int]], *, count: int) -> list[int]:
-    """Return the first `count` token ids, or all there are."""
-    return list(itertools.islice(itertools.chain.from_iterable(tokens), count))
-
-
 def cut_prompts(ids: Sequence[int], *, input_len: int) -> tuple[tuple[int, ...], ...]:
     """Return prompts of exactly `input_len` tokens, cut from `ids` at different places.
 
@@ -202,90 +199,68 @@ def cut_prompts(ids: Sequence[int], *, input_len: int) -> tuple[tuple[int, ...],
 def _send(
     model: TextGenerator, options: LatencyOptions, hidden_size: int | None, load: Load
 ) -> Answered:
-    """Send all requests of a point after the warm-up; raises RequestFailedError if one fails."""
-    point = _RunningPoint(model, load, options, hidden_size)
+    """Send the warm-up, then requests until enough are answered or the time is up."""
+    ask = _asking(model, load, hidden_size)
     for ticket in range(options.warmup):
-        point.ask(ticket)
-    return point.run()
+        ask(ticket)
+    tickets, lock, failed = iter(range(options.requests)), threading.Lock(), threading.Event()
+    answered: list[tuple[float, int, list[float]]] = []  # duration, tokens, arrivals
+    start = time.perf_counter()
+
+    def work() -> None:
+        while not failed.is_set():
+            with lock:
+                ticket = next(tickets, None)
+            begin = time.perf_counter()
+            if ticket is None or (answered and begin - start > options.max_point_s):
+                return
+            try:
+                generated, arrivals_s = ask(ticket)
+            except BaseException:
+                failed.set()
+                raise
+            answered.append((time.perf_counter() - begin, generated, arrivals_s))
+
+    with ThreadPoolExecutor(load.concurrency, thread_name_prefix="latency") as pool:
+        workers = [pool.submit(work) for _ in range(load.concurrency)]
+    seconds = time.perf_counter() - start
+    for each in workers:
+        each.result()  # raises what failed
+    return Answered(
+        [duration for duration, _, _ in answered],
+        sum(generated for _, generated, _ in answered),
+        seconds,
+        [arrivals_s for _, _, arrivals_s in answered if arrivals_s],
+    )
 
 
-class _RunningPoint:
-    """One point: threads that send until enough is answered or the time is up."""
+def _asking(
+    model: TextGenerator, load: Load, hidden_size: int | None
+) -> Callable[[int], tuple[int, list[float]]]:
+    """Return what sends one request: it gives the tokens, and when each came of a stream."""
+    rows, prompts = load.batch_size, load.prompts
+    if not load.shape.output_len:
+        batch = list(itertools.islice(itertools.cycle(prompts), rows))
+        encoded = encoder_request(batch, model.input_names(), hidden_size)
 
-    def __init__(
-        self,
-        model: TextGenerator,
-        load: Load,
-        options: LatencyOptions,
-        hidden_size: int | None,
-    ) -> None:
-        self._model = model
-        self._load = load
-        self._encoder_request: RequestTensors | None = None
-        if not load.shape.output_len:
-            rows = itertools.islice(itertools.cycle(load.prompts), load.batch_size)
-            self._encoder_request = encoder_request(list(rows), model.input_names(), hidden_size)
-        self._max_point_s = options.max_point_s
-        self._tickets = iter(range(options.requests))
-        self._lock = threading.Lock()
-        self._failure: RequestFailedError | None = None
-        self._start = 0.0
-        self._durations_s: list[float] = []
-        self._arrivals_s: list[list[float]] = []
-        self._generated = 0
-
-    def ask(self, ticket: int) -> tuple[int, list[float]]:
-        """Send one request; return how many tokens came back, and when each came of a stream."""
-        if self._encoder_request is not None:
-            self._model.infer(self._encoder_request, ("output_hidden_state",))
+        def encode(_: int) -> tuple[int, list[float]]:
+            model.infer(encoded, ("output_hidden_state",))
             return 0, []
-        prompts, rows = self._load.prompts, self._load.batch_size
+
+        return encode
+
+    def generate(ticket: int) -> tuple[int, list[float]]:
         batch = [prompts[(ticket * rows + row) % len(prompts)] for row in range(rows)]
         begin = time.perf_counter()
         arrivals_s: list[float] = []
-        answers = self._model.complete_rows(
+        answers = model.complete_rows(
             batch,
-            output_len=self._load.shape.output_len,
+            output_len=load.shape.output_len,
             each_frame=lambda: arrivals_s.append(time.perf_counter() - begin),
         )
         return sum(map(len, answers)), arrivals_s
 
-    def run(self) -> Answered:
-        self._start = time.perf_counter()
-        threads = [
-            threading.Thread(target=self._work, name=f"latency-{number}")
-            for number in range(self._load.concurrency)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self._failure is not None:
-            raise self._failure
-        seconds = time.perf_counter() - self._start
-        return Answered(self._durations_s, self._generated, seconds, self._arrivals_s)
-
-    def _work(self) -> None:
-        while (ticket := self._next_ticket()) is not None:
-            begin = time.perf_counter()
-            try:
-                generated, arrivals_s = self.ask(ticket)
-            except RequestFailedError as error:
-                with self._lock:
-                    self._failure = self._failure or error
-                return
-            with self._lock:
-                self._durations_s.append(time.perf_counter() - begin)
-                self._generated += generated
-                if arrivals_s:
-                    self._arrivals_s.append(arrivals_s)
-
-    def _next_ticket(self) -> int | None:
-        with self._lock:
-            out_of_time = time.perf_counter() - self._start > self._max_point_s
-            if self._failure is not None or (out_of_time and self._durations_s):
-                return None
-            return next(self._tickets, None)
+    return generate
 
 
 def encoder_request(
