@@ -6,13 +6,15 @@ Every file is replaced in one step. report.json is written last, so where it is,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from export_scripts.files.replace import replace_file
 from inference.evaluation.gate import CRITICAL, HELD
 from inference.evaluation.record import Prediction, Report, TaskReport, to_json
+from inference.evaluation.report.html_page import render_html
+from inference.evaluation.report.markdown import render_changes, render_markdown
 from inference.evaluation.report.page import render_text
 
 REPORT_JSON = "report.json"
@@ -23,11 +25,6 @@ PREDICTIONS = "predictions.jsonl"
 JUNIT = "junit.xml"
 CHANGES = "changes.md"
 FILE_NAMES = (CHANGES, REPORT_JSON, REPORT_MARKDOWN, REPORT_HTML, METRICS_JSON, PREDICTIONS, JUNIT)
-
-
-def report_text(report: Report) -> str:
-    """Return report.json."""
-    return json.dumps(to_json(report), indent=1) + "\n"
 
 
 def metrics_text(report: Report) -> str:
@@ -60,11 +57,6 @@ def _task_metrics(report: Report, task: TaskReport) -> dict[str, Any]:
     }
 
 
-def predictions_text(predictions: Iterable[Prediction]) -> str:
-    """Return predictions.jsonl, one sample a line."""
-    return "".join(json.dumps(to_json(prediction)) + "\n" for prediction in predictions)
-
-
 def junit_text(report: Report) -> str:
     """Return junit.xml: a suite per task with its metrics, and one with the bounds of the gate.
 
@@ -86,16 +78,16 @@ def junit_error_text(message: str) -> str:
     return render_text("junit.xml", name="slipway", tasks=(), verdicts=(), error=message)
 
 
-def write_files(
-    output_dir: Path, report: Report, predictions: Sequence[Prediction], pages: dict[str, str]
-) -> None:
-    """Write every file of a report; `pages` are those for people, by file name."""
+def write_report(output_dir: Path, report: Report, predictions: Sequence[Prediction]) -> None:
+    """Write every file of a report."""
     texts = {
-        PREDICTIONS: predictions_text(predictions),
+        PREDICTIONS: "".join(json.dumps(to_json(each)) + "\n" for each in predictions),
         METRICS_JSON: metrics_text(report),
         JUNIT: junit_text(report),
-        **pages,
-        REPORT_JSON: report_text(report),
+        REPORT_MARKDOWN: render_markdown(report, predictions),
+        CHANGES: render_changes(report, predictions),
+        REPORT_HTML: render_html(report, predictions),
+        REPORT_JSON: json.dumps(to_json(report), indent=1) + "\n",
     }
     for name, text in texts.items():
         replace_file(output_dir / name, text)

@@ -20,25 +20,19 @@ from inference.evaluation.gate import BREACHED, Verdict, apply_gate, parse_bound
 from inference.evaluation.options import OPENAI, Bound, EvaluationOptions
 from inference.evaluation.record import (
     LatencyPoint,
-    Prediction,
     Report,
     RunFacts,
     StageTiming,
     TaskReport,
 )
 from inference.evaluation.report.files import (
-    CHANGES,
     FILE_NAMES,
     JUNIT,
-    REPORT_HTML,
     REPORT_JSON,
-    REPORT_MARKDOWN,
     junit_error_text,
-    write_files,
+    write_report,
 )
 from inference.evaluation.report.history import append_run, comparable_history, read_history
-from inference.evaluation.report.html_page import render_html
-from inference.evaluation.report.markdown import render_changes, render_markdown
 from inference.evaluation.report.trackers import track
 from inference.evaluation.run.baseline import Baseline, read_baseline, write_baseline
 from inference.evaluation.run.checks import check_evaluation
@@ -56,7 +50,7 @@ from inference.evaluation.run.reference import (
     compare_with_reference,
     with_reference_values,
 )
-from inference.evaluation.run.repeat import movement
+from inference.evaluation.run.repeat import Movement, movement
 from inference.evaluation.run.task_run import (
     EvaluationError,
     EvaluationProgress,
@@ -89,7 +83,7 @@ def evaluate(
     An error raised after the options were checked is also written to junit.xml, unless an earlier
     report is there.
     """
-    if problems := [*check_evaluation(options), *_check_batches(options, facts)]:
+    if problems := check_evaluation(options):
         raise ValueError("\n".join(problems))
     if options.protocol == OPENAI and model is None:
         options = _answerable(options)
@@ -107,7 +101,7 @@ def evaluate(
         with _model(options, model, progress) as asked:
             ask = partial(run_task, model=asked, concurrency=options.concurrency, progress=progress)
             runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
-            repeats = _repeats(bounds, runs, asked)
+            repeats = [movement(run, asked, bounds) for run in runs]
             points = _latency(options, asked, runs, progress)
         if options.reference == "huggingface":
             prepared = with_source(options, prepared, progress)
@@ -117,14 +111,13 @@ def evaluate(
         run=_with_own_stage(_with_weights(facts, options.weights_dir), seconds),
         started_at=started_at.isoformat(timespec="seconds"),
         seconds=seconds,
-        tasks=tuple(map(partial(_task_report, options), runs, prepared)),
+        tasks=tuple(map(partial(_task_report, options), runs, prepared, repeats)),
         latency=points,
         bounds=bounds,
         environment=describe_environment(),
     )
     history_dir = None if options.history_dir is None else Path(options.history_dir)
-    report = replace(report, tasks=tuple(map(_with_repeat, report.tasks, repeats)))
-    moved = ChainMap(*(found for found, _ in repeats))
+    moved = ChainMap(*(each.by_metric for each in repeats))
     report = _with_history(_gated(report, options, baseline, runs, moved), history_dir)
     _publish(options, report, runs, prepared, baseline)
     return report
@@ -162,17 +155,6 @@ def _publish(
         track(tracker, report, output_dir, folder=folder)
 
 
-def _check_batches(options: EvaluationOptions, facts: RunFacts) -> list[str]:
-    largest = max(options.latency.batch_sizes, default=0) if options.latency.enabled else 0
-    if not facts.max_batch_size or largest <= facts.max_batch_size:
-        return []
-    return [
-        f"evaluate.latency.batch_sizes has {largest}, but the model was exported with "
-        f"export.triton_deployment.max_batch_size={facts.max_batch_size}; lower the one or raise "
-        "the other."
-    ]
-
-
 def _clear(output_dir: Path) -> None:
     """Make the folder and remove an earlier report, so that two are never mixed."""
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -191,16 +173,6 @@ def _junit_on_failure(output_dir: Path) -> Iterator[None]:
         output_dir.mkdir(parents=True, exist_ok=True)
         replace_file(output_dir / JUNIT, junit_error_text(str(error)))
         raise
-
-
-def write_report(output_dir: Path, report: Report, predictions: Sequence[Prediction]) -> None:
-    """Write all files of a report."""
-    pages = {
-        REPORT_MARKDOWN: render_markdown(report, predictions),
-        CHANGES: render_changes(report, predictions),
-        REPORT_HTML: render_html(report, predictions),
-    }
-    write_files(output_dir, report, predictions, pages)
 
 
 @contextmanager
@@ -254,7 +226,9 @@ def _hidden_size(checkpoint: Path) -> int | None:
     return config.get("hidden_size")
 
 
-def _task_report(options: EvaluationOptions, run: TaskRun, prepared: Prepared) -> TaskReport:
+def _task_report(
+    options: EvaluationOptions, run: TaskRun, prepared: Prepared, repeat: Movement
+) -> TaskReport:
     reference = prepared.reference
     text_model = options.ensemble_name or options.model_name
     protocol = "gRPC" if options.protocol == "grpc" else "HTTP"
@@ -269,24 +243,9 @@ def _task_report(options: EvaluationOptions, run: TaskRun, prepared: Prepared) -
         seconds=run.requests.seconds,
         requests=run.requests,
         through=through,
-        note="; ".join(filter(None, (prepared.note, *options.left_out))),
+        note="; ".join(filter(None, (prepared.note, *options.left_out, repeat.text))),
         reference=None if reference is None else compare_with_reference(run, reference),
     )
-
-
-def _repeats(
-    bounds: Mapping[str, Bound], runs: Sequence[TaskRun], model: TextGenerator
-) -> list[tuple[dict[str, float], str]]:
-    """Return how far each task's figures depend on the load, where a bound compares samples."""
-    paired = {name for name, bound in bounds.items() if bound.paired is not None}
-    return [
-        movement(run, model) if paired & {metric.name for metric in run.metrics} else ({}, "")
-        for run in runs
-    ]
-
-
-def _with_repeat(task: TaskReport, repeat: tuple[dict[str, float], str]) -> TaskReport:
-    return replace(task, note=" ".join(filter(None, (task.note, repeat[1]))))
 
 
 def _gated(

@@ -1,4 +1,4 @@
-"""What is settled before the first request: abilities, data, references and the baseline."""
+"""Before the first request: abilities of the server, data, references and the baseline."""
 
 from __future__ import annotations
 

@@ -21,8 +21,13 @@ from inference.evaluation.record import (
     read_report,
     to_json,
 )
-from inference.evaluation.report.files import FILE_NAMES, junit_error_text, junit_text, metrics_text
-from inference.evaluation.run.evaluator import write_report
+from inference.evaluation.report.files import (
+    FILE_NAMES,
+    junit_error_text,
+    junit_text,
+    metrics_text,
+    write_report,
+)
 
 
 @pytest.fixture

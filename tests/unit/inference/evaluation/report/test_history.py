@@ -14,6 +14,7 @@ from inference.evaluation.options import EvaluationOptions, LambadaOptions, Late
 from inference.evaluation.record import LatencyPoint, Prediction, RunFacts
 from inference.evaluation.report.compare import compare_runs
 from inference.evaluation.report.compare_page import comparison_text, render_comparison
+from inference.evaluation.report.files import write_report
 from inference.evaluation.report.history import (
     append_run,
     comparable_history,
@@ -22,7 +23,7 @@ from inference.evaluation.report.history import (
     read_history,
 )
 from inference.evaluation.report.html_page import render_html
-from inference.evaluation.run.evaluator import evaluate, write_report
+from inference.evaluation.run.evaluator import evaluate
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from inference.evaluation.record import LatencyPoint
+from inference.evaluation.report.files import write_report
 from inference.evaluation.report.trackers import track
-from inference.evaluation.run.evaluator import write_report
 from inference.evaluation.run.timing import distribution
 
 POINT = LatencyPoint(

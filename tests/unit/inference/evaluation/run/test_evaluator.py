@@ -106,8 +106,8 @@ def test_options_are_checked_first(options, model):
 
 def test_a_batch_beyond_the_model_s_limit_is_refused_first(options, model):
     latency = LatencyOptions(batch_sizes=(1, 16))
-    with pytest.raises(ValueError, match=r"batch_sizes has 16, .*max_batch_size=8"):
-        evaluate(options(latency=latency), RunFacts(name="a", max_batch_size=8), model=model)
+    with pytest.raises(ValueError, match=r"batch_sizes has 16, and the server takes 8 rows"):
+        evaluate(options(latency=latency, max_batch_size=8), FACTS, model=model)
     assert model.requests == []
 
 
@@ -301,7 +301,7 @@ def test_a_run_says_how_far_the_load_moves_it_and_the_gate_allows_for_that(
 ):
     compared = recorded(options, model, tmp_path)
     report = evaluate(compared, FACTS, model=model)
-    assert report.tasks[0].note == "4 samples asked again, one at a time, gave the same digits."
+    assert report.tasks[0].note == "4 samples asked again, one at a time, gave the same digits"
     exact = model._log_prob
     asked = Counter()
 
