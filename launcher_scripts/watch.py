@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from export_scripts.files.replace import replace_file
-from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT, parse_bounds
+from inference.evaluation.bounds import parse_bounds
+from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from inference.evaluation.task import Metric
 from launcher_scripts.actions import cancel_jobs, read_job
 from launcher_scripts.configuration.compose import Composition

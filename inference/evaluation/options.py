@@ -281,14 +281,8 @@ class EvaluateSection:
     @property
     def text_tasks(self) -> Mapping[str, TextTaskOptions]:
         """Options of the tasks whose answer is text, by name."""
-        return {
-            "boolq": self.boolq,
-            "mnli": self.mnli,
-            "xnli": self.xnli,
-            "squad": self.squad,
-            "translation": self.translation,
-            "summarization": self.summarization,
-        }
+        names = ("boolq", "mnli", "xnli", "squad", "translation", "summarization")
+        return {name: getattr(self, name) for name in names}
 
     def reference_path(self, task: str) -> Path | None:
         """Return the file of figures that `task` is compared with, if any."""

@@ -27,46 +27,26 @@ def wilson_interval(successes: int, count: int) -> tuple[float, float]:
     return low, high
 
 
-def proportion_stderr(successes: int, count: int) -> float:
-    """Return the standard error of a proportion, as evaluation harnesses state it (n - 1)."""
-    if count < 2:
-        return 0.0
-    rate = successes / count
-    return math.sqrt(rate * (1 - rate) / (count - 1))
-
-
-def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and its standard error (0 for a single value).
-
-    Raises:
-        ValueError: there are no values.
-    """
-    if not values:
-        raise ValueError("no values to average")
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return mean, 0.0
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
-
-
-def ratio_and_stderr(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+def mean_and_stderr(
+    values: Sequence[float], weights: Sequence[float] | None = None
+) -> tuple[float, float]:
     """Return the sum of values over that of weights, and its standard error to first order.
 
-    With equal weights of 1 they are those of the mean.
+    Without weights that is the mean; its variance has n - 1 degrees of freedom, as evaluation
+    harnesses state it. The error of a single value is 0.
 
     Raises:
         ValueError: there are no values, or no weights above 0.
     """
-    whole = math.fsum(weights)
+    weights = [1.0] * len(values) if weights is None else weights
+    whole, count = math.fsum(weights), len(values)
     if not values or whole <= 0:
         raise ValueError("no values to average")
-    ratio = math.fsum(values) / whole
-    count = len(values)
+    mean = math.fsum(values) / whole
     if count == 1:
-        return ratio, 0.0
-    rest = math.fsum((v - ratio * w) ** 2 for v, w in zip(values, weights, strict=True))
-    return ratio, math.sqrt(count * rest / (count - 1)) / whole
+        return mean, 0.0
+    rest = math.fsum((v - mean * w) ** 2 for v, w in zip(values, weights, strict=True))
+    return mean, math.sqrt(count * rest / (count - 1)) / whole
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replace_file
-from inference.evaluation.gate import PairedBound
+from inference.evaluation.bounds import PairedBound
 from inference.evaluation.options import Bound
 from inference.evaluation.paired import pairs_of
 from inference.evaluation.paired_tests import Pairs

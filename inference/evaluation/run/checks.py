@@ -10,7 +10,8 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from export_scripts.values import keys_of
-from inference.evaluation.gate import check_bounds, detectable, parse_bounds
+from inference.evaluation.bounds import check_bounds, parse_bounds
+from inference.evaluation.gate import detectable
 from inference.evaluation.options import (
     REFERENCES,
     TRACKERS,

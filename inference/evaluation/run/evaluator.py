@@ -16,7 +16,8 @@ from pathlib import Path
 
 from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replace_file
-from inference.evaluation.gate import BREACHED, Verdict, apply_gate, parse_bounds
+from inference.evaluation.bounds import parse_bounds
+from inference.evaluation.gate import BREACHED, Verdict, apply_gate
 from inference.evaluation.options import OPENAI, Bound, EvaluationOptions
 from inference.evaluation.record import (
     LatencyPoint,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from inference.evaluation.gate import check_bounds, parse_bounds
+from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.baseline import Baseline, read_baseline
 from inference.evaluation.run.checks import known_metrics

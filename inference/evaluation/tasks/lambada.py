@@ -33,7 +33,7 @@ from pathlib import Path
 
 from export_scripts.files.checksum import sha256_of
 from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions, LambadaOptions
-from inference.evaluation.statistics import Z_95, ratio_and_stderr
+from inference.evaluation.statistics import Z_95, mean_and_stderr
 from inference.evaluation.task import (
     LOG_PROBS,
     TOKEN_IDS,
@@ -199,8 +199,8 @@ def _continuation(
 def _perplexity(name: str, scores: Sequence[Score]) -> Metric:
     """Return a perplexity; its interval is that of the mean log probability, transformed."""
     log_prob, tokens = _PARTS[name]
-    weights = [score.values[tokens] if tokens else 1.0 for score in scores]
-    mean, stderr = ratio_and_stderr([score.values[log_prob] for score in scores], weights)
+    weights = [score.values[tokens] for score in scores] if tokens else None
+    mean, stderr = mean_and_stderr([score.values[log_prob] for score in scores], weights)
     mean = max(mean, _LEAST_LOG_PROB)
     stderr = min(stderr, -_LEAST_LOG_PROB)
     value = math.exp(-mean)

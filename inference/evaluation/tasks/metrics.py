@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from inference.evaluation.statistics import (
     Z_95,
     mean_and_stderr,
-    proportion_stderr,
     wilson_interval,
 )
 from inference.evaluation.task import Metric, Score
@@ -17,13 +16,14 @@ def accuracy_metric(
     name: str, scores: Sequence[Score], *, key: str, method: str, value: str = "", group: str = ""
 ) -> Metric:
     """Return the share of samples whose quantity `value` (`name` unless given) is 1."""
-    correct = sum(score.values[value or name] == 1.0 for score in scores)
-    low, high = wilson_interval(correct, len(scores))
+    right = [float(score.values[value or name] == 1.0) for score in scores]
+    share, stderr = mean_and_stderr(right)
+    low, high = wilson_interval(int(sum(right)), len(right))
     return Metric(
         name=name,
         key=key,
-        value=correct / len(scores),
-        stderr=proportion_stderr(correct, len(scores)),
+        value=share,
+        stderr=stderr,
         low=low,
         high=high,
         count=len(scores),

@@ -6,15 +6,13 @@ import math
 
 import pytest
 
+from inference.evaluation.bounds import PairedBound, check_bounds, parse_bounds
 from inference.evaluation.gate import (
     EXIT_GATE_BREACHED,
     EXIT_INSUFFICIENT,
     EXIT_PASS,
     GateResult,
-    PairedBound,
     apply_gate,
-    check_bounds,
-    parse_bounds,
 )
 from inference.evaluation.options import Bound
 from inference.evaluation.paired_tests import Pairs

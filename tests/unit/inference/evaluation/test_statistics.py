@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from inference.evaluation.statistics import (
     mean_and_stderr,
     percentile,
-    proportion_stderr,
     wilson_interval,
 )
 
@@ -31,8 +32,14 @@ def test_wilson_interval_refuses_invalid_proportions(successes, count):
 
 
 def test_standard_error_uses_the_sample_variance():
-    values = [1.0, 0.0, 0.0, 1.0, 1.0]
-    assert proportion_stderr(3, 5) == pytest.approx(mean_and_stderr(values)[1])
+    found = mean_and_stderr([1.0, 0.0, 0.0, 1.0, 1.0])
+    assert found == pytest.approx((0.6, math.sqrt(0.6 * 0.4 / 4)))
+
+
+def test_a_weighted_mean_repeats_its_values():
+    mean, stderr = mean_and_stderr([6.0, 2.0, 4.0], [3.0, 1.0, 2.0])
+    assert (mean, stderr) == (2.0, 0.0)
+    assert mean_and_stderr([9.0, 1.0], [2.0, 2.0])[0] == 2.5
 
 
 def test_percentile_interpolates():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ def test_breach_names_the_command_that_finds_the_tensor(options: EvaluationOptio
         f"python -m inference.parity --checkpoint-path {options.source_path} "
         f"--ft-dir '{options.weights_dir}'"
     )
-    assert str(breach) in (options.output_dir / "junit.xml").read_text()
+    assert str(breach) in unescape((options.output_dir / "junit.xml").read_text())
 
 
 @pytest.mark.parametrize(
