@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 _WATCH_S = 0.1
 _FLUSH_S = 2.0  # for handing the answers of a failed engine to the server
 _SEND_S = 0.4  # for the server to send them
-# Responses that wait. Triton takes about 0.3 ms for each, which a few clients never notice.
-_BACKLOG = 32
+# Responses that wait, two for each of 64 streams: from then on newer frames replace older ones.
+# Triton takes about 0.3 ms for each.
+_BACKLOG = 128
 # A check whether a client has left takes 0.1 ms; this many are checked at a time.
 _ASKED_AT_ONCE = 64
 _STOP = None
