@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from inference.front.openai.answers import (
@@ -19,6 +20,7 @@ from inference.front.openai.generation import Candidate, GenerationJob, Generato
 from inference.front.openai.jobs import PreparedRequest, Prompt, generation_jobs
 
 _MOST_JOBS = 64  # of one request that run at a time
+_MOST_SCORED = 64  # tokens that are scored without leaving the event loop
 
 
 class PromptRun:
@@ -142,15 +144,28 @@ class CompletionRun:
         async with contextlib.aclosing(self._model.generate(job)) as frames:  # type: ignore[type-var]
             async for last in frames:
                 if streams:
-                    self._take(run, answers, last, final=False)
+                    await self._take(run, answers, last, final=False)
                     yield run, answers
                     if all(run.answers[place].finish_reason for place in answers):
                         return
         assert last is not None, "a model that has answered has sent a frame"
-        self._take(run, answers, last, final=True)
+        await self._take(run, answers, last, final=True)
         yield run, answers
 
-    def _take(
+    async def _take(
+        self, run: PromptRun, answers: range, candidates: Sequence[Candidate], *, final: bool
+    ) -> None:
+        """Take in a frame; names for many scores take long, and are looked up in a thread."""
+        take = partial(self._take_frame, run, answers, candidates, final=final)
+        pairs = zip(answers, candidates, strict=True)
+        new = sum(len(each.ids) - run.answers[place].tokens for place, each in pairs)
+        new += len(run.prompt.ids) if self._request.echo and not run.scored else 0
+        if self._sampling.best is not None and new > _MOST_SCORED:
+            await asyncio.to_thread(take)
+        else:
+            take()
+
+    def _take_frame(
         self, run: PromptRun, answers: range, candidates: Sequence[Candidate], *, final: bool
     ) -> None:
         best = self._sampling.best

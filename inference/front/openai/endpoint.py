@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -192,7 +193,8 @@ class OpenAIEndpoint:
             usage = asked.stream_options.include_usage
             headers = self._page_headers(request)
             return await _streamed(request, run, about, headers, include_usage=usage)
-        choices = [json.dumps(each).encode() for each in await run.whole()]
+        whole = await run.whole()
+        choices = await asyncio.to_thread(lambda: [json.dumps(each).encode() for each in whole])
         rest = json.dumps({"usage": run.usage}).encode()
         body = _opened(about) + b", ".join(choices) + b"], " + rest[1:]
         return web.Response(body=body, content_type="application/json")

@@ -623,3 +623,27 @@ def test_texts_are_encoded_and_decoded_as_harnesses_ask() -> None:
         await refused(client, 400, {"tokens": "a"}, "/detokenize")
 
     run(check)
+
+
+def test_names_for_many_scores_leave_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = Codec.piece
+
+    def slowly(codec: Codec, before: Any, index: int) -> str:
+        time.sleep(0.005)
+        return piece(codec, before, index)
+
+    monkeypatch.setattr(Codec, "piece", slowly)
+    inputs = INPUTS | {"num_log_probs"}
+    model = FakeModel("a" * 200, facts=with_facts(inputs=inputs, context_len=256, streams=False))
+
+    async def check(client: aiohttp.ClientSession) -> None:
+        asked = asyncio.ensure_future(ask(client, max_tokens=150, logprobs=1))
+        longest = 0.0
+        while not asked.done():
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.perf_counter() - began)
+        assert len((await asked)["choices"][0]["logprobs"]["tokens"]) == 150
+        assert longest < 150 * 0.005 / 2
+
+    run(check, model)
