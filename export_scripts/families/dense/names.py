@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from export_scripts.families.dense.layout import LAYER, LAYOUT
 from export_scripts.families.layout.spec import WeightSpec
 from export_scripts.families.mapping.sources import (
     AttentionHeads,
     Copy,
+    Get,
     Half,
+    Parts,
     TensorSource,
     Transpose,
 )
@@ -18,6 +22,20 @@ _HEADS = ("attention.query", "attention.key", "attention.value")
 _SECOND = "dense_h_to_4h_2"
 # Matrices that are stored as sources have them, [out, in].
 _AS_STORED = ("model.wte", "model.lm_head", LAYER + "mlp.router")
+
+
+@dataclass(frozen=True)
+class _KeyScales(Copy):
+    """Scales of the keys' norm: those of all heads together are repeated like the heads."""
+
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return each rank's scales."""
+        parts = super().build(get, config)
+        times, d = config.stored_kv_head_num // config.kv_head_num, config.size_per_head
+        if not config.has_joint_norms or times == 1:
+            return parts
+        heads = (part.reshape(part.shape[0] // d, d).repeat(times, 0) for part in parts.tensors)
+        return Parts(parts.axis, tuple(each.reshape(each.shape[0] * d) for each in heads))
 
 
 def in_layers(layer: str, names: Mapping[str, str]) -> dict[str, str]:
@@ -67,6 +85,8 @@ def dense_sources(
             out[spec.name] = Half(key, halves[module], halves_of_each)
         elif module in _AS_STORED:
             out[spec.name] = Copy(key, cut=None if module.startswith(LAYER) else 0)
+        elif bare == "attention.key_norm":
+            out[spec.name] = _KeyScales(key, cut=spec.split)
         elif len(spec.shape) == 2:
             out[spec.name] = Transpose(key, cut=None if spec.split is None else 1 - spec.split)
         else:
