@@ -45,11 +45,26 @@ LLAMA = {
     "tie_word_embeddings": False, "head_dim": 8,
 }  # fmt: skip
 
+GRANITE = {
+    **{key: value for key, value in LLAMA.items() if key != "head_dim"},
+    "hidden_size": 40, "tie_word_embeddings": True, "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.7,
+}  # fmt: skip
+OLMO2 = {**{key: value for key, value in LLAMA.items() if key != "head_dim"}, "hidden_size": 40}
+GEMMA = {**LLAMA, "tie_word_embeddings": True, "num_hidden_layers": 4}
+
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
 
 
+GEMMA3 = {
+    **GEMMA, "query_pre_attn_scalar": 20, "sliding_window": 5, "num_hidden_layers": 8,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
 LLAMA3 = rope(
     "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=16,
@@ -114,6 +129,22 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
         "Qwen2Config",
         {**LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
     ),
+    "qwen2-some-windows": (
+        "Qwen2Config",
+        {**LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", {**LLAMA, "head_dim": 6}),
+    "qwen3-biases": ("Qwen3Config", {**LLAMA, "attention_bias": True}),
+    "granite": ("GraniteConfig", {**GRANITE, "tie_word_embeddings": False}),
+    "granite-tied": ("GraniteConfig", GRANITE),
+    "olmo2": ("Olmo2Config", OLMO2),
+    "olmo2-no-groups": ("Olmo2Config", {**OLMO2, "num_key_value_heads": 4}),
+    "gemma2": ("Gemma2Config", {**GEMMA, "query_pre_attn_scalar": 20, "sliding_window": 5}),
+    "gemma2-no-caps": (
+        "Gemma2Config",
+        {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("Gemma3TextConfig", GEMMA3),
 }  # fmt: skip
 
 # Ranks of each run, and how the prompt is cut into steps.
@@ -193,7 +224,21 @@ def test_a_configuration_means_what_transformers_takes_it_for(name: str, tmp_pat
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (4, 2)])
 @pytest.mark.parametrize(
-    "name", ["gpt2", "opt", "bloom", "gptj", "gptneox-parallel", "gptneox-sequential", "llama"]
+    "name",
+    [
+        "gpt2",
+        "opt",
+        "bloom",
+        "gptj",
+        "gptneox-parallel",
+        "gptneox-sequential",
+        "llama",
+        "qwen3",
+        "granite",
+        "olmo2",
+        "gemma2",
+        "gemma3",
+    ],
 )
 def test_logits_do_not_depend_on_the_ranks(
     name: str, tp_size: int, pp_size: int, tmp_path: Path
