@@ -73,20 +73,23 @@ class QueryKeyNorm:
 
     def __call__(self, heads: torch.Tensor) -> None:
         """Normalise heads (N, H+K, D)."""
-        if not self.whole and heads.is_cuda and has_gpu_kernels():
-            from inference.model.gpu.norm import norm_heads
+        if heads.is_cuda and has_gpu_kernels():
+            from inference.model.gpu.norm import mean_squares, norm_heads
 
-            norm_heads(heads, weight=self.weight, eps=self.eps)
+            mean = self._summed(mean_squares(heads, self.counts[0])) if self.whole else None
+            norm_heads(heads, mean, weight=self.weight, query_heads=self.counts[0], eps=self.eps)
             return
         wide = heads.float()
         mean = wide.square().mean(2)  # (N, H+K)
         if self.whole:
             queries, keys = torch.split(mean, list(self.counts), dim=1)
-            both = torch.stack((queries.mean(1), keys.mean(1)), dim=1)  # (N, 2)
-            if self.reduce is not None:
-                both = self.reduce(both) / self.tp_size
+            both = self._summed(torch.stack((queries.mean(1), keys.mean(1)), dim=1))
             mean = torch.cat((both[:, :1].expand_as(queries), both[:, 1:].expand_as(keys)), dim=1)
         heads.copy_(wide * (mean + self.eps).rsqrt().unsqueeze(2) * self.weight)
+
+    def _summed(self, mean: torch.Tensor) -> torch.Tensor:
+        """Return the mean squares of all ranks' queries and keys (N, 2) for those of this one."""
+        return mean if self.reduce is None else self.reduce(mean) / self.tp_size
 
 
 def alibi_slopes(head_num: int) -> torch.Tensor:

@@ -37,6 +37,14 @@ SIZES: dict[str, Any] = {
     "end_id": 52,
     "weight_data_type": "fp32",
 }
+DENSE_SIZES: dict[str, Any] = {
+    **SIZES,
+    "kv_head_num": 2,
+    "hidden_size": 32,
+    "max_pos_seq_len": 80,
+    "layernorm_eps": 1e-5,
+    "rotary_embedding": 8,
+}
 MODELS: dict[str, tuple[ModelFamily, FTConfig]] = {
     "gpt": (GPT, gpt_config(size_per_head=8)),
     "opt": (GPT, gpt_config(layernorm_type="post_layernorm", activation_type="Relu")),
@@ -54,13 +62,63 @@ MODELS: dict[str, tuple[ModelFamily, FTConfig]] = {
     "llama": (
         DENSE,
         DenseConfig(
-            **SIZES,
-            kv_head_num=2,
-            hidden_size=32,
-            max_pos_seq_len=80,
-            layernorm_eps=1e-5,
-            rotary_embedding=8,
+            **DENSE_SIZES,
             sliding_window=9,
+        ),
+    ),
+    "gemma3": (
+        DENSE,
+        DenseConfig(
+            **DENSE_SIZES,
+            norm_one_plus=True,
+            has_output_norms=True,
+            query_key_norm="head",
+            activation_type="geglu",
+            tie_word_embeddings=True,
+            attention_scale=0.4,
+            attention_softcap=3.0,
+            logit_softcap=5.0,
+            embedding_scale=6.0,
+            sliding_window=9,
+            sliding_layers=(0, 2),
+            rotary_local_base=100.0,
+        ),
+    ),
+    "olmo2": (
+        DENSE,
+        DenseConfig(
+            **DENSE_SIZES, has_input_norms=False, has_output_norms=True, query_key_norm="all"
+        ),
+    ),
+    "granite": (
+        DENSE,
+        DenseConfig(**DENSE_SIZES, residual_scale=0.4, logit_scale=0.3, rotary_layers=(0, 1)),
+    ),
+    "nemotron": (
+        DENSE,
+        DenseConfig(
+            **DENSE_SIZES, norm_type="layernorm", norm_one_plus=True, activation_type="relu2"
+        ),
+    ),
+    "falcon": (
+        DENSE,
+        DenseConfig(
+            **DENSE_SIZES,
+            norm_type="layernorm",
+            residual="parallel",
+            activation_type="gelu",
+            exact_gelu=True,
+        ),
+    ),
+    "phi3": (
+        DENSE,
+        DenseConfig(
+            **DENSE_SIZES,
+            rotary_scaling_type="longrope",
+            rotary_original_max_position_embeddings=20,
+            rotary_attention_factor=1.2,
+            rotary_short_factor=(1.0, 1.1, 1.2, 1.3),
+            rotary_long_factor=(1.0, 2.0, 3.0, 4.0),
         ),
     ),
 }

@@ -43,6 +43,29 @@ def test_norms_equal_those_of_torch_for_every_number_of_rows(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "size"), [((4, 2), 20), ((7, 7), 64), ((8, 1), 256)], ids=str)
+@pytest.mark.parametrize("whole", [False, True])
+def test_norms_of_queries_and_keys(
+    whole: bool, heads: tuple[int, int], size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    from inference.model.gpu.norm import mean_squares, norm_heads
+
+    torch.manual_seed(0)
+    queries, both = heads[0], sum(heads)
+    qkv = torch.randn(37, both + heads[1], size, device=device, dtype=dtype)
+    given = qkv.clone()
+    weight = torch.randn(both, size, device=device)
+    mean = mean_squares(qkv[:, :both], queries) if whole else None
+    norm_heads(qkv[:, :both], mean, weight=weight, query_heads=queries, eps=1e-5)
+    for part in (slice(0, queries), slice(queries, both)):
+        x = given[:, part].float()
+        joined = [*x.shape[1:]] if whole else [size]
+        expected = functional.rms_norm(x, joined, eps=1e-5) * weight[part]
+        torch.testing.assert_close(qkv[:, part].float(), expected, rtol=1e-3, atol=TOLERANCE[dtype])
+    assert qkv[:, both:].equal(given[:, both:])  # the values
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("reach", [None, 7])
 @pytest.mark.parametrize("size", [20, 64, 128])
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Norms in one GPU kernel each, in Triton's language; needs Triton."""
 
-# Shapes: N tokens, E hidden, H heads, D head size
+# Shapes: N tokens, E hidden, H query heads, K key heads, D head size
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def _norm(  # type: ignore[no-untyped-def]
     bias_at,
     y_at,
     size,
-    stride,
     eps,
     WIDTH: tl.constexpr,  # noqa: N803
     CENTRED: tl.constexpr,  # noqa: N803
@@ -28,22 +27,21 @@ def _norm(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,  # noqa: N803
 ):
     let_next_begin(EARLY)
-    head = tl.program_id(1)
-    row = tl.program_id(0).to(tl.int64) * stride + head * size
+    row = tl.program_id(0)
     place = tl.arange(0, WIDTH)
     inside = place < size
-    weight = tl.load(weight_at + head * size + place, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_at + place, mask=inside, other=0.0).to(tl.float32)
     wait_for_earlier(EARLY)
-    x = tl.load(x_at + row + place, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_at + row * size + place, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        x += tl.load(residual_at + row + place, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(residual_at + row * size + place, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         x = tl.where(inside, x - tl.sum(x, 0) / size, 0.0)
     y = x / tl.sqrt(tl.sum(x * x, 0) / size + eps)
     y *= weight
     if HAS_BIAS:
         y += tl.load(bias_at + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_at + row + place, y.to(y_at.dtype.element_ty), mask=inside)
+    tl.store(y_at + row * size + place, y.to(y_at.dtype.element_ty), mask=inside)
 
 
 def norm(
@@ -64,9 +62,9 @@ def norm(
     """
     x = x.contiguous()
     y = torch.empty_like(x)
-    _norm[(len(x), 1)](
+    _norm[(len(x),)](
         *(x, x if residual is None else residual.contiguous()),
-        *(weight, weight if bias is None else bias, y, x.shape[1], x.shape[1], eps),
+        *(weight, weight if bias is None else bias, y, x.shape[1], eps),
         WIDTH=triton.next_power_of_2(x.shape[1]),
         CENTRED=centred,
         HAS_RESIDUAL=residual is not None,
@@ -77,16 +75,88 @@ def norm(
     return y
 
 
-def norm_heads(heads: torch.Tensor, *, weight: torch.Tensor, eps: float) -> None:
-    """Normalise heads (N, H, D) in place by RMSNorm with `weight` (H, D)."""
-    count, H, D = heads.shape  # noqa: N806 - the shape legend
-    assert heads.stride()[1:] == (D, 1)
-    _norm[(count, H)](
-        *(heads, heads, weight, weight, heads, D, heads.stride(0), eps),
-        WIDTH=triton.next_power_of_2(D),
-        CENTRED=False,
-        HAS_RESIDUAL=False,
-        HAS_BIAS=False,
+@triton.jit  # type: ignore[untyped-decorator]
+def _mean_squares(  # type: ignore[no-untyped-def]
+    heads_at,
+    stride,
+    mean_at,
+    query_size,
+    key_size,
+    WIDTH: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    let_next_begin(EARLY)
+    row, part = tl.program_id(0), tl.program_id(1)
+    size = tl.where(part == 0, query_size, key_size)
+    place = tl.arange(0, WIDTH)
+    wait_for_earlier(EARLY)
+    at = heads_at + row.to(tl.int64) * stride + part * query_size
+    x = tl.load(at + place, mask=place < size, other=0.0).to(tl.float32)
+    tl.store(mean_at + 2 * row + part, tl.sum(x * x, 0) / size)
+
+
+def mean_squares(heads: torch.Tensor, query_heads: int) -> torch.Tensor:
+    """Return the mean square of all queries and of all keys (N, 2) fp32, for heads (N, H+K, D)."""
+    count, _, size = heads.shape
+    assert heads.stride()[1:] == (size, 1)
+    query_size, key_size = query_heads * size, (heads.shape[1] - query_heads) * size
+    mean = torch.empty(count, 2, device=heads.device)
+    _mean_squares[(count, 2)](
+        *(heads, heads.stride(0), mean, query_size, key_size),
+        WIDTH=triton.next_power_of_2(max(query_size, key_size)),
+        num_warps=4 if query_size <= 4096 else 8,
+        **launch_options(heads),
+    )
+    return mean
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_heads(  # type: ignore[no-untyped-def]
+    heads_at,
+    stride,
+    weight_at,
+    mean_at,
+    query_heads,
+    eps,
+    D: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+    WHOLE: tl.constexpr,  # noqa: N803 - whether the mean is that of all heads
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    let_next_begin(EARLY)
+    row, head = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, WIDTH)
+    weight = tl.load(weight_at + head * D + d, mask=d < D, other=0.0)
+    wait_for_earlier(EARLY)
+    at = heads_at + row.to(tl.int64) * stride + head * D + d
+    x = tl.load(at, mask=d < D, other=0.0).to(tl.float32)
+    if WHOLE:
+        mean = tl.load(mean_at + 2 * row + (head >= query_heads).to(tl.int32))
+    else:
+        mean = tl.sum(x * x, 0) / D
+    y = x / tl.sqrt(mean + eps) * weight
+    tl.store(at, y.to(heads_at.dtype.element_ty), mask=d < D)
+
+
+def norm_heads(
+    heads: torch.Tensor,
+    mean: torch.Tensor | None,
+    *,
+    weight: torch.Tensor,
+    query_heads: int,
+    eps: float,
+) -> None:
+    """Normalise heads (N, H+K, D) in place by RMSNorm with `weight` (H+K, D) fp32.
+
+    `mean` is that of all queries and all keys, see `mean_squares`; None for that of each head.
+    """
+    count, number, size = heads.shape
+    assert heads.stride()[1:] == (size, 1)
+    _norm_heads[(count, number)](
+        *(heads, heads.stride(0), weight, weight if mean is None else mean, query_heads, eps),
+        D=size,
+        WIDTH=triton.next_power_of_2(size),
+        WHOLE=mean is not None,
         num_warps=1,
         **launch_options(heads),
     )
