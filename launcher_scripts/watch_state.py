@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from export_scripts.files.lock import FolderLock
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint
 from stages.progress import DamagedFileError, read_json, write_json
 
@@ -134,23 +131,7 @@ def write_state(folder: Path, state: WatchState) -> None:
     write_json(folder / STATE_NAME, {"run": state.run, "best": state.best, "watched": watched})
 
 
-@contextmanager
-def only_watch(folder: Path) -> Iterator[None]:
-    """Hold `folder` for one watch.
-
-    Raises:
-        ValueError: another process watches there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / ".watch.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"watch.output_dir={folder} is in use: another action=watch runs there; wait for "
-                "its end, or choose another folder."
-            ) from None
-        yield
-    finally:
-        os.close(lock)
+def only_watch(folder: Path) -> FolderLock:
+    """Return a lock on `folder`, by which one watch at a time takes place there."""
+    busy = f"watch.output_dir={folder} is in use: another action=watch runs there"
+    return FolderLock(folder / ".watch.lock", busy)

@@ -154,7 +154,7 @@ def convert(
     if problems:
         raise CheckpointMismatchError(problems)
     paths = WorkPaths.of(request.folder)
-    with FolderLock(paths.lock, paths.final) as lock:
+    with FolderLock(paths.lock, f"another conversion is writing {paths.final}") as lock:
         recover(paths)
         shutil.rmtree(paths.scratch, ignore_errors=True)  # of a killed run, maybe a finished one
         identity = _identity(request)

@@ -18,15 +18,15 @@ class FolderLock:
 
     Args:
         path: The lock's file.
-        shown: What to call the folder in messages.
+        busy: What to say where another process holds it.
 
     Attributes:
         held: False on a file system without locks, where others are not kept away.
     """
 
-    def __init__(self, path: Path, shown: Path) -> None:
+    def __init__(self, path: Path, busy: str) -> None:
         self._path = path
-        self._shown = shown
+        self._busy = busy
         self._fd = -1
         self._made: list[Path] = []
         self.held = True
@@ -69,11 +69,8 @@ class FolderLock:
             if error.errno not in _TAKEN:
                 raise
             owner = os.read(fd, 64).decode(errors="replace").strip()
-            raise ValueError(
-                f"another conversion is writing {self._shown}"
-                + (f" (process {owner})" if owner else "")
-                + "; wait for it, or stop it"
-            ) from None
+            process = f" (process {owner})" if owner else ""
+            raise ValueError(f"{self._busy}{process}; wait for it, or stop it") from None
 
     def __exit__(self, *_: object) -> None:
         """Release the lock; remove its file and the folders made for it that are still empty."""

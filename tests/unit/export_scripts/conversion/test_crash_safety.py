@@ -247,7 +247,10 @@ def test_an_interrupted_exchange_does_not_open_the_folder_to_others(
 
 def test_a_second_run_to_the_same_folder_is_refused(source: Path, tmp_path: Path) -> None:
     paths = WorkPaths.of(ft_directory(tmp_path, 3))
-    with FolderLock(paths.lock, paths.final), pytest.raises(ValueError, match="another conversion"):
+    with (
+        FolderLock(paths.lock, "another conversion"),
+        pytest.raises(ValueError, match="another conversion"),
+    ):
         convert(request(source, tmp_path))
     assert convert(request(source, tmp_path)).ft_dir.is_dir()
 
@@ -260,7 +263,7 @@ def test_a_lock_left_by_a_dead_process_does_not_hold(source: Path, tmp_path: Pat
 
 def test_a_run_of_another_size_is_not_held_up(source: Path, tmp_path: Path) -> None:
     paths = WorkPaths.of(ft_directory(tmp_path, 2))
-    with FolderLock(paths.lock, paths.final):
+    with FolderLock(paths.lock, "another conversion"):
         assert convert(request(source, tmp_path)).ft_dir.is_dir()
 
 
