@@ -48,7 +48,6 @@ def look_after(config: Config, console: Console) -> int:
 
 
 def _look_into(found: Path, action: str, console: Console) -> int:
-    """Run `action` on the jobs of one results folder."""
     records = [each for each in (read_job(found, name) for name in STAGES) if each is not None]
     if not records:
         console.say(f"run_dir={found} holds no jobs; give a folder with <stage>/job.json in it.")
@@ -151,7 +150,6 @@ def _doing(found: record.JobRecord, results_dir: Path) -> str:
 
 
 def _logs(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
-    """Print every job's log; follow those of running jobs to their end."""
     for each in records:
         console.say(f"==> {each.stage}: {each.log or 'no log'}")
         if not each.log:

@@ -125,7 +125,6 @@ def _existing(folder: Path) -> list[Path]:
 
 
 def _keep(folder: Path, paths: Sequence[Path]) -> None:
-    """Move an earlier run's files to the first free `runs/<n>`."""
     for number in itertools.count(1):
         kept = folder / "runs" / str(number)
         if not kept.exists():

@@ -70,7 +70,6 @@ def _speak_utf8() -> None:
 
 
 def _run(words: Sequence[str]) -> int:
-    """Run a command line, given as its words, and return the exit status."""
     console = Console()
     if "--version" in words:
         console.say(f"slipway-serving {__version__}")
@@ -119,7 +118,6 @@ def _compose(arguments: Arguments, overrides: Sequence[str]) -> Composition:
 
 
 def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
-    """Run one pipeline for each combination of the listed values."""
     from launcher_scripts.invocation import Invocation, run_all
     from launcher_scripts.sweep import Outcome, combinations, compose_all
 
@@ -192,7 +190,6 @@ def _nothing(config: object) -> None:
 
 
 def _report(problems: Sequence[str]) -> int:
-    """Print every problem and return the exit status."""
     Console(sys.stderr).refuse(problems)
     return EXIT_USAGE
 

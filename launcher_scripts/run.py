@@ -134,7 +134,6 @@ class Run:
         return EXIT_OK
 
     def _interrupted(self) -> int:
-        """Return the exit status after Ctrl-C."""
         if not self.launcher.in_foreground:
             self.console.say(_LOOK_AFTER)
             return EXIT_INTERRUPTED

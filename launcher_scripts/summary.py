@@ -34,7 +34,6 @@ def metrics(planned: Sequence[PlannedStage], records: Records) -> dict[str, floa
 
 
 def _row(each: PlannedStage, records: Records) -> tuple[str, str, str]:
-    """Return state, seconds and outputs."""
     outputs = _shown_outputs(each.stage)
     if not each.runs:
         return each.state, "-", outputs
@@ -47,7 +46,6 @@ def _row(each: PlannedStage, records: Records) -> tuple[str, str, str]:
 
 
 def _found_by(each: PlannedStage, records: Records) -> dict[str, Any]:
-    """Return the stage's own summary of its result."""
     if not each.runs:
         return dict(each.finding.marker["summary"]) if each.finding.marker else {}
     found = records.get(each.name)
@@ -55,7 +53,6 @@ def _found_by(each: PlannedStage, records: Records) -> dict[str, Any]:
 
 
 def _findings(name: str, found: Mapping[str, Any]) -> list[str]:
-    """Return the stage's own summary as text."""
     lines = [f"{name}: {remark}" for remark in found.get("remarks", ())]
     compared = found.get("references", {})
     for metric, value in found.get("metrics", {}).items():
@@ -68,7 +65,6 @@ def _findings(name: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def _results_dir(stage: Stage) -> Path:
-    """Return the folder that holds a folder for each stage."""
     return stage.job.folder.parent
 
 

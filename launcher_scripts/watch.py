@@ -194,7 +194,6 @@ class Watch:
     # Pipelines.
 
     def _start(self) -> None:
-        """Start pipelines, the earliest step first, as many at a time as are allowed."""
         for each in self._in_order():
             running = sum(one.state == RUNNING for one in self.state.watched.values())
             if running >= self._options.parallel:
@@ -348,7 +347,6 @@ class Watch:
             write_json(self._folder / BEST_NAME, {"metric": name, **asdict(each)})
 
     def _metric(self, each: Watched | None = None) -> str | None:
-        """Return the name of the figure that decides."""
         if self._options.metric is not None:
             return self._options.metric
         every = [each] if each is not None else self._in_order()
@@ -409,7 +407,6 @@ def _verdict(best: Watched, each: Watched, metric: str) -> str:
 
 
 def _metrics(report: Path) -> tuple[Metric, ...]:
-    """Return the figures of a report.json; none without a report."""
     from inference.evaluation.record import read_report
 
     return read_report(report).metrics if report.is_file() else ()

@@ -73,7 +73,6 @@ def _variables(config: Config) -> Iterator[str]:
 
 
 def _places(config: Config) -> Iterator[str]:
-    """Yield the problems of folders that are misnamed or cannot be written to."""
     path = Path(config.launcher_scripts_path)
     if path.absolute().name != "launcher_scripts":
         yield (

@@ -286,7 +286,6 @@ def _parent(config: DictConfig, name: str) -> DictConfig | None:
 
 
 def _put(values: dict[str, Any], name: str, value: Any) -> None:
-    """Put a value under a dotted name."""
     *sections, leaf = name.split(".")
     for each in sections:
         values = values.setdefault(each, {})

@@ -101,7 +101,6 @@ def _max_seq_len(config: Config) -> int | None:
 
 
 def _facts(config: Config) -> RunFacts:
-    """Return the facts about the model for the report."""
     model, triton = config.export.model, config.export.triton_deployment
     return RunFacts(
         name=config.export.run.model_train_name,

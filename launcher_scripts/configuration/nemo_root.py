@@ -86,7 +86,6 @@ def read_root(config_dir: Path, config_name: str) -> Root:
 
 
 def _chosen(entry: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry of our defaults list with the files that the root chooses."""
     return {group: chosen.get(group, choice) for group, choice in entry.items()}
 
 

@@ -91,7 +91,6 @@ class BcpLauncher(Launcher):
         return BcpHandle(job, job_id, submitted, log_path, mark, submitted.process.pid)
 
     def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
-        """Return the executor of a job."""
         config, resources = self._config, job.stage.resources()
         # At most one task for each GPU of a node.
         most = config.cluster.gpus_per_node or resources.tasks_per_node
@@ -135,7 +134,6 @@ class BcpLauncher(Launcher):
 
 
 def _exports(job: Job, job_id: str, mark: str) -> dict[str, str]:
-    """Return the variables of every task."""
     level = os.environ.get(LOG_LEVEL_VARIABLE)
     levels = {} if level is None else {LOG_LEVEL_VARIABLE: level}
     return {**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark, **levels}

@@ -212,7 +212,6 @@ class BcpExecutor(core.PicklingExecutor):
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        """Return the job id in a script."""
         text = string.decode() if isinstance(string, bytes) else string
         return next(
             line.partition("=")[2]

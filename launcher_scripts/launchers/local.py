@@ -190,7 +190,6 @@ class LocalHandle:
         return str(outcome)
 
     def _clear_away(self) -> None:
-        """Kill the remaining processes of the job; an orderly end leaves none."""
         end_processes_of_job(self._mark)
 
 
