@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
+from tests.documents import run
 
 CI = ROOT / "examples" / "ci"
 
@@ -30,13 +29,7 @@ def test_the_command_of_a_workflow_is_accepted(file: str, tmp_path: Path) -> Non
     program, _, *arguments = shlex.split(command.replace("$PWD", str(ROOT)))
     assert program == ".venv/bin/python"
     here = [each for each in arguments if not each.startswith("evaluate.output_dir=")]
-    done = subprocess.run(
-        [sys.executable, "main.py", *here, f"base_results_dir={tmp_path}", "dry_run=true"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(["main.py", *here, f"base_results_dir={tmp_path}", "dry_run=true"])
     assert done.returncode == 0, done.stdout + done.stderr
     forecasts = [each for each in done.stdout.splitlines() if each.startswith("evaluate: lambada")]
     assert len(forecasts) == 2

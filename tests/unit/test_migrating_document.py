@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,16 +15,12 @@ from inference.client import main as client
 from inference.pytriton.server import main as pytriton
 from inference.server.__main__ import main as server
 from tests.conftest import ROOT
+from tests.documents import commands, run
 from tests.nemo_conf import write_nemo_conf
 from tests.nvidia_repositories import add_nvidia_model
 
 TEXT = (ROOT / "docs" / "migrating.md").read_text()
-BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
-LINES = [
-    line
-    for line in "\n".join(BLOCKS).replace("\\\n", " ").splitlines()
-    if line and not line.startswith("#")
-]
+LINES = commands(TEXT)
 MODULES = {
     "inference.server": server,
     "inference.client": client,
@@ -41,7 +35,7 @@ def test_every_command_is_tried_here() -> None:
     assert {line for line in LINES if not line.startswith(tuple(tried))} == set()
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("python -m")])
+@pytest.mark.parametrize("line", commands(TEXT, "python -m"))
 def test_modules_know_their_options(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(line)
     positional = words[3:4] if words[2] == "inference.client" else []
@@ -53,7 +47,7 @@ def test_modules_know_their_options(line: str, capsys: pytest.CaptureFixture[str
     assert [name for name in files if not (ROOT / name).is_file()] == []
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("python main.py")])
+@pytest.mark.parametrize("line", commands(TEXT, "python main.py"))
 def test_launcher_takes_the_line(line: str, tmp_path: Path) -> None:
     repository, conf = tmp_path / "all_models", write_nemo_conf(tmp_path / "conf")
     sizes = {"tensor_para_size": "1", "pipeline_para_size": "1", "data_type": "fp32"}
@@ -62,18 +56,12 @@ def test_launcher_takes_the_line(line: str, tmp_path: Path) -> None:
     more = ["dry_run=true", "cluster_type=local", f"base_results_dir={tmp_path}/results"]
     if str(conf) in line:
         more.append("export=gpt3/sample")
-    done = subprocess.run(
-        [sys.executable, *shlex.split(line)[1:], *more],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run([*shlex.split(line)[1:], *more])
     assert done.returncode == 0, done.stderr
 
 
 def test_backend_folder_is_where_the_link_points() -> None:
-    (line,) = (line for line in LINES if line.startswith("ln -s"))
+    (line,) = commands(TEXT, "ln -s")
     source = shlex.split(line)[2].removeprefix("$PWD/")
     assert (ROOT / source / "model.py").is_file()
     assert Path(source).name == "fastertransformer"
@@ -87,9 +75,3 @@ def test_tables_name_existing_things() -> None:
     assert [name for name in nvidia if name not in PARAMETERS or f"`{name}`" not in TEXT] == []
     named = [*NEMO_INPUTS, *NEMO_OUTPUTS]
     assert [tensor.name for tensor in named if f"`{tensor.name}`" not in TEXT] == []
-
-
-def test_documents_that_are_named_exist() -> None:
-    links = re.findall(r"\]\((\S+?)\)", TEXT)
-    assert links
-    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []

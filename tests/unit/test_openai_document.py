@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,25 +13,21 @@ from inference.front.openai.errors import ApiError
 from inference.front.openai.options import DEFAULT_PORT
 from inference.front.openai.requests import ChatRequest, CompletionRequest, read_request
 from tests.conftest import ROOT
+from tests.documents import commands, run
 
 TEXT = (ROOT / "docs" / "openai.md").read_text()
 
 
 def test_the_command_is_taken_and_starts_the_endpoint(tmp_path: Path) -> None:
-    line, *_ = re.findall(r"```bash\n(.*?)\n```", TEXT, re.DOTALL)
-    words = [sys.executable, *shlex.split(line)[1:], f"base_results_dir={tmp_path}", "dry_run=true"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    line, *_ = commands(TEXT)
+    done = run([*shlex.split(line)[1:], f"base_results_dir={tmp_path}", "dry_run=true"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert f":{DEFAULT_PORT}/v1" in TEXT
 
 
 def test_the_harness_is_asked_for_by_its_extra(tmp_path: Path) -> None:
-    _, block = re.findall(r"```bash\n(.*?)\n```", TEXT, re.DOTALL)
-    words = [sys.executable, *shlex.split(block.replace("\\\n", " "))[1:], "dry_run=true"]
-    done = subprocess.run(
-        [*words, f"base_results_dir={tmp_path}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    _, line = commands(TEXT)
+    done = run([*shlex.split(line)[1:], "dry_run=true", f"base_results_dir={tmp_path}"])
     if find_spec("lm_eval") is None:
         problems = [line for line in done.stderr.splitlines() if line.startswith("  - ")]
         assert len(problems) == 2, done.stderr

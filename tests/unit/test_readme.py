@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.documents import commands, run
 
 README = (ROOT / "README.md").read_text()
 SAMPLE = ROOT / "examples/gpt_books_5m/gpt_books_5m.nemo"
@@ -21,27 +21,13 @@ STAND_INS = {
 }
 
 
-def shell_commands() -> list[str]:
-    """Return every command of the README's shell blocks, one line each."""
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.strip() and not line.startswith("#")]
-
-
-def run(arguments: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.parametrize("command", [c for c in shell_commands() if c.startswith("make ")])
+@pytest.mark.parametrize("command", commands(README, "make "))
 def test_make_targets_exist(command: str) -> None:
     target = command.split()[1]
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "command", [c for c in shell_commands() if c.startswith("python main.py") and "=" in c]
-)
+@pytest.mark.parametrize("command", [c for c in commands(README, "python main.py") if "=" in c])
 def test_pipeline_commands_compose(command: str, tmp_path: Path) -> None:
     for path, stand_in in STAND_INS.items():
         command = command.replace(path, stand_in)
@@ -53,7 +39,7 @@ def test_pipeline_commands_compose(command: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("command", [c for c in shell_commands() if c.startswith("python -m ")])
+@pytest.mark.parametrize("command", commands(README, "python -m "))
 def test_tools_explain_the_options_that_are_shown(command: str) -> None:
     words = shlex.split(command)
     module, options = words[2], [word for word in words if word.startswith("--")]
@@ -90,9 +76,14 @@ def test_the_refusal_shown_is_the_one_printed(tmp_path: Path) -> None:
     assert " ".join(shown[2].split()) in " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)]+)\)", README))))
-def test_links_lead_somewhere(link: str) -> None:
-    assert (ROOT / link).exists()
+@pytest.mark.parametrize("document", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]))
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", document.read_text())
+    assert [
+        link
+        for link in links
+        if not link.startswith("http") and not (document.parent / link).exists()
+    ] == []
 
 
 def test_files_that_are_named_exist() -> None:

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from export_scripts.triton.signature import MODEL_SIGNATURES
 from inference.client import main as client
 from inference.request_file import file_tensors
 from tests.conftest import ROOT
+from tests.documents import commands, run
 
 TEXT = (ROOT / "docs" / "serving.md").read_text()
 # Rows of the table, by the model_type that each serves.
@@ -37,17 +37,6 @@ STAND_INS = {
     "/models/t5.nemo": "t5_nemo/train_tp2_pp1_relative_geglu_nobias/source",
     "/models/bert": "bert/tiny/source",
 }
-
-
-def commands(start: str) -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.startswith(start)]
-
-
-def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def write_keys(folder: Path) -> None:
@@ -91,7 +80,7 @@ def test_engines_and_streaming_are_those_of_the_model(row: str) -> None:
     assert streams == ("yes" if is_generative(ROWS[row]) else "no")
 
 
-@pytest.mark.parametrize("command", commands("python main.py"))
+@pytest.mark.parametrize("command", commands(TEXT, "python main.py"))
 def test_servers_of_the_document_pass_every_check(
     command: str, shared: Path, tmp_path: Path
 ) -> None:
@@ -110,7 +99,7 @@ def test_servers_of_the_document_pass_every_check(
 def test_flags_of_the_client_are_those_of_the_document(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shown = commands("python -m inference.client")
+    shown = commands(TEXT, "python -m inference.client")
     assert {shlex.split(line)[3] for line in shown} == {
         "generate", "stream", "encode", "request", "health"
     }  # fmt: skip
@@ -128,10 +117,3 @@ def test_request_files_of_the_document_can_be_read() -> None:
     for each in files:
         tensors = file_tensors(each["request"])
         assert {tensor.ndim for tensor in tensors.values()} == {3}
-
-
-def test_documents_that_are_named_exist() -> None:
-    links = re.findall(r"\]\((\S+?)\)", TEXT) + re.findall(r"\((docs/\w+\.md)\)", TEXT)
-    assert links
-    for link in links:
-        assert (ROOT / link).exists() or (ROOT / "docs" / link).exists(), link
