@@ -7,8 +7,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from inference.evaluation.run.task_run import RequestFailedError
-from inference.evaluation.task import NO_WORDS, Completion, RequestTensors, WordLists
+from inference.evaluation.task import (
+    NO_WORDS,
+    Completion,
+    RequestFailedError,
+    RequestTensors,
+    WordLists,
+)
 
 VIRTUAL_ID = 1_000_000  # ids from here on are virtual tokens
 _PIECE = re.compile(r" ?\S+|\s+")

@@ -158,16 +158,21 @@ RequestTensors = Mapping[str, Any]
 TOKEN_IDS, LOG_PROBS, TENSORS = "token ids", "log probabilities", "tensors"
 
 
+class RequestFailedError(RuntimeError):
+    """The model did not answer one request: refused, timed out, or the server is gone."""
+
+
 class TextGenerator(Protocol):
     """A model as a task asks it; safe to call from several threads.
 
-    Requests raise RequestFailedError: refused, failed, not answered in time, or not possible.
+    Requests raise RequestFailedError: refused, failed, not answered in time, or not possible, which
+    those with a body here are unless a model says otherwise.
     """
 
     @property
     def streams(self) -> bool:
         """Return whether answers come token by token."""
-        ...
+        return False
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of `text`, without special tokens."""
@@ -176,6 +181,10 @@ class TextGenerator(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids."""
         ...
+
+    def decode_answer(self, ids: Sequence[int]) -> str:
+        """Return the text of generated tokens, up to the end token."""
+        return self.decode(ids)
 
     def complete_text(
         self,
@@ -192,20 +201,12 @@ class TextGenerator(Protocol):
         self, prompt: str, *, output_len: int
     ) -> tuple[tuple[int, ...], Completion]:
         """Return the tokens and the text after `prompt`, made without the ensemble."""
-        ...
+        raise RequestFailedError(f"{prompt[:20]!r}, {output_len} tokens: there is no ensemble.")
 
     def complete_ids(
         self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
     ) -> tuple[int, ...]:
         """Return up to `output_len` greedy tokens after `input_ids`, without these."""
-        ...
-
-    def decode_answer(self, ids: Sequence[int]) -> str:
-        """Return the text of generated tokens, up to the end token."""
-        ...
-
-    def context_log_prob(self, input_ids: Sequence[int]) -> float:
-        """Return the natural log probability of `input_ids`, the first token given."""
         ...
 
     def complete_rows(
@@ -215,19 +216,24 @@ class TextGenerator(Protocol):
         output_len: int,
         each_frame: Callable[[], None] | None = None,
     ) -> list[tuple[int, ...]]:
-        """Return the greedy tokens after each row, asked in one request.
+        """Return the greedy tokens after each row, asked in one request where that is possible.
 
         `each_frame` is called for every response of a model that streams, as it comes.
         """
+        del each_frame
+        return [self.complete_ids(row, output_len=output_len) for row in rows]
+
+    def context_log_prob(self, input_ids: Sequence[int]) -> float:
+        """Return the natural log probability of `input_ids`, the first token given."""
         ...
 
     def input_names(self) -> Collection[str]:
         """Return the inputs that the model declares."""
-        ...
+        return ("request_output_len",)
 
     def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
         """Return outputs of the model for a request of contract tensors, batch axis first."""
-        ...
+        raise RequestFailedError(f"there are no tensors ({', '.join((*tensors, *outputs))}).")
 
 
 def generates(model: TextGenerator) -> bool:

@@ -15,6 +15,7 @@ from inference.evaluation.report.formatting import (
     milliseconds_text,
     number_text,
     shape_text,
+    spread_text,
     value_text,
 )
 from inference.evaluation.report.page import render_page
@@ -60,15 +61,12 @@ def _described(report: Report) -> str:
 
 def _metric_row(comparison: RunComparison, each: Comparison) -> tuple[str, ...]:
     unit = comparison.metric(each.metric).unit
-    interval = ""
-    if each.low is not None and each.high is not None:
-        interval = f"{difference_text(each.low, unit)} to {difference_text(each.high, unit)}"
     return (
         each.metric,
         value_text(each.reference, unit),
         value_text(each.value, unit),
         difference_text(each.difference, unit),
-        interval,
+        spread_text(each, unit),
         "" if each.p_value is None else f"p = {each.p_value:.2g}",
     )
 

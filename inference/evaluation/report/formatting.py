@@ -53,6 +53,13 @@ def difference_text(value: float, unit: str) -> str:
     return f"{value:+.4g}"
 
 
+def spread_text(comparison: Comparison, unit: str) -> str:
+    """Return the 95% interval of a difference; empty without paired samples."""
+    if comparison.low is None or comparison.high is None:
+        return ""
+    return f"{difference_text(comparison.low, unit)} to {difference_text(comparison.high, unit)}"
+
+
 def reference_text(comparison: Comparison, unit: str) -> str:
     """Return how a metric compares with its reference, in one line."""
     if comparison.agreeing is not None and not comparison.disagreeing:

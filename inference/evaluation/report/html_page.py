@@ -17,13 +17,15 @@ from inference.evaluation.report.formatting import (
     interval_text,
     number_text,
     seconds_text,
+    spread_text,
     value_text,
 )
 from inference.evaluation.report.page import render_page
 from inference.evaluation.task import Metric
 
 _METRIC_HEAD = (
-    "metric", "value", "95% interval", "n", "reference", "difference", "samples agree"
+    "metric", "value", "95% interval", "n", "reference", "difference",
+    "95% of difference", "samples agree"
 )  # fmt: skip
 
 
@@ -114,7 +116,7 @@ def _metric_rows(task: TaskReport) -> list[tuple[str, ...]]:
             metric.name, metric.method
         )
         value = value_text(metric.value, metric.unit)
-        against = ("", "", "")
+        against = ("", "", "", "")
         if each is not None:
             agreement = ""
             if each.agreeing is not None:
@@ -124,6 +126,7 @@ def _metric_rows(task: TaskReport) -> list[tuple[str, ...]]:
             against = (
                 value_text(each.reference, metric.unit),
                 difference_text(each.difference, metric.unit),
+                spread_text(each, metric.unit),
                 agreement,
             )
         rows.append((name, value, interval_text(metric), f"{metric.count:,}", *against))

@@ -12,6 +12,7 @@ from inference.evaluation.report.formatting import (
     milliseconds_text,
     number_text,
     seconds_text,
+    spread_text,
     value_text,
 )
 from inference.evaluation.report.page import render_text
@@ -74,6 +75,7 @@ def _reference_rows(task: TaskReport) -> list[tuple[str, ...]]:
             f"`{each.metric}`",
             value_text(each.reference, units[each.metric]),
             difference_text(each.difference, units[each.metric]),
+            spread_text(each, units[each.metric]),
             ""
             if each.agreeing is None
             else f"{each.agreeing:,} of {each.agreeing + (each.disagreeing or 0):,}",

@@ -10,17 +10,18 @@ request's table or from one of the served folder, as the server does.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from inference.evaluation.run.task_run import EvaluationError
-from inference.evaluation.task import NO_WORDS, Completion, RequestTensors, WordLists
+from inference.evaluation.task import NO_WORDS, Completion, RequestTensors, TextGenerator, WordLists
 from inference.evaluation.tasks.served_folder import served_prompts
 
 
-class HuggingFaceModel:
+class HuggingFaceModel(TextGenerator):
     """Meets TextGenerator with a model and a tokenizer of the transformers library."""
 
     def __init__(
@@ -32,11 +33,6 @@ class HuggingFaceModel:
         self._prompts_dir = prompts_dir
         self._lock = threading.Lock()
         self.source = source
-
-    @property
-    def streams(self) -> bool:
-        """Return whether answers come token by token; they come whole."""
-        return False
 
     @property
     def _is_encoder_decoder(self) -> bool:
@@ -52,9 +48,9 @@ class HuggingFaceModel:
 
     def decode_answer(self, ids: Sequence[int]) -> str:
         """Return the text of generated tokens, up to the end token."""
-        end_id = self._model.config.eos_token_id
-        kept = list(ids)
-        return self.decode(kept[: kept.index(end_id)] if end_id in kept else kept)
+        end = self._model.config.eos_token_id
+        ends = end if isinstance(end, list) else [end]  # Llama 3 has several
+        return self.decode(list(itertools.takewhile(lambda each: each not in ends, ids)))
 
     def complete_text(
         self,
@@ -64,11 +60,7 @@ class HuggingFaceModel:
         score_prompt: bool = False,
         words: WordLists = NO_WORDS,
     ) -> Completion:
-        """Return the greedy continuation of a text.
-
-        Raises:
-            EvaluationError: word lists were given, which are the server's.
-        """
+        """Return the greedy continuation of a text."""
         if words != NO_WORDS:
             raise EvaluationError("evaluate.reference=huggingface has no word lists.")
         ids = tuple(self._tokenizer.encode(prompt, add_special_tokens=self._is_encoder_decoder))
@@ -79,14 +71,6 @@ class HuggingFaceModel:
             text = self.decode_answer((*ids, *answer)).removeprefix(self.decode(ids))
         log_prob = self.context_log_prob(ids) if score_prompt else None
         return Completion(text, len(answer), log_prob)
-
-    def complete_in_steps(
-        self, prompt: str, *, output_len: int
-    ) -> tuple[tuple[int, ...], Completion]:
-        """Return the tokens and the text after `prompt`; the library has no other way."""
-        ids = tuple(self._tokenizer.encode(prompt, add_special_tokens=self._is_encoder_decoder))
-        answer = self.complete_ids(ids, output_len=output_len)
-        return answer, self.complete_text(prompt, output_len=output_len)
 
     def complete_ids(
         self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
@@ -134,17 +118,6 @@ class HuggingFaceModel:
             f"model.prompt_table.{prompts[number].task_name}.weight"
         )
 
-    def complete_rows(
-        self,
-        rows: Sequence[Sequence[int]],
-        *,
-        output_len: int,
-        each_frame: Callable[[], None] | None = None,
-    ) -> list[tuple[int, ...]]:
-        """Return the greedy tokens after each row."""
-        del each_frame
-        return [self.complete_ids(row, output_len=output_len) for row in rows]
-
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
         """Return the natural log probability of `input_ids`, the first token given."""
         import torch
@@ -154,21 +127,6 @@ class HuggingFaceModel:
             logits = self._model(ids).logits[0, :-1].float()  # (S - 1, V)
         chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])  # (S - 1, 1)
         return float(chosen.sum())
-
-    def input_names(self) -> Collection[str]:
-        """Return the inputs of the serving contract that the library takes: none."""
-        return ()
-
-    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
-        """Refuse: tensors of the serving contract are the server's.
-
-        Raises:
-            EvaluationError: always.
-        """
-        del tensors
-        raise EvaluationError(
-            f"evaluate.reference=huggingface cannot answer a request for {', '.join(outputs)}."
-        )
 
     def _greedy(self, output_len: int) -> Any:
         """Return the plainest decoding, whatever the checkpoint suggests for itself."""

@@ -21,15 +21,10 @@ from functools import partial
 
 from inference.evaluation.options import LatencyOptions, RequestShape, parse_shape
 from inference.evaluation.record import LatencyPoint
-from inference.evaluation.run.task_run import (
-    EvaluationError,
-    EvaluationProgress,
-    ProgressCallback,
-    RequestFailedError,
-)
+from inference.evaluation.run.task_run import EvaluationError, EvaluationProgress, ProgressCallback
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.statistics import percentile
-from inference.evaluation.task import RequestTensors, TextGenerator, generates
+from inference.evaluation.task import RequestFailedError, RequestTensors, TextGenerator, generates
 
 _PHASE = "latency"
 _MAX_PROMPTS = 64

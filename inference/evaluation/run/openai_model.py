@@ -12,21 +12,23 @@ import math
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from inference.evaluation.options import EvaluationOptions
-from inference.evaluation.run.task_run import EvaluationError, RequestFailedError
+from inference.evaluation.run.task_run import EvaluationError
 from inference.evaluation.task import (
     LOG_PROBS,
     NO_WORDS,
     TENSORS,
     TOKEN_IDS,
     Completion,
+    RequestFailedError,
     RequestTensors,
+    TextGenerator,
     WordLists,
 )
 
@@ -227,7 +229,7 @@ def _prompt_scores(answer: Mapping[str, Any], count: int) -> list[float] | None:
     return [float(each) for each in scores]
 
 
-class OpenAIModel:
+class OpenAIModel(TextGenerator):
     """Meets TextGenerator over a client of OpenAI's protocol."""
 
     def __init__(
@@ -251,10 +253,6 @@ class OpenAIModel:
         """Return the text of token ids."""
         return self._tokenizer.decode(ids)
 
-    def decode_answer(self, ids: Sequence[int]) -> str:
-        """Return the text of generated tokens."""
-        return self.decode(ids)
-
     def complete_text(
         self,
         prompt: str,
@@ -273,12 +271,6 @@ class OpenAIModel:
             generated=_count(answer, "completion_tokens") or 0,
             context_log_prob=self.context_log_prob(ids) if score_prompt else None,
         )
-
-    def complete_in_steps(
-        self, prompt: str, *, output_len: int
-    ) -> tuple[tuple[int, ...], Completion]:
-        """Refuse: the steps of an ensemble are Triton's."""
-        raise RequestFailedError(f"{prompt[:20]!r}, {output_len} tokens: there is no ensemble.")
 
     def complete_ids(
         self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
@@ -332,14 +324,6 @@ class OpenAIModel:
         if scores is None:
             raise RequestFailedError("the server returned no log probabilities of the prompt.")
         return math.fsum(scores)
-
-    def input_names(self) -> Collection[str]:
-        """Return the inputs of a decoder that the protocol has."""
-        return ("request_output_len",)
-
-    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
-        """Refuse: tensors are Triton's."""
-        raise RequestFailedError(f"the protocol has no tensors ({', '.join((*tensors, *outputs))})")
 
     def _prompts(self, rows: Sequence[Sequence[int]]) -> list[Any]:
         if self._abilities.takes_ids:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from inference.evaluation.run.task_run import RequestFailedError
+from inference.evaluation.task import RequestFailedError
 
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 Arrays = dict[str, "np.ndarray[Any, Any]"]

@@ -24,8 +24,14 @@ from inference.evaluation.run.requests import (
     first_text,
     text_tensor,
 )
-from inference.evaluation.run.task_run import RequestFailedError
-from inference.evaluation.task import NO_WORDS, Completion, RequestTensors, WordLists
+from inference.evaluation.task import (
+    NO_WORDS,
+    Completion,
+    RequestFailedError,
+    RequestTensors,
+    TextGenerator,
+    WordLists,
+)
 
 _LOG_PROBS = ("cum_log_probs", "output_log_probs")
 
@@ -59,7 +65,7 @@ class TextCodec(Protocol):
         ...
 
 
-class ServedModel:
+class ServedModel(TextGenerator):
     """Meets TextGenerator over a Triton client.
 
     `end_id` is the token that ends answers; null where the tokenizer leaves it out by itself.

@@ -18,6 +18,7 @@ from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
     Dataset,
     Metric,
+    RequestFailedError,
     Sample,
     Score,
     Task,
@@ -28,10 +29,6 @@ from inference.evaluation.task import (
 _MAX_FAILURES = 20  # failed samples after which the server counts as gone
 _SHOWN_REASONS = 3
 _SHOWN_SAMPLES = 5
-
-
-class RequestFailedError(RuntimeError):
-    """The model did not answer one request: refused, timed out, or the server is gone."""
 
 
 class EvaluationError(RuntimeError):

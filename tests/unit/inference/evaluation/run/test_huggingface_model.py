@@ -124,6 +124,12 @@ def test_the_type_of_the_computation_is_the_user_s(folder):
     assert len(served.complete_ids([7, 4], output_len=3)) <= 3
 
 
+@pytest.mark.parametrize("ends", [27, [26, 27]])
+def test_an_answer_ends_at_any_end_token(model, monkeypatch, ends):
+    monkeypatch.setattr(model._model.config, "eos_token_id", ends)
+    assert model.decode_answer([0, 1, 27, 2]) == model.decode([0, 1])
+
+
 def test_a_folder_that_is_no_checkpoint_is_reported(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(EvaluationError, match=r"evaluate\.reference=huggingface: ") as caught:

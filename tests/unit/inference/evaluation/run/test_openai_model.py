@@ -17,7 +17,8 @@ from inference.evaluation.record import RunFacts
 from inference.evaluation.run import openai_model
 from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.run.openai_model import base_url, open_model
-from inference.evaluation.run.task_run import EvaluationError, RequestFailedError
+from inference.evaluation.run.task_run import EvaluationError
+from inference.evaluation.task import RequestFailedError
 
 VOCABULARY = 26
 
