@@ -251,7 +251,6 @@ def choose(
 
 
 def _best_other(logits: torch.Tensor, token: int) -> int:
-    """Return the best token of raw logits (V,) other than `token`."""
     logits = logits.clone()
     logits[token] = LOWEST
     return int(top_candidates(logits[None], width=1)[1])

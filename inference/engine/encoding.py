@@ -16,7 +16,7 @@ import torch
 
 from inference.decoding.request import RequestError
 from inference.decoding.tensor_fields import Array, TensorFields
-from inference.engine.queued_request import QueuedRequest
+from inference.engine.queued_request import QueuedRequest, StepScheduler
 from inference.ranks.base import StepResult
 from inference.ranks.plan import EncoderRow, StepPlan
 
@@ -201,36 +201,21 @@ class PlannedEncoding:
         return list({id(owner): owner for owner, _ in self.work}.values())
 
 
-class EncodingScheduler:
+class EncodingScheduler(StepScheduler[RunningEncoding]):
     """The rows of all requests, in order of arrival."""
 
     def __init__(self, *, on_gpu: bool = False) -> None:
         """Start without requests."""
+        super().__init__()
         self._on_gpu = on_gpu
-        self._requests: list[RunningEncoding] = []
-
-    @property
-    def idle(self) -> bool:
-        """Return whether no work is left."""
-        return not self._requests
-
-    @property
-    def requests(self) -> list[RunningEncoding]:
-        """Requests that are not answered yet."""
-        return list(self._requests)
-
-    @property
-    def waiting_rows(self) -> int:
-        """Rows that are not begun."""
-        return sum(request.waiting_rows for request in self._requests)
 
     def add(self, request: RunningEncoding) -> None:
         """Add a request."""
-        self._requests.append(request)
+        self._requests[request] = None
 
     def drop(self, request: RunningEncoding) -> None:
         """Forget a request."""
-        self._requests.remove(request)
+        del self._requests[request]
 
     def plan(self, *, under_way: bool = False) -> PlannedEncoding | None:
         """Return the next step, or None without one; no step overlaps another."""
@@ -239,7 +224,7 @@ class EncodingScheduler:
             self.drop(request)
         if not self._requests:
             return None
-        attentions = self._requests[0].request.attentions
+        attentions = next(iter(self._requests)).request.attentions
         work = self._take(attentions=attentions)
         # Rows of like length share an attention call.
         work.sort(key=lambda each: _row(each).length)
@@ -257,7 +242,6 @@ class EncodingScheduler:
         return PlannedEncoding(plan, self._joined(states), tuple(work))
 
     def _joined(self, states: list[Array]) -> torch.Tensor | None:
-        """Return the rows' hidden states end to end, (N, E)."""
         if not states:
             return None
         shape = (sum(map(len, states)), states[0].shape[1])

@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic, perf_counter, sleep
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.options import EngineOptions
-from inference.engine.queued_request import QueuedRequest
+from inference.engine.queued_request import QueuedRequest, RequestT, StepScheduler
 from inference.process_memory import collect_loaded
 from inference.ranks.base import StepResult
 from inference.ranks.plan import StepPlan
@@ -34,7 +34,6 @@ _LOOK_S = 1.0  # a connection breaks a moment before the process at its other en
 _RESTART_PAUSE_S = 1.0
 _STOPPED = "the engine was stopped"
 
-RequestT = TypeVar("RequestT", bound=QueuedRequest)
 RequestT_co = TypeVar("RequestT_co", bound=QueuedRequest, covariant=True)
 
 
@@ -71,44 +70,6 @@ class _Launched(Generic[RequestT_co]):
     began: float
 
 
-class LoopScheduler(Protocol[RequestT]):
-    """Decides what the steps compute; belongs to the loop's thread."""
-
-    @property
-    def idle(self) -> bool:
-        """Return whether no work is left."""
-        ...
-
-    @property
-    def requests(self) -> list[RequestT]:
-        """Requests that are not answered yet."""
-        ...
-
-    @property
-    def waiting_rows(self) -> int:
-        """Rows that are not begun."""
-        ...
-
-    def add(self, request: RequestT) -> None:
-        """Add a request."""
-        ...
-
-    def drop(self, request: RequestT) -> None:
-        """Drop a request and free its resources."""
-        ...
-
-    def plan(self, *, under_way: bool = False) -> Any:
-        """Return the next `Planned` step, or None if nothing can run.
-
-        `under_way` means that the step before is not finished.
-        """
-        ...
-
-    def finish(self, step: Any, result: StepResult, *, seconds: float) -> None:
-        """Process the results of a planned step."""
-        ...
-
-
 class EngineLoop(Generic[RequestT]):
     """Runs one engine in a thread of its own. `steps` counts those that every rank has finished."""
 
@@ -117,7 +78,7 @@ class EngineLoop(Generic[RequestT]):
         settings: RankSettings,
         options: EngineOptions,
         *,
-        make_scheduler: Callable[[], LoopScheduler[RequestT]],
+        make_scheduler: Callable[[], StepScheduler[RequestT]],
         warm_up: StepPlan,
         warm_up_embeddings: torch.Tensor | None = None,
         rendezvous: Rendezvous | None = None,
@@ -154,7 +115,7 @@ class EngineLoop(Generic[RequestT]):
         self._failure: str | None = "the engine is not started"
         self._ready = threading.Event()
         self._ranks: RankGroup | None = None
-        self.scheduler: LoopScheduler[RequestT] | None = None  # while ranks run
+        self.scheduler: StepScheduler[RequestT] | None = None  # while ranks run
         self._last_finished = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
@@ -236,7 +197,6 @@ class EngineLoop(Generic[RequestT]):
             sleep(_RESTART_PAUSE_S)
 
     def _run_ranks(self) -> None:
-        """Start the ranks, serve, and end them."""
         ranks = self._ranks = RankGroup(
             self._settings,
             start_timeout_s=self._options.start_timeout_s,
@@ -294,7 +254,7 @@ class EngineLoop(Generic[RequestT]):
         ranks.stop()
 
     def _launch(
-        self, ranks: RankGroup, scheduler: LoopScheduler[RequestT], step: Planned[RequestT]
+        self, ranks: RankGroup, scheduler: StepScheduler[RequestT], step: Planned[RequestT]
     ) -> _Launched[RequestT] | None:
         """Run a step on the ranks; on a GPU they may not be done when this returns."""
         began = perf_counter()
@@ -307,9 +267,8 @@ class EngineLoop(Generic[RequestT]):
             return None
 
     def _finish(
-        self, ranks: RankGroup, scheduler: LoopScheduler[RequestT], launched: _Launched[RequestT]
+        self, ranks: RankGroup, scheduler: StepScheduler[RequestT], launched: _Launched[RequestT]
     ) -> None:
-        """Process the results of a step."""
         began = max(launched.began, self._last_finished)
         try:
             ranks.wait(launched.result)
@@ -321,9 +280,8 @@ class EngineLoop(Generic[RequestT]):
             self._give_up(scheduler, launched.step, error)
 
     def _give_up(
-        self, scheduler: LoopScheduler[RequestT], step: Planned[RequestT], error: Exception
+        self, scheduler: StepScheduler[RequestT], step: Planned[RequestT], error: Exception
     ) -> None:
-        """Answer a step's requests with an error."""
         logger.error("a step failed", exc_info=error)
         error = error.with_traceback(None)  # whose frames would keep the model alive
         for owner in step.owners:

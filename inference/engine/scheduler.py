@@ -29,6 +29,7 @@ from inference.engine.blocks import BlockPool, SlotPool, beginnings, most_blocks
 from inference.engine.errors import EngineBusyError, RowError
 from inference.engine.load import EngineLoad
 from inference.engine.planned_step import Choices, PlannedStep, RowWork, lay_out
+from inference.engine.queued_request import StepScheduler
 from inference.engine.running import (
     GenerationResult,
     GenerationStep,
@@ -50,7 +51,7 @@ _ONE = range(1)
 _NEWEST = (NEWEST,)
 
 
-class Scheduler:
+class Scheduler(StepScheduler[RunningRequest]):
     """The rows of all requests, from waiting to finished."""
 
     def __init__(
@@ -81,6 +82,7 @@ class Scheduler:
             shares_prefixes: Whether equal prefixes of prompts are computed once.
             rotary: Of the model, if any.
         """
+        super().__init__()
         self._decoder = decoder
         self._slots = SlotPool(slots)
         self._blocks = blocks or BlockPool()
@@ -91,27 +93,11 @@ class Scheduler:
         self._rotary = rotary
         self._shifts = position_shift(rotary, sys.maxsize) > 0
         self.shared_tokens = 0  # of prompts, how many others had computed
-        self._requests: dict[RunningRequest, None] = {}  # in order of arrival
         self._cancelled: deque[RunningRequest] = deque()  # by any thread
         self._moves: list[Move] = []
         self._encoder = EncoderProgress(encoder_layers)
         self._sessions = Sessions(idle_s=session_idle_s, free=self._free)
         self._begun_tokens = self._generated_tokens = 0
-
-    @property
-    def idle(self) -> bool:
-        """Return whether no work is left."""
-        return not self._requests
-
-    @property
-    def requests(self) -> list[RunningRequest]:
-        """Requests that are not answered yet."""
-        return list(self._requests)
-
-    @property
-    def waiting_rows(self) -> int:
-        """Rows that hold no slots yet."""
-        return sum(request.waiting_rows for request in self._requests)
 
     def load(self) -> EngineLoad:
         """Return how much runs; may be called from any thread."""
@@ -214,7 +200,6 @@ class Scheduler:
         return step
 
     def _choices(self, work: Sequence[RowWork]) -> Choices:
-        """Return the choices that ranks make in a step."""
         if not self._ranks_choose or all(_needs_logits(each) for each in work):
             return Choices()
         choices: list[tuple[int, int]] = []
@@ -409,7 +394,6 @@ class Scheduler:
             blocks.extend(slot, session.slot_tokens)
 
     def _encoder_slot(self, row: RunningRow) -> int:
-        """Return the slot that keeps the encoder's output for a row."""
         return encoder_slot(row.slots, self._slots.total)
 
     def _shared_blocks(self, row: RunningRow) -> int:
@@ -506,7 +490,6 @@ class Scheduler:
             row.forgotten += count
 
     def _activate(self, row: RunningRow) -> None:
-        """Activate a row that has its slots."""
         row.shift = self._shift(row)
         if row.handle is None and not row.prompt_outputs.keeps_logits:
             row.handle = self._decoder.add(row.request)
@@ -609,7 +592,6 @@ class Scheduler:
         self._forget_choices(row)
 
     def _release(self, row: RunningRow, *, forget: bool = False) -> None:
-        """Free the slots of a row and drop it."""
         self._vacate(row, forget=forget)
         self._forget_choices(row)
 

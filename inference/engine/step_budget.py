@@ -97,7 +97,6 @@ def _missing(row: RunningRow) -> int:
 
 
 def _has_more(row: RunningRow) -> bool:
-    """Return whether a row has prompt tokens before its last one to compute."""
     return _missing(row) > 1
 
 

@@ -161,7 +161,6 @@ class HalfGemm:
 
 
 def _scaled(y: torch.Tensor, unit: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return y * unit + bias, in the memory of `y`."""
     return y.mul_(unit) if bias is None else torch.addcmul(bias, y, unit, out=y)
 
 

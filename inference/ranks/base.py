@@ -193,7 +193,6 @@ class RankBase(ABC):
         forbidden: torch.Tensor,
         plan: StepPlan,
     ) -> torch.Tensor:
-        """Return the tokens that a plan lets the ranks choose, see `TokenFeed.choose`."""
         for slot, (seen, ids, bias) in plan.marks:
             self._feed.mark(
                 slot,

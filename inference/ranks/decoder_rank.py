@@ -141,7 +141,6 @@ class DecoderRank(RankBase):
         super().close()
 
     def _decode(self, graphs: DecodeGraphs, plan: StepPlan) -> StepResult | None:
-        """Run a step of one token for each sequence."""
         graph = graphs.graph(len(plan.segments))
         numbers = np.empty((5, len(plan.segments)), np.int64)
         numbers[0] = plan.ids

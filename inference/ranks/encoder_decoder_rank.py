@@ -209,7 +209,6 @@ class EncoderDecoderRank(RankBase):
         return output
 
     def _run_recorded(self, graphs: DecodeGraphs, plan: StepPlan) -> StepResult | None:
-        """Run a step of one token for each sequence."""
         encoded = [self._encoded[segment.slot] for segment in plan.segments]
         graph = graphs.graph(len(encoded))
         numbers = np.empty((7, len(encoded)), np.int64)

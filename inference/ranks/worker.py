@@ -98,7 +98,6 @@ def serve_started_rank(
 
 
 def _end_with_owner() -> None:
-    """End this process once standard input has ended."""
 
     def watch() -> None:
         sys.stdin.buffer.read()
