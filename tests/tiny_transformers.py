@@ -16,6 +16,11 @@ _LLAMA = {
     "tie_word_embeddings": False, "head_dim": 8,
 }  # fmt: skip
 _GEMMA = {**_LLAMA, "sliding_window": 5, "tie_word_embeddings": True, "pad_token_id": None}
+_UNSIZED = {name: value for name, value in _LLAMA.items() if name != "head_dim"}
+_FALCON = {
+    **_DECODER, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2,
+    "ffn_hidden_size": 56, "max_position_embeddings": 40,
+}  # fmt: skip
 _GPT2 = {**_DECODER, "n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 40}
 _NEOX = {
     **_DECODER, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2,
@@ -50,6 +55,42 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
          "attention_multiplier": 0.3, "logits_scaling": 13.0},
     ),
     "olmo2": ("Olmo2ForCausalLM", {**_LLAMA, "pad_token_id": None}),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        {**_LLAMA, "num_hidden_layers": 3, "no_rope_layer_interval": 2, "attention_bias": True,
+         "pad_token_id": 0},
+    ),
+    "phi3": (
+        "Phi3ForCausalLM",
+        {**_UNSIZED, "pad_token_id": None,
+         "original_max_position_embeddings": 8,
+         "rope_parameters": {
+             "rope_type": "longrope", "partial_rotary_factor": 0.75,
+             "short_factor": [1.0, 1.25], "long_factor": [1.5, 4.0],  # of 4 dimensions of 6
+         }},
+    ),
+    "starcoder2": (
+        "Starcoder2ForCausalLM",
+        {**_UNSIZED, "sliding_window": 5, "tie_word_embeddings": True},
+    ),
+    "nemotron": ("NemotronForCausalLM", {**_LLAMA, "attention_bias": True}),
+    "falcon": ("FalconForCausalLM", _FALCON),
+    "falcon-bias": (
+        "FalconForCausalLM",
+        {**_FALCON, "bias": True, "multi_query": False, "tie_word_embeddings": False},
+    ),
+    "falcon-new": (
+        "FalconForCausalLM",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "falcon-one-norm": (
+        "FalconForCausalLM",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2,
+         "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-sequential": (
+        "FalconForCausalLM", {**_FALCON, "parallel_attn": False, "multi_query": False},
+    ),
     "gemma2": ("Gemma2ForCausalLM", {**_GEMMA, "query_pre_attn_scalar": 11}),
     "gemma3": (
         "Gemma3ForCausalLM",

@@ -7,14 +7,8 @@ tensors are in `checkpoints`, files of the result in `ft`.
 from __future__ import annotations
 
 from export_scripts.families.bert import BERT, BERT_HUGGINGFACE
-from export_scripts.families.dense.core import DENSE_CORE_MAPPINGS
-from export_scripts.families.dense.gemma import GEMMA2_HUGGINGFACE, GEMMA3_HUGGINGFACE
-from export_scripts.families.dense.granite import GRANITE_HUGGINGFACE
+from export_scripts.families.dense import DENSE_MAPPINGS
 from export_scripts.families.dense.layout import DENSE
-from export_scripts.families.dense.llama import LLAMA_HUGGINGFACE
-from export_scripts.families.dense.mistral import MISTRAL_HUGGINGFACE
-from export_scripts.families.dense.olmo2 import OLMO2_HUGGINGFACE
-from export_scripts.families.dense.qwen import QWEN2_HUGGINGFACE, QWEN3_HUGGINGFACE
 from export_scripts.families.gpt.bloom import BLOOM_HUGGINGFACE
 from export_scripts.families.gpt.core import GPT_CORE_MAPPINGS
 from export_scripts.families.gpt.gpt2 import GPT2_HUGGINGFACE
@@ -51,17 +45,9 @@ SOURCE_MAPPINGS: tuple[SourceMapping, ...] = (
     GPTJ_JAX,
     GPTNEOX_HUGGINGFACE,
     GPTNEOX_ELEUTHER,
-    LLAMA_HUGGINGFACE,
-    MISTRAL_HUGGINGFACE,
-    QWEN2_HUGGINGFACE,
-    QWEN3_HUGGINGFACE,
-    GRANITE_HUGGINGFACE,
-    OLMO2_HUGGINGFACE,
-    GEMMA2_HUGGINGFACE,
-    GEMMA3_HUGGINGFACE,
     *MIXTURE_HUGGINGFACE,
     *MIXTURE_CORE_MAPPINGS,
-    *DENSE_CORE_MAPPINGS,
+    *DENSE_MAPPINGS,
     *GPT_MEGATRON_MAPPINGS,
     *GPT_CORE_MAPPINGS,
     T5_HUGGINGFACE,

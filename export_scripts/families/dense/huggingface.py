@@ -134,9 +134,8 @@ class HuggingFaceDecoder:
         for name, (allowed, why) in self.expected.items():
             settings.expect(name, *allowed, why=why)
         values = read_keys(settings, self.keys)
-        heads, kv_heads, hidden = (
-            values[name] for name in ("head_num", "kv_head_num", "hidden_size")
-        )
+        heads, hidden = values["head_num"], values["hidden_size"]
+        kv_heads = values.setdefault("kv_head_num", heads)
         settings.divide(heads, kv_heads, "num_attention_heads by num_key_value_heads")
         values["size_per_head"] = size = (
             settings.integer("head_dim", default=self.head_dim)

@@ -112,7 +112,7 @@ class Settings:
     def numbers(self, name: str) -> tuple[float, ...]:
         """Return a list of numbers greater than 0."""
         value = self.value(name)
-        entries = value if isinstance(value, list) else [None]
+        entries = value if isinstance(value, (list, tuple)) else [None]
         if not all(_is_positive(each) for each in entries):
             self.problems.append(
                 f"{self.label}: {name} = {value!r}: expected a list of numbers greater than 0"

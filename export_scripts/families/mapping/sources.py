@@ -270,7 +270,7 @@ class AttentionHeads(_OneKey):
 
     def views(self, shape: tuple[int, ...], config: Any) -> Views:
         """Return the heads as rows: of all groups together, or of one group after the other."""
-        if self.rows != "groups":
+        if self.rows != "groups" or config.kv_head_num == 1:
             return [(self.key, dataclasses.replace(turned(shape), place=self.part))]
         groups, each, d = config.kv_head_num, _group(config)[self.part], config.size_per_head
         sizes = (*shape[:-1], groups, each, d)  # ([in,] groups, heads of a group, d)

@@ -60,6 +60,9 @@ def way_out(source: Path, output: Path, **fields: Any) -> Path:
     return written(source, output, output_format="huggingface", **fields)
 
 
+_NEW = ("new", "one-norm")  # of Falcon's, those with fewer key than query heads
+
+
 def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int) -> dict[str, Any]:
     base = name.split("-")[0].replace("mt5", "t5")
     keys = SIZES.get(base, LLAMA)
@@ -76,6 +79,18 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
     if SIZES.get(base, LLAMA) is LLAMA and base not in ("bert", "gptneox"):
         changes |= {"head_dim": size, "hidden_size": heads * (size + 1)}
         changes |= {"num_key_value_heads": heads // (1 + layers % 2)}
+    if base == "falcon":
+        changes["ffn_hidden_size"] = inter
+        changes["num_kv_heads"] = heads // (1 + layers % 2) if name[7:] in _NEW else heads
+    if base in ("phi3", "starcoder2", "falcon"):  # heads are of the hidden size by heads
+        changes["hidden_size"] = heads * changes.pop("head_dim")
+    if base == "nemotron":  # rotates half of a head
+        changes["head_dim"] = 2 * size
+    if base == "phi3":
+        factors = {"short_factor": [1.25] * (size // 2), "long_factor": [1.5] * (size // 2)}
+        changes["rope_parameters"] = {
+            "rope_type": "longrope", "partial_rotary_factor": 1.0, **factors
+        }  # fmt: skip
     if base == "gemma3":
         changes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
         changes["layer_types"] = changes["layer_types"][:layers]

@@ -66,6 +66,66 @@ GEMMA3_1B: dict[str, Any] = {
     "sliding_window_pattern": 6, "torch_dtype": "bfloat16", "vocab_size": 262144,
 }  # fmt: skip
 
+SMOLLM3_3B: dict[str, Any] = {
+    "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 11008, "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False,
+    "model_type": "smollm3", "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+    "pad_token_id": 128004, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0,
+    "sliding_window": None, "torch_dtype": "bfloat16", "use_sliding_window": False,
+    "vocab_size": 128256,
+}  # fmt: skip
+PHI4_MINI: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1,
+    "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
+    "interpolate_factor": 1, "lm_head_bias": False, "max_position_embeddings": 131072,
+    "mlp_bias": False, "model_type": "phi3", "num_attention_heads": 24, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "original_max_position_embeddings": 4096, "pad_token_id": 199999,
+    "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "long_factor": [1 + number / 3 for number in range(48)], "short_factor": [1.0] * 48,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "vocab_size": 200064,
+}  # fmt: skip
+STARCODER2_3B: dict[str, Any] = {
+    "activation_function": "gelu", "architectures": ["Starcoder2ForCausalLM"],
+    "attention_dropout": 0.1, "attention_softmax_in_fp32": True, "bos_token_id": 0,
+    "embedding_dropout": 0.1, "eos_token_id": 0, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 3072, "intermediate_size": 12288, "layer_norm_epsilon": 1e-05,
+    "max_position_embeddings": 16384, "mlp_type": "default", "model_type": "starcoder2",
+    "norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 24,
+    "num_hidden_layers": 30, "num_key_value_heads": 2, "residual_dropout": 0.1,
+    "rope_theta": 999999.4420358813, "scale_attention_softmax_in_fp32": True,
+    "scale_attn_weights": True, "sliding_window": 4096, "torch_dtype": "float32",
+    "use_bias": True, "vocab_size": 49152,
+}  # fmt: skip
+MINITRON_8B: dict[str, Any] = {
+    "architectures": ["NemotronForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 2, "eos_token_id": 3, "head_dim": 128, "hidden_act": "relu2",
+    "hidden_size": 4096, "intermediate_size": 16384, "max_position_embeddings": 4096,
+    "mlp_bias": False, "model_type": "nemotron", "norm_eps": 1e-05, "num_attention_heads": 48,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "partial_rotary_factor": 0.5,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "vocab_size": 256000,
+}  # fmt: skip
+FALCON_7B: dict[str, Any] = {
+    "alibi": False, "apply_residual_connection_post_layernorm": False,
+    "architectures": ["FalconForCausalLM"], "attention_dropout": 0.0, "bias": False,
+    "bos_token_id": 11, "eos_token_id": 11, "hidden_dropout": 0.0, "hidden_size": 4544,
+    "layer_norm_epsilon": 1e-05, "model_type": "falcon", "multi_query": True,
+    "new_decoder_architecture": False, "num_attention_heads": 71, "num_hidden_layers": 32,
+    "parallel_attn": True, "torch_dtype": "bfloat16", "vocab_size": 65024,
+}  # fmt: skip
+FALCON_40B: dict[str, Any] = {
+    **FALCON_7B, "hidden_size": 8192, "new_decoder_architecture": True,
+    "num_attention_heads": 128, "num_hidden_layers": 60, "num_kv_heads": 8,
+}  # fmt: skip
+
 # name -> (config.json as published, parameters, traits)
 PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "Qwen3-8B": (QWEN3_8B, 8_190_735_360, {"query_key_norm": "head", "sliding_window": None}),
@@ -82,6 +142,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         {"attention_scale": 1 / 16, "logit_softcap": 30.0, "attention_softcap": 50.0,
          "sliding_window": 4096, "sliding_layers": (True, False) * 21},
     ),
+    "SmolLM3-3B-Base": (
+        SMOLLM3_3B, 3_075_098_624,
+        {"rotary_layers": (True, True, True, False) * 9, "sliding_window": None},
+    ),
+    "Phi-4-mini-instruct": (PHI4_MINI, 3_836_021_760, {"sliding_window": 262144}),
+    "starcoder2-3b": (
+        STARCODER2_3B, 3_030_371_328,
+        {"norm": "layernorm", "gated": False, "activation": "gelu", "sliding_window": 4096},
+    ),
+    "Minitron-8B-Base": (
+        MINITRON_8B, 8_271_699_968,
+        {"activation": "relu2", "norm_one_plus": True, "norm": "layernorm", "gated": False},
+    ),
+    "falcon-7b": (
+        FALCON_7B, 6_921_720_704, {"residual": "parallel_shared", "kv_head_num": 1},
+    ),
+    "falcon-40b": (FALCON_40B, 41_303_293_952, {"residual": "parallel", "kv_head_num": 8}),
     "gemma-3-1b-pt": (
         GEMMA3_1B, 999_885_952,
         {"sliding_layers": ((True,) * 5 + (False,)) * 4 + (True, True), "norm_one_plus": True,
@@ -132,6 +209,15 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
             "layers with a window have plain rotary positions",
         ),
         (GRANITE_33_8B, {"attention_multiplier": "x"}, "attention_multiplier = 'x' is out of"),
+        (
+            PHI4_MINI,
+            {"rope_scaling": {"type": "longrope", "long_factor": [1], "short_factor": [1]}},
+            "rotary_long_factor has 1 factors for 96 rotated dimensions: expected 48",
+        ),
+        (PHI4_MINI, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "for longrope"),
+        (SMOLLM3_3B, {"no_rope_layers": [1, 0]}, "an entry for each of the 36 layers"),
+        (FALCON_7B, {"alibi": True}, "alibi = True cannot be represented"),
+        (FALCON_40B, {"parallel_attn": False}, "transformers has no such model"),
         (OLMO2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 cannot be"),
     ],
 )
@@ -142,3 +228,17 @@ def test_settings_that_the_layout_lacks_are_refused_together(
     problems = describe(folder)["cannot be converted"]
     assert any(words in problem for problem in problems), problems
     assert any("vocab_size = 'many'" in problem for problem in problems)
+
+
+def test_longrope_is_kept_with_its_factors(tmp_path: Path) -> None:
+    config = config_of(write_config(tmp_path, PHI4_MINI))
+    rotary = dense_architecture(config).rotary
+    assert rotary is not None
+    scaling = dict(rotary.scaling)
+    assert (rotary.dims, scaling["type"]) == (96, "longrope")
+    assert [float(each) for each in scaling["long_factor"].split(",")] == [
+        1 + number / 3 for number in range(48)
+    ]
+    # sqrt(1 + ln(131072 / 4096) / ln(4096))
+    assert float(scaling["attention_factor"]) == pytest.approx(1.190238)
+    assert all(len(line) < 200 for line in config_text(config).splitlines())

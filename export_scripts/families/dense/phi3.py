@@ -1,0 +1,72 @@
+"""Hugging Face Phi-3 and Phi-4: fused queries, keys and values, and fused halves of the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from export_scripts.families.dense.huggingface import (
+    HF_LAYER,
+    KEYS,
+    NAMES,
+    HuggingFaceDecoder,
+    window_fields,
+)
+from export_scripts.families.dense.layout import DenseConfig
+from export_scripts.families.dense.names import in_layers
+from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.settings import Settings
+
+_NAMES = {
+    **NAMES,
+    **in_layers(
+        HF_LAYER,
+        {
+            **dict.fromkeys(
+                ("attention.query", "attention.key", "attention.value"), "self_attn.qkv_proj"
+            ),
+            **dict.fromkeys(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"), "mlp.gate_up_proj"),
+        },
+    ),
+}
+
+
+def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    if values.get("rotary_scaling_type") not in (None, "longrope"):
+        settings.problems.append(
+            f"{settings.label}: rotary scaling {values['rotary_scaling_type']!r} cannot be "
+            "represented: transformers takes a Phi-3's for longrope"
+        )
+    count = values["num_layer"]
+    in_use = settings.source.get("sliding_window") is not None
+    window = settings.integer("sliding_window") if in_use else None
+    return window_fields(settings, count, window, [True] * count)
+
+
+def _written(config: DenseConfig) -> dict[str, Any]:
+    original = config.rotary_original_max_position_embeddings
+    return {
+        "original_max_position_embeddings": original or config.max_pos_seq_len,
+        "sliding_window": config.sliding_window,
+        # The library's own may lie beyond the vocabulary.
+        "pad_token_id": config.end_id,
+    }
+
+
+PHI3_HUGGINGFACE = HuggingFaceDecoder(
+    model_type="phi3",
+    model="Phi3ForCausalLM",
+    title="Phi-3, Phi-4",
+    keys=(
+        *KEYS,
+        key("layernorm_eps", "rms_norm_eps", kind="number", default=1e-5),
+        key("activation_type", "hidden_act", kind="activation", default="silu"),
+    ),
+    names=lambda _: _NAMES,
+    rows="blocks",
+    read=_read,
+    written=_written,
+    bos=1,
+    eos=32000,
+    rotary_fraction=1.0,
+).mapping()
