@@ -24,6 +24,7 @@ from inference.evaluation.paired_tests import (
     samples_needed,
     smallest_drop,
 )
+from inference.evaluation.statistics import growth
 from inference.evaluation.task import Metric
 
 EXIT_PASS = 0
@@ -115,7 +116,7 @@ def amount_text(drop: float, unit: str) -> str:
     """Return a drop as people read it: points of a fraction, percent of a perplexity."""
     if unit == "fraction":
         return f"{100 * drop:.3g} points"
-    return f"{100 * math.expm1(drop):.3g} %" if unit == "perplexity" else f"{drop:.4g}"
+    return f"{100 * growth(drop):.3g} %" if unit == "perplexity" else f"{drop:.4g}"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from inference.evaluation.paired_tests import Pairs, check_drop
 from inference.evaluation.record import Comparison, Prediction
+from inference.evaluation.statistics import growth
 from inference.evaluation.task import Metric
 
 Values = Mapping[str, float]  # the quantities of one sample by name
@@ -70,8 +71,6 @@ def compare_metric(
 def _in_unit(metric: Metric, pairs: Pairs, drop: float) -> float:
     """Return the difference between two runs that a drop is, in the metric's unit."""
     if metric.scale == "exp":
-        old = math.exp(
-            -math.fsum(pairs.old) / math.fsum(pairs.old_weights or [1.0] * len(pairs.old))
-        )
-        return old * math.expm1(drop)
+        tokens = math.fsum(pairs.old_weights) or len(pairs.old)
+        return (growth(-math.fsum(pairs.old) / tokens) + 1) * growth(drop) if drop else 0.0
     return -drop if metric.higher_is_better else drop

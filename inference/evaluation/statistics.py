@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 Z_95 = 1.959963984540054  # two-sided 95% of the normal distribution
+_LARGEST_LOG = 700.0
 
 
 def wilson_interval(successes: int, count: int) -> tuple[float, float]:
@@ -47,6 +48,11 @@ def mean_and_stderr(
         return mean, 0.0
     rest = math.fsum((v - mean * w) ** 2 for v, w in zip(values, weights, strict=True))
     return mean, math.sqrt(count * rest / (count - 1)) / whole
+
+
+def growth(log_ratio: float) -> float:
+    """Return exp(x) - 1, infinity where a double does not hold it."""
+    return math.expm1(log_ratio) if log_ratio < _LARGEST_LOG else math.inf
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

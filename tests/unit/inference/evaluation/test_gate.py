@@ -142,6 +142,14 @@ def test_scores_that_are_not_finite_breach(make_metric, lost):
     assert "1 of 3 samples have no finite score" in str(verdict)
 
 
+def test_a_perplexity_beyond_a_double_breaches(make_metric):
+    metric = make_metric(scale="exp", unit="perplexity", value=9.0, higher_is_better=False)
+    old = tuple(-2.0 - each / 10 for each in range(8))
+    pairs = Pairs(tuple(500 * each for each in old), old, (1.0,) * 8, (1.0,) * 8)
+    (verdict,) = paired(metric, "no rise of more than 1 % at 95 %", pairs).breaches
+    assert "rise inf %" in str(verdict)
+
+
 def test_an_improvement_beyond_the_bound_is_named(make_metric):
     better = paired(make_metric(scale="mean"), POINT, answers(1000, gained=40))
     assert better.passed
