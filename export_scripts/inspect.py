@@ -14,11 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.checkpoints.base import CheckpointReader
-from export_scripts.checkpoints.huggingface import open_configuration
+from export_scripts.checkpoints.base import CheckpointReader, TensorIndex, json_table, read_small
+from export_scripts.checkpoints.huggingface import CONFIG_NAME as HUGGINGFACE_CONFIG
+from export_scripts.checkpoints.huggingface import (
+    is_huggingface,
+    open_configuration,
+    snapshot_folder,
+)
+from export_scripts.checkpoints.quantized import quantization, with_plain_weights
 from export_scripts.commands import command_parser, run_command, say
-from export_scripts.conversion.plan import find_mapping
+from export_scripts.conversion.huggingface import plan_huggingface
+from export_scripts.conversion.plan import find_mapping, plan_conversion
+from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.files.json_content import json_object
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
@@ -27,24 +37,35 @@ from export_scripts.ft.validation import validate_directory
 
 
 def describe(path: Path, *, tensors: bool = False) -> dict[str, Any]:
-    """Return a description of a path.
+    """Return a description of a path, and what can be done with it.
 
     Args:
-        path: A checkpoint, a folder with config.json alone, or a converted folder.
+        path: A checkpoint, a converted folder, or a config.json with or without its weights.
         tensors: Also list every tensor.
 
     Raises:
-        ValueError: The path is neither.
+        ValueError: The path is none of them.
     """
+    if path.name == HUGGINGFACE_CONFIG and path.is_file():
+        path = path.parent
+    path = snapshot_folder(path)
     if path.is_dir() and (path / CONFIG_NAME).is_file():
-        return _describe_folder(path, tensors=tensors)
-    reader = open_configuration(path) or open_checkpoint(path)
-    return _describe_checkpoint(reader, tensors=tensors)
+        facts = _describe_folder(path, tensors=tensors)
+    else:
+        try:
+            reader = open_configuration(path) or open_checkpoint(path)
+            facts = _describe_checkpoint(reader, tensors=tensors)
+        except CheckpointMismatchError as error:
+            if not is_huggingface(path):
+                raise
+            facts = _describe_config(path, error.problems)
+    return facts | {"can be": facts.pop("can be")}  # last
 
 
 def _describe_folder(path: Path, *, tensors: bool) -> dict[str, Any]:
     family, config = read_config(path)
     files = expected_files(family, config, config.tensor_para_size)
+    problems = validate_directory(path, checksums=False)
     facts: dict[str, Any] = {
         "kind": "FasterTransformer folder",
         "path": str(path),
@@ -64,8 +85,11 @@ def _describe_folder(path: Path, *, tensors: bool) -> dict[str, Any]:
                 if entry.name not in (CONFIG_NAME, "args.txt")
             }
         ),
-        "problems": validate_directory(path, checksums=False),
+        "problems": problems,
+        "can be": _served(family, config),
     }
+    if not problems:
+        _add_target(facts, path)
     manifest = manifest_path(path)
     # A damaged manifest is among the problems.
     with contextlib.suppress(ValueError, LookupError, TypeError):
@@ -82,6 +106,7 @@ def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> dict[str
     pieces = {key: reader.pieces(key) for key in reader.keys()}  # noqa: SIM118 - not a mapping
     types = Counter(piece.dtype for each in pieces.values() for piece in each)
     config = reader.config()
+    quantised = quantization(reader)
     facts: dict[str, Any] = {
         "kind": f"{reader.format} checkpoint",
         "path": str(reader.path),
@@ -90,38 +115,99 @@ def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> dict[str
         "tensors stored": len(pieces),
         "bytes": sum(piece.span_bytes for each in pieces.values() for piece in each),
         "types": ", ".join(f"{name} ({count})" for name, count in types.most_common()),
+        "quantised by": quantised and str(quantised.get("quant_method", "unknown")),
         "tokenizer": [file.name for file in reader.tokenizer_files()],
         "notes": list(reader.notes()),
         "config": {k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))},
     }
     facts |= _becomes(reader)
+    if "parameters" in facts and pieces:
+        _add_target(facts, Path(reader.path), reader)
+    facts["can be"] += _passed_through(reader)
     if tensors:
         facts["tensors"] = {key: [list(p.shape) for p in each] for key, each in pieces.items()}
     return facts
 
 
+def _describe_config(path: Path, problems: Sequence[str]) -> dict[str, Any]:
+    """Return what config.json alone says of a folder whose weights cannot be read."""
+    file = path / HUGGINGFACE_CONFIG
+    config = json_table(read_small(file), file)
+    reader = TensorIndex("huggingface", path, config, {}, (file,))
+    return {
+        "kind": "huggingface configuration",
+        "path": str(path),
+        "weights": list(problems),
+        "config": {k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))},
+        **(facts := _becomes(reader)),
+        "can be": facts["can be"] + _passed_through(reader),
+    }
+
+
 def _becomes(reader: CheckpointReader) -> dict[str, Any]:
     """Return the family a checkpoint becomes, or every reason it cannot be converted."""
-    facts = Facts(
-        reader=reader, tp_size=1, weight_data_type="fp16", tokenizer=tuple(reader.tokenizer_files())
+    try:
+        facts = Facts(
+            reader=with_plain_weights(reader),
+            tp_size=1,
+            weight_data_type="fp16",
+            tokenizer=tuple(reader.tokenizer_files()),
+        )
+        mapping = find_mapping(facts)
+    except CheckpointMismatchError as error:
+        return {"cannot be converted": error.problems, "can be": []}
+    out: dict[str, Any] = {"source": mapping.title, "family": mapping.family.name, "can be": []}
+    facts = dataclasses.replace(facts, prefix=mapping.prefix)
+    try:
+        if reasons := mapping.unsupported(facts):
+            return out | {"cannot be converted": reasons}
+        config = mapping.config(facts)
+    except CheckpointMismatchError as error:
+        return {"cannot be converted": error.problems, "can be": []}
+    except ValueError as error:
+        return out | {"needs": str(error)}
+    shapes = [tensor.shape for tensor in mapping.family.tensors(config)]
+    out["parameters"] = sum(math.prod(shape) for shape in shapes)
+    if mapping.family.has_shards:
+        out["inference tensor parallel"] = mapping.family.tp_sizes(config)
+        out["can be"] = ["converted to shards", *_served(mapping.family, config)]
+    return out
+
+
+def _served(family: ModelFamily, config: FTConfig) -> list[str]:
+    """Return the engines that serve a family's shards."""
+    lines = ["served from shards by Slipway's engine (deploy.engine=pytorch)"]
+    if family.ft_backend and not family.ft_limits(config):
+        lines.append("served from shards by NVIDIA's backend (deploy.engine=fastertransformer)")
+    return lines
+
+
+def _add_target(facts: dict[str, Any], path: Path, reader: CheckpointReader | None = None) -> None:
+    """Add the Hugging Face model that a source can be written as, or why there is none."""
+    request = ConversionRequest(
+        path, path.parent, 1, weight_data_type="bf16", output_format="huggingface"
     )
     try:
-        mapping = find_mapping(facts)
-        facts = dataclasses.replace(facts, prefix=mapping.prefix)
-        reasons = mapping.unsupported(facts)
-        config = None if reasons else mapping.config(facts)
-    except CheckpointMismatchError as error:
-        return {"cannot be converted": error.problems}
+        plan = plan_huggingface(plan_conversion(request, names=OPTION_NAMES, reader=reader))
     except ValueError as error:
-        return {"source": mapping.title, "family": mapping.family.name, "needs": str(error)}
-    out: dict[str, Any] = {"source": mapping.title, "family": mapping.family.name}
-    if config is None:
-        return out | {"cannot be converted": reasons}
-    shapes = [tensor.shape for tensor in mapping.family.tensors(config)]
-    return out | {
-        "parameters": sum(math.prod(shape) for shape in shapes),
-        "inference tensor parallel": mapping.family.tp_sizes(config),
-    }
+        facts["no Hugging Face folder"] = str(error).split("\n")
+        return
+    kind = json.loads(plan.extra_files["config.json"])["model_type"]
+    facts["can be"].append(
+        f"converted to a Hugging Face folder, model type {kind} (convert.format=huggingface), for "
+        "vLLM and transformers"
+    )
+
+
+def _passed_through(reader: CheckpointReader) -> list[str]:
+    """Return what another engine does with a Hugging Face folder as it is."""
+    if reader.format != "huggingface":
+        return []
+    kind = reader.config().get("model_type", "unknown")
+    return [
+        f"served as it is by vLLM, if the installed one knows {kind} and the quantisation, if any "
+        f"(deploy.engine=vllm deploy.repository={reader.path})"
+    ]
 
 
 def description_text(facts: Mapping[str, Any]) -> str:
@@ -160,7 +246,8 @@ def main(arguments: Sequence[str]) -> int:
         "inspect",
         """
         Describe a checkpoint or a converted folder: format, family, sizes, parallelism, types,
-        tokenizer, and whether a checkpoint can be converted. Reads no tensor.
+        tokenizer, and what can be done with it: served by which engine, converted to what.
+        Reads no tensor. Of a Hugging Face model config.json is enough.
         """,
         "exit status: 0 when the path is recognised, 1 otherwise.",
     )

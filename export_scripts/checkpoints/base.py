@@ -31,6 +31,7 @@ SOURCE_TYPES: dict[str, tuple[int, str]] = {
     "fp32": (4, "float32"),
     "fp16": (2, "float16"),
     "bf16": (2, "bfloat16"),
+    "fp8": (1, "float8_e4m3fn"),
     "int64": (8, "int64"),
     "int32": (4, "int32"),
     "int16": (2, "int16"),

@@ -24,8 +24,8 @@ from export_scripts.errors import CheckpointMismatchError, listed
 CONFIG_NAME = "config.json"
 
 _SAFETENSORS_TYPES = {
-    "F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "I64": "int64", "I32": "int32",
-    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8", "I64": "int64",
+    "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000
 _GIT_LFS = b"version https://git-lfs"

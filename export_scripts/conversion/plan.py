@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 
 from export_scripts.checkpoints import open_addition, open_checkpoint
 from export_scripts.checkpoints.base import CheckpointReader, TokenizerFile, json_table
+from export_scripts.checkpoints.quantized import with_plain_weights
 from export_scripts.checkpoints.tokenizers import check_outside_files, given_files
 from export_scripts.conversion.ft_source import FTFolder, ft_mapping, is_ft_folder, open_ft_folder
 from export_scripts.conversion.lora import with_adapters
@@ -82,7 +83,11 @@ class ConversionPlan:
 
 
 def plan_conversion(
-    request: ConversionRequest, *, names: Mapping[str, str], scratch_dir: Path | None = None
+    request: ConversionRequest,
+    *,
+    names: Mapping[str, str],
+    scratch_dir: Path | None = None,
+    reader: CheckpointReader | None = None,
 ) -> ConversionPlan:
     """Return the whole plan of a conversion.
 
@@ -90,12 +95,13 @@ def plan_conversion(
         request: What to convert, without `request_problems`.
         names: Field -> its name in messages.
         scratch_dir: Where gzip archives are unpacked while the plan is in use.
+        reader: The checkpoint, if it is open.
 
     Raises:
         CheckpointMismatchError: The checkpoint cannot be converted; every reason is listed.
         ValueError: The path is not a known checkpoint.
     """
-    facts = _open(request, scratch_dir)
+    facts = _open(request, scratch_dir, reader)
     mapping = find_mapping(facts, request.model_type)
     facts = dataclasses.replace(facts, prefix=mapping.prefix)
     stated, problems = _stated_values(mapping.family.config, request, names)
@@ -204,13 +210,17 @@ def _config_text(config: FTConfig, problems: list[str]) -> str:
         return ""
 
 
-def _open(request: ConversionRequest, scratch_dir: Path | None) -> Facts:
+def _open(
+    request: ConversionRequest, scratch_dir: Path | None, reader: CheckpointReader | None = None
+) -> Facts:
     path = Path(request.checkpoint_path)
     if is_ft_folder(path):
-        reader: CheckpointReader = _open_shards(path, request)
+        reader = _open_shards(path, request)
     else:
-        reader = open_checkpoint(path, scratch_dir=scratch_dir, name=request.checkpoint_name)
-        reader = with_adapters(reader, request.lora_checkpoints, scratch_dir)
+        reader = reader or open_checkpoint(
+            path, scratch_dir=scratch_dir, name=request.checkpoint_name
+        )
+        reader = with_adapters(with_plain_weights(reader), request.lora_checkpoints, scratch_dir)
 
     def opened(paths: Sequence[Path]) -> tuple[Any, ...]:
         return tuple(open_addition(path, base=reader, scratch_dir=scratch_dir) for path in paths)

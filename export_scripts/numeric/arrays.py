@@ -25,6 +25,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "fp32": np.dtype("<f4"),
     "fp16": np.dtype("<f2"),
     "bf16": BF16,
+    "fp8": np.dtype("u1"),  # as bytes
     "int64": np.dtype("<i8"),
     "int32": np.dtype("<i4"),
     "int16": np.dtype("<i2"),

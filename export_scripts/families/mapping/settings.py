@@ -232,20 +232,9 @@ def _generation_config(facts: Facts) -> Mapping[str, Any]:
 def huggingface_settings(source: Mapping[str, Any]) -> Settings:
     """Return the settings of a config.json, after checks common to all families."""
     settings = Settings(source)
-    settings.problems += quantization_reasons(source)
     settings.expect("is_encoder_decoder", False, why="expected a decoder alone")
     settings.expect("add_cross_attention", False, why="cross attention is not supported")
     return settings
-
-
-def quantization_reasons(source: Mapping[str, Any]) -> list[str]:
-    """Return a reason if a config.json states that the weights are quantised."""
-    quantization = source.get("quantization_config")
-    if quantization is None:
-        return []
-    stated = isinstance(quantization, Mapping)
-    method = quantization.get("quant_method", "unknown") if stated else quantization
-    return [f"config.json: the weights are quantised ({method}); convert the unquantised model"]
 
 
 def head_is_tied(

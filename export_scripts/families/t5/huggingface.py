@@ -13,7 +13,6 @@ from export_scripts.families.mapping.settings import (
     HUGGINGFACE_ACTIVATIONS,
     Settings,
     model_name,
-    quantization_reasons,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource, Transpose
@@ -55,7 +54,7 @@ def _embedding_key(facts: Facts) -> str:
 
 
 def _reasons(facts: Facts) -> list[str]:
-    reasons = quantization_reasons(facts.config)
+    reasons = []
     activation, _ = _feed_forward(facts)
     if activation not in HUGGINGFACE_ACTIVATIONS:
         key = "dense_act_fn" if "dense_act_fn" in facts.config else "feed_forward_proj"

@@ -143,8 +143,8 @@ def test_a_name_does_not_spoil_the_configuration(
         ("gpt2/tiny", {"eos_token_id": 2**80}, f"eos_token_id = {2**80} is not a token id"),
         ("gpt2/tiny", {"bos_token_id": "</s>"}, "bos_token_id = '</s>' is not a token id"),
         ("opt/pre_ln", {"activation_function": "swiglu"}, "activation_function = swiglu"),
-        ("bloom/tiny", {"quantization_config": {"quant_method": "gptq"}}, "quantised (gptq)"),
-        ("bloom/tiny", {"quantization_config": "int8"}, "quantised (int8)"),
+        ("bloom/tiny", {"quantization_config": {"quant_method": "gptq"}}, "gptq of None bits"),
+        ("bloom/tiny", {"quantization_config": "int8"}, "quant_method = int8"),
     ],
 )
 def test_models_beyond_the_layout_are_refused(

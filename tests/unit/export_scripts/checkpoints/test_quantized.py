@@ -1,0 +1,272 @@
+"""Quantised Hugging Face folders as sources, against torch's arithmetic and transformers' own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from tests.tiny_huggingface import copy_of, read_tensors
+from tests.tiny_transformers import write_model
+
+Tensors = dict[str, torch.Tensor]
+# (the tensors stored for a matrix, by the ends of their names; the matrix that they stand for)
+Quantised = tuple[Tensors, torch.Tensor]
+FP8 = torch.float8_e4m3fn
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 56}
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    return write_model("llama", tmp_path / "original", **SIZES)
+
+
+def fp8_by_tensor(weight: torch.Tensor, name: str = "scale") -> Quantised:
+    scale = weight.abs().max() / 448
+    values = (weight / scale).to(FP8)
+    stored = {"weight": values, f"weight_{name}": scale, "input_scale": torch.tensor(0.25)}
+    return stored, values.float() * scale
+
+
+def fp8_by_row(weight: torch.Tensor) -> Quantised:
+    scale = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
+    values = (weight / scale.float()).to(FP8)
+    return {"weight": values, "weight_scale": scale}, values.float() * scale.float()
+
+
+def fp8_by_block(weight: torch.Tensor, end: str = "weight_scale_inv") -> Quantised:
+    """Blocks of 32 x 16."""
+    rows, columns = weight.shape[0] // 32, weight.shape[1] // 16
+    blocks = weight.view(rows, 32, columns, 16)
+    scale = blocks.abs().amax((1, 3)) / 448
+    values = (blocks / scale[:, None, :, None]).view(weight.shape).to(FP8)
+    wide = values.float() * torch.kron(scale, torch.ones(32, 16))
+    return {"weight": values, end: scale}, wide
+
+
+def int8_by_row(weight: torch.Tensor) -> Quantised:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    values = (weight / scale).round().to(torch.int8)
+    return {"weight": values, "weight_scale": scale}, values.float() * scale
+
+
+def integers(weight: torch.Tensor, group: int, bits: int) -> Quantised:
+    """Return values, zero points and scales of groups of inputs, and what they stand for."""
+    grouped = weight.view(len(weight), -1, group)
+    low, high = grouped.amin(2), grouped.amax(2)
+    most = 2**bits - 1
+    scale = ((high - low) / most).half()
+    # From 1 on: GPTQ stores one less.
+    zero = (-low / scale.float()).round().clamp(1, most)
+    each = grouped / scale.float()[..., None] + zero[..., None]
+    values = each.round().clamp(0, most).view(weight.shape)
+    wide = (values.view(grouped.shape) - zero[..., None]) * scale.float()[..., None]
+    found = {"values": values.long(), "zeros": zero.long(), "scales": scale}
+    return found, wide.view(weight.shape)
+
+
+def word(digits: list[int], bits: int) -> int:
+    """Return one 32-bit word, the first digit lowest, as a signed integer."""
+    total = sum(digit << (bits * place) for place, digit in enumerate(digits))
+    return total - (1 << 32) if total >= 1 << 31 else total
+
+
+def packed(values: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return each row's values in words."""
+    count = 32 // bits
+    rows = values.view(len(values), -1, count)[..., list(order or range(count))].tolist()
+    return torch.tensor([[word(each, bits) for each in row] for row in rows], dtype=torch.int32)
+
+
+def awq(weight: torch.Tensor) -> Quantised:
+    found, wide = integers(weight, 16, 4)
+    stored = {
+        "qweight": packed(found["values"].T.contiguous(), 4, AWQ_ORDER),
+        "qzeros": packed(found["zeros"].T.contiguous(), 4, AWQ_ORDER),
+        "scales": found["scales"].T,
+    }
+    return stored, wide
+
+
+def gptq(
+    weight: torch.Tensor, bits: int = 4, less: int = 1, *, reordered: bool = False
+) -> Quantised:
+    size = 16
+    order = torch.randperm(weight.shape[1]) if reordered else torch.arange(weight.shape[1])
+    found, wide = integers(weight[:, order], size, bits)
+    groups = torch.arange(weight.shape[1]) // size
+    back = order.argsort()
+    stored = {
+        "qweight": packed(found["values"][:, back].contiguous(), bits).T,
+        "qzeros": packed((found["zeros"] - less).T.contiguous(), bits),
+        "scales": found["scales"].T,
+        "g_idx": groups[back].int(),
+    }
+    return stored, wide[:, back]
+
+
+def packed_rows(weight: torch.Tensor) -> Quantised:
+    scale = (weight.view(len(weight), -1, 16).abs().amax(2) / 7).half()
+    values = (weight.view(len(weight), -1, 16) / scale.float()[..., None]).round()
+    wide = (values * scale.float()[..., None]).view(weight.shape)
+    stored = {
+        "weight_packed": packed((values.long() + 8).view(weight.shape), 4),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return stored, wide
+
+
+def compressed(layout: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}}
+    groups = {"group_0": group}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+
+
+FORMS: Mapping[str, tuple[dict[str, Any], Callable[[torch.Tensor], Quantised]]] = {
+    "block": (
+        {"quant_method": "fp8", "weight_block_size": [32, 16], "activation_scheme": "dynamic"},
+        fp8_by_block,
+    ),
+    "tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_by_tensor),
+    "compressed by row": (
+        compressed("float-quantized", type="float", num_bits=8, strategy="channel"),
+        fp8_by_row,
+    ),
+    "compressed by tensor": (
+        compressed("float-quantized", type="float", num_bits=8, strategy="tensor"),
+        fp8_by_tensor,
+    ),
+    "compressed by block": (
+        compressed("float-quantized", type="float", num_bits=8, block_structure=[32, 16]),
+        lambda weight: fp8_by_block(weight, "weight_scale"),
+    ),
+    "compressed integers": (
+        compressed("int-quantized", type="int", num_bits=8, strategy="channel"),
+        int8_by_row,
+    ),
+    "packed integers": (
+        compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16),
+        packed_rows,
+    ),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_by_tensor),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},
+        awq,
+    ),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, gptq),
+    "gptq of 8 bits": (
+        {"quant_method": "gptq", "bits": 8, "group_size": 16},
+        lambda weight: gptq(weight, 8),
+    ),
+    "gptq reordered": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True},
+        lambda weight: gptq(weight, reordered=True),
+    ),
+    "gptq v2": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "gptq_v2"},
+        lambda weight: gptq(weight, less=0),
+    ),
+}
+
+
+def quantised(original: Path, folder: Path, form: str) -> tuple[Path, Tensors]:
+    """Write a folder with every projection quantised; return it, and what it stands for."""
+    settings, quantise = FORMS[form]
+    changed: dict[str, torch.Tensor | None] = {}
+    wide = read_tensors(original)
+    for key, weight in list(wide.items()):
+        if key.endswith("_proj.weight"):
+            stored, wide[key] = quantise(weight)
+            changed[key] = None
+            changed |= {key.removesuffix("weight") + end: each for end, each in stored.items()}
+    return copy_of(
+        original, folder, config={"quantization_config": settings}, tensors=changed
+    ), wide
+
+
+def request(source: Path, output: Path, kind: str = "fp32") -> ConversionRequest:
+    return ConversionRequest(source, output, 1, kind, output_format="huggingface")
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_weights_are_widened_by_the_library_s_formula(
+    form: str, kind: str, original: Path, tmp_path: Path
+) -> None:
+    source, expected = quantised(original, tmp_path / "source", form)
+    folder = convert(request(source, tmp_path, kind)).ft_dir
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    found = read_tensors(folder)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        rounded = value if kind == "fp32" else value.bfloat16()
+        torch.testing.assert_close(found[key], rounded, rtol=0, atol=0, msg=key)
+
+
+def test_transformers_computes_the_same_of_block_scaled_weights(
+    original: Path, tmp_path: Path
+) -> None:
+    source, _ = quantised(original, tmp_path / "source", "block")
+    folder = convert(request(source, tmp_path)).ft_dir
+    outputs = []
+    for path in (source, folder):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            outputs.append(model.eval()(torch.arange(3, 20)[None]).logits)
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+
+
+def test_modelopt_may_state_its_form_in_a_file_of_its_own(original: Path, tmp_path: Path) -> None:
+    source, expected = quantised(original, tmp_path / "source", "modelopt")
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (source / "config.json").write_text(json.dumps(config))
+    stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (source / "hf_quant_config.json").write_text(json.dumps(stated))
+    found = read_tensors(convert(request(source, tmp_path)).ft_dir)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_shards_are_made_of_quantised_folders(original: Path, tmp_path: Path) -> None:
+    source, expected = quantised(original, tmp_path / "source", "awq")
+    shards = convert(ConversionRequest(source, tmp_path, 2, "fp32")).ft_dir
+    found = read_tensors(convert(request(shards, tmp_path)).ft_dir)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method = bitsandbytes: known are fp8"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = e5m2"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo = NVFP4"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits"),
+        (compressed("nvfp4-pack-quantized", type="float", num_bits=4), "nvfp4-pack-quantized"),
+        (compressed("pack-quantized", type="int", num_bits=4, symmetric=False), "zero points"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
+        ("mine", "quant_method = mine"),
+    ],
+)
+def test_other_forms_are_refused_by_name(
+    settings: Any, words: str, original: Path, tmp_path: Path
+) -> None:
+    source = copy_of(original, tmp_path / "source", config={"quantization_config": settings})
+    (problem,) = check_conversion(request(source, tmp_path / "out"))
+    assert words in problem
+    assert "deploy.engine=vllm" in problem
+
+
+def test_missing_scales_are_named(original: Path, tmp_path: Path) -> None:
+    source, _ = quantised(original, tmp_path / "source", "block")
+    lost = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    broken = copy_of(source, tmp_path / "broken", tensors={lost: None})
+    assert f"{lost} is missing" in "\n".join(check_conversion(request(broken, tmp_path / "out")))

@@ -1,0 +1,85 @@
+"""Command inspect: the uses of a path that it lists."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.inspect import describe, main
+from tests.tiny_distributed import megatron_common, write_distributed
+from tests.tiny_huggingface import copy_of
+from tests.tiny_mixtures import ARGS, core_mixture, with_stacked_experts
+from tests.tiny_transformers import write_model
+
+OURS = "served from shards by Slipway's engine"
+NVIDIA = "served from shards by NVIDIA's backend"
+TARGET = "converted to a Hugging Face folder, model type {}"
+AS_IT_IS = "served as it is by vLLM, if the installed one knows {}"
+
+
+def uses(path: Path) -> str:
+    return "\n".join(describe(path)["can be"])
+
+
+@pytest.mark.parametrize(("name", "has_backend"), [("gpt2", True), ("llama", False)])
+def test_a_model_and_its_shards(name: str, has_backend: bool, tmp_path: Path) -> None:
+    model = write_model(name, tmp_path / "model")
+    shards = convert(ConversionRequest(model, tmp_path, 2, "fp32")).ft_dir
+    for path in (model, shards):
+        text = uses(path)
+        assert OURS in text
+        assert (NVIDIA in text) == has_backend
+        assert TARGET.format(name) in text
+    assert AS_IT_IS.format(name) in uses(model)
+    assert "vLLM, if" not in uses(shards)
+
+
+def test_a_mixture(tmp_path: Path) -> None:
+    model = write_model("mixtral", tmp_path / "model")
+    source = write_distributed(
+        tmp_path / "source",
+        with_stacked_experts(core_mixture(model)),
+        common=megatron_common(**ARGS["mixtral"], padded_vocab_size=53),
+    )
+    for path in (model, source):
+        assert OURS not in uses(path)
+        assert TARGET.format("mixtral") in uses(path)
+
+
+QUANTISED: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gemma9"}, "unknown architecture (model type gemma9"),
+        (QUANTISED, "quant_method = mxfp4: known are fp8"),
+    ],
+)
+def test_what_passes_through_alone(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    model = copy_of(write_model("llama", tmp_path / "model"), tmp_path / "copy", config=changes)
+    for name in ("", "config.json"):
+        facts = describe(model / name)
+        assert words in facts["cannot be converted"][0]
+        (use,) = facts["can be"]
+        assert AS_IT_IS.format(changes.get("model_type", "llama")) in use
+    (model / "model.safetensors").unlink()
+    assert words in describe(model)["cannot be converted"][0]
+
+
+def test_config_json_alone_gives_family_and_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model("llama", tmp_path / "model")
+    whole = describe(model)
+    (model / "model.safetensors").unlink()
+    facts = describe(model / "config.json")
+    for key in ("family", "parameters", "inference tensor parallel"):
+        assert facts[key] == whole[key]
+    assert "the folder holds no weights" in facts["notes"][0]
+    assert main([str(model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["can be"] == facts["can be"]
