@@ -202,7 +202,9 @@ class DeployConfig(DeploySection):
         """The command of another engine's server, with the fields of `openai_server`."""
         if self.engine != VLLM:
             return tuple(self.command)
-        usual = {"dtype": VLLM_TYPES[self.data_type], "max_model_len": self.max_seq_len}
+        usual: dict[str, Any] = {"max_model_len": self.max_seq_len}
+        if not self.is_from_elsewhere:  # such a folder states its own, and how it is quantised
+            usual["dtype"] = VLLM_TYPES[self.data_type]
         return vllm_command(
             self.executable,
             name=self.model_name,

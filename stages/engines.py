@@ -15,6 +15,7 @@ OWN_VLLM_OPTIONS: Mapping[str, str] = {
     "served_model_name": "export.run.model_train_name",
     "host": "deploy.host",
     "port": "deploy.http_port",
+    "uds": "deploy.http_port",
     "tensor_parallel_size": "export.model.tensor_model_parallel_size",
     "pipeline_parallel_size": "export.triton_deployment.pipeline_model_parallel_size",
     "api_key": "deploy.token_file",

@@ -83,6 +83,7 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
             options,
             protocol=OPENAI,
             model=section.model or server.model_name,
+            source_path=server.folder if server.is_from_elsewhere else options.source_path,
             tokenizer_dir=Path(section.tokenizer or server.folder),
             weights_dir=None,
             ensemble_name=None,

@@ -73,6 +73,13 @@ def test_options_of_vllm_that_other_keys_decide_are_refused(tmp_path: Path) -> N
     assert "deploy.vllm.tensor_parallel_size is decided by export.model.tensor_model" in problem
 
 
+def test_a_folder_from_elsewhere_keeps_its_own_data_type(tmp_path: Path) -> None:
+    given = config(tmp_path, VLLM)
+    assert "--dtype" not in given.command_line
+    assert "--dtype" in replace(given, vllm={"dtype": "bfloat16"}).command_line
+    assert "--dtype" in replace(given, repository=None).command_line
+
+
 def test_tokens_and_tls_of_a_given_command_are_its_own(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"{'a' * 30}\n{'b' * 30}\n")
