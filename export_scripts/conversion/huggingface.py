@@ -25,13 +25,13 @@ from export_scripts.checkpoints.base import (
     json_table,
 )
 from export_scripts.conversion.ft_source import FTFolder
+from export_scripts.conversion.peft import is_adapted, peft_adapters, prompt_reasons
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tensor_plan import TensorPlan, plan_tensors
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor
-from export_scripts.families.mapping.prompts import PROMPT_TABLE
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Compute, Copy, PerIndex, View, same
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE
@@ -122,14 +122,8 @@ def plan_huggingface(source: ConversionPlan) -> HuggingFacePlan:
     Raises:
         CheckpointMismatchError: Hugging Face has no model like it; every reason is listed.
     """
-    path, request = source.facts.reader.path, source.request
-    if kept := [
-        f"{path}: the prompt table of task {task.task_name!r} has no place in a Hugging Face "
-        f"folder; serve it from shards, or leave it out (--allow 'prompt:{task.task_name}')"
-        for task in source.config.tasks
-        if not request.allows(f"prompt:{task.task_name}")
-    ]:
-        raise CheckpointMismatchError(kept)
+    if reasons := prompt_reasons(source):
+        raise CheckpointMismatchError(reasons)
     found = _chosen(source)
     tensors = found.tensors + _carried(source, found)
     kind = source.config.weight_data_type
@@ -137,6 +131,11 @@ def plan_huggingface(source: ConversionPlan) -> HuggingFacePlan:
     files, remarks = _other_files(source, found)
     if len(shards) > 1:
         files[INDEX_NAME] = _index(shards)
+    for adapter in peft_adapters(source):
+        written = [WrittenTensor(key, ((item, view),)) for key, item, view in adapter.tensors]
+        shards = (*shards, _shard(f"{adapter.folder}/adapter_model.safetensors", written, kind))
+        files[f"{adapter.folder}/adapter_config.json"] = _json(adapter.config)
+        remarks = (*remarks, f"{adapter.folder} is a PEFT adapter")
     return HuggingFacePlan(source, found.mapping, shards, (*source.remarks, *remarks), files)
 
 
@@ -258,8 +257,9 @@ def _differences(mapping: SourceMapping, wanted: FTConfig, back: FTConfig) -> li
     ]
 
 
-# Fields of an architecture that decide where a head is stored, not what it computes.
-_FREE = ("untied_head",)
+# Fields of an architecture that decide where a head is stored, not what it computes; and one of
+# adapters, which are written next to the model.
+_FREE = ("untied_head", "ia3_num_tasks")
 
 
 def _views(
@@ -275,13 +275,13 @@ def _views(
         mapping.family.expand(source.config), source.tensors, strict=True
     ):
         assert tensor == item.tensor
+        if is_adapted(spec.name):
+            continue
         origin = table.get(spec.name)
         origin = origin.choose(index) if isinstance(origin, PerIndex) else origin
         views = [] if origin is None else origin.views(tensor.shape, source.config)
         if not views and not isinstance(origin, Compute):
             homeless[spec.name] = None
-        if spec.name == PROMPT_TABLE:
-            continue
         for pattern, view in views:
             key = pattern.format(**index)
             key = (own.resolve(key) or key) if own else key

@@ -26,6 +26,7 @@ from export_scripts.files.disk import (
     sync_file_system,
     sync_folder,
 )
+from export_scripts.files.tree import files_below
 from export_scripts.files.write_behind import AtOnce, WriteBehind
 from export_scripts.ft.layout import manifest_path, staging_directory
 
@@ -81,6 +82,7 @@ class _PartialFile:
 
     def _opened(self) -> SequentialFile:
         if self._file is None:
+            self._temporary.parent.mkdir(exist_ok=True, parents=True)
             self._file = SequentialFile(self._temporary, self._size)
         return self._file
 
@@ -151,9 +153,9 @@ class FTWriter:
         return True
 
     def _drop_incomplete(self) -> None:
-        for entry in self.paths.staging.iterdir():
-            if entry.name not in self.records:
-                entry.unlink()
+        for name, path in _files(self.paths.staging).items():
+            if name not in self.records:
+                path.unlink()
 
     def _append(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(record, separators=(",", ":")) + "\n"
@@ -177,7 +179,7 @@ class FTWriter:
         returns (see `flush`). Small files overtake large ones.
 
         Args:
-            name: File name.
+            name: File name, or path in the folder.
             size: Exact bytes.
             chunks: Contents in order. Of a file of LARGE_BYTES or more, each must stay unchanged
             until the next but one is requested.
@@ -233,7 +235,7 @@ class FTWriter:
             CheckpointMismatchError: The folder differs from the journal.
         """
         paths = self.paths
-        found = {entry.name for entry in paths.staging.iterdir()}
+        found = set(_files(paths.staging))
         if found != set(self.records):
             odd = sorted(found ^ set(self.records))
             raise CheckpointMismatchError(f"{paths.staging} changed while converting: {odd}")
@@ -314,6 +316,10 @@ def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    return {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
 
 
 def _remove(path: Path) -> None:

@@ -22,10 +22,8 @@ from inference.parity.comparison import ParityRequest, compare
 from tests.tiny import (
     TinyGPT,
     gpt_tensors,
-    torch_bytes,
     write_megatron,
     write_nemo,
-    write_tar,
 )
 from tests.tiny_distributed import megatron_common, write_distributed
 from tests.tiny_huggingface import copy_of, read_tensors
@@ -385,29 +383,6 @@ def test_scales_that_are_stored_as_their_distance_from_one_leave_whole(tmp_path:
     for key, value in plain.items():
         is_scale = key.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight"))
         assert torch.equal(folded[key], value + 1 if is_scale else value), key
-
-
-def test_prompt_tables_are_refused_by_name_or_left_out(tmp_path: Path) -> None:
-    tensors, table = gpt_tensors(TinyGPT()), torch.ones(3, TinyGPT().hidden)
-    prompt = write_tar(
-        tmp_path / "prompt.nemo",
-        {
-            "model_config.yaml": json.dumps(
-                {"task_templates": [{"taskname": "boolq", "total_virtual_tokens": 3}]}
-            ).encode(),
-            "model_weights.ckpt": torch_bytes(
-                {"prompt_table": {"prompt_table.boolq.prompt_embeddings.weight": table}}
-            ),
-        },
-    )
-    shards = written(
-        write_nemo(tmp_path / "gpt.nemo", tensors), tmp_path, prompt_checkpoints=(prompt,)
-    )
-    with pytest.raises(ValueError, match="the prompt table of task 'boolq' has no place"):
-        way_out(shards, tmp_path)
-    folder = way_out(shards, tmp_path, allow=("prompt:*",))
-    assert not [key for key in read_tensors(folder) if "prompt" in key]
-    assert folder_problems(folder) == []
 
 
 def test_a_folder_of_another_converter_needs_neither_manifest_nor_name(tmp_path: Path) -> None:

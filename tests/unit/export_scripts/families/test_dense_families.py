@@ -200,7 +200,6 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "changes", "words"),
     [
-        (QWEN3_8B, {"quantization_config": {"quant_method": "fp8"}}, "quantised (fp8)"),
         (GEMMA2_9B, {"use_bidirectional_attention": True}, "attention is causal"),
         (GEMMA2_9B, {"final_logit_softcapping": -1}, "final_logit_softcapping = -1 is out of"),
         (

@@ -1,0 +1,118 @@
+"""Prompt tables and IA3 scalers of a source as PEFT adapters, each in a folder of its own.
+
+Layout: peft, tuners/prompt_tuning/config.py, tuners/ia3/layer.py and utils/save_and_load.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.conversion.tensor_plan import TensorPlan
+from export_scripts.families.mapping.prompts import PROMPT_TABLE
+from export_scripts.families.mapping.sources import View, same
+
+ADAPTERS = "adapters"
+_TASK_TYPES = {"t5": "SEQ_2_SEQ_LM", "t5_encoder": "FEATURE_EXTRACTION"}
+_IA3 = ".ia3.weight"
+# The scaler of an MLP acts on the input of its second matrix.
+_MLP = "DenseReluDense"
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """One adapter.
+
+    Attributes:
+        folder: Its folder in that of the model.
+        config: Its adapter_config.json.
+        tensors: Name in adapter_model.safetensors, tensor of the family, and how it is taken.
+    """
+
+    folder: str
+    config: dict[str, Any]
+    tensors: tuple[tuple[str, TensorPlan, View], ...]
+
+
+def is_adapted(name: str) -> bool:
+    """Return whether the tensors of a layout's record belong to an adapter, not to the model."""
+    return name == PROMPT_TABLE or name.endswith(_IA3)
+
+
+def peft_adapters(source: ConversionPlan) -> tuple[PeftAdapter, ...]:
+    """Return the adapters of a source: one for each prompt table and each IA3 task."""
+    return (*_prompts(source), *_scalers(source))
+
+
+def prompt_reasons(source: ConversionPlan) -> list[str]:
+    """Return why prompts of a source have no form in PEFT, which puts a table before the text."""
+    path = source.facts.reader.path
+    if getattr(source.config, "has_prefix_prompts", False):
+        return [
+            f"{path}: its prompts are keys and values of every layer, which have no form in PEFT: "
+            "serve them from shards"
+        ]
+    return [
+        f"{archive.path}: task {template.get('taskname')!r} has its virtual tokens in "
+        f"{parts} places of the prompt, and PEFT has them before it; serve it from shards, or "
+        f"leave it out (--allow 'prompt:{template.get('taskname')}')"
+        for archive in source.facts.prompts
+        for template in archive.config().get("task_templates", ())
+        if (parts := sum(map(bool, template.get("virtual_token_splits") or ()))) > 1
+        and not source.request.allows(f"prompt:{template.get('taskname')}")
+    ]
+
+
+def _prompts(source: ConversionPlan) -> Iterator[PeftAdapter]:
+    config: Any = source.config
+    tables = {item.tensor.name: item for item in source.tensors}
+    for task in config.tasks:
+        name = task.task_name
+        if source.request.allows(f"prompt:{name}"):
+            continue
+        item = tables[PROMPT_TABLE.format(task=name)]
+        rows, width = item.tensor.shape
+        yield PeftAdapter(
+            f"{ADAPTERS}/{name}",
+            _config(source, "PROMPT_TUNING")
+            | {
+                "num_virtual_tokens": rows,
+                "token_dim": width,
+                # The table comes before the encoder's text of a T5, and before no answer.
+                "num_transformer_submodules": 1,
+                "prompt_tuning_init": "RANDOM",
+            },
+            (("prompt_embeddings", item, same(item.tensor.shape)),),
+        )
+
+
+def _scalers(source: ConversionPlan) -> Iterator[PeftAdapter]:
+    items = [item for item in source.tensors if item.tensor.name.endswith(_IA3)]
+    for task in range(getattr(source.config, "ia3_num_tasks", 0)):
+        yield PeftAdapter(
+            f"{ADAPTERS}/ia3_{task}",
+            _config(source, "IA3")
+            | {"target_modules": ["k", "v", "wo"], "feedforward_modules": ["wo"]},
+            tuple(_scaler(item, task) for item in items),
+        )
+
+
+def _scaler(item: TensorPlan, task: int) -> tuple[str, TensorPlan, View]:
+    """Return the row of a task, (1, in) for an MLP and (out, 1) for keys and values."""
+    module = item.tensor.name.removesuffix(_IA3)
+    width = item.tensor.shape[1]
+    is_mlp = module.endswith(_MLP)
+    key = f"base_model.model.{module}{'.wo' if is_mlp else ''}.ia3_l"
+    shape = (1, width) if is_mlp else (width, 1)
+    return key, item, View(item.tensor.shape, (1,), shape, task)
+
+
+def _config(source: ConversionPlan, kind: str) -> dict[str, Any]:
+    return {
+        "peft_type": kind,
+        "task_type": _TASK_TYPES.get(source.mapping.family.name, "CAUSAL_LM"),
+        "base_model_name_or_path": str(source.request.folder),
+        "inference_mode": True,
+    }
