@@ -9,7 +9,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-DEFAULT_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 8003}
+TRITON_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
+DEFAULT_PORTS = {**TRITON_PORTS, "openai": 8003}
 _LOWEST, _TRIES = 10_000, 1000  # of the ports that are picked
 _CONNECT_S = 1.0
 _LISTEN = "0A"  # state column of /proc/net/tcp

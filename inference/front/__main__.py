@@ -33,6 +33,7 @@ from inference.front.sessions import ClientSessions
 from inference.front.sockets import ServerSockets
 from inference.front.stop import LONGEST_REQUEST_S, Stop
 from inference.front.workers import Workers
+from inference.ports import TRITON_PORTS
 
 _OPENING_S = 30.0  # for the tokenizer of a server that takes over
 # A request that is not HTTP or cannot be decoded, and a client that has left before its end.
@@ -179,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sockets", type=Path, required=True, help="folder of the server's sockets")
     add("--repository", type=Path, help="folder of the models that it serves")
     add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
-    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+    for name, port in TRITON_PORTS.items():
         add(f"--{name}-port", type=int, default=port, help="(%(default)s)")
     add("--openai-port", type=int, help="port of OpenAI's protocol; none without it")
     add("--openai-tokenizer", type=Path, help="its tokenizer, if not the repository's own")

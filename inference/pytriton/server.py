@@ -27,6 +27,7 @@ from inference.launch_environment import (
     read_launch_environment,
     rendezvous_address,
 )
+from inference.ports import TRITON_PORTS
 from inference.private_folder import PrivateFolder
 from inference.pytriton.model_source import Wanted, parse_model_name, prepare_weights
 from inference.pytriton.repository import INTERFACES, NEMO_NAME, write_text_repository
@@ -39,7 +40,6 @@ On several nodes the ranks meet at MASTER_ADDR:MASTER_PORT (srun: the first node
 --output-dir must be a folder that all of them see. {LAUNCHER_VARIABLE}=mpirun|slurm|torchrun|
 torch|pmi selects the launcher whose variables count where several are set.
 """
-_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 _READY_S = 3600.0
 _DRAIN_S = 25.0
 _ENGINE = ("device", "max_seq_len", "max_lanes", "kv_cache_bytes")
@@ -112,7 +112,7 @@ def _lead(arguments: argparse.Namespace) -> int:
             metrics_port=arguments.metrics_port,
             host=arguments.host,
             log_path=folder.path / "tritonserver.log",
-            port_keys={name: f"--{name}-port" for name in _PORTS},
+            port_keys={name: f"--{name}-port" for name in TRITON_PORTS},
             access=access,
         )
         if problems := server.port_problems():
@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="0.0.0.0",
         help="address to listen at; by default all interfaces (0.0.0.0), as PyTriton does; give "
         "127.0.0.1 to serve this machine alone, or a --token-file")  # fmt: skip
-    for name, port in _PORTS.items():
+    for name, port in TRITON_PORTS.items():
         add(f"--{name}-port", type=int, default=port, help=f"default {port}; 0 takes a free one")
     add_access_options(parser)
     return parser

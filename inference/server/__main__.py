@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from inference.front.access import access_of, add_access_options
 from inference.front.openai.options import OpenAIOptions
+from inference.ports import TRITON_PORTS
 from inference.server.server import ServerStartError, TritonServer
 from inference.server.server_log import ForwardedLog
 
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model-repository", required=True, metavar="FOLDER_OR_URL")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+    for name, port in TRITON_PORTS.items():
         parser.add_argument(f"--{name}-port", type=int, default=port, help="(%(default)s)")
     parser.add_argument(
         "--openai-port", type=int, help="serve OpenAI's protocol there, too; 0 takes a free port"

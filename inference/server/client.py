@@ -19,12 +19,13 @@ import numpy as np
 
 from inference.decoding.rows import SessionTurn
 from inference.front.credentials import PLAIN, Credentials
+from inference.ports import TRITON_PORTS
 
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 Outputs = dict[str, "np.ndarray[Any, Any]"]
 
 PROTOCOLS = ("grpc", "http")
-DEFAULT_URLS = {"grpc": "localhost:8001", "http": "localhost:8000"}
+DEFAULT_URLS = {name: f"localhost:{TRITON_PORTS[name]}" for name in PROTOCOLS}
 DEFAULT_IN_FLIGHT = 64
 _TEXT_INPUTS = {"prompt": "INPUT_0", "output_len": "INPUT_1"}
 # Text input, ids and lengths of the models that encode text.

@@ -19,7 +19,7 @@ from inference.front.access import OPEN_ACCESS, Access
 from inference.front.openai.options import OpenAIOptions
 from inference.front.sockets import ServerSockets, new_sockets
 from inference.plain_path import PlainFolder
-from inference.ports import accepts_connections, pick_free_ports, ports_problems
+from inference.ports import TRITON_PORTS, accepts_connections, pick_free_ports, ports_problems
 from inference.server import supervisor
 from inference.server.admin import Admin, ModelStatus, RefusalError, is_interactive
 from inference.server.health import INTERVAL_S, TIMEOUT_S, Health, front_target, model_targets
@@ -76,9 +76,9 @@ class TritonServer:
         self,
         model_repository: Path | str,
         *,
-        http_port: int = 8000,
-        grpc_port: int = 8001,
-        metrics_port: int = 8002,
+        http_port: int = TRITON_PORTS["http"],
+        grpc_port: int = TRITON_PORTS["grpc"],
+        metrics_port: int = TRITON_PORTS["metrics"],
         host: str = "127.0.0.1",
         log_path: Path,
         env: Mapping[str, str] | None = None,

@@ -155,7 +155,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.backend",
         "inference.front",
     ),
-    "inference.front.__main__": ("inference.front", "inference.front.openai"),
+    "inference.front.__main__": ("inference", "inference.front", "inference.front.openai"),
     "inference.server": (
         "export_scripts.triton",
         "inference",
