@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from export_scripts.conversion.request import ConversionRequest
 from export_scripts.triton.parameters import FLAG, PARAMETERS
 from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
 from export_scripts.values import shown
-from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.schema import Config, ConvertSection
 from stages.planned_model import SIZES_KEY, PlannedModel
 
 
@@ -21,38 +22,43 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
         ValueError: The repository that follows cannot hold the format.
     """
     model = config.export.model
-    extra = config.convert
+    own = _request_values(config.convert)
     deployment = config.export.triton_deployment
-    is_huggingface = extra.format == "huggingface"
+    is_huggingface = own.pop("format") == "huggingface"
     if exports and is_huggingface:
         raise ValueError(
             "convert.format=huggingface makes a folder for other engines, which a repository "
             "cannot hold: run stages=[convert] alone, or leave convert.format=fastertransformer"
         )
     return ConversionRequest(
+        **own,
+        output_format=config.convert.format,
         checkpoint_path=cached_model(Path(model.checkpoint_path)),
         checkpoint_name=model.checkpoint_name,
         output_dir=Path(deployment.triton_model_dir) / "1",
         # The ranks are the server's; a Hugging Face folder has none.
         tp_size=1 if is_huggingface else model.tensor_model_parallel_size,
-        output_format=extra.format,
-        max_shard_bytes=extra.max_shard_bytes,
         pp_size=1 if is_huggingface else deployment.pipeline_model_parallel_size,
         weight_data_type=model.weight_data_type,
         processes=model.processes,
         model_type=config.export.run.model_type,
-        prompt_checkpoints=tuple(Path(each) for each in extra.prompt_checkpoints),
-        ia3_checkpoints=tuple(Path(each) for each in extra.ia3_checkpoints),
-        ia3_in_place=extra.ia3_in_place,
-        adapter_checkpoints=tuple(Path(each) for each in extra.adapter_checkpoints),
-        lora_checkpoints=tuple(Path(each) for each in extra.lora_checkpoints),
-        activation_ranges=_path(extra.activation_ranges),
-        vocab_path=_path(extra.vocab_path),
-        merges_path=_path(extra.merges_path),
-        allow=tuple(extra.allow),
-        given=tuple((name, str(value)) for name, value in extra.given.items()),
         for_text=exports and len(_model_folders(config)) > 1,
     )
+
+
+def _request_values(section: ConvertSection) -> dict[str, Any]:
+    """Return the values of a section in the types of a request: tuples, and paths."""
+    found: dict[str, Any] = {}
+    for each in fields(section):
+        value, is_path = getattr(section, each.name), each.metadata["is_path"]
+        if isinstance(value, list):
+            value = tuple(Path(entry) if is_path else entry for entry in value)
+        elif isinstance(value, dict):
+            value = tuple((name, str(entry)) for name, entry in value.items())
+        elif is_path:
+            value = Path(value) if value else None
+        found[each.name] = value
+    return found
 
 
 def planned_model(config: Config) -> PlannedModel | None:
@@ -83,24 +89,19 @@ def planned_model(config: Config) -> PlannedModel | None:
 def repository_request(config: Config) -> RepositoryRequest:
     """Return the request for the Triton repository."""
     triton = config.export.triton_deployment
+    names = {each.name for each in fields(RepositoryRequest)}
+    values = {name: value for name, value in vars(triton).items() if name in names}
+    values |= {
+        "int8_mode": int(triton.int8_mode),
+        "enable_custom_all_reduce": int(triton.enable_custom_all_reduce),
+        "parameters": {name: _parameter(name, value) for name, value in triton.parameters.items()},
+    }
     return RepositoryRequest(
+        **values,
         model_dir=Path(triton.triton_model_dir),
         tp_size=config.export.model.tensor_model_parallel_size,
         pp_size=triton.pipeline_model_parallel_size,
-        max_batch_size=triton.max_batch_size,
-        data_type=triton.data_type,
-        int8_mode=int(triton.int8_mode),
-        enable_custom_all_reduce=int(triton.enable_custom_all_reduce),
         engine=config.deploy.engine,
-        decoupled=triton.decoupled,
-        ensemble=triton.ensemble,
-        portable=triton.portable,
-        interactive=triton.interactive,
-        answer_only=triton.answer_only,
-        max_queue_delay_us=triton.max_queue_delay_us,
-        instance_count=triton.instance_count,
-        model_type=triton.model_type,
-        parameters={name: _parameter(name, value) for name, value in triton.parameters.items()},
     )
 
 
@@ -120,7 +121,3 @@ def _parameter(name: str, value: Any) -> str:
     if isinstance(value, bool) and (known is None or known.kind is FLAG):
         return str(int(value))
     return shown(value)
-
-
-def _path(text: str | None) -> Path | None:
-    return Path(text) if text else None

@@ -1,7 +1,7 @@
 """The schema of the configuration, as dataclasses: every key, its type and its meaning.
 
-Values are in conf/; a field has a default here only where files written for the NeMo launcher lack
-the key. The texts are printed by `--help` and quoted by error messages.
+Values that refer to other keys, and those of the NeMo launcher's files, are in conf/; all other
+defaults are here. The texts are printed by `--help` and quoted by error messages.
 """
 
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
@@ -191,15 +191,21 @@ class ConvertSection:
     max_shard_bytes: int = option(
         "most bytes of a file of a Hugging Face folder", MAX_SHARD_BYTES, within=(1, 1 << 50)
     )
-    prompt_checkpoints: list[str] = option("p-tuning checkpoints to add", path=True)
-    ia3_checkpoints: list[str] = option("IA3 adapters to add, one task each", path=True)
-    ia3_in_place: bool = option("multiply the IA3 scalers into the weights")
-    adapter_checkpoints: list[str] = option("linear adapters to add", path=True)
-    lora_checkpoints: list[str] = option("LoRA adapters to merge into the weights", path=True)
-    activation_ranges: str | None = option("activation ranges, for static int8 weights", path=True)
-    vocab_path: str | None = option("vocabulary to use instead of the checkpoint's", path=True)
-    merges_path: str | None = option("BPE merges to use instead of the checkpoint's", path=True)
-    allow: list[str] = option("tensors (patterns) that may be unknown or not finite")
+    prompt_checkpoints: list[str] = option("p-tuning checkpoints to add", [], path=True)
+    ia3_checkpoints: list[str] = option("IA3 adapters to add, one task each", [], path=True)
+    ia3_in_place: bool = option("multiply the IA3 scalers into the weights", False)
+    adapter_checkpoints: list[str] = option("linear adapters to add", [], path=True)
+    lora_checkpoints: list[str] = option("LoRA adapters to merge into the weights", [], path=True)
+    activation_ranges: str | None = option(
+        "activation ranges, for static int8 weights", None, path=True
+    )
+    vocab_path: str | None = option(
+        "vocabulary to use instead of the checkpoint's", None, path=True
+    )
+    merges_path: str | None = option(
+        "BPE merges to use instead of the checkpoint's", None, path=True
+    )
+    allow: list[str] = option("tensors (patterns) that may be unknown or not finite", [])
     given: dict[str, Any] = option("config.ini values that the checkpoint does not record", {})
 
 
