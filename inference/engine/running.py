@@ -215,6 +215,11 @@ class RunningRequest(QueuedRequest):
     times: RequestTimes = field(default_factory=RequestTimes.now)
 
     @property
+    def stays(self) -> bool:
+        """Return whether its rows keep their blocks: sessions and beams are not preempted."""
+        return self.turn is not None or self.request.beam_width > 1
+
+    @property
     def joins_whole(self) -> bool:
         """Return whether all rows must get slots at once: those of a session are kept."""
         return self.lock_step or self.turn is not None

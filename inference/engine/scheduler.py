@@ -25,11 +25,12 @@ from inference.decoding.generate import BatchDecoder
 from inference.decoding.request import RequestError
 from inference.decoding.rows import RowStep
 from inference.decoding.tensor_fields import Array
-from inference.engine.blocks import BlockPool, SlotPool, beginnings, most_blocks
+from inference.engine.blocks import BlockPool, SlotPool
 from inference.engine.errors import EngineBusyError, RowError
 from inference.engine.load import EngineLoad
 from inference.engine.planned_step import Choices, PlannedStep, RowWork, lay_out
 from inference.engine.queued_request import StepScheduler
+from inference.engine.row_blocks import RowBlocks
 from inference.engine.running import (
     GenerationResult,
     GenerationStep,
@@ -45,8 +46,6 @@ from inference.ranks.base import StepResult
 
 logger = logging.getLogger(__name__)
 
-# A row joins only if each running row could take one more block, up to one in so many of the cache.
-_GROWTH_SHARE = 20
 _ONE = range(1)
 _NEWEST = (NEWEST,)
 
@@ -89,10 +88,11 @@ class Scheduler(StepScheduler[RunningRequest]):
         self._embedding_base = embedding_base
         self._chunk = chunk
         self._ranks_choose = ranks_choose
-        self._shares_prefixes = shares_prefixes
+        self._row_blocks = RowBlocks(
+            self._blocks, slots=slots, shares_prefixes=shares_prefixes, rotary=rotary
+        )
         self._rotary = rotary
         self._shifts = position_shift(rotary, sys.maxsize) > 0
-        self.shared_tokens = 0  # of prompts, how many others had computed
         self._cancelled: deque[RunningRequest] = deque()  # by any thread
         self._moves: list[Move] = []
         self._encoder = EncoderProgress(encoder_layers)
@@ -108,7 +108,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             blocks=blocks.total or 0,
             blocks_used=(blocks.total or 0) - blocks.free,
             prompt_tokens=self._begun_tokens,
-            shared_tokens=self.shared_tokens,
+            shared_tokens=self._row_blocks.shared_tokens,
             generated_tokens=self._generated_tokens,
         )
 
@@ -134,7 +134,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         self._requests[request] = None
         request.future.add_done_callback(partial(self._note_cancelled, request))
         for row in [row for row in request.waiting if row.slots]:
-            if self._forks(row):
+            if self._row_blocks.forks(row):
                 self._blocks.extend(row.slots[0], row.prompt_len)
             self._activate(row)
 
@@ -239,7 +239,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             if chooses and work.samples and row.rank_chooses:
                 row.next_ids = _NEWEST
             if work.is_prompt and row.beginnings:
-                self._remember_beginning(row)
+                self._row_blocks.remember(row)
 
     def finish(self, step: PlannedStep, result: StepResult, *, seconds: float) -> None:
         """Process the results of a planned step: choose tokens, answer finished requests.
@@ -300,17 +300,20 @@ class Scheduler(StepScheduler[RunningRequest]):
         while request := self._first_waiting():
             rows = request.waiting if request.joins_whole else request.waiting[:1]
             beams = request.request.beam_width
-            if not self._can_ever_run(request, rows):
+            fits = beams * len(rows) <= self._slots.total - self._sessions.held_slots
+            if not fits or not self._row_blocks.hold(
+                request, rows, held=self._sessions.held_blocks
+            ):
                 self._refuse(request)
                 continue
-            if not self._has_blocks(request, rows):
+            if not self._row_blocks.are_free(request, rows, self._requests):
                 return  # no overtaking: wide requests would starve
             slots = self._slots.take(beams * len(rows))
             if slots is None:
                 return
             for row in list(rows):
                 row.slots, slots = slots[:beams], slots[beams:]
-                self._take_blocks(row)
+                self._row_blocks.take(row)
                 self._activate(row)
 
     def _first_waiting(self) -> RunningRequest | None:
@@ -321,103 +324,6 @@ class Scheduler(StepScheduler[RunningRequest]):
             return idle
         waiting = (request for request in self._requests if request.waiting)
         return min(waiting, key=lambda r: (len(r.active), r.arrival), default=None)
-
-    def _can_ever_run(self, request: RunningRequest, rows: Sequence[RunningRow]) -> bool:
-        """Return whether a request fits into the slots and blocks that sessions leave."""
-        slots = request.request.beam_width * len(rows)
-        if slots > self._slots.total - self._sessions.held_slots:
-            return False
-        if self._blocks.total is None:
-            return True
-        left = self._blocks.total - self._sessions.held_blocks
-        return self._most_blocks(request, rows) <= left
-
-    def _most_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> int:
-        """Return the most blocks that rows need at once; preemptible ones may run one by one."""
-        each = [self._row_blocks(row) for row in rows]
-        return sum(each) if _stays(request) or request.joins_whole else max(each)
-
-    def _row_blocks(self, row: RunningRow) -> int:
-        """Return the most blocks that all slots of a row ever hold."""
-        session = row.owner.session
-        return most_blocks(
-            row.owner.request.beam_width,
-            shared_tokens=row.prompt_len if self._forks(row) else 0,
-            tokens=row.most_tokens if session is None else session.slot_tokens,
-            block_tokens=self._blocks.block_tokens,
-        ) + self._blocks.count(row.encoder_len)
-
-    def _forks(self, row: RunningRow) -> bool:
-        """Return whether a row's beams share blocks; those of a session that forgets do not."""
-        paged = self._blocks.total is not None
-        return paged and row.owner.request.beam_width > 1 and row.memory_len is None
-
-    def _has_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> bool:
-        """Return whether rows can join now, with room for others to grow."""
-        blocks = self._blocks
-        if blocks.total is None:
-            return True
-        others = [row for each in self._requests for row in each.active if not _stays(each)]
-        shared = sum(self._shared_blocks(row) for row in rows)
-        if _stays(request):
-            need = most = self._most_blocks(request, rows)
-            # Each preemptible row must be able to finish alone.
-            most += max((self._row_blocks(row) for row in others), default=0)
-        else:
-            need = sum(blocks.count(row.prompt_len) + blocks.count(row.encoder_len) for row in rows)
-            need += min(len(others), blocks.total // _GROWTH_SHARE)
-            most = max(self._row_blocks(row) for row in rows)
-        return need - shared <= blocks.free and most <= blocks.total - blocks.reserved
-
-    def _take_blocks(self, row: RunningRow) -> None:
-        """Reserve the blocks of a row that keeps them, and give its slots the first of them."""
-        blocks, session = self._blocks, row.owner.session
-        if blocks.total is None:
-            return
-        if row.beginnings:
-            self._share_beginning(row)
-        encoder = self._encoder_slot(row)
-        if not _stays(row.owner):
-            blocks.extend(encoder, row.encoder_len)
-            row.room = blocks.extend(row.slots[0], row.prompt_len)
-            return
-        most, encoded = self._row_blocks(row), blocks.count(row.encoder_len)
-        blocks.reserve(row.slots, most - encoded)
-        blocks.reserve([encoder], encoded)
-        blocks.extend(encoder, row.encoder_len)
-        if session is not None:
-            session.blocks += most
-        if session is None or self._forks(row):
-            blocks.extend(row.slots[0], row.prompt_len)
-            return
-        for slot in row.slots:
-            blocks.extend(slot, session.slot_tokens)
-
-    def _encoder_slot(self, row: RunningRow) -> int:
-        return encoder_slot(row.slots, self._slots.total)
-
-    def _shared_blocks(self, row: RunningRow) -> int:
-        """Return the number of blocks of a waiting row's prompt that other rows hold now."""
-        if not self._shares_prefixes or row.owner.turn is not None or not row.can_share:
-            return 0
-        if not row.beginnings:  # all of the prompt but its last token, which is computed always
-            size = self._blocks.block_tokens
-            row.beginnings = beginnings(row.prompt[:-1], size, self._shift(row))
-        return self._blocks.used(row.beginnings)
-
-    def _share_beginning(self, row: RunningRow) -> None:
-        """Take the shared blocks of a row's prompt."""
-        row.cached = self._blocks.share(row.slots[0], row.beginnings)
-        row.remembered = row.cached // self._blocks.block_tokens
-        if row.handle is None:  # others than itself, before it was preempted, have computed them
-            self.shared_tokens += row.cached
-
-    def _remember_beginning(self, row: RunningRow) -> None:
-        """Register the full blocks of a row's prompt for sharing."""
-        full = min(row.cached // self._blocks.block_tokens, len(row.beginnings))
-        for nth in range(row.remembered, full):
-            self._blocks.remember(row.slots[0], nth, row.beginnings[nth])
-        row.remembered = max(row.remembered, full)
 
     def _make_room(self, rows: list[RunningRow], *, under_way: bool) -> bool:
         """Give decoding rows the blocks of their next tokens; the newest rows are preempted.
@@ -430,7 +336,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             if under_way:
                 return False
             newest = max(
-                (row for row in rows if not _stays(row.owner)),
+                (row for row in rows if not row.owner.stays),
                 key=lambda row: (row.owner.arrival, row.index),
             )
             self._give_way(newest)
@@ -439,16 +345,6 @@ class Scheduler(StepScheduler[RunningRequest]):
         for row in growing:
             row.room = self._blocks.extend(row.slots[0], row.held + 1)
         return True
-
-    def _shift(self, row: RunningRow) -> int:
-        """Return the shift of a row's positions; rows that stay have that of their longest."""
-        session = row.owner.session
-        tokens = row.prompt_len
-        if session is not None:
-            tokens = session.session_len
-        elif _stays(row.owner):
-            tokens = row.most_tokens
-        return position_shift(self._rotary, tokens)
 
     def _lengthen(self, *, under_way: bool) -> bool:
         """Begin rows again whose next token exceeds what their keys were rotated for.
@@ -460,7 +356,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             row
             for request in requests
             for row in request.active
-            if not _stays(request) and _goes_on(row)
+            if not request.stays and _goes_on(row)
             if row.shift != position_shift(self._rotary, row.cached + 1)
         ]
         if rows and under_way:
@@ -490,7 +386,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             row.forgotten += count
 
     def _activate(self, row: RunningRow) -> None:
-        row.shift = self._shift(row)
+        row.shift = self._row_blocks.shift(row)
         if row.handle is None and not row.prompt_outputs.keeps_logits:
             row.handle = self._decoder.add(row.request)
             row.rank_chooses = self._decoder.rank_chooses(row.handle)
@@ -567,7 +463,7 @@ class Scheduler(StepScheduler[RunningRequest]):
 
     def _continue(self, row: RunningRow, sources: dict[int, int]) -> None:
         """Let slots of a row go on from the slots that `sources` maps them to."""
-        if self._forks(row):
+        if self._row_blocks.forks(row):
             self._moves += self._blocks.fork(sources, row.held)
             return
         start = row.held_prompt if row.next_ids else 0  # all share the prompt from then on
@@ -603,7 +499,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         if wipe:
             # Blocks that others share are theirs to wipe, if their answers are not finite either.
             ends = dict.fromkeys(row.slots, row.held)
-            ends[self._encoder_slot(row)] = row.encoder_len
+            ends[encoder_slot(row.slots, self._slots.total)] = row.encoder_len
             self._moves += [
                 (WIPE, slot, first, ends[slot]) for slot, first in own.items() if first < ends[slot]
             ]
@@ -690,11 +586,6 @@ def _decode(row: RunningRow) -> list[RowWork]:
         RowWork(row, slot, [token], _ONE, True, first, False)
         for slot, token in zip(row.slots, row.next_ids, strict=True)
     ]
-
-
-def _stays(request: RunningRequest) -> bool:
-    """Return whether a request's rows keep their blocks: sessions and beams are not preempted."""
-    return request.turn is not None or request.request.beam_width > 1
 
 
 def _excess(work: RowWork) -> int:

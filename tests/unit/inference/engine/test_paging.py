@@ -256,7 +256,7 @@ def test_beams_hold_their_prompt_once() -> None:
             assert world.turn()
             assert world.scheduler.load().blocks_used in (0, most)
     # All but the block that holds the prompt's last token.
-    assert world.scheduler.shared_tokens == 512 - SIZE
+    assert world.scheduler.load().shared_tokens == 512 - SIZE
     world.run()
 
 
@@ -426,11 +426,11 @@ def test_equal_beginnings_are_computed_once(overlap: bool) -> None:
         (row,) = running.request.rows
         assert output_of(running) == answer(row.input_ids, 5)
     # Two full blocks, one, and one: the last token is computed in any case.
-    assert world.scheduler.shared_tokens == (2 + 1 + 1) * SIZE
+    assert world.scheduler.load().shared_tokens == (2 + 1 + 1) * SIZE
     late = world.add([*header, 9, 9], 5)
     world.run()
     assert output_of(late) == answer([*header, 9, 9], 5)
-    assert world.scheduler.shared_tokens == (2 + 1 + 1 + 2) * SIZE
+    assert world.scheduler.load().shared_tokens == (2 + 1 + 1 + 2) * SIZE
 
 
 def test_values_that_are_not_finite_are_wiped_where_they_are_not_shared() -> None:
@@ -506,7 +506,7 @@ def test_results_of_a_failed_request_are_not_shared() -> None:
     world.scheduler.drop(failing)
     world.add([3, 1, 4, 1, 5, 9], 5)
     world.run()
-    assert world.scheduler.shared_tokens == 0
+    assert world.scheduler.load().shared_tokens == 0
 
 
 @pytest.mark.soak
