@@ -113,7 +113,13 @@ def compare_runs(
             f"{', '.join(metric.name for metric in second.metrics) or 'none'}."
         )
     earlier = {task.name: task for task in first.tasks}
-    tasks, notes, pairs = [], [], []
+    tasks, pairs = [], []
+    notes = [
+        f"{each.name} was measured in two ways: first, {before[each.name].method}; second, "
+        f"{each.method}."
+        for each in shared
+        if each.method != before[each.name].method
+    ]
     for task in second.tasks:
         if task.name not in earlier:
             continue

@@ -54,9 +54,9 @@ def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _described(report: Report) -> str:
     run = report.run
-    return (
-        f"{report.run_id} (TP {run.tp_size} x PP {run.pp_size}, {run.data_type or 'type unknown'})"
-    )
+    engine = f"{run.engine}, " if run.engine else ""
+    size = f"TP {run.tp_size} x PP {run.pp_size}"
+    return f"{report.run_id} ({engine}{size}, {run.data_type or 'type unknown'})"
 
 
 def _metric_row(comparison: RunComparison, each: Comparison) -> tuple[str, ...]:

@@ -75,7 +75,6 @@ def _chips(report: Report) -> list[tuple[str, str]]:
 
 
 def _compared(task: TaskReport) -> Mapping[str, Comparison]:
-    """Return what a task's reference says, by metric."""
     return {} if task.reference is None else {each.metric: each for each in task.reference.metrics}
 
 

@@ -146,7 +146,7 @@ def _ask_all(
             if not isinstance(error, RequestFailedError):
                 raise error
             failures.append((index, error))
-            tally.fail()
+            tally.add(None)
             if len(failures) >= _MAX_FAILURES:
                 break
     finally:
@@ -194,16 +194,13 @@ class _Tally:
         self._sums: dict[str, float] = {}
         self._notify()
 
-    def add(self, score: Score) -> None:
+    def add(self, score: Score | None) -> None:
+        """Count a sample; one without a score has failed."""
         self._done += 1
-        for name, value in score.values.items():
+        self._failed += score is None
+        for name, value in score.values.items() if score else ():
             if value in (0.0, 1.0):
                 self._sums[name] = self._sums.get(name, 0.0) + value
-        self._notify()
-
-    def fail(self) -> None:
-        self._done += 1
-        self._failed += 1
         self._notify()
 
     def _notify(self) -> None:

@@ -147,6 +147,14 @@ def test_other_data_is_not_paired_and_said(report, predictions):
     assert "the runs used other data" in comparison_text(found)
 
 
+def test_a_metric_that_was_measured_in_two_ways_is_noted(report, make_metric):
+    by_text = replace(report.tasks[0], metrics=(make_metric(method="by the text alone"),))
+    served = replace(report.run, engine="vllm")
+    reported = comparison_text(compare_runs(report, replace(report, tasks=(by_text,), run=served)))
+    assert "measured in two ways: first, counted; second, by the text alone." in reported
+    assert "(vllm, TP 2 x PP 1, fp32)" in reported
+
+
 def test_runs_without_a_common_metric_are_refused(report):
     with pytest.raises(ValueError, match="have no metric in common"):
         compare_runs(report, replace(report, tasks=()))
