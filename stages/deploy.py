@@ -11,7 +11,7 @@ from inference.launch_environment import LaunchEnvironment
 from inference.ports import port_problem
 from stages.base import JobSettings, Stage, StageError, Summary
 from stages.deploy_config import FASTERTRANSFORMER, DeployConfig, check_deploy
-from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log, withdraw
+from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
 from stages.gemm_tuning import tuning_command
 from stages.job_process import job_id_here
 from stages.progress import Progress
@@ -162,7 +162,6 @@ class DeployStage(Stage):
         reload_path = self.job.folder / RELOAD_NAME
         config = self.config
         if self.predecessor:
-            withdraw(self.endpoint_path, job_id_here())  # of this job before it was requeued
             config = _on_free_ports(config)
         else:
             for stale in (self.endpoint_path, self.stop_path, reload_path):

@@ -29,6 +29,7 @@ from launcher_scripts.launchers.slurm_script import (
     Array,
     array_log,
     batch_script,
+    is_chained,
     log_path,
     shape,
     step_of,
@@ -37,7 +38,6 @@ from launcher_scripts.launchers.slurm_script import (
 from launcher_scripts.launchers.slurm_state import cancel, settle
 from stages import record
 from stages.base import Stage
-from stages.deploy import DeployStage
 from stages.job import StageJob
 
 # Slurm is polled soon after a change, and then less and less often.
@@ -108,7 +108,12 @@ class SlurmLauncher(Launcher):
         # submitit counts time-outs with this number, which the script repeats.
         executor.update_parameters(time=jobs[0][0].stage.resources().time_limit_min)
         payloads = [
-            StageJob(job.stage, job.record_path, step_of(job, config), self._chain(job))
+            StageJob(
+                job.stage,
+                job.record_path,
+                step_of(job, config),
+                SlurmChain(self, job) if is_chained(job) else None,
+            )
             for job, config in jobs
         ]
         try:
@@ -117,10 +122,6 @@ class SlurmLauncher(Launcher):
                 return [each.job_id for each in executor.submit_array(payloads)]
         except (FailedJobError, FailedSubmissionError) as error:
             raise SubmissionError(str(error).strip()) from error
-
-    def _chain(self, job: Job) -> SlurmChain | None:
-        is_chained = isinstance(job.stage, DeployStage) and job.stage.is_chained
-        return SlurmChain(self, job) if is_chained else None
 
 
 class SlurmHandle:

@@ -18,7 +18,6 @@ from launcher_scripts.launchers.base import AFTER_END, Dependency, Job, Launcher
 from launcher_scripts.launchers.slurm_script import log_path
 from launcher_scripts.launchers.slurm_state import (
     cancel,
-    is_queued,
     our_state,
     release,
     slurm_state,
@@ -30,9 +29,10 @@ from stages.endpoint import read_endpoint
 from stages.job_process import job_id_here, node_name
 from stages.service import NOT_NEEDED
 
-_POLL_S = 0.2
+_POLL_S = 0.5
 # Between questions to Slurm about a successor that is held back, and about one that is not.
 _HELD_ASK_S, _ASK_S = 60.0, 5.0
+_LONGEST_PAUSE_S = 300.0  # before a further attempt
 _LATE_S = 300.0  # beyond deploy.ready_timeout_s: a node may fetch its container first
 
 
@@ -57,7 +57,7 @@ class SlurmChain:
             summary = serve()
             is_over = summary["ended"] == NOT_NEEDED
             return summary
-        except (KeyboardInterrupt, SystemExit):  # cancelled, or requeued: it submits another then
+        except (KeyboardInterrupt, SystemExit):  # cancelled
             is_over = True
             raise
         finally:
@@ -80,7 +80,6 @@ class _Keeper:
         self._ends_at = stage.ends_at or self._began + (stage.config.uptime_s or 0)
         self._may_start_at = self._began + stage.alone_s
         self._successor = ""
-        self._submitted = 0
 
     def finish(self, *, is_over: bool) -> None:
         """End the watch as the job ends."""
@@ -105,36 +104,28 @@ class _Keeper:
         if self._began + self._stage.serving_s >= self._ends_at:
             return  # the last of the chain
         after = [Dependency(self._id, AFTER_END)]
-        most = self._stage.config.max_restarts
-        while self._submit(after):
-            problem = self._watch()
-            if not problem:
+        config, pause_s = self._stage.config, self._stage.config.restart_backoff_s
+        for left in range(config.max_restarts, -1, -1):
+            while not self._submit(after):
+                if not self._waits(until=time.time() + _HELD_ASK_S):
+                    return
+            if not (problem := self._watch()):
                 return
-            left = most + 1 - self._submitted
             self._say(f"the next job, {self._successor}, {problem}; {left} attempts are left")
-            if left <= 0:
-                return
-            pause_s = self._stage.config.restart_backoff_s * (2.0 ** (self._submitted - 1))
             if not self._waits(until=time.time() + pause_s):
                 return
             self._may_start_at, after = 0.0, []
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _submit(self, after: list[Dependency]) -> bool:
-        """Put a successor into the queue, or find that of this job before it was requeued."""
-        found = record.read_record(self._chain.job.record_path)
-        known = found.successor if found is not None else ""
-        self._submitted += 1
-        if known and known != self._successor and is_queued(known):
-            self._successor = known
-            return True
+        """Put a successor into the queue; return False if Slurm refuses it now."""
         job, stage = self._chain.job, copy.copy(self._stage)
         stage.predecessor, stage.ends_at = self._id, self._ends_at
         try:
             self._successor = self._chain.launcher.submit(replace(job, stage=stage), after).job_id
-        except SubmissionError as error:
-            self._say(f"the next job was refused: {error}")
-            self._successor = ""
-            return self._waits(until=time.time() + _ASK_S)
+        except SubmissionError as error:  # such as a limit of queued jobs
+            self._say(f"the next job was refused, and is submitted again in a minute: {error}")
+            return False
         self._say(f"job {self._successor} will follow this one")
         record.update_record(job.record_path, self._id, successor=self._successor)
         return True
@@ -154,6 +145,7 @@ class _Keeper:
                 return ""
             if is_held and time.time() >= self._may_start_at:
                 is_held, pause_s = bool(release(self._successor)), _ASK_S
+                self._may_start_at += pause_s  # if Slurm does not answer
             answer = slurm_state(self._successor)
             state = record.SUBMITTED if answer is None else our_state(answer.word)
             if state in record.FINAL_STATES:

@@ -14,6 +14,7 @@ from launcher_scripts.configuration.server_config import image_of
 from launcher_scripts.configuration.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.launchers.base import Dependency, Job
+from stages.deploy import DeployStage
 from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
@@ -77,6 +78,11 @@ def batch_script(
         f"exec {driver_command(folder)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def is_chained(job: Job) -> bool:
+    """Return whether a job is one of a chain, as a server's with `deploy.uptime`."""
+    return isinstance(job.stage, DeployStage) and job.stage.is_chained
 
 
 def _measure_memory(job: Job, array: Array | None) -> list[str]:
@@ -156,7 +162,8 @@ def sbatch_options(job: Job, config: Config, after: Sequence[Dependency]) -> dic
         "mem": memory(cluster.mem if resources.mem_gb is None else resources.mem_gb),
         **_logs(log_path(job, "%j"), "%j"),
         "open-mode": "append",
-        "requeue": True,
+        # The next job of a chain takes a lost one's place.
+        "no-requeue" if is_chained(job) else "requeue": True,
         "signal": f"B:USR2@{cluster.signal_delay_s}",
         "kill-on-invalid-dep": "yes" if after else None,
         "dependency": dependency(job, config, after),

@@ -109,12 +109,6 @@ def cancel(job_id: str) -> str:
     return "" if done.returncode == 0 else done.stderr.strip()
 
 
-def is_queued(job_id: str) -> bool:
-    """Return whether a job waits in the queue."""
-    answer = slurm_state(job_id)
-    return answer is not None and answer.word in _QUEUED
-
-
 def release(job_id: str) -> str:
     """Let a job start before what it depends on; return scontrol's error, empty if none."""
     done = _ask(["scontrol", "update", f"JobId={job_id}", "Dependency="])

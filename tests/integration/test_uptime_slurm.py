@@ -22,15 +22,25 @@ import pytest
 
 from inference.ports import pick_free_ports
 from inference.server.client import TritonClient
+from launcher_scripts.launchers import slurm_chain
+from launcher_scripts.launchers.base import Job
+from launcher_scripts.launchers.slurm import SlurmLauncher
+from launcher_scripts.launchers.slurm_chain import SlurmChain
+from launcher_scripts.stage_table import Context, build_stage
+from stages.deploy import DeployStage
 from tests.conftest import ROOT
 from tests.integration.command import FREE_PORTS, finish, processes_of, start
 from tests.integration.conftest import SampleRepository
 from tests.integration.slurm_cluster import SlurmCluster
-from tests.integration.slurm_runs import CLUSTER, reachable, slurm_cluster  # noqa: F401
+from tests.integration.slurm_runs import CLUSTER, configure, reachable, slurm_cluster  # noqa: F401
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.triton, pytest.mark.usefixtures("reachable")]
 LONG = 100  # tokens of a stream
+SOAK_COUNT = 12  # of hand-overs in `make soak`
+REAL_LIMITS = ("deploy.time_limit=2", "deploy.handover_s=40")
+# Both nodes are this machine; on two there is no memory to share.
+NO_SHARED_MEMORY = {"shared_memory": "0"}
 PAUSE_S = 0.2  # of a client, which leaves the processors to the next server
 
 
@@ -161,18 +171,31 @@ def clients(ports: dict[str, int], over: threading.Event) -> list[Callable[[], l
     return [stream, stream_openai, ask]
 
 
+TWO_NODES = ("cluster.gpus_per_node=1", "cluster.mpi=none")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("nodes", "count"), [(1, 3), (2, 1)])
 def test_clients_of_one_address_notice_no_hand_over(
-    tmp_path: Path, slurm_cluster: SlurmCluster, sample_repository: SampleRepository
+    tmp_path: Path,
+    slurm_cluster: SlurmCluster,
+    sample_repository: SampleRepository,
+    soak: int,
+    nodes: int,
+    count: int,
 ) -> None:
-    chain = Uptime(slurm_cluster, tmp_path, sample_repository(tp_size=1, decoupled=True))
-    chain.run("deploy.handover_s=535")  # the next job may start as soon as this one serves
+    repository = sample_repository(tp_size=nodes, decoupled=True, parameters=NO_SHARED_MEMORY)
+    chain = Uptime(slurm_cluster, tmp_path, repository)
+    # The next job may start as soon as this one serves; with real limits, in the middle of it.
+    limits = ("deploy.handover_s=535",) if soak == 1 else REAL_LIMITS
+    chain.run(*limits, *(TWO_NODES if nodes == 2 else ()))
     until(lambda: chain.serving() != "", "the first server")
     over = threading.Event()
     served = [chain.serving()]
     with relay(chain.endpoint_path, tmp_path / "relay.log") as ports, ThreadPoolExecutor(8) as pool:
         asking = [pool.submit(each) for each in clients(ports, over)]
         try:
-            for _ in range(3):
+            for _ in range(count if soak == 1 else SOAK_COUNT):
                 until(
                     lambda: (
                         any(each.done() for each in asking)
@@ -184,7 +207,7 @@ def test_clients_of_one_address_notice_no_hand_over(
         finally:
             over.set()
         streamed, completed, asked = (each.result() for each in asking)
-    assert len(set(served)) == 4
+    assert len(set(served)) == len(served)
     assert len(streamed) > 3
     assert len(set(streamed)) == 1
     assert len(set(completed)) == 1
@@ -226,3 +249,39 @@ def test_lost_jobs_are_replaced_and_a_cancelled_one_ends_the_chain(
     slurm_cluster.run("scancel", following)
     until(lambda: not chain.queued(), "the end of every job")
     assert not chain.endpoint_path.exists()
+
+
+def test_successor_that_is_late_is_replaced_a_bounded_number_of_times(
+    tmp_path: Path,
+    slurm_cluster: SlurmCluster,
+    sample_repository: SampleRepository,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The job that serves is this process; those that should follow are real ones."""
+    monkeypatch.setattr(slurm_chain, "_LATE_S", -1.0)  # from its first second on
+    monkeypatch.setattr(slurm_chain, "_ASK_S", 0.2)
+    config = configure(
+        f"base_results_dir={tmp_path}", f"deploy.repository={sample_repository(tp_size=1)}",
+        "deploy.uptime=7-00:00:00", "deploy.time_limit=10", "deploy.handover_s=448",
+        "deploy.max_restarts=1", "deploy.ready_timeout_s=1", "deploy.restart_backoff_s=0.1",
+    )  # fmt: skip
+    stage = build_stage("deploy", config, Context())
+    assert isinstance(stage, DeployStage)
+    stage.job.folder.mkdir(parents=True)
+    job_id = slurm_cluster.run(
+        "sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 60"
+    ).strip()
+    monkeypatch.setenv("SLIPWAY_JOB_ID", job_id)
+    said: list[str] = []
+
+    def work() -> dict[str, Any]:
+        stage.endpoint_path.write_text(json.dumps({"job_id": job_id}))
+        until(lambda: bool(said.append(capfd.readouterr().err)) or "0 attempts" in "".join(said))
+        return {"ended": "no longer needed"}
+
+    chain = SlurmChain(SlurmLauncher(config), Job(stage=stage, prefix="t-"))
+    chain.run(work, threading.Event())
+    assert "".join(said).count("has run for 0 s and does not serve") == 2
+    slurm_cluster.run("scancel", job_id)
+    until(lambda: not slurm_cluster.run("squeue", "-h").strip(), "the end of every job")

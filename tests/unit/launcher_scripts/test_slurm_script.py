@@ -56,6 +56,14 @@ def test_memory_is_in_gigabytes_and_zero_is_all(value: object, expected: str | N
     assert memory(value) == expected
 
 
+def test_job_of_a_chain_is_not_requeued_but_followed() -> None:
+    assert "no-requeue" not in options("deploy", "deploy.uptime=1:00:00")  # one job is enough
+    found = options("deploy", "deploy.uptime=7-00:00:00")
+    assert found["no-requeue"] is True
+    assert "requeue" not in found
+    assert found["time"] == "1-00:00:00"
+
+
 def test_guide_values_render_to_valid_options_of_slurm() -> None:
     found = options("deploy", "cluster.overcommit=False", "cluster.exclusive=False")
     assert "overcommit" not in found
