@@ -126,7 +126,8 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
     """Add the options from which `opened_client` connects."""
     add = parser.add_argument
     add("-u", "--url",
-        help="host:port (default localhost:8001, http 8000); https and grpcs use TLS")  # fmt: skip
+        help="host:port (default localhost:8001, http 8000), or the endpoint.json of a deploy job; "
+        "https and grpcs use TLS")  # fmt: skip
     add("--ca", type=Path, metavar="FILE.pem", help="use TLS, and trust these certificates alone")
     add("--token-file", type=Path, metavar="FILE", help="send the token in this file, of mode 600")
     add("-i", "--protocol", choices=PROTOCOLS)
@@ -158,6 +159,8 @@ def opened_client(
     Raises:
         ValueError: The URL has another form, or names another protocol than --protocol.
     """
+    if (arguments.url or "").endswith(".json"):
+        arguments.url = _published(Path(arguments.url), arguments.protocol or default_protocol)
     scheme, _, address = (arguments.url or "").rpartition("://")
     credentials = Credentials(
         uses_tls=scheme in _TLS_SCHEMES or arguments.ca is not None,
@@ -178,6 +181,14 @@ def opened_client(
     arguments.url = address or DEFAULT_URLS[protocol]
     more |= {"timeout_s": arguments.timeout_s, "credentials": credentials}
     return TritonClient(arguments.url, protocol=protocol, **more)
+
+
+def _published(path: Path, protocol: str) -> str:
+    """Return the URL of the server whose address a deploy job has published."""
+    endpoint = json.loads(path.read_text(encoding="utf-8"))
+    host, tls = endpoint["host"], "s" if endpoint["uses_tls"] else ""
+    address = f"[{host}]" if ":" in host else host
+    return f"{protocol}{tls}://{address}:{endpoint[protocol]}"
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:

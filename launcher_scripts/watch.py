@@ -23,6 +23,7 @@ from launcher_scripts.configuration.settings import (
 )
 from launcher_scripts.console import Console
 from launcher_scripts.invocation import Invocation
+from launcher_scripts.launchers.slurm_state import cancel, jobs_below
 from launcher_scripts.run import Run
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
 from launcher_scripts.watch_state import (
@@ -279,13 +280,24 @@ class Watch:
         self._follow_one(each)
 
     def _continue(self, each: Watched) -> None:
-        """Take up a pipeline of an earlier watch, unless that ended while it submitted the jobs."""
+        """Take up a pipeline of an earlier watch, unless its jobs have ended with that.
+
+        It may also have been killed before it submitted all of them.
+        """
         folder = Path(each.results_dir)
         found = [read_job(folder, name) for name in each.jobs]
-        if not all(one is not None and one.job_id for one in found):
-            self._console.say(f"step {each.step}: its jobs were not all submitted")
-            cancel_jobs(folder, [one for one in found if one and one.job_id], self._console)
-            each.state, each.attempts = WAITING, each.attempts - 1
+        submitted = [one for one in found if one is not None and one.job_id]
+        if self._config.cluster_type == "local":
+            ended = [one for one in submitted if one.state in (record.COMPLETED, record.FAILED)]
+            if len(ended) == len(found) or any(one.state == record.FAILED for one in ended):
+                return
+        elif len(submitted) == len(found):
+            return
+        self._console.say(f"step {each.step}: its jobs have ended with the earlier watch")
+        cancel_jobs(folder, submitted, self._console)
+        for job_id in jobs_below(folder) if self._config.cluster_type == "bcm" else ():
+            cancel(job_id)  # it was killed before it could note the id
+        each.state, each.attempts = WAITING, each.attempts - 1
 
     def _follow(self) -> None:
         for each in self._in_order():

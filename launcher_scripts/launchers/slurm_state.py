@@ -101,6 +101,13 @@ def waiting_for(job_id: str) -> str:
     return answer.reason if answer is not None and answer.word in _QUEUED else ""
 
 
+def jobs_below(folder: Path) -> list[str]:
+    """Return the ids of the user's jobs whose batch scripts lie below a folder."""
+    answer = _ask(["squeue", "-h", "--me", "-o", "%i %o"])
+    pairs = [line.split(maxsplit=1) for line in (answer.stdout if answer else "").splitlines()]
+    return [pair[0] for pair in pairs if len(pair) == 2 and Path(pair[1]).is_relative_to(folder)]
+
+
 def cancel(job_id: str) -> str:
     """Cancel a job; return scancel's error, empty if none."""
     done = _ask(["scancel", job_id])

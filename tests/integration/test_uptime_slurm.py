@@ -37,7 +37,6 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.triton, pytest.mark.usefixtures("reachable")]
 LONG = 100  # tokens of a stream
-SOAK_COUNT = 12  # of hand-overs in `make soak`
 REAL_LIMITS = ("deploy.time_limit=2", "deploy.handover_s=40")
 # Both nodes are this machine; on two there is no memory to share.
 NO_SHARED_MEMORY = {"shared_memory": "0"}
@@ -195,7 +194,7 @@ def test_clients_of_one_address_notice_no_hand_over(
     with relay(chain.endpoint_path, tmp_path / "relay.log") as ports, ThreadPoolExecutor(8) as pool:
         asking = [pool.submit(each) for each in clients(ports, over)]
         try:
-            for _ in range(count if soak == 1 else SOAK_COUNT):
+            for _ in range(count * min(soak, 4)):
                 until(
                     lambda: (
                         any(each.done() for each in asking)

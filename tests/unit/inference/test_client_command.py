@@ -156,3 +156,14 @@ def test_streaming_over_http_and_unknown_protocols_are_refused() -> None:
             next(client.stream_text("a", output_len=1, options={"beam_width": 2}))
     with pytest.raises(ValueError, match="protocol='ftp' is unknown"):
         TritonClient(protocol="ftp")
+
+
+def test_published_address_is_an_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "endpoint.json"
+    (port,) = pick_free_ports("127.0.0.1", 1)
+    path.write_text(json.dumps({"host": "127.0.0.1", "http": port, "grpc": 1, "uses_tls": False}))
+    assert main(["health", "--url", str(path), "--protocol", "http"]) == 1
+    assert f"127.0.0.1:{port}: no server answers there" in capsys.readouterr().err
+    path.unlink()
+    assert main(["health", "--url", str(path)]) == 1
+    assert "endpoint.json" in capsys.readouterr().err

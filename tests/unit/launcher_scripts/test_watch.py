@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from launcher_scripts.main import main
 from launcher_scripts.watch import Watch
 from launcher_scripts.watch_state import Figure, Watched, WatchState, read_state
 from tests.conftest import ROOT
+from tests.waiting import until
 
 SAMPLE = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
@@ -86,6 +91,39 @@ def test_failed_pipelines_are_started_again_a_bounded_number_of_times(
     status, watched = watch(tmp_path, "+env_vars.PYTHONHOME=/nowhere", "watch.retries=1")
     assert status == 1
     assert (watched[10].state, watched[10].attempts) == ("failed", 2)
+
+
+@pytest.mark.soak
+def test_watch_that_is_killed_loses_no_checkpoint_and_repeats_none(
+    tmp_path: Path, run: Path, soak: int
+) -> None:
+    """A kill is no failure of the pipeline, so that its attempt does not count."""
+    moments, steps = random.Random(7), range(10, 10 + 20 * soak, 10)
+    killed: set[str] = set()
+
+    def running() -> str:
+        """Return the job that runs now, empty if there is none that was not killed."""
+        for path in tmp_path.rglob("convert/job.json"):
+            job = json.loads(path.read_text())
+            if job["state"] == "running" and job["job_id"] not in killed:
+                return str(job["job_id"])
+        return ""
+
+    for step in steps:
+        arrive(run, step)
+        with subprocess.Popen(
+            [sys.executable, "main.py", *words(tmp_path, "watch.retries=0")],
+            cwd=ROOT, stdout=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            until(lambda: running() != "", "a job that runs")
+            killed.add(running())
+            time.sleep(moments.uniform(0, 0.3))
+            process.kill()
+    status, watched = watch(tmp_path, "watch.retries=0")
+    assert status == 0
+    assert {step: (each.state, each.attempts) for step, each in watched.items()} == dict.fromkeys(
+        steps, ("evaluated", 1)
+    )
 
 
 def test_wrong_configuration_is_refused_before_anything_is_waited_for(
