@@ -37,7 +37,7 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.triton, pytest.mark.usefixtures("reachable")]
 LONG = 100  # tokens of a stream
-REAL_LIMITS = ("deploy.time_limit=2", "deploy.handover_s=40")
+REAL_LIMITS = ("deploy.time_limit=2", "deploy.handover_s=50")
 # Both nodes are this machine; on two there is no memory to share.
 NO_SHARED_MEMORY = {"shared_memory": "0"}
 PAUSE_S = 0.2  # of a client, which leaves the processors to the next server
