@@ -32,6 +32,7 @@ from stages.service import NOT_NEEDED
 _POLL_S = 0.5
 # Between questions to Slurm about a successor that is held back, and about one that is not.
 _HELD_ASK_S, _ASK_S = 60.0, 5.0
+_STARTS = 3  # of a job that have room before the end of its predecessor
 _LONGEST_PAUSE_S = 300.0  # before a further attempt
 _LATE_S = 300.0  # beyond deploy.ready_timeout_s: a node may fetch its container first
 
@@ -101,6 +102,9 @@ class _Keeper:
         if not self._waits(lambda: self._serves(self._id)):
             return
         self._claim_record()
+        started_s = time.time() - self._began  # the next job needs about as long
+        latest = self._began + self._stage.serving_s - _STARTS * started_s
+        self._may_start_at = min(self._may_start_at, latest)
         if self._began + self._stage.serving_s >= self._ends_at:
             return  # the last of the chain
         after = [Dependency(self._id, AFTER_END)]
@@ -145,7 +149,7 @@ class _Keeper:
                 return ""
             if is_held and time.time() >= self._may_start_at:
                 is_held, pause_s = bool(release(self._successor)), _ASK_S
-                self._may_start_at += pause_s  # if Slurm does not answer
+                self._may_start_at = time.time() + pause_s  # if Slurm does not answer
             answer = slurm_state(self._successor)
             state = record.SUBMITTED if answer is None else our_state(answer.word)
             if state in record.FINAL_STATES:

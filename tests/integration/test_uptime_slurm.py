@@ -37,7 +37,8 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.triton, pytest.mark.usefixtures("reachable")]
 LONG = 100  # tokens of a stream
-REAL_LIMITS = ("deploy.time_limit=2", "deploy.handover_s=50")
+# A job of three minutes serves for 116 s: the signal before the limit may come a minute early.
+REAL_LIMITS = ("deploy.time_limit=3", "deploy.handover_s=100")
 # Both nodes are this machine; on two there is no memory to share.
 NO_SHARED_MEMORY = {"shared_memory": "0"}
 PAUSE_S = 0.2  # of a client, which leaves the processors to the next server

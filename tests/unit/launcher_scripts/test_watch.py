@@ -97,7 +97,7 @@ def test_failed_pipelines_are_started_again_a_bounded_number_of_times(
 def test_watch_that_is_killed_loses_no_checkpoint_and_repeats_none(
     tmp_path: Path, run: Path, soak: int
 ) -> None:
-    """A kill is no failure of the pipeline, so that its attempt does not count."""
+    """A kill is not a failure of the pipeline: its attempt does not count."""
     moments, steps = random.Random(7), range(10, 10 + 20 * soak, 10)
     killed: set[str] = set()
 
