@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from export_scripts.checkpoints.base import CheckpointReader, FileMaps, Piece
 from export_scripts.checkpoints.nemo import open_nemo
 from export_scripts.commands import command_parser, run_command, say
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig, Index
-from export_scripts.families.layout.spec import FTTensor, ModelFamily
+from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.prompts import PROMPT_TABLE, prompt_fields, prompt_tensors
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import TensorSource, join
@@ -30,9 +28,10 @@ from export_scripts.families.t5.tuning import (
     ia3_tensors,
 )
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config, write_config
-from export_scripts.ft.layout import ft_directory, staging_directory, tensor_table
+from export_scripts.ft.layout import ft_directory, tensor_table
 from export_scripts.ft.validation import validate_directory
-from export_scripts.numeric.arrays import DTYPES, store, to_float32
+from export_scripts.numeric.arrays import to_float32
+from export_scripts.synthesize import whole_folder, write_values
 
 
 @dataclass(frozen=True)
@@ -80,31 +79,14 @@ def add_tuning(
         )
     tp_size = config.tensor_para_size
     final = ft_directory(output_dir, tp_size)
-    staging = staging_directory(final)
-    if final.exists():
-        raise ValueError(f"{final} exists; choose another --output-dir")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
+    with whole_folder(final) as staging:
         for file in ft_dir.iterdir():
             if file.name != CONFIG_NAME:
                 _link(file, staging / file.name)
         for name, values in added.items():
-            _write(staging, tensors[name], values, config)
+            write_values(staging, tensors[name], values, config)
         write_config(staging, config)
-        staging.rename(final)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return final
-
-
-def _write(folder: Path, tensor: FTTensor, whole: Any, config: FTConfig) -> None:
-    names = tensor.file_names(config.tensor_para_size)
-    parts = [whole] if tensor.split is None else np.split(whole, len(names), tensor.split)
-    for name, part in zip(names, parts, strict=True):
-        values = np.empty(part.shape, DTYPES[tensor.dtype or config.weight_data_type])
-        store(values, part)
-        values.tofile(folder / name)
 
 
 def _added_prompts(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import re
 import shutil
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -112,24 +113,34 @@ def synthesize(
     Raises:
         ValueError: The folder exists.
     """
-    tp_size = config.tensor_para_size
-    final = ft_directory(output_dir, tp_size)
-    staging = staging_directory(final)
-    if final.exists():
-        raise ValueError(f"{final} exists; delete it, or choose another folder")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
+    final = ft_directory(output_dir, config.tensor_para_size)
+    with whole_folder(final) as staging:
         write_config(staging, config)
         for tensor in family.tensors(config):
             if sparse and len(tensor.shape) > 1:
                 _write_holes(staging, tensor, config)
             else:
-                _write_values(staging, tensor, config, seed)
+                write_values(staging, tensor, _values(tensor, seed), config)
+    return final
+
+
+@contextlib.contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """Give a hidden folder to write in, which becomes `final` after the block.
+
+    Raises:
+        ValueError: The folder exists.
+    """
+    staging = staging_directory(final)
+    if final.exists():
+        raise ValueError(f"{final} exists; delete it, or choose another --output-dir")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
         staging.rename(final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return final
 
 
 def _write_holes(folder: Path, tensor: FTTensor, config: FTConfig) -> None:
@@ -139,9 +150,9 @@ def _write_holes(folder: Path, tensor: FTTensor, config: FTConfig) -> None:
             file.truncate(size)
 
 
-def _write_values(folder: Path, tensor: FTTensor, config: FTConfig, seed: int) -> None:
+def write_values(folder: Path, tensor: FTTensor, whole: Array, config: FTConfig) -> None:
+    """Write the files of a tensor, one for each rank that has its own part."""
     names = tensor.file_names(config.tensor_para_size)
-    whole = _values(tensor, seed)
     parts = [whole] if tensor.split is None else np.split(whole, len(names), tensor.split)
     for name, part in zip(names, parts, strict=True):
         out = np.empty(part.shape, DTYPES[tensor.dtype or config.weight_data_type])

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import StoredTensor, TensorIndex, TokenizerFile
-from export_scripts.checkpoints.containers import Container, open_container, read_yaml
+from export_scripts.checkpoints.base import StoredTensor, TensorIndex
+from export_scripts.checkpoints.containers import open_container, read_yaml
 from export_scripts.checkpoints.distributed import METADATA_NAME, read_distributed
 from export_scripts.checkpoints.megatron import LATEST_NAME, iteration_folder
+from export_scripts.checkpoints.nemo2 import huggingface_files
 from export_scripts.checkpoints.pt_archive import read_torch_file
-from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
 from export_scripts.errors import CheckpointMismatchError
 
 CONFIG_NAME = "run_config.yaml"
@@ -70,7 +70,9 @@ def open_bridge(path: Path) -> TensorIndex:
         },
         tensors=found.tensors,
         source_files=tuple(sorted({*found.files, root / CONFIG_NAME})),
-        tokenizer=_tokenizer_files(container, tokenizer.get("tokenizer_type")),
+        tokenizer=()
+        if tokenizer.get("tokenizer_type") == _TIKTOKEN
+        else tuple(huggingface_files(container, _TOKENIZER).values()),
         remarks=remarks,
         is_distributed=True,
     )
@@ -99,12 +101,3 @@ def _step(path: Path) -> int:
     with step.path.open("rb") as file:
         file.seek(step.offset)
         return int.from_bytes(file.read(step.span_bytes), "little", signed=True)
-
-
-def _tokenizer_files(container: Container, kind: Any) -> tuple[TokenizerFile, ...]:
-    found: dict[str, TokenizerFile] = {}
-    for theirs, ours in HUGGINGFACE_FILES.items():
-        region = container.find(_TOKENIZER + theirs)
-        if region is not None and ours not in found and kind != _TIKTOKEN:
-            found[ours] = TokenizerFile(ours, region.path, region.offset, region.size)
-    return tuple(found.values())

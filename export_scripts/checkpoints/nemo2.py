@@ -69,13 +69,19 @@ def _class_name(value: Mapping[str, Any]) -> str:
     return str(value.get("_target_") or "").rpartition(".")[2]
 
 
-def _tokenizer_files(container: Container, settings: Any) -> tuple[TokenizerFile, ...]:
+def huggingface_files(container: Container, *folders: str) -> dict[str, TokenizerFile]:
+    """Return the files of a Hugging Face tokenizer in a container's folders, the first of each."""
     found: dict[str, TokenizerFile] = {}
-    for folder in _TOKENIZER_FOLDERS:
+    for folder in folders:
         for theirs, ours in HUGGINGFACE_FILES.items():
             region = container.find(folder + theirs)
             if region is not None and ours not in found:
                 found[ours] = TokenizerFile(ours, region.path, region.offset, region.size)
+    return found
+
+
+def _tokenizer_files(container: Container, settings: Any) -> tuple[TokenizerFile, ...]:
+    found = huggingface_files(container, *_TOKENIZER_FOLDERS)
     path = settings.get("model_path") if isinstance(settings, Mapping) else None
     region = container.find(CONTEXT + PurePosixPath(str(path)).name) if path else None
     if region is not None:
