@@ -6,11 +6,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from export_scripts.triton.signature import ModelSignature, TensorSignature
+from export_scripts.triton.signature import (
+    FROM_TEXT,
+    TOKENS_OF_ENCODER,
+    ModelSignature,
+    TensorSignature,
+    ensemble,
+)
 
 INTERACTIVE_IDLE_US = 60_000_000  # a session without requests is dropped after this time
 # Our engine holds many sessions at once and refuses those that exceed its memory.
 _MOST_SESSIONS = 1024
+# Inputs of preprocessing to those of the ensemble.
+_TEXT_INPUTS = {
+    "QUERY": "INPUT_0",
+    "REQUEST_OUTPUT_LEN": "INPUT_1",
+    "BAD_WORDS_DICT": "INPUT_2",
+    "STOP_WORDS_DICT": "INPUT_3",
+}
 
 
 @dataclass(frozen=True)
@@ -165,3 +178,59 @@ def _fill_batch_input(schema: Any, batch_inputs: Any, inputs: Iterable[TensorSig
                 data_type=schema.DataType.TYPE_INT32,
                 source_input=[tensor.name],
             )
+
+
+def ensemble_steps(
+    model: ModelSignature, *, model_name: str, decoupled: bool
+) -> tuple[EnsembleStep, ...]:
+    """Return the three steps around the generation model called `model_name`.
+
+    Tensors between steps are named after what they hold in lower case, with a leading underscore.
+    """
+    outer = ensemble(model)
+    options = {tensor.name for tensor in outer.inputs} - set(_TEXT_INPUTS.values())
+    results = {tensor.name for tensor in outer.outputs} - {"OUTPUT_0"}
+    taken = {tensor.name for tensor in model.inputs}
+    produced = {tensor.name for tensor in model.outputs}
+
+    def inner(name: str) -> str:
+        return name if name in results else f"_{name.lower()}"
+
+    to_text = {"TOKENS_BATCH": inner("output_ids"), "sequence_length": "sequence_length"}
+    if "response_input_lengths" in produced:
+        to_text["RESPONSE_INPUT_LENGTHS"] = inner("response_input_lengths")
+    elif "input_lengths" in taken and not decoupled:
+        # Next to the answers of a streaming model, Triton allows no other inputs of a step.
+        to_text["REQUEST_INPUT_LEN"] = inner("REQUEST_INPUT_LEN")
+    if "is_finished" in produced:
+        to_text["IS_FINISHED"] = inner("is_finished")
+    wanted = {"output_ids", "response_input_lengths", "is_finished"} & produced
+    return (
+        EnsembleStep(
+            "preprocessing",
+            input_map=_TEXT_INPUTS,
+            output_map={name: inner(name) for name in sorted(set(FROM_TEXT.values()))},
+        ),
+        EnsembleStep(
+            model_name,
+            input_map={name: name for name in sorted(options)}
+            | {name: inner(source) for name, source in FROM_TEXT.items() if name in taken},
+            output_map={name: inner(name) for name in sorted(wanted | results)},
+        ),
+        EnsembleStep("postprocessing", input_map=to_text, output_map={"OUTPUT": "OUTPUT_0"}),
+    )
+
+
+def text_encoder_steps(model: ModelSignature, *, model_name: str) -> tuple[EnsembleStep, ...]:
+    """Return the two steps of an encoder called `model_name` that takes text."""
+    inner = {"input_ids": "_input_ids", "request_input_len": "request_input_len"}
+    options = sorted({tensor.name for tensor in model.inputs} - set(TOKENS_OF_ENCODER))
+    return (
+        EnsembleStep("tokenizer", input_map={"query": "query"}, output_map=inner),
+        EnsembleStep(
+            model_name,
+            input_map={name: inner[source] for name, source in TOKENS_OF_ENCODER.items()}
+            | {name: name for name in options},
+            output_map={tensor.name: tensor.name for tensor in model.outputs},
+        ),
+    )

@@ -10,8 +10,11 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.tokenizer_files import TokenizerFiles
 from export_scripts.triton import signature
-from export_scripts.triton.graph import ensemble_steps, text_encoder_steps
-from export_scripts.triton.model_config import TritonModelConfig
+from export_scripts.triton.model_config import (
+    TritonModelConfig,
+    ensemble_steps,
+    text_encoder_steps,
+)
 from export_scripts.triton.repository_request import RepositoryRequest
 from export_scripts.triton.signature import ModelSignature
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from export_scripts.triton.graph import ensemble_steps
-from export_scripts.triton.model_config import TritonModelConfig, parse_config
+from export_scripts.triton.model_config import TritonModelConfig, ensemble_steps, parse_config
 from export_scripts.triton.signature import (
     MODEL_SIGNATURES,
     ensemble,
