@@ -21,7 +21,10 @@ from inference.ranks.settings import Placement
 from tests.parity.test_huggingface_families import IDS, build
 from tests.rank_threads import logits_of
 
-NAMES = ("qwen2-some-windows", "qwen3", "granite", "olmo2", "gemma2", "gemma3")
+NAMES = (
+    *("qwen2-some-windows", "qwen3", "granite", "olmo2", "gemma2", "gemma3", "smollm3"),
+    *("phi3-longrope", "starcoder2", "nemotron", "falcon", "falcon-7b"),
+)
 PROMPTS = [IDS[:1], IDS[3:7], IDS[2:14], [*IDS, *IDS[:4]]]
 ANSWER = 15
 END = 2
@@ -82,7 +85,7 @@ def test_beams_have_the_scores_of_their_tokens(name: str, tmp_path: Path) -> Non
 
 # The largest error, of the largest logit: 8 bits of weights and of rows, 8 bits of every value.
 ROUNDED: dict[str, tuple[dict[str, Any], float]] = {
-    "int8": ({"int8_mode": 1}, 0.1),
+    "int8": ({"int8_mode": 1}, 0.15),
     "bf16": ({"data_type": "bf16"}, 0.05),
 }
 

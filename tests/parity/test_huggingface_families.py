@@ -50,12 +50,28 @@ GRANITE = {
     "hidden_size": 40, "tie_word_embeddings": True, "attention_multiplier": 0.3,
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.7,
 }  # fmt: skip
-OLMO2 = {**{key: value for key, value in LLAMA.items() if key != "head_dim"}, "hidden_size": 40}
+# A head of 10, which follows from the width.
+WIDE = {**{key: value for key, value in LLAMA.items() if key != "head_dim"}, "hidden_size": 40}
+OLMO2 = WIDE
+PHI3 = {**WIDE, "pad_token_id": 0}
+FALCON = {**WIDE, "ffn_hidden_size": 56, "alibi": False, "bias": False}
 GEMMA = {**LLAMA, "tie_word_embeddings": True, "num_hidden_layers": 4}
 
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+def longrope(pairs: int, **parameters: Any) -> dict[str, Any]:
+    """Return factors of so many pairs, the long ones beyond 10 tokens."""
+    return {
+        "original_max_position_embeddings": 10,
+        **rope(
+            "longrope", original_max_position_embeddings=10,
+            short_factor=[1 + n / 8 for n in range(pairs)],
+            long_factor=[2 + n / 2 for n in range(pairs)], **parameters,
+        ),
+    }  # fmt: skip
 
 
 GEMMA3 = {
@@ -145,6 +161,20 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
         {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
     ),
     "gemma3": ("Gemma3TextConfig", GEMMA3),
+    "smollm3": ("SmolLM3Config", {**WIDE, "no_rope_layers": [1, 0]}),
+    "smollm3-biases": ("SmolLM3Config", {**WIDE, "attention_bias": True, "mlp_bias": True}),
+    "phi3": ("Phi3Config", PHI3),
+    "phi3-longrope": ("Phi3Config", {**PHI3, **longrope(5)}),
+    "phi3-partial": ("Phi3Config", {**PHI3, **longrope(3, partial_rotary_factor=0.6)}),
+    "phi3-window": ("Phi3Config", {**PHI3, "sliding_window": 5}),
+    "starcoder2": ("Starcoder2Config", {**WIDE, "sliding_window": 5}),
+    "starcoder2-no-biases": ("Starcoder2Config", {**WIDE, "use_bias": False}),
+    "nemotron": ("NemotronConfig", {**LLAMA, "hidden_size": 40, "head_dim": 12}),
+    "falcon": ("FalconConfig", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-7b": ("FalconConfig", {**FALCON, "multi_query": True, "parallel_attn": True}),
+    "falcon-sequential": (
+        "FalconConfig", {**FALCON, "multi_query": True, "parallel_attn": False, "bias": True}
+    ),
 }  # fmt: skip
 
 # Ranks of each run, and how the prompt is cut into steps.
@@ -238,6 +268,11 @@ def test_a_configuration_means_what_transformers_takes_it_for(name: str, tmp_pat
         "olmo2",
         "gemma2",
         "gemma3",
+        "smollm3",
+        "phi3-longrope",
+        "starcoder2",
+        "nemotron",
+        "falcon",
     ],
 )
 def test_logits_do_not_depend_on_the_ranks(
