@@ -15,7 +15,6 @@ _EQUAL, _DEVIATES, _BAD_INPUT = 0, 1, 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the arguments of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m inference.parity",
         description=textwrap.dedent(

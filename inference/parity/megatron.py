@@ -88,7 +88,6 @@ class MegatronSource:
         return noted
 
     def _network(self) -> Any:
-        """Return GPTModel with the weights."""
         gpt = importlib.import_module("megatron.core.models.gpt")
         specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
         configs = importlib.import_module("megatron.core.transformer.transformer_config")
@@ -198,7 +197,6 @@ def _state(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, torch.Tens
 
 
 def _config(traits: MegatronTraits, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the arguments of TransformerConfig."""
     layer = "decoder.layers.0."
     return {
         "num_layers": traits.num_layer,

@@ -114,8 +114,6 @@ class _TappedSum:
 
 @dataclass(frozen=True)
 class _TappedLayer:
-    """A whole layer."""
-
     inner: _Part
     note: _Note
 
