@@ -24,5 +24,4 @@ def as_array(tensor: torch.Tensor) -> Array:
 
 
 def loaded(stored: StoredTensor) -> torch.Tensor:
-    """Return a stored tensor's values."""
     return as_torch(stored.load(FileMaps()))

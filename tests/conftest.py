@@ -24,7 +24,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Return the folder of reference material."""
     return SHARED
 
 

@@ -71,7 +71,6 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 @contextmanager
 def served(fake: FakeTriton, address: str = "127.0.0.1:0") -> Iterator[str]:
-    """Serve for the duration of the block; yield the address."""
     server = grpc.server(ThreadPoolExecutor(8))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
     port = server.add_insecure_port(address)

@@ -75,7 +75,6 @@ def write_random(
 
 
 def gpt_config(*, tp_size: int = 1, **changes: Any) -> GPTConfig:
-    """Return a small GPT whose sizes all differ."""
     values: dict[str, Any] = {
         "model_name": "tiny",
         "head_num": 4,
@@ -93,12 +92,10 @@ def gpt_config(*, tp_size: int = 1, **changes: Any) -> GPTConfig:
 
 
 def write_gpt(target: Path, *, tp_size: int = 1, seed: int = 0, **changes: Any) -> Path:
-    """Write a small random GPT."""
     return write_random(GPT, gpt_config(tp_size=tp_size, **changes), target, seed=seed)
 
 
 def write_bert(target: Path, *, tp_size: int = 1) -> Path:
-    """Write a small random BERT."""
     config = BertConfig(
         model_name="bert",
         weight_data_type="fp32",

@@ -94,7 +94,6 @@ def _member(archive: Path, name: str) -> bytes:
 
 
 def nemo_config(archive: Path) -> dict[str, Any]:
-    """Return the configuration in a .nemo archive."""
     config = yaml.safe_load(_member(archive, "model_config.yaml"))
     assert isinstance(config, dict)
     return config

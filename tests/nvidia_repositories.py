@@ -205,7 +205,6 @@ def _write(repository: Path, name: str, text: str) -> Path:
 
 
 def _without_additions(signature: ModelSignature) -> ModelSignature:
-    """Return the tensors that NVIDIA's templates declare."""
     inputs, outputs = (
         tuple(each for each in tensors if not each.doc.startswith("added"))
         for tensors in (signature.inputs, signature.outputs)

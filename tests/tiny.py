@@ -82,7 +82,6 @@ def gpt_tensors(
 
 
 def nemo_config(model: TinyGPT = TinyGPT(), *, tp: int = 1, pp: int = 1) -> dict[str, Any]:
-    """Return a model_config.yaml."""
     return {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
@@ -146,7 +145,6 @@ def nemo_members(
     pp: int = 1,
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    """Return the files of a .nemo archive."""
     settings = nemo_config(model, tp=tp, pp=pp) | dict(config or {})
     members = {
         "model_config.yaml": json.dumps(settings).encode(),  # JSON is YAML
@@ -160,14 +158,12 @@ def nemo_members(
 
 
 def torch_bytes(value: Any) -> bytes:
-    """Return a torch.save file."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def write_tar(path: Path, members: Mapping[str, bytes], *, gzip: bool = False) -> Path:
-    """Write an archive of members."""
     with tarfile.open(path, "w:gz" if gzip else "w") as archive:
         for name, data in members.items():
             info = tarfile.TarInfo(f"./{name}")
@@ -184,7 +180,6 @@ def write_nemo(
     gzip: bool = False,
     **layout: Any,
 ) -> Path:
-    """Write a .nemo archive of a tiny GPT."""
     tensors = gpt_tensors(model) if tensors is None else tensors
     return write_tar(path, nemo_members(tensors, model, **layout), gzip=gzip)
 

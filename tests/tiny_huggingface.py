@@ -37,14 +37,12 @@ def copy_of(
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a folder with one weight file."""
     if (folder / "model.safetensors").exists():
         return dict(safetensors.torch.load_file(folder / "model.safetensors"))
     return dict(torch.load(folder / "pytorch_model.bin", weights_only=True))
 
 
 def converted(source: Path, target: Path, **fields: Any) -> FTReader:
-    """Convert and open the folder."""
     values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32"} | fields
     request = ConversionRequest(checkpoint_path=source, output_dir=target, **values)
     return FTReader(convert(request).ft_dir)

@@ -45,7 +45,6 @@ def core_state(*, fused_norms: bool = False) -> dict[str, torch.Tensor]:
 
 
 def write_core(path: Path, state: dict[str, torch.Tensor], **changes: Any) -> Path:
-    """Write a .nemo archive."""
     settings = json.dumps(CORE | changes).encode()  # JSON is YAML
     members = {"model_config.yaml": settings, "model_weights.ckpt": torch_bytes(state)}
     return write_tar(path, members)

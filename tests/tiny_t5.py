@@ -241,7 +241,6 @@ def write_t5(
     config: Mapping[str, Any] | None = None,
     nested: bool = True,
 ) -> Path:
-    """Write a .nemo archive."""
     settings = t5_config(model, tp=tp, pp=pp, split=split, nested=nested) | dict(config or {})
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(model.vocab_size - 4))]
     members = {

@@ -83,7 +83,6 @@ def write_adapter(
     tuning: Mapping[str, Any] | None = None,
     **layout: int,
 ) -> Path:
-    """Write a linear adapter archive."""
     settings = {
         "type": "linear_adapter",
         "adapter_dim": width,
@@ -128,7 +127,6 @@ def _write_tuned(
 
 
 def write_prompts(path: Path, tables: Mapping[str, torch.Tensor], **data: Any) -> Path:
-    """Write a prompt-learning archive."""
     config = {
         "task_templates": [
             {"taskname": name, "total_virtual_tokens": len(table)} for name, table in tables.items()

@@ -77,7 +77,6 @@ def load(written: Path, architecture: str) -> tuple[Any, dict[str, Any]]:
 def outputs(
     model: Any, greedy: dict[str, Any], rows: int, config: dict[str, Any], *, is_encoder: bool
 ) -> Any:
-    """Return logits (rows, V), or the states of an encoder."""
     ids = torch.tensor(greedy["prompt"]).reshape(1, -1)
     further = {}
     if config["model_type"] in ("t5", "mt5") and not is_encoder:

@@ -69,7 +69,6 @@ def greedy_cases(shared: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def store_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the address of a running S3 server."""
     port = pick_free_ports("127.0.0.1", 1)[0]
     log = (tmp_path_factory.mktemp("moto") / "log").open("wb")
     server = subprocess.Popen(

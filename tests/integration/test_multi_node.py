@@ -65,7 +65,6 @@ def cluster() -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a converted and exported model."""
     return exported(tmp_path_factory.mktemp("results"))
 
 

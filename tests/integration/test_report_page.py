@@ -31,7 +31,6 @@ HEADER = {LIGHT: (0xFF, 0xFF, 0xFF), DARK: (0x17, 0x1E, 0x26)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a report with every section."""
     folder = tmp_path_factory.mktemp("report")
     options = EvaluationOptions(
         output_dir=folder / "out",

@@ -48,7 +48,6 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture(autouse=True)
 def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return where rank 0 of this test leaves its key."""
     monkeypatch.setenv("KEY_FILE", str(tmp_path / "key"))
     return tmp_path / "key"
 

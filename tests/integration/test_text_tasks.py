@@ -96,7 +96,6 @@ def options(
     rows: Sequence[dict[str, Any]],
     **task_options: Any,
 ) -> EvaluationOptions:
-    """Return options that ask one task of `rows`."""
     data_path = folder / f"{task}.jsonl"
     data_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return EvaluationOptions(

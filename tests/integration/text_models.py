@@ -119,7 +119,6 @@ def save_source(folder: Path, model: Any, *, size: int) -> Source:
 
 
 def t5_source(folder: Path) -> Source:
-    """Save a small random T5."""
     torch.manual_seed(6)  # answers differ, and some of them are labels
     config = T5Config(
         vocab_size=len(VOCABULARY),
@@ -138,7 +137,6 @@ def t5_source(folder: Path) -> Source:
 
 
 def gpt_source(folder: Path) -> Source:
-    """Save a small random GPT-2."""
     torch.manual_seed(8)
     config = GPT2Config(
         vocab_size=len(VOCABULARY),

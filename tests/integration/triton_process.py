@@ -35,7 +35,6 @@ def add_model(repository: Path, name: str, script: str) -> Path:
 
 
 def new_server(repository: Path | str, log_folder: Path) -> TritonServer:
-    """Return a server on free ports, not started."""
     return TritonServer(
         repository, http_port=0, grpc_port=0, metrics_port=0, log_path=log_folder / "triton.log"
     )

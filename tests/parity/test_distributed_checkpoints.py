@@ -28,7 +28,6 @@ SAVES = {
 
 @pytest.fixture(scope="module")
 def saved(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of all checkpoints."""
     folder = tmp_path_factory.mktemp("saved")
     save_all(
         [

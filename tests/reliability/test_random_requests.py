@@ -204,7 +204,6 @@ class Run:
         return [self.chance.randrange(self.vocab_size) for _ in range(count)]
 
     def row(self, beam_width: int, **fixed: Any) -> Row:
-        """Return a random row; prompts often begin alike."""
         draw = self.chance
         ids = self.tokens(draw.randint(1, 16))
         if draw.random() < 0.5:
@@ -263,7 +262,6 @@ class Run:
         return chosen
 
     def rows(self) -> list[Row]:
-        """Return the rows of a random request."""
         draw = self.chance
         beam_width = draw.choice((1, 1, 1, 1, 1, 1, 1, 2, 3))
         rows = [self.row(beam_width) for _ in range(draw.randint(1, 3))]
@@ -413,7 +411,6 @@ def assert_answer(
 
 
 def tensors_of(rows: Sequence[Row], **session: int) -> dict[str, Array]:
-    """Return the tensors of a request."""
     is_t5 = rows[0].encoder_ids is not None
     prompts = [row.ids if row.encoder_ids is None else row.encoder_ids for row in rows]
     width = max(map(len, prompts))

@@ -30,7 +30,6 @@ def instructions(name: str) -> list[tuple[str, str]]:
 
 
 def stages(name: str) -> list[list[tuple[str, str]]]:
-    """Return the instructions of each stage."""
     found: list[list[tuple[str, str]]] = []
     for word, rest in instructions(name):
         if word == "FROM":

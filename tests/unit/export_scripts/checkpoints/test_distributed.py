@@ -77,7 +77,6 @@ def cuts_of(tensors: Mapping[str, torch.Tensor], *, stacked: bool) -> dict[str, 
 
 
 def stack(state: Tensors) -> Tensors:
-    """Return layers as one tensor each."""
     out = {name: tensor for name, tensor in state.items() if ".layers." not in name}
     for name in state:
         if ".layers.0." in name:

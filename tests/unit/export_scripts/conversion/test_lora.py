@@ -35,7 +35,6 @@ KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def shards(source: Path, out: Path, *lora: Path, kind: str = "fp32", tp_size: int = 2) -> Any:
-    """Return the files of a conversion's folder."""
     request = ConversionRequest(source, out, tp_size, kind, lora_checkpoints=lora)
     folder = convert(request).ft_dir
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}

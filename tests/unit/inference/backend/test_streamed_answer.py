@@ -11,7 +11,6 @@ from inference.backend.python_backend import StreamedAnswer
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Records what was sent."""
     steps: list[Any] = []
     monkeypatch.setattr(StreamedAnswer, "send", lambda _, step, **__: steps.append(step))
     return steps

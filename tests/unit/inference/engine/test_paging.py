@@ -92,7 +92,6 @@ class World:
         on_step: OnStep | None = None,
         **options: Any,
     ) -> RunningRequest:
-        """Send a request of one row."""
         ids = tuple(prompt)
         chosen = RowOptions(end_id=end_id, **{"random_seed": 1, **options})
         context = (START,) if self.encodes else ids

@@ -40,7 +40,6 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}bo
 
 
 async def ask(client: aiohttp.ClientSession, path: str = COMPLETIONS, **fields: Any) -> Any:
-    """Return the answer to a request that must succeed."""
     body = fields if path == CHAT else {**ASKED, **fields}
     async with client.post(path, json=body) as response:
         answer = await response.json()
@@ -51,7 +50,6 @@ async def ask(client: aiohttp.ClientSession, path: str = COMPLETIONS, **fields: 
 async def refused(
     client: aiohttp.ClientSession, status: int, body: Any, path: str = COMPLETIONS
 ) -> Any:
-    """Return the error of a request that must be refused."""
     async with client.post(path, json=body) as response:
         answer = await response.json()
         assert response.status == status, answer
