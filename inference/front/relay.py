@@ -209,8 +209,8 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
     ends = [runner.cleanup() for runner in runners]
     await stop.finish(server.stop(LONGEST_REQUEST_S), *ends)
     await relay.close()
-    for each in former:
-        each.cancel()
+    if former:
+        await asyncio.wait(former, timeout=1)  # their last requests have been answered
 
 
 def _say(endpoint: dict[str, Any]) -> None:

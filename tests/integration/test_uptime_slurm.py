@@ -125,6 +125,7 @@ def relay(endpoint: Path, log: Path) -> Iterator[dict[str, int]]:
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, log.read_text()
+        assert "Unclosed" not in log.read_text()
 
 
 def clients(ports: dict[str, int], over: threading.Event) -> list[Callable[[], list[Any]]]:
