@@ -57,6 +57,11 @@ def open_megatron(path: Path) -> TensorIndex:
     if is_distributed(root):
         return _open_distributed(path, root, remarks)
     files = _rank_files(root)
+    if not files and any(root.glob("mp_rank_*_*_*")):
+        raise CheckpointMismatchError(
+            f"{root} has a file for each rank of expert parallelism, whose experts are not "
+            "numbered: save it as a distributed checkpoint (--ckpt-format torch_dist)"
+        )
     if not files:
         raise CheckpointMismatchError(
             f"{root} has no {FILE_NAMES[0]} in mp_rank_<TP>[_<PP>] folders or itself, and no "

@@ -164,6 +164,17 @@ def test_routing_is_written_as_the_user_states_it(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(folder), logits(original), rtol=0, atol=0)
 
 
+def test_files_of_expert_ranks_are_refused_with_the_way_that_works(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for expert in range(2):
+        rank = run / "iter_0000007" / f"mp_rank_00_000_{expert:03d}"
+        rank.mkdir(parents=True)
+        (rank / "model_optim_rng.pt").touch()
+    (run / "latest_checkpointed_iteration.txt").write_text("7")
+    (problem,) = check_conversion(request(run, tmp_path / "out"))
+    assert "--ckpt-format torch_dist" in problem
+
+
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     state = by_expert(core_mixture(write_model("mixtral", tmp_path / "original")))
     del state["decoder.layers.1.mlp.experts.experts.2.linear_fc2.weight"]
