@@ -17,7 +17,7 @@ from export_scripts.triton.model_folders import ENGINES
 
 
 def support_table() -> list[dict[str, Any]]:
-    """Return one row per source: its family, possible add-ons, and the engines that serve it."""
+    """Return one row per source: its family, add-ons, way back, ranks and engines."""
     return [_support_row(mapping) for mapping in SOURCE_MAPPINGS]
 
 
@@ -28,6 +28,8 @@ def _support_row(mapping: SourceMapping) -> dict[str, Any]:
         "family": mapping.family.name,
         "model_type": mapping.family.model_type,
         "adds": [kind.replace("_", " ") for kind in mapping.accepts],
+        "leaves": "yes" if mapping.written is not None else "",
+        "divisible": list(mapping.family.divisible) if mapping.family.has_shards else [],
         "engines": [
             name
             for name in ENGINES
@@ -67,6 +69,8 @@ _COLUMNS: Columns = (
     ("format", "format"),
     ("becomes", "family"),
     ("add-ons", "adds"),
+    ("written too", "leaves"),
+    ("TP divides", "divisible"),
     ("served by", "engines"),
 )
 

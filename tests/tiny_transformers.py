@@ -57,7 +57,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "olmo2": ("Olmo2ForCausalLM", {**_LLAMA, "pad_token_id": None}),
     "smollm3": (
         "SmolLM3ForCausalLM",
-        {**_LLAMA, "num_hidden_layers": 3, "no_rope_layer_interval": 2, "attention_bias": True,
+        {**_LLAMA, "num_hidden_layers": 4, "no_rope_layer_interval": 2, "attention_bias": True,
          "pad_token_id": 0},
     ),
     "phi3": (
@@ -94,8 +94,8 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma2": ("Gemma2ForCausalLM", {**_GEMMA, "query_pre_attn_scalar": 11}),
     "gemma3": (
         "Gemma3ForCausalLM",
-        {**_GEMMA, "num_hidden_layers": 3,
-         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {**_GEMMA, "num_hidden_layers": 4,
+         "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
     "t5": ("T5ForConditionalGeneration", _T5),
     "mt5": (

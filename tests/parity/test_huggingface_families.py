@@ -20,6 +20,7 @@ from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS
 from export_scripts.ft.reader import FTReader
 from inference.parallel.epilogue import activate, gemm_activation
 from tests.rank_threads import logits_of
+from tests.tiny_transformers import write_model
 
 IDS = [3, 17, 41, 5, 5, 29, 11, 50, 2, 8, 33, 19, 44, 7, 1, 23, 36, 14]
 
@@ -281,6 +282,29 @@ def test_logits_do_not_depend_on_the_ranks(
     model = build(name)
     model.save_pretrained(tmp_path / "source")
     check(model, tmp_path / "source", tmp_path / "ft", tp_size=tp_size, pp_size=pp_size)
+
+
+# Windows of 5 and a LongRoPE that begins at 8 positions, both exceeded by the prompt.
+TODAYS = (
+    "qwen3", "granite", "olmo2", "gemma2", "gemma3", "smollm3", "phi3", "starcoder2", "nemotron",
+    "falcon", "falcon-bias", "falcon-new", "falcon-one-norm", "falcon-sequential",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TODAYS)
+@pytest.mark.parametrize(("tp_size", "pp_size"), LAYOUTS)
+def test_todays_decoders_give_the_log_probabilities_of_transformers(
+    name: str, tp_size: int, pp_size: int, tmp_path: Path
+) -> None:
+    source = write_model(name, tmp_path / "source")
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(torch.tensor([IDS])).logits[0].float().log_softmax(-1)
+    ft_dir = convert(ConversionRequest(source, tmp_path / "ft", tp_size, "fp32")).ft_dir
+    chunks = LAYOUTS[tp_size, pp_size]
+    found = logits_of(ft_dir, IDS, tp_size=tp_size, pp_size=pp_size, chunks=chunks).log_softmax(-1)
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert float((found - expected).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "gptj", "gptneox-parallel", "qwen2"])

@@ -6,6 +6,7 @@ NeMo and Megatron-LM save the same tensors and differ in their configuration onl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from export_scripts.families.dense.huggingface import GATED, rotary_fields
 from export_scripts.families.dense.layout import DENSE, DenseConfig
@@ -30,6 +31,9 @@ CORE_LAYER = "model.decoder.layers.{layer}."
 _QKV = CORE_LAYER + "self_attention.linear_qkv."
 _FC1 = CORE_LAYER + "mlp.linear_fc1."
 
+# Settings that leave no trace in the tensors, and that the layout holds.
+_HELD = ("apply_embedding_scaling", "no_rope_freq", "softmax_scale", "window_attn_skip_freq")
+
 # NeMo's scale_positional_embedding and Megatron-LM's use_rope_scaling are Llama 3.1's scaling: its
 # parameters, their names in either library, and their defaults.
 # NeMo 1.x, megatron_gpt_model.py, mcore_model_customize;
@@ -46,7 +50,7 @@ def _is_core_dense(facts: Facts) -> bool:
     if not is_core(facts):
         return False
     traits = core_traits(facts)
-    return traits.position == "rope" and traits.normalization.startswith("rmsnorm")
+    return traits.position == "rope"
 
 
 def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
@@ -60,8 +64,15 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
             "num_attention_heads, hidden_size, ffn_hidden_size or num_layers is missing",
         ),
         (traits.max_positions is None, "max_position_embeddings is missing"),
-        (not traits.gated, f"activation = {traits.activation}: expected a gated one"),
+        (
+            is_mixture and not traits.gated,
+            f"activation = {traits.activation}: mixtures are written with a gated one alone",
+        ),
         (traits.activation not in GATED, f"activation = {traits.activation} is unknown"),
+        (
+            traits.normalization.removesuffix("1p") not in ("rmsnorm", "layernorm"),
+            f"normalization = {traits.normalization}: expected RMSNorm or LayerNorm",
+        ),
         (traits.expert_num > 1 and not is_mixture, f"{traits.expert_num} experts: expected none"),
         (
             traits.qk_norm and not traits.normalization.startswith("rmsnorm"),
@@ -82,12 +93,12 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
         (bool(source.get("rotary_interleaved")), "rotary_interleaved = true"),
     )
     return [reason for applies, reason in checks if applies] + (
-        foreign_settings(traits) + unknown_model(facts)
+        foreign_settings(traits, held=_HELD) + unknown_model(facts)
     )
 
 
 def core_config(facts: Facts) -> DenseConfig:
-    """Return the config of a megatron-core checkpoint with rotary positions and RMSNorm.
+    """Return the config of a megatron-core checkpoint with rotary positions.
 
     Raises:
         ValueError: The special tokens are not known.
@@ -108,8 +119,10 @@ def core_config(facts: Facts) -> DenseConfig:
         start_id=start_id,
         end_id=end_id,
         layernorm_eps=traits.norm_eps,
+        norm_type=traits.normalization.removesuffix("1p"),
+        norm_one_plus=traits.normalization == "layernorm1p",
         query_key_norm="head" if traits.qk_norm else None,
-        activation_type=GATED[traits.activation],
+        activation_type=GATED[traits.activation] if traits.gated else traits.activation,
         exact_gelu=traits.exact_gelu,
         tie_word_embeddings=core_is_tied(facts),
         has_qkv_bias=facts.has(_QKV.format(layer=0) + "bias"),
@@ -117,7 +130,10 @@ def core_config(facts: Facts) -> DenseConfig:
             "model.decoder.layers.0.self_attention.linear_proj.bias"
         ),
         has_mlp_bias=facts.has(_FC1.format(layer=0) + "bias"),
-        sliding_window=_core_window(traits),
+        attention_scale=traits.source.get("softmax_scale"),
+        embedding_scale=_embedding_scale(traits),
+        **_core_windows(traits),
+        rotary_layers=_layers(traits, "no_rope_freq"),
         **rotary_fields(_core_rotary(traits), size_per_head),
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
@@ -129,10 +145,33 @@ def _known(size: int | None) -> int:
     return size
 
 
-def _core_window(traits: MegatronTraits) -> int | None:
+def _embedding_scale(traits: MegatronTraits) -> float:
+    return _known(traits.hidden) ** 0.5 if traits.source.get("apply_embedding_scaling") else 1.0
+
+
+def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> tuple[int, ...] | None:
+    """Return the layers that a pattern does not skip; None: all.
+
+    A number skips every so many-th. A list says of each layer whether it is `skipped`.
+    megatron/core/transformer/transformer_config.py; transformer/utils.py
+    """
+    pattern, count = traits.source.get(key), _known(traits.num_layer)
+    if not pattern:
+        return None
+    if isinstance(pattern, list):
+        layers = tuple(n for n in range(count) if bool(pattern[n]) is not skipped)
+    else:
+        layers = tuple(n for n in range(count) if (n + 1) % int(pattern))
+    return None if len(layers) == count else layers
+
+
+def _core_windows(traits: MegatronTraits) -> dict[str, Any]:
     """Return Transformer Engine's window, which counts the positions before the current one."""
     window = traits.source.get("window_size")
-    return int(window[0]) + 1 if window and int(window[0]) >= 0 else None
+    layers = _layers(traits, "window_attn_skip_freq", skipped=False)
+    if not window or int(window[0]) < 0 or layers == ():
+        return {}
+    return {"sliding_window": int(window[0]) + 1, "sliding_layers": layers}
 
 
 def _core_rotary(traits: MegatronTraits) -> RotarySettings:
@@ -164,7 +203,7 @@ def core_names(facts: Facts) -> dict[str, str]:
         "attention.key_norm": "self_attention.k_layernorm",
         "attention.dense": "self_attention.linear_proj",
         "mlp.dense_h_to_4h": "mlp.linear_fc1",
-        "mlp.dense_h_to_4h_2": "mlp.linear_fc1",
+        **({"mlp.dense_h_to_4h_2": "mlp.linear_fc1"} if core_traits(facts).gated else {}),
         "mlp.dense_4h_to_h": "mlp.linear_fc2",
     }
     return {
@@ -182,9 +221,10 @@ def core_sources(
     # A distributed checkpoint keeps whole tensors.
     of_each = not facts.reader.is_distributed
     table = dense_sources(names, layout, rows="groups", halves_of_each=of_each)
-    if not core_traits(facts).normalization.endswith("1p"):
+    if core_traits(facts).normalization != "rmsnorm1p":
         return table
-    # These scales are stored as their distance from 1.
+    # Scales are stored as their distance from 1; of the models in transformers, those with such
+    # layernorms keep it, and those with RMSNorm do not.
     return {
         name: Adjusted(source, lambda part, _: part + 1) if "norm.weight" in name else source
         for name, source in table.items()

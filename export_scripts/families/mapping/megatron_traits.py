@@ -7,7 +7,7 @@ megatron/training/arguments.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ _PLAIN = {
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",
+    "squared-relu": "relu2",
+    "squared_relu": "relu2",
 }
 
 
@@ -245,7 +247,7 @@ def _bare(word: str) -> str:
 
 
 def _megatron_activation(args: Mapping[str, Any]) -> str:
-    for flag, word in (("squared_relu", "squared_relu"), ("quick_geglu", "quick_gelu")):
+    for flag, word in (("squared_relu", "relu2"), ("quick_geglu", "quick_gelu")):
         if args.get(flag):
             return word
     return "silu" if args.get("swiglu") else "gelu"
@@ -286,12 +288,17 @@ _FOREIGN = {
 }
 
 
-def foreign_settings(traits: MegatronTraits) -> list[str]:
-    """Return every reason no layout can hold a model that its tensors do not show."""
+def foreign_settings(traits: MegatronTraits, *, held: Collection[str] = ()) -> list[str]:
+    """Return every reason a layout cannot hold a model that its tensors do not show.
+
+    Args:
+        traits: The model's.
+        held: Settings of these that the layout holds.
+    """
     reasons = [
-        f"{key} = {traits.source[key]!r}: {what}, which no layout has"
+        f"{key} = {traits.source[key]!r}: {what}, which the layout does not hold"
         for key, what in _FOREIGN.items()
-        if traits.source.get(key)
+        if key not in held and traits.source.get(key)
     ]
     softmax = traits.source.get("softmax_type") or "vanilla"
     if softmax != "vanilla":

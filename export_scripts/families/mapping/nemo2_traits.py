@@ -23,8 +23,9 @@ KNOWN_MODELS = {
                "GPTModelProvider", "GPTProvider", "Llama2ModelProvider", "Llama3ModelProvider",
                "Llama31ModelProvider", "Llama32ModelProvider", "LlamaModelProvider",
                "MistralModelProvider", "MistralSmall3ModelProvider", "MixtralModelProvider",
+               "Nemotron3ModelProvider", "Nemotron4ModelProvider", "NemotronModelProvider",
                "Qwen2ModelProvider", "Qwen25ModelProvider", "Qwen3ModelProvider",
-               "Qwen3MoEModelProvider"),
+               "Qwen3MoEModelProvider", "Starcoder2ModelProvider"),
 }  # fmt: skip
 # As in Qwen2ModelProvider1P5B, MixtralModelProvider8x7B, Qwen3MoEModelProvider30B_A3B.
 _SIZE = re.compile(r"(?:\d+x)?\d+(?:P\d+)?[MB](?:_A\d+B)?$")
@@ -42,6 +43,7 @@ _ACTIVATIONS = {
     "openai_gelu": "gelu",
     "relu": "relu",
     "silu": "silu",
+    "squared_relu": "relu2",
 }
 
 

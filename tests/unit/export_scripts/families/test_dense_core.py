@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from export_scripts.conversion.convert import ConversionRequest, check_conversion
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from tests.tiny_huggingface import converted
 from tests.tiny_megatron_core import core_state, write_core
 
@@ -67,7 +69,21 @@ def test_qkv_biases_are_divided_like_their_weights(tmp_path: Path) -> None:
             {"scale_positional_embedding": True, "scale_factor": 32, "old_context_len": 4096},
             {"rotary_factor": 32.0, "rotary_original_max_position_embeddings": 4096},
         ),
-        ({"window_size": [7, 0]}, {"sliding_window": 8}),
+        ({"window_size": [7, 0]}, {"sliding_window": 8, "sliding_layers": None}),
+        (
+            {"window_size": [7, 0], "window_attn_skip_freq": 2},
+            {"sliding_window": 8, "sliding_layers": (0,)},
+        ),
+        (
+            {"window_size": [7, 0], "window_attn_skip_freq": [0, 1]},
+            {"sliding_window": 8, "sliding_layers": (1,)},
+        ),
+        ({"no_rope_freq": 2}, {"rotary_layers": (0,)}),
+        ({"no_rope_freq": [1, 0]}, {"rotary_layers": (1,)}),
+        (
+            {"apply_embedding_scaling": True, "softmax_scale": 0.25},
+            {"embedding_scale": 24**0.5, "attention_scale": 0.25},
+        ),
     ],
 )  # fmt: skip
 def test_settings_of_megatron_core_are_carried(
@@ -81,11 +97,11 @@ def test_settings_of_megatron_core_are_carried(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"activation": "gelu"}, "activation = gelu: expected a gated one"),
+        ({"activation": "quick-gelu"}, "activation = quick-gelu is unknown"),
+        ({"normalization": "low_precision_layernorm"}, "expected RMSNorm or LayerNorm"),
         ({"num_moe_experts": 4}, "mixture of experts"),
         ({"qk_layernorm": True}, "self_attention.q_layernorm.weight is missing"),
         ({"rotary_interleaved": True}, "rotary_interleaved = true"),
-        ({"apply_embedding_scaling": True}, "the embedding is multiplied by sqrt(hidden_size)"),
         ({"mcore_customization_config": {"attn_logit_softcapping": 50.0}}, "layers are changed"),
         ({"softmax_type": "off-by-one"}, "softmax_type = off-by-one"),
     ],
@@ -126,3 +142,61 @@ def test_transformer_engine_fp8_state_is_ignored(tmp_path: Path) -> None:
     state = core_state()
     state["model.decoder.layers.0.mlp.linear_fc1._extra_state"] = torch.zeros(3)
     assert problems_of(write_core(tmp_path / "a.nemo", state), tmp_path) == ""
+
+
+def _with(state: dict[str, torch.Tensor], **shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Return tensors with further ones in each layer, and a bias for each layernorm."""
+    torch.manual_seed(5)
+    layers = (f"model.decoder.layers.{layer}." for layer in range(2))
+    further = {
+        prefix + name.replace("__", "."): torch.randn(shape)
+        for prefix in layers
+        for name, shape in shapes.items()
+    }
+    return {**state, **further}
+
+
+_NORM_BIASES = {"input_layernorm__bias": (24,), "pre_mlp_layernorm__bias": (24,)}
+_FINAL_BIAS = {"model.decoder.final_layernorm.bias": torch.randn(24)}
+# Model type in transformers -> settings, and tensors of each layer beyond a Llama's.
+_TRAINED: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "qwen3": (
+        {"qk_layernorm": True},
+        {f"self_attention__{part}_layernorm__weight": (8,) for part in "qk"},
+    ),
+    "nemotron": (
+        {"normalization": "layernorm1p", "activation": "squared-relu", "rotary_percentage": 0.5},
+        {"mlp__linear_fc1__weight": (56, 24), **_NORM_BIASES},
+    ),
+    "starcoder2": (
+        {"normalization": "layernorm", "activation": "gelu", "bias": True, "kv_channels": 6},
+        {
+            "mlp__linear_fc1__weight": (56, 24), "mlp__linear_fc1__bias": (56,),
+            "mlp__linear_fc2__bias": (24,), "self_attention__linear_qkv__weight": (48, 24),
+            "self_attention__linear_qkv__bias": (48,), "self_attention__linear_proj__bias": (24,),
+            "self_attention__linear_proj__weight": (24, 24), **_NORM_BIASES,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _TRAINED)
+def test_todays_decoders_leave_megatron_core_as_what_they_are(kind: str, tmp_path: Path) -> None:
+    settings, shapes = _TRAINED[kind]
+    state = _with(core_state(), **shapes) | ({} if kind == "qwen3" else _FINAL_BIAS)
+    source = write_core(tmp_path / "a.nemo", state, **settings)
+    request = ConversionRequest(
+        source, tmp_path, 1, "fp32", given=(("start_id", "1"), ("end_id", "2")),
+        output_format="huggingface",
+    )  # fmt: skip
+    folder = convert(request).ft_dir
+    assert json.loads((folder / "config.json").read_text())["model_type"] == kind
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    found = model.state_dict()
+    norm = state["model.decoder.layers.1.input_layernorm.weight"]
+    assert torch.equal(found["model.layers.1.input_layernorm.weight"], norm)
+    rows = state["model.decoder.layers.1.self_attention.linear_qkv.weight"].reshape(2, 4, -1, 24)
+    assert torch.equal(found["model.layers.1.self_attn.k_proj.weight"], rows[:, 2].reshape(-1, 24))
