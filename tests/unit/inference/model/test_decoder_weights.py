@@ -1,0 +1,39 @@
+"""Architectures that the forward pass lacks are refused by name, everything at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from export_scripts.families.layout.architecture import DecoderArchitecture
+from inference.model.decoder_weights import check_decoder
+
+SIZES: dict[str, Any] = {
+    "head_num": 4, "kv_head_num": 2, "size_per_head": 8, "hidden": 32, "inter_size": 56,
+    "num_layer": 3, "vocab_size": 53, "position": "rotary_half",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("choices", "problem"),
+    [
+        ({"norm_before": False, "residual": "parallel"}, "with a parallel residual"),
+        ({"output_norms": True, "residual": "parallel"}, "output_norms: supported with"),
+        ({"residual_scale": 0.5, "norm_before": False}, "residual_scale: supported with"),
+        ({"adapter_inter_size": 8, "output_norms": True}, "adapter_inter_size with output_norms"),
+        ({"input_norms": False}, "input_norms or output_norms must be set"),
+        ({"sliding_layers": (True, False)}, "sliding_layers names 2 layers, num_layer is 3"),
+        ({"rotary_layers": (True,) * 4}, "rotary_layers names 4 layers, num_layer is 3"),
+    ],
+)
+def test_each_problem_is_named(choices: dict[str, Any], problem: str) -> None:
+    check_decoder(DecoderArchitecture(**SIZES), tp_size=2)
+    with pytest.raises(ValueError, match=problem):
+        check_decoder(DecoderArchitecture(**{**SIZES, **choices}), tp_size=2)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    choices = {"sliding_layers": (True,), "rotary_layers": (True,), "inter_size": 55}
+    with pytest.raises(ValueError, match=r"(?s)inter_size.*sliding_layers.*rotary_layers"):
+        check_decoder(DecoderArchitecture(**{**SIZES, **choices}), tp_size=2)
