@@ -16,7 +16,7 @@ import transformers
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.layout.architecture import activation_choice
-from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS
+from export_scripts.families.mapping.settings import ALL_ACTIVATIONS
 from export_scripts.ft.reader import FTReader
 from inference.parallel.epilogue import activate, gemm_activation
 from tests.rank_threads import logits_of
@@ -332,9 +332,9 @@ def test_model_saved_without_its_head_class_is_read(name: str, tmp_path: Path) -
     check(model, tmp_path / "source", tmp_path / "ft")
 
 
-@pytest.mark.parametrize("name", HUGGINGFACE_ACTIVATIONS)
+@pytest.mark.parametrize("name", ALL_ACTIVATIONS)
 def test_activation_is_the_one_that_transformers_computes(name: str) -> None:
-    spelling, exact_gelu = HUGGINGFACE_ACTIVATIONS[name]
+    spelling, exact_gelu = ALL_ACTIVATIONS[name]
     x = torch.linspace(-6, 6, 1001)
     ours = activate(
         x.clone(), gemm_activation(activation_choice(spelling)[0], exact_gelu=exact_gelu)

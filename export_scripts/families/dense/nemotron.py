@@ -20,7 +20,7 @@ NEMOTRON_HUGGINGFACE = HuggingFaceDecoder(
         *KEYS,
         *BIAS_KEYS,
         key("layernorm_eps", "norm_eps", kind="number", default=1e-5),
-        key("activation_type", "hidden_act", kind="activation", default="relu2"),
+        key("activation_type", "hidden_act", kind="any_activation", default="relu2"),
     ),
     fixed={"norm_type": "layernorm", "norm_one_plus": True},
     names=lambda _: _NAMES,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.families.layout.architecture import activation_choice
-from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings, model_name
+from export_scripts.families.mapping.settings import ALL_ACTIVATIONS, Settings, model_name
 from export_scripts.families.mapping.source_mapping import Facts
 
 
@@ -32,7 +32,8 @@ class Setting:
     Attributes:
         field: Field or property of the config.
         names: Spellings in the source; the first is written.
-        kind: Method of `Settings` that reads it: integer, number, optional, flag or activation.
+        kind: Method of `Settings` that reads it: integer, number, optional, flag, activation
+            or any_activation.
         default: Value that the source's library takes for an absent key, or a function of the
             values read so far; without one, the key is required.
         inverse: Makes the field's value of the source's, and the source's of the field's.
@@ -61,7 +62,7 @@ def read_keys(settings: Settings, keys: Sequence[Setting]) -> dict[str, Any]:
     for each in keys:
         default = {} if each.default is None else {"default": each.default(values)}
         found = getattr(settings, each.kind)(*each.names, **default)
-        if each.kind == "activation":
+        if each.kind.endswith("activation"):
             values[each.field], values["exact_gelu"] = found
         else:
             values[each.field] = each.inverse[0](found) if each.inverse else found
@@ -76,7 +77,6 @@ def decoder_values(
     name: str,
     bos: int | None = None,
     eos: int | None = None,
-    head_dim: bool = False,
 ) -> dict[str, Any]:
     """Return what every decoder's config has, from a Hugging Face configuration.
 
@@ -87,7 +87,6 @@ def decoder_values(
         name: Name of the model where the source has none.
         bos: The library's default of bos_token_id.
         eos: The library's default of eos_token_id.
-        head_dim: Whether the library reads head_dim, the size of a head.
     """
     values = read_keys(settings, keys)
     start_id, end_id = settings.token_ids(facts, bos=bos, eos=eos)
@@ -96,10 +95,7 @@ def decoder_values(
         for field in ("hidden", "head_num")
     )
     hidden = values.pop("hidden")
-    if head_dim and settings.source.get("head_dim") is not None:
-        values["size_per_head"] = settings.integer("head_dim")
-    else:
-        values["size_per_head"] = settings.divide(hidden, values["head_num"], f"{width} by {heads}")
+    values["size_per_head"] = settings.divide(hidden, values["head_num"], f"{width} by {heads}")
     return {
         **values,
         "model_name": model_name(facts.config, name),
@@ -118,9 +114,7 @@ def activation_name(spelling: str, *, exact_gelu: bool, usual: str = "") -> str:
     activation, _ = activation_choice(spelling)
     wanted = activation, exact_gelu and activation == "gelu"
     names = [
-        name
-        for name, (ours, exact) in HUGGINGFACE_ACTIVATIONS.items()
-        if (ours.lower(), exact) == wanted
+        name for name, (ours, exact) in ALL_ACTIVATIONS.items() if (ours.lower(), exact) == wanted
     ]
     return usual if usual in names else names[0]
 
@@ -130,7 +124,7 @@ def written_keys(keys: Sequence[Setting], config: Any) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for each in keys:
         value = getattr(config, each.field)
-        if each.kind == "activation":
+        if each.kind.endswith("activation"):
             usual = "" if each.default is None else each.default({})
             value = activation_name(value, exact_gelu=config.exact_gelu, usual=usual)
         elif each.inverse is not None and value is not None:

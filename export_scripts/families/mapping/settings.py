@@ -39,10 +39,13 @@ HUGGINGFACE_ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "gelu_accurate": ("Gelu", False),
     "gelu_python_tanh": ("Gelu", False),
     "relu": ("Relu", False),
-    "relu2": ("Relu2", False),
     "silu": ("Silu", False),
     "swish": ("Silu", False),
 }
+
+
+# With those that FasterTransformer does not know.
+ALL_ACTIVATIONS = {**HUGGINGFACE_ACTIVATIONS, "relu2": ("Relu2", False)}
 
 
 @dataclass
@@ -128,16 +131,25 @@ class Settings:
             return default
         return value
 
-    def activation(self, *names: str, default: str) -> tuple[str, bool]:
+    def activation(
+        self,
+        *names: str,
+        default: str,
+        known: Mapping[str, tuple[str, bool]] = HUGGINGFACE_ACTIVATIONS,
+    ) -> tuple[str, bool]:
         """Return (spelling in config.ini, whether gelu is by erf)."""
         name = self.value(*names, default=default)
-        if not isinstance(name, str) or name not in HUGGINGFACE_ACTIVATIONS:
-            known = ", ".join(HUGGINGFACE_ACTIVATIONS)
+        if not isinstance(name, str) or name not in known:
             self.problems.append(
-                f"{self.label}: {names[0]} = {name} cannot be represented; known: {known}"
+                f"{self.label}: {names[0]} = {name} cannot be represented; known: "
+                f"{', '.join(known)}"
             )
             return "Gelu", False
-        return HUGGINGFACE_ACTIVATIONS[name]
+        return known[name]
+
+    def any_activation(self, *names: str, default: str) -> tuple[str, bool]:
+        """Return the same, of activations that FasterTransformer does not know too."""
+        return self.activation(*names, default=default, known=ALL_ACTIVATIONS)
 
     def expect(self, name: str, *allowed: Any, why: str) -> None:
         """Note a problem unless a key is absent or has one of the allowed values."""

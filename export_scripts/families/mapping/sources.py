@@ -169,34 +169,26 @@ class Transpose(_OneKey):
 
 @dataclass(frozen=True)
 class Mapped(_OneKey):
-    """`function(piece, config)` of each training rank's piece.
+    """`function(tensor, config)` of a tensor that is not cut.
 
     Args:
         key: Source key.
-        function: Gives the piece in FT layout.
-        cut: Axis on which training ranks cut the source.
-        axis: Axis of the result along which the pieces follow each other.
-        unit: Gives how many entries of the cut axis `function` needs together; without it, those
-            of a training rank.
-        view: The inverse of `function`, from the FT shape; without it, the source is not written.
+        function: Gives the tensor in FT layout.
+        view: The inverse of `function`, from the FT shape.
     """
 
     key: str
     function: Callable[[Tensor, Any], Tensor]
-    cut: int | None = None
-    axis: int = 0
-    unit: Callable[[Any], int] | None = None
-    view: Callable[[tuple[int, ...]], View] | None = None
+    view: Callable[[tuple[int, ...]], View]
+    cut: None = None
 
     def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
-        """Return the piece before `function`."""
-        return [] if self.view is None else [(self.key, self.view(shape))]
+        """Return the tensor before `function`."""
+        return [(self.key, self.view(shape))]
 
     def build(self, get: Get, config: Any) -> Parts:
-        """Return the mapped pieces."""
-        found = get(self.key, self.cut, self.unit(config)) if self.unit else get(self.key)
-        pieces = _taken(found, self.cut)
-        return Parts(self.axis, tuple(self.function(piece, config) for piece in pieces))
+        """Return the mapped tensor."""
+        return Parts(0, (self.function(get(self.key)[0], config),))
 
 
 @dataclass(frozen=True)
