@@ -22,8 +22,8 @@ from export_scripts.files.json_content import json_object
 from export_scripts.triton.signature import GPT, T5, TensorSignature, ensemble
 from inference.decoding.rows import SessionTurn
 from inference.front.credentials import Credentials
-from inference.request_file import file_tensors, merged
 from inference.server.client import DEFAULT_IN_FLIGHT, DEFAULT_URLS, PROTOCOLS, TritonClient
+from inference.server.tensors import file_tensors
 
 _PARSERS = {"UINT32": int, "INT32": int, "UINT64": int, "FP32": float}
 _SHORT = {"runtime_top_k": "--top-k", "runtime_top_p": "--top-p", "random_seed": "--seed"}
@@ -255,6 +255,17 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `over` merged in: dictionaries merge, anything else is replaced."""
+    result = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+            result[key] = merged(result[key], value)
+        else:
+            result[key] = value
+    return result
+
+
 def _request(arguments: argparse.Namespace) -> int:
     content = json_object(arguments.file.read_bytes(), arguments.file) if arguments.file else {}
     content = merged(content, json_object(arguments.params, "--params"))
@@ -279,7 +290,6 @@ def _request(arguments: argparse.Namespace) -> int:
 
 
 def _turn(config: Mapping[str, Any]) -> SessionTurn | None:
-    """Return the session that a request file names, for an interactive model."""
     if "sequence_id" not in config:
         if given := sorted(set(_SESSION_KEYS) & set(config)):
             raise ValueError(

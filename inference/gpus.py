@@ -1,4 +1,4 @@
-"""The GPUs that a process may use, without loading CUDA, which then keeps to what it has seen."""
+"""The GPUs that a process may use, without initialising CUDA, which would freeze what it sees."""
 
 from __future__ import annotations
 

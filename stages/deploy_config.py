@@ -24,8 +24,7 @@ from export_scripts.values import (
     TOKENS,
     option,
 )
-from inference.front.access import OPEN_ACCESS, Access, access_of
-from inference.front.openai.options import OpenAIOptions
+from inference.front.access import OPEN_ACCESS, Access, OpenAIOptions, access_of
 from inference.ports import DEFAULT_PORTS, port_problem, ports_problems
 from inference.server.openai_server import PORT_FIELD
 from stages.engines import OWN_VLLM_OPTIONS, VLLM_TYPES, vllm_command

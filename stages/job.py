@@ -18,7 +18,7 @@ from submitit.helpers import Checkpointable, DelayedSubmission
 
 from export_scripts.errors import CheckpointMismatchError
 from inference.launch_environment import LaunchEnvironment, read_launch_environment
-from inference.server.server import ServerStartError
+from inference.server.server_log import ServerStartError
 from stages import record
 from stages.base import Stage, StageError, Summary
 from stages.job_process import (

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from inference.server.probe import ProbeError, probe
 from inference.server.server_log import put_aside
 from inference.supervision import RESTARTS_VARIABLE
 from stages.base import StageError
@@ -74,7 +73,7 @@ def serving(
         with _other_engine(config, folder, job_id, environment) as own:
             progress.update("starting the server")
             own.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
-            yield own, _other_endpoint(config, own, job_id, restarts)
+            yield own, _endpoint(config, own, job_id, restarts, model=config.model_name)
         return
     if config.gemm_tuning.enabled:
         progress.update("measuring matrix products")
@@ -94,7 +93,8 @@ def serving(
             # Further nodes take part in a start that the service announces.
             crash_retries=1 if config.nodes == 1 else 0,
         )
-        endpoint = _endpoint(config, server, job_id, restarts)
+        model = _model_name(config, server)
+        endpoint = _endpoint(config, server, job_id, restarts, model=model)
         progress.update("sending a first request")
         left_s = config.ready_timeout_s - (time.monotonic() - began)
         _probe(config, server, endpoint, timeout_s=max(left_s, _LEAST_PROBE_S), check=check)
@@ -113,6 +113,7 @@ def _probe(
     check: Callable[[], None],
 ) -> None:
     """Send the server a request. Raises ServerStartError with its reason if it does not answer."""
+    from inference.server.probe import ProbeError, probe
     from inference.server.server import ServerStartError
 
     def look() -> None:
@@ -241,37 +242,17 @@ def _other_engine(
     )
 
 
-def _other_endpoint(
-    config: DeployConfig, server: OpenAIServer, job_id: str, restarts: int
-) -> ServerEndpoint:
-    listens_to_all = server.connect_host != server.host
-    return ServerEndpoint(
-        host=(node_address() if listens_to_all else None) or server.connect_host,
-        http=server.port,
-        grpc=0,
-        metrics=server.port,
-        model=config.model_name,
-        ensemble=None,
-        job_id=job_id,
-        tp=config.tp_size,
-        pp=config.pp_size,
-        ready_at=now(),
-        restarts=restarts,
-        uses_tls=config.access.tls_cert is not None,
-        openai=server.port,
-    )
-
-
 def _endpoint(
-    config: DeployConfig, server: TritonServer, job_id: str, restarts: int
+    config: DeployConfig, server: AnyServer, job_id: str, restarts: int, *, model: str
 ) -> ServerEndpoint:
-    listens_to_all = server.connect_host != server.host
+    """Return the address of a server; another engine has one port for all that it serves."""
+    listens_to_all, ports = server.connect_host != server.host, server.ports
     return ServerEndpoint(
         host=(node_address() if listens_to_all else None) or server.connect_host,
-        http=server.http_port,
-        grpc=server.grpc_port,
-        metrics=server.metrics_port,
-        model=_model_name(config, server),
+        http=ports["http"],
+        grpc=ports.get("grpc", 0),
+        metrics=ports.get("metrics", ports["http"]),
+        model=model,
         ensemble=_ENSEMBLE if _ENSEMBLE in server.models else None,
         job_id=job_id,
         tp=config.tp_size,
@@ -279,8 +260,8 @@ def _endpoint(
         ready_at=now(),
         nodes=config.nodes,
         restarts=restarts,
-        uses_tls=config.tls_cert is not None,
-        openai=server.openai_port,
+        uses_tls=config.access.tls_cert is not None,
+        openai=ports["http"] if config.is_other_engine else ports.get("openai"),
     )
 
 

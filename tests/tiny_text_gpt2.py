@@ -14,16 +14,21 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from inference.backend.tokenizer import _byte_stand_ins
-
 MERGES = ("t h", "th e", "Ġ the", "i n", "Ġ a", "o n", "e r", "Ġ s")
 REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+def _stand_ins() -> list[str]:
+    """Return the character of each byte, as GPT-2 has them (encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [*map(chr, printable), *(chr(0x100 + number) for number in range(len(others)))]
 
 
 def write_tiny_gpt2(target: Path, *, seed: int = 0, positions: int = 48) -> Path:
     """Write config, weights and a byte-level BPE; heads 4 of 6, 4 layers, 265 tokens."""
     target.mkdir(parents=True)
-    tokens = [*_byte_stand_ins().values(), *(merge.replace(" ", "") for merge in MERGES)]
+    tokens = [*_stand_ins(), *(merge.replace(" ", "") for merge in MERGES)]
     tokens.append("<|endoftext|>")
     vocab = {token: index for index, token in enumerate(tokens)}
     (target / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Base of the models with an engine in Triton's Python backend: they queue requests, answer later.
+"""Asynchronous base class of the models with an engine in Triton's Python backend.
 
 `execute` never waits, which lets one instance hold any number of requests. A failing request gets
 an error, the others their answers; when its engine fails, a model leaves service.
@@ -207,7 +207,7 @@ class EngineModel:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether more responses wait than their thread sends in a moment."""
+        """Return whether the queue of responses is backed up."""
         return self._outbox.qsize() > _BACKLOG
 
     def _follow(
@@ -226,7 +226,6 @@ class EngineModel:
     def _send_result(
         self, exchange: Exchange, future: Future[Any], answer: Callable[[Any], None]
     ) -> None:
-        """Send the last response, or the reason for its absence."""
         outcome = "failed"
         try:
             answer(future.result())
@@ -303,7 +302,6 @@ def _other_ranks(settings: ModelSettings) -> AbstractContextManager[None]:
 
 
 def _is_canary(request: Any) -> bool:
-    """Return whether a request is a canary."""
     parameters = request.parameters()
     return bool(parameters) and CANARY_PARAMETER in json.loads(parameters)
 

@@ -92,7 +92,6 @@ def _node(cpu: Path) -> int:
 
 
 def _core(folder: Path, core: int) -> int:
-    """Return the first hardware thread of a core."""
     path = folder / f"cpu{core}" / "topology" / "thread_siblings_list"
     found = re.match(r"\d+", path.read_text()) if path.is_file() else None
     return int(found[0]) if found else core

@@ -21,39 +21,21 @@ from inference.supervision import RESTARTS_VARIABLE
 _INTERVAL_S = 0.5
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
-GAUGES: dict[str, tuple[str, Callable[[EngineLoad], float]]] = {
-    "slipway_waiting_sequences": (
-        "Sequences that wait for a slot",
-        lambda load: load.waiting,
-    ),
-    "slipway_running_sequences": (
-        "Sequences that hold a slot of the cache",
-        lambda load: load.running,
-    ),
-    "slipway_slots": ("Sequences that can run at once", lambda load: load.slots),
-    "slipway_cache_blocks": (
-        "Blocks of the cache; 0 where each slot has its own",
-        lambda load: load.blocks,
-    ),
-    "slipway_cache_blocks_used": (
-        "Blocks of the cache that sequences hold",
-        lambda load: load.blocks_used,
-    ),
+# Name, text, field of EngineLoad.
+GAUGES = {
+    "slipway_waiting_sequences": ("Sequences that wait for a slot", "waiting"),
+    "slipway_running_sequences": ("Sequences that hold a slot of the cache", "running"),
+    "slipway_slots": ("Sequences that can run at once", "slots"),
+    "slipway_cache_blocks": ("Blocks of the cache; 0 where each slot has its own", "blocks"),
+    "slipway_cache_blocks_used": ("Blocks of the cache that sequences hold", "blocks_used"),
 }
-TOKENS: dict[str, tuple[str, Callable[[EngineLoad], float]]] = {
-    "slipway_prompt_tokens_total": (
-        "Tokens of the prompts that were begun",
-        lambda load: load.prompt_tokens,
-    ),
+TOKENS = {
+    "slipway_prompt_tokens_total": ("Tokens of the prompts that were begun", "prompt_tokens"),
     "slipway_shared_prompt_tokens_total": (
-        "Tokens of these whose keys and values were in the cache",
-        lambda load: load.shared_tokens,
-    ),
+        "Tokens of these whose keys and values were in the cache", "shared_tokens"),
     "slipway_generated_tokens_total": (
-        "Tokens generated, a token of each beam counted",
-        lambda load: load.generated_tokens,
-    ),
-}
+        "Tokens generated, a token of each beam counted", "generated_tokens"),
+}  # fmt: skip
 _REQUESTS = "slipway_requests_total"
 _REFUSED = "slipway_requests_refused_total"
 _RESTARTS = "slipway_server_restarts_total"
@@ -72,10 +54,10 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
         _STEP_SECONDS,
     ),
 }
-_TIMES: dict[str, Callable[[RequestTimes], float | None]] = {
-    "slipway_request_queue_seconds": lambda times: times.queued_s,
-    "slipway_time_to_first_token_seconds": lambda times: times.first_token_s,
-    "slipway_time_between_tokens_seconds": lambda times: times.between_tokens_s,
+_TIMES = {  # fields of RequestTimes
+    "slipway_request_queue_seconds": "queued_s",
+    "slipway_time_to_first_token_seconds": "first_token_s",
+    "slipway_time_between_tokens_seconds": "between_tokens_s",
 }
 _REASONS = ("invalid", "busy", "unavailable")
 _OUTCOMES = ("completed", "cancelled", "failed", "refused")
@@ -164,21 +146,21 @@ class ModelMetrics:
         self._requests["completed"].increment(1)
         found = {_DURATION: seconds}
         if times is not None:
-            found |= {name: s for name, of in _TIMES.items() if (s := of(times)) is not None}
+            given = {name: getattr(times, field) for name, field in _TIMES.items()}
+            found |= {name: seconds for name, seconds in given.items() if seconds is not None}
         for name, value in found.items():
             if name in self._histograms:
                 self._histograms[name].observe(value)
 
     def _report_load(self) -> None:
         load = self._load()
-        for name, (_, of) in GAUGES.items():
-            if (value := float(of(load))) != self._last[name]:
-                self._last[name] = value
-                self._plain[name].set(value)
-        for name, (_, of) in TOKENS.items():
-            if (news := float(of(load)) - self._last[name]) > 0:
-                self._last[name] += news
-                self._plain[name].increment(news)
+        for name, (_, field) in (*GAUGES.items(), *TOKENS.items()):
+            change = float(getattr(load, field)) - self._last[name]
+            self._last[name] += change
+            if name in GAUGES and change:
+                self._plain[name].set(self._last[name])
+            elif change > 0:
+                self._plain[name].increment(change)
 
 
 def _kinds() -> dict[str, Any]:

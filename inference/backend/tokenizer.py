@@ -86,19 +86,6 @@ def load_tokenizer(folder: Path, *, kind: str | None = None) -> Tokenizer:
         raise ValueError(f"{names} in {folder} cannot be read as a tokenizer: {reason}") from error
 
 
-def _byte_stand_ins() -> dict[int, str]:
-    """Map each byte to the printable character that represents it in byte-level vocabularies.
-
-    Printable Latin-1 characters represent themselves; the other bytes, in order, take the
-    characters from U+0100 on (GPT-2, encoder.py).
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {
-        byte: chr(0x100 + position) for position, byte in enumerate(others)
-    }
-
-
 def _start_marker(found: TokenizerFiles) -> str | None:
     """Return the token that the settings put before every text, as those of OPT and Llama do."""
     if found.settings is None:
@@ -110,58 +97,6 @@ def _start_marker(found: TokenizerFiles) -> str | None:
         return None
     token = settings.get("bos_token", "<s>" if is_llama else None)
     return (token.get("content") if isinstance(token, dict) else token) or None
-
-
-class ByteLevelBPE:
-    """Byte-level BPE from vocab.json and merges.txt, with GPT-2's splitting of the text.
-
-    `start_marker` is a token that comes before each text; None for none.
-    """
-
-    most_text_bytes = MOST_TEXT_BYTES
-
-    def __init__(
-        self, vocab_path: Path, merges_path: Path, *, start_marker: str | None = None
-    ) -> None:
-        from tokenizers import Tokenizer as Backend
-        from tokenizers.models import BPE
-        from tokenizers.pre_tokenizers import ByteLevel
-
-        vocab = json.loads(vocab_path.read_text(encoding="utf-8"))
-        self._backend = Backend(BPE.from_file(str(vocab_path), str(merges_path)))
-        self._backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
-        self.vocab_size = len(vocab)
-        self.prefix_ids = tuple(vocab[token] for token in (start_marker,) if token)
-        stand_ins = {character: byte for byte, character in _byte_stand_ins().items()}
-        self._bytes = {index: _token_bytes(token, stand_ins) for token, index in vocab.items()}
-        lines = merges_path.read_text(encoding="utf-8").splitlines()
-        products = {line.replace(" ", "") for line in lines}
-        # A token that is neither a byte nor the product of a merge never comes from text.
-        self.special_ids = frozenset(
-            index for token, index in vocab.items() if len(token) > 1 and token not in products
-        )
-
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids of `text`, see `Tokenizer`."""
-        prefix = self.prefix_ids if special else ()
-        return [*prefix, *self._backend.encode(text, add_special_tokens=False).ids]
-
-    def word_forms(self, word: str) -> list[list[int]]:
-        """Return the ids of `word`, without a space before it."""
-        return [self.encode(word)]
-
-    def decode(self, ids: Sequence[int], *, partial: bool = False) -> str:
-        """Return the text of `ids`, see `Tokenizer`."""
-        unknown = REPLACEMENT.encode()
-        data = b"".join(self._bytes.get(index, unknown) for index in ids)
-        # Not final: the decoder keeps an unfinished character to itself.
-        return codecs.getincrementaldecoder("utf-8")("replace").decode(data, not partial)
-
-
-def _token_bytes(token: str, stand_ins: dict[str, int]) -> bytes:
-    if all(character in stand_ins for character in token):
-        return bytes(stand_ins[character] for character in token)
-    return token.encode()  # an added token, spelled as it is
 
 
 class _WholeTextTokenizer:
@@ -318,7 +253,26 @@ def _load_hf(found: TokenizerFiles) -> Tokenizer:
 
 
 def _load_bpe(found: TokenizerFiles) -> Tokenizer:
-    return ByteLevelBPE(*found.files, start_marker=_start_marker(found))
+    """Byte-level BPE from vocab.json and merges.txt, with GPT-2's splitting of the text."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    vocab, merges = found.files
+    backend = Backend(BPE.from_file(str(vocab), str(merges)))
+    if backend.get_vocab_size() != len(json.loads(vocab.read_bytes())):
+        raise ValueError("an id is not a whole number")
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    made = HuggingFaceTokenizer(backend, start_marker=_start_marker(found))
+    products = {line.replace(" ", "") for line in merges.read_text("utf-8").splitlines()}
+    # A token that is neither a byte nor the product of a merge never comes from text.
+    made.special_ids = frozenset(
+        index
+        for token, index in backend.get_vocab().items()
+        if len(token) > 1 and token not in products
+    )
+    return made
 
 
 def _load_sentencepiece(found: TokenizerFiles) -> Tokenizer:

@@ -1,10 +1,11 @@
-"""The limits of a gateway: size of a request, TLS, tokens, and shared memory of clients."""
+"""Settings of the front: limits of its clients, and the endpoint of OpenAI's protocol."""
 
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
 from __future__ import annotations
 
 import argparse
+import re
 import ssl
 import stat
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from export_scripts.values import option
+from export_scripts.values import PORT, option
+from inference.ports import DEFAULT_PORTS
 
 DEFAULT_MAX_REQUEST_MB = 128
 _MEBIBYTE = 1 << 20
@@ -20,6 +22,7 @@ _MEBIBYTE = 1 << 20
 MOST_REQUEST_MB = 1024
 # 96 bits in hexadecimal digits are 24 characters, which cannot be guessed.
 _LEAST_TOKEN_CHARACTERS = 24
+_ORIGIN = re.compile(r"https?://[a-z0-9.-]+(:[0-9]+)?|https?://\[[0-9a-f:]+\](:[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,6 @@ class Access:
         """Return the accepted tokens, None if none is required. Raises ValueError."""
         return None if self.token_file is None else read_tokens(self.token_file)
 
-    def arguments(self) -> list[str]:
-        """Return the options of `python -m inference.front`: names of files, not secrets."""
-        files = {"tls-cert": self.tls_cert, "tls-key": self.tls_key, "token-file": self.token_file}
-        options = [f"--{name}={path.absolute()}" for name, path in files.items() if path]
-        if self.client_shared_memory:
-            options.append("--client-shared-memory")
-        return [f"--max-request-mb={self.max_request_mb}", *options]
-
 
 OPEN_ACCESS = Access()
 
@@ -156,3 +151,26 @@ def secret_problem(path: Path) -> str | None:
     if mode & 0o077:
         return f"can be read by others (mode {stat.S_IMODE(mode):o}); chmod 600 it."
     return None
+
+
+@dataclass(frozen=True)
+class OpenAIOptions:
+    """`deploy.openai`: an endpoint of OpenAI's protocol next to Triton's."""
+
+    port: int = option("its port; 0 takes a free one", DEFAULT_PORTS["openai"], within=(0, PORT))
+    tokenizer: Path | None = option(
+        "folder of the tokenizer's files; null: the repository's own", None, path=True
+    )
+    enabled: bool = option("serve it", False)
+    origins: list[str] = option(
+        "web pages that may ask, as their browser names them: https://chat.example.org; [*]: all",
+        [],
+    )
+
+    def problems(self, *, prefix: str = "deploy.openai.") -> list[str]:
+        """Return the origins that no browser would send."""
+        return [
+            f"{prefix}origins: {each!r} is not an origin; write https://host[:port], or *."
+            for each in self.origins
+            if each != "*" and not _ORIGIN.fullmatch(each)
+        ]

@@ -24,6 +24,11 @@ class Exchangeable(Generic[_T]):
     def __init__(self, value: _T) -> None:
         self._current = _Use(value)
 
+    @property
+    def current(self) -> _T:
+        """The value for new requests."""
+        return self._current.value
+
     @contextmanager
     def use(self) -> Iterator[_T]:
         """Yield the value, which stays in use for the duration of the block."""

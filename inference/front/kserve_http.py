@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from pathlib import Path
 
 import aiohttp
 from aiohttp import web
 from yarl import URL
 
 from inference.front.access import Access
-from inference.front.declared_inputs import DeclaredInputs
-from inference.front.durations import with_engine_durations
-from inference.front.exchange import Exchangeable
-from inference.front.guard import Guard, RequestRefusedError
+from inference.front.guard import RequestRefusedError
+from inference.front.link import LONGEST_REQUEST_S
 from inference.front.rules import (
     CLOSED,
     READY_PATH,
     UNREACHABLE,
-    Rules,
     has_internal_names,
     is_health,
     shared_memory_problem,
     without_internal_names,
 )
-from inference.front.sessions import ClientSessions, Namespace
-from inference.front.sockets import ServerSockets
-from inference.front.stop import LONGEST_REQUEST_S
+from inference.front.sessions import Namespace
+from inference.front.upstream import FrontContext, Upstream
 from inference.front.validation import (
     MalformedError,
     check_generate,
@@ -38,7 +34,6 @@ from inference.front.validation import (
     length_of_json,
     parse_json,
 )
-from inference.front.workers import Workers
 
 # A connection that does not send the whole head of a request is closed after this.
 IDLE_S = 600.0
@@ -58,72 +53,40 @@ _CODINGS = re.compile(rf"{_CODING}(?:,{_CODING})*")
 _ERROR = b'{"error":'
 _NOT_PASSED_BACK = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length"})
 
+# Triton (2.51) stops the clock of a request when the Python backend has taken it over, long before
+# the answer. With the engine's values in their place, dashboards that read these metrics are right.
+_ENGINE = re.compile(
+    r"^slipway_request_(?P<which>duration|queue)_seconds_sum\{"
+    r'(?:[^}]*,)?model="(?P<model>[^"]+)"[^}]*\} (?P<value>\S+)$',
+    re.MULTILINE,
+)
+_TRITON = re.compile(
+    r"^(?P<name>nv_inference_(?P<which>request|queue|compute_infer)_duration_us"
+    r'\{(?:[^}]*,)?model="(?P<model>[^"]+)"[^}]*\}) \S+$',
+    re.MULTILINE,
+)
+
 
 class KServeHttp:
-    """Answers requests of HTTP from a server that listens on Unix sockets.
+    """Answers requests of HTTP from a server that listens on Unix sockets."""
 
-    Args:
-        guard: Decides who may ask, and how much.
-        rules: The requests that pass.
-        sockets: Sockets of tritonserver.
-        workers: Processes that check large requests.
-        models: Inputs of the models, by name.
-        sessions: The namespaces of clients.
-        limit: Bytes of the largest request.
-    """
-
-    def __init__(
-        self,
-        guard: Guard,
-        rules: Rules,
-        *,
-        sockets: ServerSockets,
-        workers: Workers,
-        models: Mapping[str, DeclaredInputs],
-        sessions: ClientSessions,
-        limit: int,
-    ) -> None:
-        self._guard = guard
-        self._rules = rules
-        self._workers = workers
-        self._models = models
-        self._sessions = sessions
-        self._limit = limit
-        self._unready = sockets.unready
-        self._session = Exchangeable(_session(sockets.http))
-        self._metrics_session = Exchangeable(_session(sockets.metrics))
-
-    def exchange(self, sockets: ServerSockets) -> Callable[[], Awaitable[None]]:
-        """Pass requests on to another server; return a wait for the end of those under way."""
-        self._unready = sockets.unready
-        former = [
-            self._session.exchange(_session(sockets.http)),
-            self._metrics_session.exchange(_session(sockets.metrics)),
-        ]
-
-        async def ended() -> None:
-            for unused in former:
-                await (await unused()).close()
-
-        return ended
-
-    async def close(self) -> None:
-        """Close the connections to the server."""
-        for each in (self._session, self._metrics_session):
-            with each.use() as session:
-                await session.close()
+    def __init__(self, context: FrontContext) -> None:
+        self._context = context
+        self._guard = context.guard
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
         try:
-            is_open = self._rules.passes_http(request.method, request.path)
+            is_open = self._context.rules.passes_http(request.method, request.path)
             owner = self._admitted(request, is_open=is_open)
-            if request.path == READY_PATH and self._unready.exists():
+            if request.path == READY_PATH and not self._context.is_ready():
                 reason = "a model has not answered the server's owner"
                 raise RequestRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, reason)
-            if request.method == "GET":
-                return await _passed_on(self._session, request, None, {})
-            return await self._posted(request, owner)
+            body = None if request.method == "GET" else await self._guard.body(request)
+            with self._context.used() as upstream:
+                if body is None:
+                    return await _passed_on(upstream.http, request, None, {})
+                return await self._posted(upstream, request, body, owner)
         except RequestRefusedError as error:
             return _refusal(error)
 
@@ -132,7 +95,8 @@ class KServeHttp:
         try:
             is_open = request.method == "GET" and request.path == _METRICS_PATH
             self._admitted(request, is_open=is_open)
-            answer = await _passed_on(self._metrics_session, request, None, {})
+            with self._context.used() as upstream:
+                answer = await _passed_on(upstream.metrics, request, None, {})
             return _with_durations(answer)
         except RequestRefusedError as error:
             return _refusal(error)
@@ -148,39 +112,39 @@ class KServeHttp:
             raise RequestRefusedError(HTTPStatus.FORBIDDEN, CLOSED)
         return owner
 
-    async def _posted(self, request: web.BaseRequest, owner: str | None) -> web.StreamResponse:
+    async def _posted(
+        self, upstream: Upstream, request: web.BaseRequest, body: bytes, owner: str | None
+    ) -> web.StreamResponse:
         headers = {
             name: text for name, text in request.headers.items() if name.lower() in _PASSED_ON
         }
-        body = await self._guard.body(request)
-        model = self._models.get(request.path.removeprefix(_MODELS_PATH).partition("/")[0])
+        workers = self._context.workers
+        model = upstream.models.get(request.path.removeprefix(_MODELS_PATH).partition("/")[0])
         if request.path.endswith("/infer"):
             lengths = request.headers.getall(_JSON_LENGTH, [])
             if len(lengths) > 1:
                 raise MalformedError(f"{_JSON_LENGTH} is given twice")
             length = length_of_json(lengths[0] if lengths else None, len(body))
             data, rest = body[:length], body[length:]
-            checked = await self._workers.check(
-                *(check_infer, data, len(body), self._limit, model),
-                *(self._namespace(request, owner),),
-                size_bytes=len(data),
-            )
+            sessions = self._namespace(request, owner)
+            arguments = (data, len(body), self._context.limit, model, sessions)
+            checked = await workers.check(check_infer, *arguments, size_bytes=len(data))
             if checked != data:  # it has a session
                 body = checked + rest
                 headers = {name: each for name, each in headers.items() if each not in lengths}
                 headers |= {_JSON_LENGTH: str(len(checked))} if lengths else {}
         elif request.path.endswith(("/generate", "/generate_stream")):
-            await self._workers.check(check_generate, body, model, size_bytes=len(body))
+            await workers.check(check_generate, body, model, size_bytes=len(body))
         elif request.path.endswith("/register"):
             _check_own_memory(body)
         elif body:
-            await self._workers.check(check_json, body, size_bytes=len(body))
-        return await _passed_on(self._session, request, body, headers)
+            await workers.check(check_json, body, size_bytes=len(body))
+        return await _passed_on(upstream.http, request, body, headers)
 
     def _namespace(self, request: web.BaseRequest, owner: str | None) -> Namespace:
         ends = (request.get_extra_info(name) or ("", 0) for name in ("peername", "sockname"))
         (address, port, *_), (_, own_port, *_) = ends
-        return self._sessions.namespace(owner, address, port, own_port)
+        return self._context.sessions.namespace(owner, address, port, own_port)
 
 
 async def http_server(
@@ -201,15 +165,6 @@ async def http_server(
     return runner
 
 
-def _session(socket: Path) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.UnixConnector(str(socket), limit=0),
-        timeout=aiohttp.ClientTimeout(total=None),
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )
-
-
 def _check_own_memory(body: bytes) -> None:
     """Check a request to register shared memory.
 
@@ -223,7 +178,7 @@ def _check_own_memory(body: bytes) -> None:
 
 
 async def _passed_on(
-    sessions: Exchangeable[aiohttp.ClientSession],
+    session: aiohttp.ClientSession,
     request: web.BaseRequest,
     body: bytes | None,
     headers: dict[str, str],
@@ -232,11 +187,10 @@ async def _passed_on(
         headers = {**headers, _ACCEPT_ENCODING: codings}
     url = URL(f"http://tritonserver{request.raw_path}", encoded=True)
     try:
-        with sessions.use() as session:
-            async with session.request(
-                request.method, url, data=body, headers=headers, allow_redirects=False
-            ) as answer:
-                return await _passed_back(request, answer)
+        async with session.request(
+            request.method, url, data=body, headers=headers, allow_redirects=False
+        ) as answer:
+            return await _passed_back(request, answer)
     except aiohttp.ClientError:
         raise RequestRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, UNREACHABLE) from None
 
@@ -275,9 +229,29 @@ async def _streamed(
 
 
 def _without_reasons(index: bytes) -> bytes:
-    """Return the list of models without the server's reasons for failures."""
     models = [{key: each[key] for key in each if key != "reason"} for each in json.loads(index)]
     return json.dumps(models).encode()
+
+
+def with_engine_durations(metrics: str) -> str:
+    """Return the text of `/metrics` with the durations that the engine has measured.
+
+    A request's time in the queue counts as queue, the rest as inference. Models without an engine
+    are left as they are.
+    """
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for each in _ENGINE.finditer(metrics):  # an engine for each instance of a model
+        sums[each["model"], each["which"]] += float(each["value"])
+
+    def replaced(line: re.Match[str]) -> str:
+        request_s = sums.get((line["model"], "duration"))
+        if request_s is None:
+            return line[0]
+        queue_s = sums.get((line["model"], "queue"), 0.0)
+        seconds = {"request": request_s, "queue": queue_s, "compute_infer": request_s - queue_s}
+        return f"{line['name']} {round(max(seconds[line['which']], 0.0) * 1e6)}"
+
+    return _TRITON.sub(replaced, metrics)
 
 
 def _with_durations(answer: web.StreamResponse) -> web.StreamResponse:

@@ -28,9 +28,10 @@ from yarl import URL
 from inference.front.access import MOST_REQUEST_MB, Access
 from inference.front.exchange import Exchangeable
 from inference.front.guard import Guard, RequestRefusedError
-from inference.front.kserve_grpc import UNLIMITED, grpc_server
+from inference.front.kserve_grpc import grpc_server
 from inference.front.kserve_http import http_server
-from inference.front.stop import LONGEST_REQUEST_S, Stop
+from inference.front.link import LONGEST_REQUEST_S, Stop
+from inference.front.sockets import CHANNEL_OPTIONS
 from inference.ports import DEFAULT_PORTS
 
 _POLL_S = 0.2
@@ -43,7 +44,7 @@ _OF_CALL = ("grpc-", ":", "user-agent", "content-type", "te")  # metadata that g
 _UNREACHABLE = "no server answers at the address in the endpoint file; one may be starting"
 
 
-class Upstream:
+class MovingServer:
     """Connections to one server.
 
     Args:
@@ -64,12 +65,11 @@ class Upstream:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         target = f"{self._host}:{endpoint['grpc']}"
-        options = [*UNLIMITED, ("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0)]
         if tls:
             trusted = grpc.ssl_channel_credentials(None if ca is None else ca.read_bytes())
-            self.channel = grpc.aio.secure_channel(target, trusted, options=options)
+            self.channel = grpc.aio.secure_channel(target, trusted, options=CHANNEL_OPTIONS)
         else:
-            self.channel = grpc.aio.insecure_channel(target, options=options)
+            self.channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
 
     def url(self, port_name: str, raw_path: str) -> URL:
         """Return where a request for one of the server's ports goes."""
@@ -90,12 +90,12 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
         listens_at: Address that clients reach.
     """
 
-    def __init__(self, upstream: Upstream, *, listens_at: str) -> None:
+    def __init__(self, upstream: MovingServer, *, listens_at: str) -> None:
         self._upstream = Exchangeable(upstream)
         # Web pages that say who they are meet the server's own rules.
         self._guard = Guard(Access(), listens_at=listens_at, origins=["*"])
 
-    async def exchange(self, upstream: Upstream) -> None:
+    async def exchange(self, upstream: MovingServer) -> None:
         """Pass requests on to another server; return once the former has answered the last."""
         await (await self._upstream.exchange(upstream)()).close()
 
@@ -180,14 +180,14 @@ def _published(path: Path) -> dict[str, Any] | None:
 
 
 async def _serve(arguments: argparse.Namespace, access: Access) -> None:
-    stop = Stop(None)
+    stop = Stop()
     path, host = arguments.endpoint, arguments.host
-    asked = asyncio.ensure_future(stop.wait())
+    asked = asyncio.ensure_future(stop.stopped.wait())
     while (endpoint := _published(path)) is None and not asked.done():
         await asyncio.wait([asked], timeout=_POLL_S)
     if endpoint is None:
         return
-    relay = Relay(Upstream(endpoint, arguments.ca), listens_at=host)
+    relay = Relay(MovingServer(endpoint, arguments.ca), listens_at=host)
     ports = {name: getattr(arguments, f"{name}_port") for name in ("http", "metrics", "openai")}
     runners = [
         await http_server(access, partial(relay.answer, name), host=host, port=port)
@@ -204,7 +204,7 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
         found = _published(path)
         if found is not None and found != endpoint:
             endpoint = found
-            former.append(asyncio.ensure_future(relay.exchange(Upstream(found, arguments.ca))))
+            former.append(asyncio.ensure_future(relay.exchange(MovingServer(found, arguments.ca))))
             _say(endpoint)
     ends = [runner.cleanup() for runner in runners]
     await stop.finish(server.stop(LONGEST_REQUEST_S), *ends)

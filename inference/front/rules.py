@@ -38,8 +38,8 @@ STREAM_CALL = f"{SERVICE}ModelStreamInfer"
 INDEX_CALL = f"{SERVICE}RepositoryIndex"
 REGISTER_CALL = f"{SERVICE}SystemSharedMemoryRegister"
 
-CLOSED = "this request is closed to clients"
-UNREACHABLE = "the server behind the gateway does not answer; it is starting, or it has ended"
+CLOSED = "this endpoint is not exposed to clients"
+UNREACHABLE = "the server behind the front does not answer; it is starting, or it has ended"
 _SOCKET = re.compile(r"unix:\S*slipway-sockets-")
 # Regions of the Python backend: its own prefix, or that of a server of this project.
 _INTERNAL_NAME = re.compile(r"/?(?:triton_python_backend_shm_region_|slipway-\d+-)[\w-]*")
@@ -48,11 +48,7 @@ _SESSION = re.compile(r"\b(session|sequence) (?:[0-9]{10,19}|[0-9a-f]{64})\b")
 
 
 class Rules:
-    """The table of requests that pass.
-
-    Args:
-        client_shared_memory: Whether clients may register shared memory of their own.
-    """
+    """The table of requests that pass."""
 
     def __init__(self, *, client_shared_memory: bool) -> None:
         paths = dict(_PATHS)

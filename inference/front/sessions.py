@@ -41,11 +41,7 @@ class Namespace:
 
 
 class ClientSessions:
-    """The namespaces of all clients.
-
-    Args:
-        listens_at: Address that clients reach.
-    """
+    """The namespaces of all clients."""
 
     def __init__(self, listens_at: str) -> None:
         self._key = secrets.token_bytes(32)

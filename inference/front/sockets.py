@@ -14,6 +14,15 @@ from inference.private_folder import PrivateFolder
 # The kernel keeps a socket's name in 108 bytes, which `/slipway-sockets-12345678/grpc:8001` is part
 # of.
 _LONGEST_FOLDER = 68
+# Of channels to such a socket. A server that does not listen yet is tried again soon: after a
+# refused connection gRPC would wait for a second, and longer each time.
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    *((f"grpc.{which}_reconnect_backoff_ms", 100) for which in ("initial", "min", "max")),
+]
 
 
 class ServerSockets:
@@ -38,24 +47,14 @@ class ServerSockets:
         """Socket of tritonserver's metrics."""
         return self.folder / "metrics"
 
-    @property
-    def listening(self) -> Path:
-        """An empty file that appears once the front listens at every port."""
-        return self.folder / "listening"
-
     def note_use(self) -> None:
-        """Note a request for a model, in the time of that file."""
-        with contextlib.suppress(OSError):  # not there yet
-            os.utime(self.listening)
+        """Note a request for a model, in the time of the folder."""
+        with contextlib.suppress(OSError):  # it goes with the server
+            os.utime(self.folder)
 
     def last_used(self) -> float:
-        """Return the Unix time of the last such request, or of the front's start."""
-        return self.listening.stat().st_mtime
-
-    @property
-    def unready(self) -> Path:
-        """An empty file that exists while a model does not answer canaries."""
-        return self.folder / "unready"
+        """Return the Unix time of the last such request, or of the server's start."""
+        return self.folder.stat().st_mtime
 
     def server_options(self) -> list[str]:
         """Return the options with which tritonserver listens only on these sockets."""

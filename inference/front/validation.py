@@ -1,4 +1,4 @@
-"""Validation of requests: the form that tritonserver reads without ending, hanging or running away.
+"""Reject requests that would crash, hang or exhaust tritonserver 2.51.
 
 Server 2.51 recurses once for each level of JSON, multiplies the sizes of a shape without looking
 for an overflow, searches all inputs for every input, never answers a batch of no sequences, and
@@ -114,56 +114,51 @@ def check_infer(
     asked = _entry(request, "parameters", dict)
     _check_parameters("the request", asked, REQUEST_PARAMETERS)
     _check_count("outputs", _entry(request, "outputs", list))
-    inputs = _entry(request, "inputs", list)
-    _check_count("inputs", inputs)
-    for each in inputs:
-        if not isinstance(each, dict):
-            raise MalformedError("an input is not an object of JSON")
-        name = f"input {_short(each)}"
-        _check_fields(name, each, INPUT_FIELDS, required=("name", "datatype", "shape"))
-        parameters = _tensor_parameters(each)
-        _check_parameters(name, parameters, INPUT_PARAMETERS)
+    names = []
+    for name, each, parameters in _tensors(request, "inputs", INPUT_FIELDS, INPUT_PARAMETERS):
+        names.append(each["name"])
         shape = _entry(each, "shape", list)
         if not all(type(size) is int for size in shape):
-            raise MalformedError(f"the shape of input {_short(each)} is not a list of integers")
+            raise MalformedError(f"the shape of input {name} is not a list of integers")
         most = limit if _MEMORY in parameters else size_bytes
-        check_shape(_short(each), shape, each["datatype"], most=most)
+        check_shape(name, shape, each["datatype"], most=most)
         if "data" in each:
             _check_data(each, shape)
-    _check_required(model, [each.get("name") for each in inputs])
-    for each in _entry(request, "outputs", list):
-        if not isinstance(each, dict):
-            raise MalformedError("an output is not an object of JSON")
-        name = f"output {_short(each)}"
-        _check_fields(name, each, OUTPUT_FIELDS, required=("name",))
-        parameters = _tensor_parameters(each)
-        _check_parameters(name, parameters, OUTPUT_PARAMETERS)
-        _check_classes(_short(each), parameters)
+    _check_required(model, names)
+    for name, _, parameters in _tensors(request, "outputs", OUTPUT_FIELDS, OUTPUT_PARAMETERS):
+        _check_classes(name, parameters)
     if not asked.get("sequence_id"):
         return data
     asked["sequence_id"] = sessions.inside(asked["sequence_id"])
     return json.dumps(request, ensure_ascii=False).encode()
 
 
-def _check_fields(
-    of: str, values: dict[str, Any], checks: Mapping[str, Check], required: Sequence[str] = ()
-) -> None:
-    """Check the fields of a request, an input or an output."""
-    for name in required:
-        if name not in values:
-            raise MalformedError(f"{of} has no {name}")
+def _tensors(
+    request: dict[str, Any], key: str, fields: Mapping[str, Check], known: Mapping[str, Check]
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield the inputs or outputs with their names, as messages have them, and parameters."""
+    entries, kind = _entry(request, key, list), key.removesuffix("s")
+    _check_count(key, entries)
+    for each in entries:
+        if not isinstance(each, dict):
+            raise MalformedError(f"an {kind} is not an object of JSON")
+        name = _short(each)
+        required = ("name", "datatype", "shape") if kind == "input" else ("name",)
+        if missing := [field for field in required if field not in each]:
+            raise MalformedError(f"{kind} {name} has no {missing[0]}")
+        _check_fields(f"{kind} {name}", each, fields)
+        # null stands for none, as in the server
+        parameters = {} if each.get("parameters") is None else _entry(each, "parameters", dict)
+        _check_parameters(f"{kind} {name}", parameters, known)
+        yield name, each, parameters
+
+
+def _check_fields(of: str, values: dict[str, Any], checks: Mapping[str, Check]) -> None:
     if problem := field_problem(values, checks):
         raise MalformedError(f"{of}: {problem}")
 
 
-def _tensor_parameters(tensor: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of an input or an output; null stands for none, as in the server."""
-    found = tensor.get("parameters")
-    return {} if found is None else _entry(tensor, "parameters", dict)
-
-
 def _check_parameters(of: str, parameters: dict[str, Any], checks: Mapping[str, Check]) -> None:
-    """Check the parameters of a request, an input or an output."""
     _check_count("parameters", parameters)
     if problem := field_problem(parameters, checks):
         raise MalformedError(f"{of}: parameter {problem}")
@@ -209,7 +204,6 @@ def _check_range(name: str, value: int, datatype: str) -> None:
 
 
 def _check_required(model: DeclaredInputs | None, given: Collection[Any]) -> None:
-    """Check that no required input of a model is missing."""
     missing = [name for name in model.required if name not in given] if model else []
     if missing:
         raise MalformedError(
@@ -300,14 +294,7 @@ def check_infer_message(
     models: Mapping[str, DeclaredInputs],
     sessions: Namespace,
 ) -> bytes | None:
-    """Check a ModelInferRequest of gRPC `without_raw_tensors`.
-
-    Args:
-        data: The message.
-        size_bytes: Size of the whole message.
-        limit: Bytes of the largest request, see `check_infer`.
-        models: Inputs of the models, by name.
-        sessions: Those of the client.
+    """Check a ModelInferRequest of gRPC `without_raw_tensors`, as `check_infer` does.
 
     Returns:
         The message with the server's own id of its session, None if it has no session.
@@ -342,14 +329,10 @@ def _with_own_session(message: Any, sessions: Namespace) -> bytes | None:
 
 def check_message(message: Any, size_bytes: int, *, limit: int) -> None:
     """Check a parsed ModelInferRequest, of `size_bytes` with raw tensors. Raises MalformedError."""
-    for name, entries in (
-        ("inputs", message.inputs),
-        ("outputs", message.outputs),
-        ("parameters", message.parameters),
-        *(("parameters", each.parameters) for each in message.inputs[: _MOST_ENTRIES + 1]),
-        *(("parameters", each.parameters) for each in message.outputs[: _MOST_ENTRIES + 1]),
-    ):
-        _check_count(name, entries)
+    for name in ("inputs", "outputs", "parameters"):
+        _check_count(name, getattr(message, name))
+    for each in (*message.inputs, *message.outputs):
+        _check_count("parameters", each.parameters)
     if "sequence_id" in message.parameters:
         text = message.parameters["sequence_id"].string_param
         if not is_sequence_text(text):

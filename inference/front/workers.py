@@ -63,11 +63,6 @@ class Workers:
     async def run(self, work: Callable[..., _T], *args: Any, size_bytes: int) -> _T:
         """Return what a function of a module returns, or raise what it raises.
 
-        Args:
-            work: The function.
-            args: Its arguments.
-            size_bytes: Size of the request.
-
         Raises:
             RequestRefusedError: It took too long or too much memory.
         """

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from inference.backend.text_signature import MAX_BATCH_SIZE
 from inference.client import add_connection_options, finished, opened_client, print_now
-from inference.server.client import TritonClient, as_tensor
+from inference.pytriton.repository import MAX_BATCH_SIZE
+from inference.server.client import TritonClient
+from inference.server.tensors import as_tensor
 
 _POLL_S = 0.2
 _PROMPTS = (
@@ -79,7 +80,6 @@ def _wait_until_ready(client: TritonClient, timeout_s: float) -> None:
 
 
 def _shown(value: np.ndarray[Any, Any]) -> str:
-    """Return one value as it is, or those of several beams as JSON."""
     flat = value.reshape(-1).tolist()
     texts = [each.decode(errors="replace") if isinstance(each, bytes) else each for each in flat]
     return str(texts[0]) if len(texts) == 1 else json.dumps(texts, ensure_ascii=False)

@@ -181,7 +181,6 @@ def _download(name: ModelName, ft_dir: Path) -> Path:
 
 
 def _earlier_download(name: ModelName) -> Path | None:
-    """Return the folder of a copy on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
     sought = name.file or "config.json"

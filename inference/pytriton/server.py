@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
-from inference.front.access import access_of, add_access_options
 from inference.launch_environment import (
     DEFAULT_PORT,
     KEY_FILE_VARIABLE,
@@ -27,13 +26,11 @@ from inference.launch_environment import (
     read_launch_environment,
     rendezvous_address,
 )
-from inference.ports import TRITON_PORTS
 from inference.private_folder import PrivateFolder
 from inference.pytriton.model_source import Wanted, parse_model_name, prepare_weights
 from inference.pytriton.repository import INTERFACES, NEMO_NAME, write_text_repository
 from inference.ranks.launched_rank import main as serve_rank
-from inference.server.__main__ import serve_until_signal
-from inference.server.server import TritonServer
+from inference.server.__main__ import add_server_options, serve_until_signal, server_of
 
 _EPILOG = f"""
 On several nodes the ranks meet at MASTER_ADDR:MASTER_PORT (srun: the first node by default);
@@ -100,20 +97,10 @@ def _count_problem(arguments: argparse.Namespace, place: LaunchEnvironment) -> s
 
 def _lead(arguments: argparse.Namespace) -> int:
     name = parse_model_name(arguments.model)
-    access = access_of(vars(arguments))
-    if problems := access.problems(prefix="--", joiner="-"):
-        raise ValueError("\n".join(problems))
     folder = PrivateFolder("pytriton")
     try:
-        server = TritonServer(
-            folder.path / "repository",
-            http_port=arguments.http_port,
-            grpc_port=arguments.grpc_port,
-            metrics_port=arguments.metrics_port,
-            host=arguments.host,
-            log_path=folder.path / "tritonserver.log",
-            port_keys={name: f"--{name}-port" for name in TRITON_PORTS},
-            access=access,
+        server = server_of(
+            arguments, folder.path / "repository", log_path=folder.path / "tritonserver.log"
         )
         if problems := server.port_problems():
             raise ValueError("\n".join(problems))
@@ -193,12 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         "with srun the first node); rank 0 listens at this address alone")  # fmt: skip
     add("--master-port", type=int, help="port where the ranks meet (default MASTER_PORT, else "
         f"{DEFAULT_PORT}); two runs on one node need two")  # fmt: skip
-    add("--host", default="0.0.0.0",
-        help="address to listen at; by default all interfaces (0.0.0.0), as PyTriton does; give "
-        "127.0.0.1 to serve this machine alone, or a --token-file")  # fmt: skip
-    for name, port in TRITON_PORTS.items():
-        add(f"--{name}-port", type=int, default=port, help=f"default {port}; 0 takes a free one")
-    add_access_options(parser)
+    add_server_options(parser, host="0.0.0.0")  # as PyTriton does
     return parser
 
 

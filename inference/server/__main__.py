@@ -16,11 +16,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from inference.front.access import access_of, add_access_options
-from inference.front.openai.options import OpenAIOptions
-from inference.ports import TRITON_PORTS
+from inference.front.access import OpenAIOptions, access_of, add_access_options
+from inference.ports import DEFAULT_PORTS, TRITON_PORTS
 from inference.server.server import ServerStartError, TritonServer
 from inference.server.server_log import ForwardedLog
 
@@ -38,28 +37,65 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT (status 0), or until the server fails (status 1)."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    if problems := access_of(vars(arguments)).problems(prefix="--", joiner="-"):
-        parser.error(" ".join(problems))
-    origins = OpenAIOptions(origins=arguments.openai_origin)
-    if problems := origins.problems(prefix="--openai-"):
-        parser.error(" ".join(problems))
-    if arguments.openai_port is not None and arguments.engine == _FASTERTRANSFORMER:
-        parser.error("--openai-port needs --engine=pytorch")
+    is_old = arguments.engine == _FASTERTRANSFORMER
+    openai = None
+    if arguments.openai_port is not None:
+        tokenizer, origins = arguments.openai_tokenizer, arguments.openai_origin
+        openai = OpenAIOptions(arguments.openai_port, tokenizer, origins=origins)
+        if problems := openai.problems(prefix="--openai-"):
+            parser.error(" ".join(problems))
+        if is_old:
+            parser.error("--openai-port needs --engine=pytorch")
     with tempfile.TemporaryDirectory(prefix="slipway-server-") as folder:
-        server = _server(arguments, Path(folder) / "tritonserver.log")
+        try:
+            server = server_of(
+                arguments,
+                arguments.model_repository,
+                log_path=Path(folder) / "tritonserver.log",
+                prefix=_MPIRUN if is_old and shutil.which(_MPIRUN[0]) else (),
+                is_old=is_old,
+                openai=openai,
+            )
+        except ValueError as error:
+            parser.error(str(error))
         return serve_until_signal(
             server, ready_timeout_s=arguments.ready_timeout_s, drain_s=arguments.drain_s
         )
 
 
-def serve_until_signal(server: TritonServer, *, ready_timeout_s: float, drain_s: float) -> int:
-    """Serve until SIGTERM or SIGINT, and return 0; return 1 once the server has failed.
+def add_server_options(parser: argparse.ArgumentParser, *, host: str = "127.0.0.1") -> None:
+    """Add the options from which `server_of` makes a server."""
+    parser.add_argument(
+        "--host", default=host, help="address to listen on; 0.0.0.0: all interfaces (%(default)s)"
+    )
+    for name, port in TRITON_PORTS.items():
+        words = "(%(default)s); 0 takes a free one"
+        parser.add_argument(f"--{name}-port", type=int, default=port, help=words)
+    add_access_options(parser)
 
-    Args:
-        server: Not started.
-        ready_timeout_s: Limit for loading.
-        drain_s: For running requests after a signal.
-    """
+
+def server_of(
+    arguments: argparse.Namespace, repository: Path | str, *, log_path: Path, **more: Any
+) -> TritonServer:
+    """Return the server that parsed options ask for. Raises ValueError with their problems."""
+    access = access_of(vars(arguments))
+    if problems := access.problems(prefix="--", joiner="-"):
+        raise ValueError("\n".join(problems))
+    return TritonServer(
+        repository,
+        http_port=arguments.http_port,
+        grpc_port=arguments.grpc_port,
+        metrics_port=arguments.metrics_port,
+        host=arguments.host,
+        log_path=log_path,
+        port_keys={name: f"--{name}-port" for name in DEFAULT_PORTS},
+        access=access,
+        **more,
+    )
+
+
+def serve_until_signal(server: TritonServer, *, ready_timeout_s: float, drain_s: float) -> int:
+    """Serve until SIGTERM or SIGINT, and return 0; return 1 once the server has failed."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ask_to_stop)
     with ForwardedLog(server.log_path):
@@ -81,59 +117,20 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve a Triton repository until SIGTERM; end with status 1 and the reason "
         "when a model is lost.",
     )
-    parser.add_argument("--model-repository", required=True, metavar="FOLDER_OR_URL")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    for name, port in TRITON_PORTS.items():
-        parser.add_argument(f"--{name}-port", type=int, default=port, help="(%(default)s)")
-    parser.add_argument(
-        "--openai-port", type=int, help="serve OpenAI's protocol there, too; 0 takes a free port"
-    )
-    parser.add_argument(
-        "--openai-tokenizer", type=Path, help="its tokenizer, if not the repository's own"
-    )
-    parser.add_argument(
-        "--openai-origin", action="append", default=[], help="web page that may ask it; repeatable"
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("pytorch", _FASTERTRANSFORMER),
-        default="pytorch",
-        help="fastertransformer: NVIDIA's server, started through mpirun (%(default)s)",
-    )
-    parser.add_argument(
-        "--ready-timeout-s", type=float, default=1800.0, help="limit for loading (%(default)g)"
-    )
-    parser.add_argument(
-        "--drain-s", type=float, default=60.0, help="for running requests at the end (%(default)g)"
-    )
-    add_access_options(parser)
+    add = parser.add_argument
+    add("--model-repository", required=True, metavar="FOLDER_OR_URL")
+    add("--openai-port", type=int, help="serve OpenAI's protocol there, too; 0 takes a free port")
+    add("--openai-tokenizer", type=Path, help="its tokenizer, if not the repository's own")
+    add("--openai-origin", action="append", default=[], help="web page that may ask it; repeatable")
+    add("--engine", choices=("pytorch", _FASTERTRANSFORMER), default="pytorch",
+        help="fastertransformer: NVIDIA's server, through mpirun (%(default)s)")  # fmt: skip
+    add("--ready-timeout-s", type=float, default=1800.0, help="limit for loading (%(default)g)")
+    add("--drain-s", type=float, default=60.0, help="for running requests at the end (%(default)g)")
+    add_server_options(parser)
     return parser
 
 
-def _server(arguments: argparse.Namespace, log_path: Path) -> TritonServer:
-    is_old = arguments.engine == _FASTERTRANSFORMER
-    names = ("http", "grpc", "metrics")
-    return TritonServer(
-        arguments.model_repository,
-        http_port=arguments.http_port,
-        grpc_port=arguments.grpc_port,
-        metrics_port=arguments.metrics_port,
-        host=arguments.host,
-        log_path=log_path,
-        port_keys={name: f"--{name}-port" for name in (*names, "openai")},
-        prefix=_MPIRUN if is_old and shutil.which(_MPIRUN[0]) else (),
-        is_old=is_old,
-        access=access_of(vars(arguments)),
-        openai=None
-        if arguments.openai_port is None
-        else OpenAIOptions(
-            arguments.openai_port, arguments.openai_tokenizer, origins=arguments.openai_origin
-        ),
-    )
-
-
 def _serve(server: TritonServer, ready_timeout_s: float) -> int:
-    """Return 1 once the server has failed."""
     server.start(timeout_s=ready_timeout_s)
     server.watch_answers()
     if server.openai_url is not None:

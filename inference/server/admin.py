@@ -6,27 +6,22 @@ serves FasterTransformer models has these calls.
 
 from __future__ import annotations
 
-import queue
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tritonclient.utils import InferenceServerException
+
+from inference.decoding.rows import SessionTurn
+from inference.front.sockets import CHANNEL_OPTIONS
+from inference.server.client import Tensors, TritonClient
 from inference.server.server_log import short_reason
 
-if TYPE_CHECKING:
-    import numpy as np
-
 _TIMEOUT_S = 1.0
-_OPTIONS = [
-    ("grpc.enable_http_proxy", 0),
-    # Channels of one process to the same address would share a connection, and the time that gRPC
-    # waits after a refused one.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_receive_message_length", -1),
-]
+# Channels of one process to the same address would share a connection.
+_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 SESSION_LEN = "session_len"
-_SESSION = {"sequence_id": 2**31, "sequence_start": True, "sequence_end": True}
+_WHOLE_SESSION = SessionTurn(2**31, starts=True, ends=True)
 
 
 class NoAnswerError(OSError):
@@ -54,135 +49,67 @@ class ModelStatus:
     reason: str
 
 
-@dataclass(frozen=True)
-class ProbeTensor:
-    """One input of the request: `value` in every place, text for BYTES."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    value: int | str
-
-    def array(self) -> np.ndarray[Any, Any]:
-        """Return the tensor as the client library takes it, which has FP32 for BF16."""
-        import numpy as np
-        from tritonclient.utils import triton_to_np_dtype
-
-        if isinstance(self.value, str):
-            return np.full(self.shape, self.value.encode(), dtype=object)
-        return np.full(self.shape, self.value, dtype=triton_to_np_dtype(self.dtype))
-
-
-class Admin:
+class Admin(TritonClient):
     """A connection to one server; safe to use from several threads.
 
-    Every method raises NoAnswerError where the server does not answer, and RefusalError where it
+    Its own methods raise NoAnswerError where the server does not answer, and RefusalError where it
     answers with an error.
     """
 
     def __init__(self, target: str) -> None:
         """Connect at the first call; `target` is `unix:PATH` or `host:port`."""
-        from tritonclient import grpc
-
-        self.target = target
-        self._grpc = grpc
-        self._client = grpc.InferenceServerClient(target, channel_args=_OPTIONS)
-
-    def close(self) -> None:
-        """Close the connection; calls in progress end with an error."""
-        self._client.close()
-
-    def is_ready(self) -> bool:
-        """Return whether the server says that it serves."""
-        return bool(self._call(self._client.is_server_ready))
+        super().__init__(target, timeout_s=_TIMEOUT_S, channel_options=_OPTIONS)
 
     def is_model_ready(self, name: str) -> bool:
         """Return whether the server says that a model serves."""
-        return bool(self._call(self._client.is_model_ready, name))
+        return bool(self._asked("is_model_ready", name))
 
-    def models(self) -> list[ModelStatus]:
+    def statuses(self) -> list[ModelStatus]:
         """Return the state of every model of the repository."""
-        index = self._call(self._client.get_model_repository_index)
+        index = self._asked("get_model_repository_index")
         return [
             ModelStatus(each.name, each.state, short_reason(each.reason)) for each in index.models
         ]
 
     def config(self, name: str) -> Any:
         """Return a model's configuration, the protobuf message of Triton."""
-        return self._call(self._client.get_model_config, name).config
+        return self._asked("get_model_config", name).config
 
     def executed(self, name: str) -> int:
         """Return how often a model has run and how many requests it has answered, added up."""
-        found = self._call(self._client.get_inference_statistics, name).model_stats
+        found = self._asked("get_inference_statistics", name).model_stats
         return sum(each.execution_count + each.inference_stats.success.count for each in found)
 
     def ask(
         self,
         name: str,
         config: Any,
-        tensors: Sequence[ProbeTensor],
+        tensors: Tensors,
         *,
         timeout_s: float,
-        parameters: dict[str, Any] | None = None,
+        parameters: Mapping[str, Any] | None = None,
     ) -> None:
-        """Send one request and wait for its whole answer.
-
-        Args:
-            name: Of the model.
-            config: Of the model.
-            tensors: Its inputs.
-            timeout_s: Longest wait.
-            parameters: Of the request.
-        """
-        inputs = []
-        for tensor in tensors:
-            inputs.append(self._grpc.InferInput(tensor.name, list(tensor.shape), tensor.dtype))
-            inputs[-1].set_data_from_numpy(tensor.array())
-        options: dict[str, Any] = {"parameters": parameters}
-        if is_interactive(config):
-            options |= _SESSION
-        if config.model_transaction_policy.decoupled:
-            self._stream(name, inputs, timeout_s, options)
-        else:
-            self._call(self._client.infer, name, inputs, timeout_s=timeout_s, **options)
-
-    def _stream(self, name: str, inputs: Any, timeout_s: float, options: dict[str, Any]) -> None:
-        """Send a request to a streaming model on a stream, which belongs to a client object."""
-        responses: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
-        client = self._grpc.InferenceServerClient(self.target, channel_args=_OPTIONS)
-        deadline = time.monotonic() + timeout_s
+        """Send one request and wait for its whole answer."""
+        turn = _WHOLE_SESSION if is_interactive(config) else None
         try:
-            client.start_stream(lambda result, error: responses.put((result, error)))
-            client.async_stream_infer(name, inputs, enable_empty_final_response=True, **options)
-            while True:
-                result, error = responses.get(timeout=max(deadline - time.monotonic(), 0.0))
-                if error is not None:
-                    self._raise(error)
-                if result.get_response().parameters["triton_final_response"].bool_param:
-                    return
-        except queue.Empty:
-            raise NoAnswerError(f"no answer within {timeout_s:g} s") from None
-        finally:
-            client.stop_stream(cancel_requests=True)
-            client.close()
-
-    def _call(
-        self, method: Callable[..., Any], *words: Any, timeout_s: float = _TIMEOUT_S, **more: Any
-    ) -> Any:
-        from tritonclient.utils import InferenceServerException
-
-        try:
-            return method(*words, client_timeout=timeout_s, **more)
+            self.infer(name, tensors, turn=turn, parameters=parameters, timeout_s=timeout_s)
         except InferenceServerException as error:
-            self._raise(error)
+            raise _explained(error) from error
 
-    def _raise(self, error: Any) -> None:
-        words = str(error.message())
-        # An error within a stream has no code; the text begins with one, see `Exchange.fail`.
-        code = str(error.status() or words.partition(": ")[0]).removeprefix("StatusCode.")
-        if code in ("DEADLINE_EXCEEDED", "CANCELLED") or _is_unreachable(code, words):
-            raise NoAnswerError(words) from error
-        raise RefusalError(code, words) from error
+    def _asked(self, method: str, *args: Any) -> Any:
+        try:
+            return self._call(method, *args)
+        except InferenceServerException as error:
+            raise _explained(error) from error
+
+
+def _explained(error: Any) -> NoAnswerError | RefusalError:
+    words = str(error.message())
+    # An error within a stream has no code; the text begins with one, see `Exchange.fail`.
+    code = str(error.status() or words.partition(": ")[0]).removeprefix("StatusCode.")
+    if code in ("DEADLINE_EXCEEDED", "CANCELLED") or _is_unreachable(code, words):
+        return NoAnswerError(words)
+    return RefusalError(code, words)
 
 
 def _is_unreachable(code: str, words: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import takewhile
@@ -20,6 +21,7 @@ import numpy as np
 from inference.decoding.rows import SessionTurn
 from inference.front.credentials import PLAIN, Credentials
 from inference.ports import TRITON_PORTS
+from inference.server.tensors import as_tensor, as_texts, typed_tensor
 
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 Outputs = dict[str, "np.ndarray[Any, Any]"]
@@ -34,13 +36,11 @@ _ENCODERS = (
     ("query", "input_ids", "request_input_len"),
 )
 _OPTION_NAMES = {"bad_words": "INPUT_2", "stop_words": "INPUT_3"}
-# The client library takes BF16, which numpy lacks, as FP32.
-_FLOAT_TYPES: dict[str, Any] = {"FP16": np.float16, "FP32": np.float32, "BF16": np.float32}
-_GRPC_OPTIONS = [
+CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.enable_http_proxy", 0),
-]
+)
 
 
 class TritonClient:
@@ -48,7 +48,7 @@ class TritonClient:
 
     At most `max_in_flight` asynchronous requests wait for the server at a time. `timeout_s` limits
     each request. `model_name` and `ensemble_name` are those of the repository. `credentials` hold
-    TLS and the token.
+    TLS and the token, `channel_options` are gRPC's.
 
     Failures raise tritonclient's InferenceServerException, with the server's message, or stating
     that the server is unreachable.
@@ -67,6 +67,7 @@ class TritonClient:
         timeout_s: float | None = None,
         max_in_flight: int = DEFAULT_IN_FLIGHT,
         credentials: Credentials = PLAIN,
+        channel_options: Sequence[tuple[str, int]] = CHANNEL_OPTIONS,
     ) -> None:
         if protocol not in PROTOCOLS:
             raise ValueError(
@@ -80,14 +81,14 @@ class TritonClient:
         self.ensemble_name = ensemble_name
         self.timeout_s = timeout_s
         self._credentials = credentials
+        self._channel_options = list(channel_options)
         self._library = importlib.import_module(f"tritonclient.{protocol}")
         self._is_grpc = protocol == "grpc"
         # A connection of HTTP serves one thread at a time, a channel of gRPC any number.
         self._held: Any = SimpleNamespace() if self._is_grpc else threading.local()
         self._places = threading.BoundedSemaphore(max_in_flight)
         self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="triton-client")
-        self._input_types: dict[str, dict[str, str]] = {}
-        self._decoupled: dict[str, bool] = {}
+        self._configs: dict[str, dict[str, Any]] = {}
 
     def infer(
         self,
@@ -96,18 +97,22 @@ class TritonClient:
         *,
         outputs: Sequence[str] | None = None,
         turn: SessionTurn | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
     ) -> Outputs:
         """Send one request and return its outputs by name: `outputs`, or all of them.
 
         Floating-point inputs are sent in the precision that the model declares. Of a streaming
         model the last response is returned, which holds the whole answer. An interactive model
-        needs `turn`, its session.
+        needs `turn`, its session. `timeout_s` takes the place of the client's own.
         """
-        if self.streams(model):
-            *_, last = self.stream(model, inputs, outputs=outputs, turn=turn)
-            return last
         request = self._request(model, inputs, outputs, turn)
-        return _arrays(self._call("infer", model, **request))
+        if parameters is not None:
+            request["parameters"] = dict(parameters)
+        if not self.streams(model):
+            return _arrays(self._call("infer", model, timeout_s=timeout_s, **request))
+        last = deque(self._frames(model, request, timeout_s or self.timeout_s), maxlen=1)
+        return last[0] if last else {}
 
     def infer_async(
         self, model: str, inputs: Tensors, *, outputs: Sequence[str] | None = None
@@ -139,16 +144,19 @@ class TritonClient:
         """
         if not self._is_grpc:
             raise ValueError("streaming needs protocol=grpc: HTTP carries one response a request.")
-        return self._frames(model, self._request(model, inputs, outputs, turn))
+        request = self._request(model, inputs, outputs, turn)
+        return self._frames(model, request, self.timeout_s)
 
-    def _frames(self, model: str, request: dict[str, Any]) -> Iterator[Outputs]:
+    def _frames(
+        self, model: str, request: dict[str, Any], timeout_s: float | None
+    ) -> Iterator[Outputs]:
         responses: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         # A stream belongs to its client object; channels to the same address share a connection.
         client, done = self._connected(), False
         try:
             client.start_stream(
                 callback=lambda result, error: responses.put((result, error)),
-                stream_timeout=self.timeout_s,
+                stream_timeout=timeout_s,
             )
             client.async_stream_infer(model, **request, enable_empty_final_response=True)
             while not done:
@@ -164,9 +172,8 @@ class TritonClient:
             client.close()
 
     def _connected(self) -> Any:
-        """Return a new client of tritonclient, which sends the token with every request."""
         # No time limit is None; that of HTTP is one minute by default.
-        limits = {"channel_args": _GRPC_OPTIONS} if self._is_grpc else {
+        limits = {"channel_args": self._channel_options} if self._is_grpc else {
             "network_timeout": self.timeout_s
         }  # fmt: skip
         client = self._library.InferenceServerClient(
@@ -176,16 +183,20 @@ class TritonClient:
             client.register_plugin(lambda request: request.headers.update(headers))
         return client
 
-    def _call(self, method: str, *args: Any, **more: Any) -> Any:
+    def _call(self, method: str, *args: Any, timeout_s: float | None = None, **more: Any) -> Any:
         if not hasattr(self._held, "client"):
             self._held.client = self._connected()
         if self._is_grpc:
-            more["client_timeout"] = self.timeout_s
+            more["client_timeout"] = timeout_s or self.timeout_s
         return getattr(self._held.client, method)(*args, **more)
 
-    def _described(self, method: str, *args: Any) -> Any:
-        """Return the JSON of an answer that is not a tensor's."""
-        return self._call(method, *args, **({"as_json": True} if self._is_grpc else {}))
+    def _config(self, model: str) -> dict[str, Any]:
+        """Return a model's configuration as JSON, which is cached."""
+        if model not in self._configs:
+            more = {"as_json": True} if self._is_grpc else {}
+            found = self._call("get_model_config", model, **more)
+            self._configs[model] = found["config"] if self._is_grpc else found
+        return self._configs[model]
 
     def _request(
         self,
@@ -196,7 +207,7 @@ class TritonClient:
     ) -> dict[str, Any]:
         types, tensors = self.input_types(model), []
         for name, given in inputs.items():
-            value, dtype = _typed(np.asarray(given), types.get(name))
+            value, dtype = typed_tensor(np.asarray(given), types.get(name))
             tensors.append(self._library.InferInput(name, list(value.shape), dtype))
             tensors[-1].set_data_from_numpy(value)
         request: dict[str, Any] = {"inputs": tensors}
@@ -212,18 +223,16 @@ class TritonClient:
 
     def streams(self, model: str) -> bool:
         """Return whether `model` answers in several responses, which HTTP cannot carry."""
-        if self._is_grpc and model not in self._decoupled:
-            config = self._described("get_model_config", model)["config"]
-            policy = config.get("model_transaction_policy", {})
-            self._decoupled[model] = bool(policy.get("decoupled", False))
-        return self._is_grpc and self._decoupled[model]
+        if not self._is_grpc:
+            return False
+        return bool(self._config(model).get("model_transaction_policy", {}).get("decoupled"))
 
     def input_types(self, model: str) -> Mapping[str, str]:
-        """Return the inputs that `model` declares and their Triton types, which are cached."""
-        if model not in self._input_types:
-            declared = self._described("get_model_metadata", model).get("inputs", ())
-            self._input_types[model] = {each["name"]: each["datatype"] for each in declared}
-        return self._input_types[model]
+        """Return the inputs that `model` declares and their Triton types."""
+        return {
+            each["name"]: each["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
+            for each in self._config(model).get("input", ())
+        }
 
     def text_request(
         self, prompts: Sequence[str], *, output_len: int, options: Mapping[str, Any] | None = None
@@ -316,19 +325,23 @@ class TritonClient:
 
     def is_ready(self, model: str | None = None) -> bool:
         """Return whether the server (or one model of it) answers and is ready."""
-        from geventhttpclient.response import HTTPParseError
         from tritonclient.utils import InferenceServerException
 
+        failures: tuple[type[Exception], ...] = (InferenceServerException, OSError)
+        if not self._is_grpc:
+            from geventhttpclient.response import HTTPParseError  # takes seconds to import
+
+            failures += (HTTPParseError,)  # the answer is not HTTP, or is HTTP over TLS
         asked = ("is_server_ready",) if model is None else ("is_model_ready", model)
         try:
             return bool(self._call(*asked))
-        # The last one: an answer that is not HTTP, or is HTTP over TLS.
-        except (InferenceServerException, OSError, HTTPParseError):
+        except failures:
             return False
 
     def models(self) -> list[dict[str, str]]:
         """Return name and state of every model in the server's repository."""
-        index = self._described("get_model_repository_index")
+        more = {"as_json": True} if self._is_grpc else {}
+        index = self._call("get_model_repository_index", **more)
         found = index.get("models", ()) if self._is_grpc else index
         return [{key: each.get(key, "") for key in ("name", "state")} for each in found]
 
@@ -350,15 +363,6 @@ class TritonClient:
         self.close()
 
 
-def _typed(value: np.ndarray[Any, Any], declared: str | None) -> tuple[np.ndarray[Any, Any], str]:
-    """Return an input and the type to send it as: its own, or for floats the declared precision."""
-    from tritonclient.utils import np_to_triton_dtype
-
-    if value.dtype.kind == "f" and declared in _FLOAT_TYPES:
-        return value.astype(_FLOAT_TYPES[declared], copy=False), declared
-    return value, np_to_triton_dtype(value.dtype)
-
-
 def _arrays(result: Any) -> Outputs:
     response = result.get_response()  # a message of gRPC, or JSON
     names = (
@@ -367,36 +371,3 @@ def _arrays(result: Any) -> Outputs:
         else [each.name for each in response.outputs]
     )
     return {name: result.as_numpy(name) for name in names}
-
-
-def as_tensor(values: Sequence[Any], dtype: str) -> np.ndarray[Any, Any]:
-    """Return one value per row in Triton's `dtype`: (B, 1), or (B, ...) if the values are arrays.
-
-    Raises:
-        ValueError: a value does not fit the type.
-    """
-    if dtype == "BYTES":
-        column = np.empty((len(values), 1), dtype=object)
-        column[:, 0] = [value.encode() if isinstance(value, str) else value for value in values]
-        return column
-    from tritonclient.utils import triton_to_np_dtype
-
-    kind = np.dtype(triton_to_np_dtype(dtype))
-    if kind.kind in "iu":
-        limits = np.iinfo(kind)
-        for value in values:
-            if isinstance(value, int) and not limits.min <= value <= limits.max:
-                raise ValueError(
-                    f"{value!r} is not a valid {dtype}: it must be {limits.min} to {limits.max}."
-                )
-    try:
-        column = np.array(values, dtype=kind)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{values[0]!r} is not a valid {dtype}: {error}") from error
-    return column[:, None] if column.ndim == 1 else column
-
-
-def as_texts(tensor: np.ndarray[Any, Any]) -> list[list[str]]:
-    """Return a (B, K) tensor of bytes as text; a flat one has one text per row."""
-    rows = tensor.reshape(len(tensor), -1)
-    return [[bytes(value).decode(errors="replace") for value in row] for row in rows]

@@ -7,18 +7,17 @@ busy; what does neither hangs.
 from __future__ import annotations
 
 import contextlib
-import http.client
-import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from export_scripts.triton.parameters import PARAMETERS
 from inference.server.admin import Admin, NoAnswerError, RefusalError, is_interactive
+from inference.server.client import Tensors
 from inference.server.probe import probe_tensors
+from inference.server.process import ask_locally
 from inference.server.supervisor import descendants, model_of, process_state
 from inference.supervision import BUSY, CANARY_PARAMETER
 
@@ -65,14 +64,14 @@ class Target:
 class Health:
     """Asks each target in a thread of its own, every few seconds.
 
-    `failure` reports what hangs. A file exists while a request would not be answered.
+    `failure` reports what hangs.
     """
 
     def __init__(
         self,
         targets: Sequence[Target],
         *,
-        unready: Path | None = None,
+        tell: Callable[[bool], None],
         interval_s: float = INTERVAL_S,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
@@ -80,13 +79,13 @@ class Health:
 
         Args:
             targets: What has to answer.
-            unready: The file.
+            tell: Called from any thread, when that changes, with whether a request is answered.
             interval_s: Between two requests.
             timeout_s: Longest wait for one answer. A target that has answered the last time has
                 less: 50 times its slowest answer so far, and at least 5 s.
         """
         self.targets = tuple(targets)
-        self._unready = unready
+        self._tell, self._is_ready = tell, True
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._stopping = threading.Event()
         self._marking = threading.Lock()
@@ -121,20 +120,17 @@ class Health:
             self._mark()
 
     def _mark(self) -> None:
-        """Make the server ready, or not."""
-        if self._unready is None:
-            return
+        """Say whether the server is ready, if that has changed."""
         now = time.monotonic()
-        is_unready = any(
-            each.faults
-            or (each.silent_since is not None and now - each.silent_since > _LONGEST_READY_S)
-            for each in self.targets
-        )
-        with self._marking, contextlib.suppress(OSError):  # the folder goes with the server
-            if is_unready:
-                self._unready.touch()
-            else:
-                self._unready.unlink(missing_ok=True)
+        with self._marking:
+            is_ready = not any(
+                each.faults
+                or (each.silent_since is not None and now - each.silent_since > _LONGEST_READY_S)
+                for each in self.targets
+            )
+            if is_ready != self._is_ready:
+                self._is_ready = is_ready
+                self._tell(is_ready)
 
     def _patience_s(self, target: Target) -> float:
         if target.slowest_s is None or target.silent_since is not None or target.faults:
@@ -142,7 +138,6 @@ class Health:
         return min(self._timeout_s, max(_LEAST_TIMEOUT_S, _SLOWER * target.slowest_s))
 
     def _ask(self, target: Target) -> None:
-        """Send one request and record the outcome."""
         patience_s, began = self._patience_s(target), time.monotonic()
         try:
             before, computed_s = target.advanced(), _computed_s(target)
@@ -174,7 +169,6 @@ class Health:
 
 
 def _computed_s(target: Target) -> float:
-    """Return the processor time that a target's processes have used."""
     states = map(process_state, target.processes())
     return sum(state.cpu_s for state in states if state is not None)
 
@@ -185,12 +179,6 @@ def model_targets(
     """Return a target for each model that takes a canary.
 
     Models of sessions get none: a canary would wait behind the sessions that users keep open.
-
-    Args:
-        admin: Of the server.
-        models: Their names.
-        root: Process id above those of the server.
-        hidden: Width of an encoder's hidden states, see `probe_tensors`.
     """
     configs = {name: admin.config(name) for name in models}
     return [
@@ -201,7 +189,7 @@ def model_targets(
 
 
 def _model_target(
-    admin: Admin, name: str, configs: dict[str, Any], tensors: Sequence[Any], root: int
+    admin: Admin, name: str, configs: dict[str, Any], tensors: Tensors, root: int
 ) -> Target:
     steps = [each.model_name for each in configs[name].ensemble_scheduling.step] or [name]
     # An engine takes a request over at once, and says itself whether it advances.
@@ -239,32 +227,19 @@ def _processes_of(models: Sequence[str], root: int) -> list[int]:
     return [pid for each in own for pid in (each, *descendants(each))]
 
 
-def front_target(name: str, host: str, port: int, *, uses_tls: bool, pid: int) -> Target:
-    """Return a target for a process in front of the server: any answer to HTTP shows that it lives.
-
-    Args:
-        name: As it is reported.
-        host: At which this machine reaches it.
-        port: Of HTTP.
-        uses_tls: Whether it speaks TLS; its certificate may be for another name.
-        pid: Of its process.
-    """
-    context = ssl._create_unverified_context() if uses_tls else None
+def front_target(host: str, port: int, *, uses_tls: bool, pid: int) -> Target:
+    """Return a target for a port of the front: any answer to HTTP shows that it lives."""
 
     def ask(timeout_s: float) -> None:
-        connection = (
-            http.client.HTTPConnection(host, port, timeout=timeout_s)
-            if context is None
-            else http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
-        )
         try:
-            connection.request("GET", "/v2/health/live")
-            connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
+            ask_locally(host, port, "/v2/health/live", timeout_s=timeout_s, uses_tls=uses_tls)
+        except OSError as error:
             raise NoAnswerError(str(error)) from error
-        finally:
-            connection.close()
 
     return Target(
-        name, ask, advanced=lambda: 0.0, processes=lambda: [pid], longest_s=_LONGEST_READY_S
+        f"the front at its port {port}",
+        ask,
+        advanced=lambda: 0.0,
+        processes=lambda: [pid],
+        longest_s=_LONGEST_READY_S,
     )

@@ -202,14 +202,13 @@ def _assembled_backends(backends: Path, stub: Path, own: Mapping[str, Path]) -> 
 
 
 def _link(folder: Path, targets: Mapping[str, Path]) -> None:
-    """Add links by name; what is there already stays."""
     for name, path in targets.items():
         if not (link := folder / name).exists():
             link.symlink_to(path)
 
 
 def _cached_folder(identity: str, fill: Callable[[Path], None]) -> Path:
-    """Return a folder of backends that `fill` has filled, once per identity."""
+    """Return the cached folder of backends for an identity, which `fill` fills at first use."""
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     target = _cache_root() / f"backends-{key}"
     if target.is_dir():

@@ -61,14 +61,8 @@ def old_server_options(
 ) -> list[str]:
     """Return options that releases of tritonserver for NVIDIA's C++ backend know.
 
-    Models are loaded once: the backend cannot load a model again in the same process.
-
-    Args:
-        repository: Folder or URL.
-        ports: Port of each protocol.
-        host: Address to listen on.
-        known: Options that the program takes; releases before 23.06 cannot bind the metrics to an
-            address. None for those of the last ones.
+    Models are loaded once: the backend cannot load one again in the same process. `known` are the
+    options that the program takes: releases before 23.06 cannot bind the metrics to an address.
     """
     addresses = [f"{name}-address" for name in ports if host != _EVERYWHERE]
     return [

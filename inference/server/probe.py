@@ -7,14 +7,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from inference.server.admin import SESSION_LEN, Admin, NoAnswerError, ProbeTensor, is_interactive
+import numpy as np
+from tritonclient.grpc import model_config_pb2
+from tritonclient.utils import triton_to_np_dtype
+
+from inference.server.admin import SESSION_LEN, Admin, NoAnswerError, is_interactive
 
 _POLL_S = 0.1
 # Two tokens in and two out: the prompt's pass and a decoding step, both warm for real requests.
 _TOKENS = 2
 _TEXTS = {
-    **dict.fromkeys(("INPUT_0", "QUERY", "query", "prompts"), "Hello"),
-    "tasks": "text_generation",
+    **dict.fromkeys(("INPUT_0", "QUERY", "query", "prompts"), b"Hello"),
+    "tasks": b"text_generation",
 }
 _IDS = "input_ids"
 _MAX_LENGTH = "max_length"  # 30 tokens without it
@@ -31,7 +35,7 @@ class ProbeError(RuntimeError):
     """The server did not answer the request; the message holds the server's own."""
 
 
-def probe_tensors(config: Any, *, hidden: int | None) -> list[ProbeTensor] | None:
+def probe_tensors(config: Any, *, hidden: int | None) -> dict[str, np.ndarray[Any, Any]] | None:
     """Return the inputs of a small valid request to a model.
 
     Args:
@@ -39,44 +43,31 @@ def probe_tensors(config: Any, *, hidden: int | None) -> list[ProbeTensor] | Non
         hidden: Width of the hidden states that an encoder may take; without it the result for such
             a model is None.
     """
-    from tritonclient.grpc import model_config_pb2
-
-    is_session = is_interactive(config)
-    batch = (1,) if config.max_batch_size else ()
-    found = []
+    needed = (_MAX_LENGTH, SESSION_LEN) if is_interactive(config) else (_MAX_LENGTH,)
+    found = {}
     for each in config.input:
-        needed = (_MAX_LENGTH, SESSION_LEN) if is_session else (_MAX_LENGTH,)
         if each.optional and each.name not in needed:
             continue
-        dtype = model_config_pb2.DataType.Name(each.data_type).removeprefix("TYPE_")
-        tensor = _tensor(each.name, dtype.replace("STRING", "BYTES"), list(each.dims), hidden)
-        if tensor is None:
-            return None
-        found.append(ProbeTensor(*tensor[:2], (*batch, *tensor[2]), tensor[3]))
+        kind = model_config_pb2.DataType.Name(each.data_type).removeprefix("TYPE_")
+        dims = [max(size, 1) for size in each.dims]
+        value: int | bytes = 1
+        if kind in _HIDDEN_TYPES and len(dims) > 1:
+            if hidden is None:
+                return None
+            dims[-2:] = [_TOKENS, hidden]
+        elif kind == "STRING":
+            value = _TEXTS.get(each.name, b"")
+        elif each.name == _IDS:
+            value, dims[-1] = 0, _TOKENS  # a token of every vocabulary
+        elif each.name in _COUNTS:
+            value = _TOKENS
+        elif each.name == SESSION_LEN:
+            value = _SESSION_TOKENS
+        elif kind == "BOOL":
+            value = 0
+        dtype = object if kind == "STRING" else triton_to_np_dtype(kind)
+        found[each.name] = np.full([1] * bool(config.max_batch_size) + dims, value, dtype)
     return found
-
-
-def _tensor(
-    name: str, dtype: str, dims: list[int], hidden: int | None
-) -> tuple[str, str, list[int], int | str] | None:
-    is_hidden_state = dtype in _HIDDEN_TYPES and len(dims) > 1
-    if is_hidden_state and hidden is None:
-        return None
-    dims = [max(size, 1) for size in dims]
-    value: int | str = 1
-    if dtype == "BYTES":
-        value = _TEXTS.get(name, "")
-    elif name == _IDS:
-        value, dims[-1] = 0, _TOKENS  # a token of every vocabulary
-    elif name in _COUNTS:
-        value = _TOKENS
-    elif name == SESSION_LEN:
-        value = _SESSION_TOKENS
-    elif dtype == "BOOL":
-        value = 0
-    if is_hidden_state:
-        dims[-2:] = [_TOKENS, hidden or 0]
-    return name, dtype, dims, value
 
 
 def probe(

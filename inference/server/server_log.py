@@ -122,9 +122,7 @@ def crash_message(number: int) -> str:
 class ServerLog:
     """Follow a log that is being written.
 
-    Args:
-        path: The log.
-        models: Models to be loaded. The log names an ensemble only once its models are loaded.
+    It names an ensemble only once its models are loaded; `models` are counted from the start.
     """
 
     def __init__(self, path: Path, models: Iterable[str] = ()) -> None:
@@ -214,7 +212,6 @@ def _explained(line: str) -> str | None:
 
 
 def _size_reason(has: int, wants: int) -> str:
-    """Return the likely cause of a wrong size."""
     if has == 2 * wants or wants == 2 * has:
         return "its type and weight_data_type of config.ini differ"
     if has and (wants % has == 0 or has % wants == 0):

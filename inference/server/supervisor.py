@@ -48,7 +48,6 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _die_with_parent() -> None:
-    """Make the kernel end the calling process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -242,7 +241,6 @@ def shared_memory_of(prefix: str) -> Iterator[None]:
 
 
 def _locked_file(path: Path) -> int:
-    """Return the descriptor of a new file, locked."""
     while True:
         held = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -21,9 +21,8 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from inference.backend.tokenizer import load_tokenizer
-from inference.front.access import Access
+from inference.front.access import Access, OpenAIOptions
 from inference.front.credentials import Credentials
-from inference.front.openai.options import OpenAIOptions
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
 from tests.conftest import ROOT
@@ -239,7 +238,9 @@ def test_the_documents_example_runs(
 def test_health_is_the_servers(server: TritonServer) -> None:
     assert server.openai_url is not None
     url = server.openai_url.replace("/v1", "/health")
-    unready = server._sockets.unready
+    assert server._front is not None
+    assert server._sockets is not None
+    folder = server._sockets.folder
 
     def status() -> int:
         try:
@@ -247,15 +248,10 @@ def test_health_is_the_servers(server: TritonServer) -> None:
         except urllib.error.HTTPError as error:
             return error.code
 
-    def status_without_canary() -> int:
-        unready.touch()  # the next canary's answer removes it
-        return status()
-
-    try:
-        until(lambda: status_without_canary() == HTTPStatus.SERVICE_UNAVAILABLE, "the refusal")
-    finally:
-        unready.unlink(missing_ok=True)
-    assert status() == HTTPStatus.OK
+    for is_ready in (False, True):
+        server._front.set_ready(folder, is_ready=is_ready)
+        expected = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
+        until(lambda expected=expected: status() == expected, f"{expected}")
 
 
 def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server: TritonServer) -> None:

@@ -29,8 +29,9 @@ from inference.engine.engine import Engine
 from inference.ports import pick_free_ports
 from inference.private_folder import remove_abandoned_folders
 from inference.ranks.settings import Placement
-from inference.server.client import TritonClient, as_tensor
+from inference.server.client import TritonClient
 from inference.server.supervisor import descendants
+from inference.server.tensors import as_tensor
 from tests.conftest import ROOT
 from tests.integration.command import FREE_PORTS, processes_of, served
 from tests.text_requests import infer

@@ -312,9 +312,7 @@ def test_front_that_hangs_is_a_failure(server: TritonServer) -> None:
     front = server._front
     assert front is not None
     mute = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
-    target.ask = front_target(
-        target.name, "127.0.0.1", mute.getsockname()[1], uses_tls=False, pid=front.pid
-    ).ask
+    target.ask = front_target("127.0.0.1", mute.getsockname()[1], uses_tls=False, pid=front.pid).ask
     until(lambda: server.failure() is not None, "the notice")
     assert (server.failure() or "").startswith(f"{target.name} has not answered a canary for ")
     mute.close()

@@ -38,7 +38,6 @@ from inference.front.rules import SHARED_MEMORY_PREFIX
 from inference.server import supervisor
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
-from inference.server.supervisor import descendants
 from tests.integration.triton_process import DOUBLE, add_model, processes
 from tests.waiting import until
 
@@ -779,12 +778,7 @@ def test_killed_front_is_noticed(tmp_path: Path) -> None:
     with _server(repository, tmp_path, Access()) as server:
         server.start(timeout_s=240)
         assert server.failure() is None
-        port = f"--http-port={server.http_port}"
-        (front,) = [
-            pid
-            for pid in descendants(os.getpid())
-            if port in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        ]
-        os.kill(front, signal.SIGKILL)
+        assert server._front is not None
+        os.kill(server._front.pid, signal.SIGKILL)
         until(lambda: server.failure() is not None)
         assert "the front" in str(server.failure())

@@ -10,8 +10,8 @@ import pytest
 
 from export_scripts.triton.parameters import PARAMETERS
 from export_scripts.triton.signature import MODEL_SIGNATURES
-from inference.backend.text_signature import NEMO_INPUTS, NEMO_OUTPUTS
 from inference.client import main as client
+from inference.pytriton.repository import NEMO_INPUTS, NEMO_OUTPUTS
 from inference.pytriton.server import main as pytriton
 from inference.server.__main__ import main as server
 from tests.conftest import ROOT

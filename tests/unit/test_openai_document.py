@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from inference.front.openai.errors import ApiError
-from inference.front.openai.options import DEFAULT_PORT
 from inference.front.openai.requests import ChatRequest, CompletionRequest, read_request
+from inference.ports import DEFAULT_PORTS
 from tests.conftest import ROOT
 from tests.documents import commands, run
 
@@ -22,7 +22,7 @@ def test_the_command_is_taken_and_starts_the_endpoint(tmp_path: Path) -> None:
     line, *_ = commands(TEXT)
     done = run([*shlex.split(line)[1:], f"base_results_dir={tmp_path}", "dry_run=true"])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f":{DEFAULT_PORT}/v1" in TEXT
+    assert f":{DEFAULT_PORTS['openai']}/v1" in TEXT
 
 
 def test_the_harness_is_asked_for_by_its_extra(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from export_scripts.triton.signature import (
     ModelSignature,
     ensemble,
 )
-from inference.request_file import file_tensors
+from inference.server.tensors import file_tensors
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "examples" / "requests"

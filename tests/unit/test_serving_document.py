@@ -15,7 +15,7 @@ from export_scripts.families import FAMILIES
 from export_scripts.triton.model_folders import is_generative
 from export_scripts.triton.signature import MODEL_SIGNATURES
 from inference.client import main as client
-from inference.request_file import file_tensors
+from inference.server.tensors import file_tensors
 from tests.conftest import ROOT
 from tests.documents import commands, run
 

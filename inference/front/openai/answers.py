@@ -1,4 +1,4 @@
-"""Answers on their way to the client: text, its end, and log probabilities, as OpenAI has them."""
+"""Incremental answer text, finish reason and log probabilities in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -115,7 +115,6 @@ class Answer:
             at = token.last
 
     def _tokens_of(self, length: int) -> int:
-        """Return how many of the tokens make so many characters of the text."""
 
         def reaches(count: int) -> bool:
             return len(self._codec.text_after(self._prompt, self._ids[:count])) >= length

@@ -157,9 +157,7 @@ def _codec(files: CodecFiles) -> Codec:
 class TextStream:
     """The text of tokens that come a few at a time; each is decoded once, within a window.
 
-    Args:
-        codec: Decodes.
-        before: Tokens of the prompt, which decide about the first space.
+    The prompt's tokens, which are `before`, decide about the first space.
     """
 
     def __init__(self, codec: Codec, before: Sequence[int]) -> None:

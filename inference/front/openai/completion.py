@@ -16,8 +16,9 @@ from inference.front.openai.answers import (
     score_prompt,
 )
 from inference.front.openai.codec import Codec
-from inference.front.openai.generation import Candidate, GenerationJob, Generator
-from inference.front.openai.jobs import PreparedRequest, Prompt, generation_jobs
+from inference.front.openai.generation import Candidate, GenerationJob
+from inference.front.openai.prepare import PreparedRequest, Prompt, generation_jobs
+from inference.front.openai.served import TritonModel
 
 _MOST_JOBS = 64  # of one request that run at a time
 _MOST_SCORED = 64  # tokens that are scored without leaving the event loop
@@ -46,7 +47,7 @@ class PromptRun:
 class CompletionRun:
     """A prepared request on its way through a model."""
 
-    def __init__(self, model: Generator, codec: Codec, request: PreparedRequest) -> None:
+    def __init__(self, model: TritonModel, codec: Codec, request: PreparedRequest) -> None:
         self._model, self._codec, self._request = model, codec, request
         self._sampling = request.sampling
         self._runs = [self._begun(number, each) for number, each in enumerate(request.prompts)]
@@ -141,7 +142,7 @@ class CompletionRun:
     ) -> AsyncGenerator[tuple[PromptRun, range], None]:
         """Ask the model; yield after each frame of use and at the end; leave when all ended."""
         last: Sequence[Candidate] | None = None
-        async with contextlib.aclosing(self._model.generate(job)) as frames:  # type: ignore[type-var]
+        async with contextlib.aclosing(self._model.generate(job)) as frames:
             async for last in frames:
                 if streams:
                     await self._take(run, answers, last, final=False)
@@ -176,7 +177,7 @@ class CompletionRun:
 
     def _best(self, answers: Sequence[Answer]) -> Sequence[Answer]:
         """Return the likeliest answers of a prompt, by the mean over their tokens."""
-        count = self._sampling.choices
+        count = self._sampling.n
         if len(answers) == count:
             return answers
         ranked = sorted(answers, key=lambda each: -each.cum_log_prob / max(each.tokens, 1))
@@ -218,7 +219,7 @@ class CompletionRun:
         sent.characters += len(text)
         sent.tokens += len(ready)
         sent.has_begun, sent.is_ended = True, answer.finish_reason is not None
-        number = run.number * self._sampling.choices + place
+        number = run.number * self._sampling.n + place
         common = {"index": number, "finish_reason": answer.finish_reason}
         if self._request.is_chat:
             delta = ({"role": "assistant"} if is_first else {}) | {"content": text}

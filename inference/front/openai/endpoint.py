@@ -13,17 +13,13 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import grpc
 from aiohttp import web
 
-from inference.front.cancellation import Cancellations
 from inference.front.guard import Guard, RequestRefusedError
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun
 from inference.front.openai.errors import ApiError, error_body
-from inference.front.openai.generation import Generator
 from inference.front.openai.prepare import (
-    Texts,
     detokenize,
     load_codec,
     model_facts,
@@ -33,11 +29,12 @@ from inference.front.openai.prepare import (
 )
 from inference.front.openai.served import (
     PREPROCESSING,
+    TritonModel,
     is_ready,
     served_models,
-    text_parameters,
     until_ready,
 )
+from inference.front.upstream import FrontContext, Upstream
 from inference.front.validation import MOST_JSON_MB
 from inference.front.workers import Workers
 
@@ -69,8 +66,8 @@ class OpenAIEndpoint:
 
     def __init__(
         self,
-        models: Mapping[str, Generator],
-        texts: Texts,
+        models: Mapping[str, TritonModel],
+        texts: CodecFiles,
         guard: Guard,
         workers: Workers,
         *,
@@ -270,25 +267,18 @@ def _refusal(error: RequestRefusedError) -> web.Response:
 
 
 async def open_endpoint(
-    channel: grpc.aio.Channel,
-    guard: Guard,
-    workers: Workers,
-    cancellations: Cancellations,
-    *,
-    repository: Path | None,
-    tokenizer: Path | None,
-    unready: Path,
+    context: FrontContext, upstream: Upstream, guard: Guard, *, tokenizer: Path | None
 ) -> OpenAIEndpoint:
-    """Return the endpoint of a server once it is ready.
+    """Return the endpoint of a server once that is ready; `guard` lets in its web pages, too.
 
     Raises:
         ValueError: The server has no text model, or no tokenizer that can be read here.
     """
+    channel, repository = upstream.channel, upstream.repository
     await until_ready(channel)
-    models = await served_models(channel, repository, cancellations)
+    models, parameters = await served_models(channel, repository, context.cancellations)
     if not models:
         raise ValueError("the repository has no model that completes token ids without sessions")
-    parameters = await text_parameters(channel)
     if tokenizer is None and repository is not None:
         tokenizer = repository / PREPROCESSING / "1" / parameters.get("tokenizer_path", ".")
     if tokenizer is None or not tokenizer.is_dir():
@@ -307,8 +297,10 @@ async def open_endpoint(
         changed_ns=max((path.stat().st_mtime_ns for path in tokenizer.iterdir()), default=0),
     )
     load_codec(texts)
-    await workers.start(partial(load_codec, texts))
+    await context.workers.start(partial(load_codec, texts))
     named = {model.facts.name: model for model in models}
-    return OpenAIEndpoint(
-        named, texts, guard, workers, is_ready=partial(is_ready, channel, tuple(named), unready)
-    )
+
+    async def answers() -> bool:
+        return context.is_ready() and await is_ready(channel, tuple(named))
+
+    return OpenAIEndpoint(named, texts, guard, context.workers, is_ready=answers)

@@ -1,15 +1,12 @@
-"""Generation as the endpoint asks for it: a prompt, tensors of the serving contract, and frames.
-
-The endpoint knows a model by `Generator` alone; `served.py` asks Triton.
-"""
+"""Generation as the endpoint asks for it: a prompt, tensors of the serving contract, and frames."""
 
 # Shapes: n candidates, A answer, L prompt and answer, W best tokens of a place
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -86,20 +83,3 @@ class Candidate:
         pairs = zip(self.top_ids[index, :best].tolist(), self.top[index, :best].tolist(),
                     strict=True)  # fmt: skip
         return PlaceScore(float(self.own[index]), tuple(pairs))
-
-
-class Generator(Protocol):
-    """A model that completes prompts."""
-
-    @property
-    def facts(self) -> ModelFacts:
-        """The model's name, inputs and limits."""
-        ...
-
-    def generate(self, job: GenerationJob) -> AsyncIterator[Sequence[Candidate]]:
-        """Yield the candidates as they grow; the last time, whole. Closing it cancels the job.
-
-        Raises:
-            ApiError: the model refuses the request, or cannot answer.
-        """
-        ...

@@ -1,16 +1,24 @@
-"""Requests on their way to a model: read, checked and encoded in a process of `Workers`."""
+"""From the body of a request to the jobs of a model: tokens, and tensors of the contract.
+
+Bodies are read, checked and encoded in a process of `Workers`.
+"""
+
+# Shapes: n candidates, W width of a word list
 
 from __future__ import annotations
 
+import secrets
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
-from inference.front.openai.codec import Codec
+import numpy as np
+
+from inference.front.openai.codec import Codec, CodecFiles
 from inference.front.openai.errors import ApiError
-from inference.front.openai.generation import ModelFacts
-from inference.front.openai.jobs import PreparedRequest, Prompt, check_job
+from inference.front.openai.generation import Array, GenerationJob, ModelFacts
 from inference.front.openai.requests import (
     MOST_SCORES,
     ChatRequest,
@@ -22,21 +30,61 @@ from inference.front.openai.requests import (
 )
 from inference.front.validation import parse_json
 
+# Between the seeds of a request's candidates: odd, and far from the numbers that people choose.
+_SEED_STEP = 0x9E3779B97F4A7C15
+_SCORE_INPUTS = ("num_log_probs", "num_prompt_log_probs")
+# Fields with a tensor of their name, and the values that change nothing.
+_PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+# Tensors to the field of a request that needs them.
+_FIELD_OF = {
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "logit_bias": "logit_bias",
+    "logit_bias_ids": "logit_bias",
+    "repetition_penalty": "repetition_penalty",
+    "min_length": "min_tokens",
+    "bad_words_list": "logit_bias",
+    "num_log_probs": "logprobs",
+    "num_prompt_log_probs": "logprobs",
+}
 
-class Texts(Protocol):
-    """The source of a codec in any process, see `CodecFiles`."""
 
-    def codec(self) -> Codec:
-        """Return it."""
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its tokens, and its text where that is part of the answer."""
+
+    ids: array[int]
+    text: str = ""
 
 
-def load_codec(texts: Texts) -> None:
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request that the model can answer.
+
+    Attributes:
+        sampling: what was asked for.
+        prompts: in order.
+        stop_ids: tokens that are a stop text by themselves, or end a chat.
+        end_ids: tokens that end an answer, next to the model's own.
+        echo: the answer begins with the prompt.
+        is_chat: the shape of the answer.
+    """
+
+    sampling: Sampling
+    prompts: tuple[Prompt, ...]
+    stop_ids: tuple[int, ...]
+    end_ids: frozenset[int] = frozenset()
+    echo: bool = False
+    is_chat: bool = False
+
+
+def load_codec(texts: CodecFiles) -> None:
     """Read the files of a codec before the first request."""
     texts.codec()
 
 
 def prepare_completion(
-    texts: Texts, models: Mapping[str, ModelFacts], data: bytes
+    texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> PreparedRequest:
     """Return the request that a body of /v1/completions states. Raises RequestRefusedError."""
     request = read_request(CompletionRequest, parse_json(data))
@@ -53,7 +101,9 @@ def prepare_completion(
     return _checked(facts, PreparedRequest(asked, tuple(prompts), stops, echo=request.echo))
 
 
-def prepare_chat(texts: Texts, models: Mapping[str, ModelFacts], data: bytes) -> PreparedRequest:
+def prepare_chat(
+    texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
+) -> PreparedRequest:
     """Return the request that a body of /v1/chat/completions states. Raises RequestRefusedError."""
     request = read_request(ChatRequest, parse_json(data))
     facts, codec = model_facts(models, request.model), texts.codec()
@@ -64,13 +114,13 @@ def prepare_chat(texts: Texts, models: Mapping[str, ModelFacts], data: bytes) ->
     return _checked(facts, PreparedRequest(asked, (prompt,), stops, ends, is_chat=True))
 
 
-def tokenize(texts: Texts, data: bytes) -> list[int]:
+def tokenize(texts: CodecFiles, data: bytes) -> list[int]:
     """Return the tokens of a text, as a body of /tokenize asks. Raises RequestRefusedError."""
     request = read_request(TokenizeRequest, parse_json(data))
     return texts.codec().tokenize(request.prompt, special=request.add_special_tokens)
 
 
-def detokenize(texts: Texts, data: bytes) -> str:
+def detokenize(texts: CodecFiles, data: bytes) -> str:
     """Return the text of tokens, as a body of /detokenize asks. Raises RequestRefusedError."""
     return texts.codec().text(read_request(DetokenizeRequest, parse_json(data)).tokens)
 
@@ -104,3 +154,93 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
             param="logprobs",
         )
     return request
+
+
+def check_job(facts: ModelFacts, request: PreparedRequest, prompt_len: int) -> int:
+    """Return the tokens to ask for after a prompt: all there is room for, where none are given.
+
+    Raises:
+        ApiError: the model has no room for the prompt and so many, or cannot do what is asked for.
+    """
+    if request.echo and facts.encoder_decoder and request.sampling.best is not None:
+        raise ApiError("an encoder's prompt has no log probabilities", param="logprobs")
+    for name in _tensors(request, count=1, seed=0).keys() - facts.inputs:
+        needs = _FIELD_OF.get(name)
+        raise ApiError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
+    room = facts.context_len - (0 if facts.encoder_decoder else prompt_len)
+    limit = request.sampling.limit
+    wanted = max(room if limit is None else limit, 1)
+    if wanted > room or prompt_len > facts.context_len:
+        each = ", of the prompt as of the answer" if facts.encoder_decoder else ""
+        raise ApiError(  # many clients look for the code, and some for these first words
+            f"This model's maximum context length is {facts.context_len} tokens{each}. The prompt "
+            f"has {prompt_len} and the answer up to {wanted}: shorten the prompt, or lower "
+            "max_tokens",
+            param="messages" if request.is_chat else "prompt",
+            code="context_length_exceeded",
+        )
+    return wanted
+
+
+def generation_jobs(
+    facts: ModelFacts, request: PreparedRequest, prompt: Sequence[int]
+) -> Iterator[GenerationJob]:
+    """Yield the jobs of one prompt, none with more candidates than a request of the model has."""
+    sampling = request.sampling
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    output_len = check_job(facts, request, len(prompt))
+    for first in range(0, sampling.candidates, facts.max_rows):
+        count = min(facts.max_rows, sampling.candidates - first)
+        yield GenerationJob(
+            prompt=prompt,
+            output_len=output_len,
+            candidates=count,
+            tensors=_tensors(request, count=count, seed=seed + first * _SEED_STEP),
+            scores=sampling.best is not None,
+            ranks=sampling.candidates > sampling.n,
+        )
+
+
+def _tensors(request: PreparedRequest, *, count: int, seed: int) -> dict[str, Array]:
+    """Return the tensors of a job but for the prompt; those that change nothing are left out."""
+    sampling = request.sampling
+    tensors = _choices(sampling, count, seed)
+    lists = {"stop_words_list": request.stop_ids, "bad_words_list": sampling.banned}
+    tensors |= {name: _word_list(words, count) for name, words in lists.items() if words}
+    if sampling.best is not None:
+        wanted = _SCORE_INPUTS if request.echo else _SCORE_INPUTS[:1]
+        tensors |= {name: _column(max(sampling.best, 1), np.uint32, count) for name in wanted}
+    if sampling.candidates > sampling.n:
+        tensors["is_return_log_probs"] = _column(True, np.bool_, count)
+    return tensors
+
+
+def _choices(sampling: Sampling, count: int, seed: int) -> dict[str, Array]:
+    if sampling.temperature == 0:
+        columns = {"runtime_top_k": _column(1, np.uint32, count)}
+    else:
+        seeds = [(seed + number * _SEED_STEP) % (1 << 64) for number in range(count)]
+        columns = {
+            "runtime_top_k": _column(max(sampling.top_k, 0), np.uint32, count),
+            "runtime_top_p": _column(sampling.top_p, np.float32, count),
+            "temperature": _column(sampling.temperature, np.float32, count),
+            "random_seed": np.array(seeds, np.uint64)[:, None],
+        }
+    for name, nothing in _PENALTIES.items():
+        if (value := getattr(sampling, name)) != nothing:
+            columns[name] = _column(value, np.float32, count)
+    if sampling.min_tokens:
+        columns["min_length"] = _column(sampling.min_tokens, np.int32, count)
+    if biases := sampling.biases:
+        columns["logit_bias_ids"] = np.tile(np.array(list(biases), np.int32), (count, 1))
+        columns["logit_bias"] = np.tile(np.array(list(biases.values()), np.float32), (count, 1))
+    return columns
+
+
+def _column(value: float, kind: type, count: int) -> Array:
+    return np.full((count, 1), value, kind)
+
+
+def _word_list(ids: Sequence[int], count: int) -> Array:
+    """Return words of one token each, (n, 2, W): ids above the offsets at which they end."""
+    return np.tile(np.array([ids, range(1, len(ids) + 1)], np.int32), (count, 1, 1))

@@ -6,7 +6,7 @@ A field that is null is as good as absent. Every wrong field is reported in one 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -15,7 +15,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
 )
 
 from inference.front.openai.errors import ApiError
@@ -43,7 +42,6 @@ _WITHOUT_EFFECT = frozenset(
         *("parallel_tool_calls", "verbosity", "reasoning_effort", "prompt_cache_retention"),
     }
 )
-_OWN_MESSAGE = ("value_error", "missing", "extra_forbidden")
 _T = TypeVar("_T", bound="_Record")
 
 
@@ -117,7 +115,6 @@ def _messages(value: Any) -> Any:
 
 
 def _message(number: int, value: Any) -> Mapping[str, str]:
-    """Return a message with its parts joined."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise ValueError(f"message {number} must be an object with a role")
     if value.get("tool_calls") or value.get("function_call"):
@@ -135,30 +132,13 @@ def _message(number: int, value: Any) -> Mapping[str, str]:
 
 
 # Fields that ask for what this server does not do: the values that they may have, and the reason.
-_NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(("tools", "functions", "audio", "prediction", "web_search_options"),
-                    ((), _TEXT_ONLY)),
-    **dict.fromkeys(("tool_choice", "function_call"), (("none", "auto"), _TEXT_ONLY)),
-    "modalities": ((["text"],), 'must be ["text"]'),
-    "response_format": (({"type": "text"},), 'must be {"type": "text"}'),
-    **dict.fromkeys(("chat_template_kwargs", "add_generation_prompt"), ((), "is not supported")),
-    "suffix": ((), "is not supported: the model continues a text at its end"),
-    "ignore_eos": ((), "is not supported; use min_tokens"),
-}  # fmt: skip
-
-
-def _check_supported(value: Any, info: ValidationInfo) -> Any:
-    allowed, reason = _NOT_SUPPORTED[str(info.field_name)]
-    if value and value not in allowed:
-        raise ValueError(reason)
-    return value
-
-
-_Unsupported = Annotated[Any, AfterValidator(_check_supported)]
+_Fields = Mapping[str, tuple[tuple[Any, ...], str]]
+_NEVER_SUPPORTED: _Fields = {"ignore_eos": ((), "is not supported; use min_tokens")}
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    unsupported: ClassVar[_Fields] = {}
 
     def problems(self) -> dict[str, str]:
         """Return the fields that do not go together, and why."""
@@ -191,12 +171,6 @@ class Sampling(_Record):
     top_k: int = _whole(0, -1, _INT32)
     repetition_penalty: float = _number(1.0, 1e-3, 1e3)
     min_tokens: int = _whole(0, 0, _INT32)
-    ignore_eos: _Unsupported = None
-
-    @property
-    def choices(self) -> int:
-        """Answers to return for each prompt."""
-        return self.n
 
     @property
     def candidates(self) -> int:
@@ -225,7 +199,7 @@ class Sampling(_Record):
         return {i: bias for i, bias in self.logit_bias.items() if bias and i not in banned}
 
     def problems(self) -> dict[str, str]:
-        """See `_Record`."""
+        """Return the fields that do not go together, and why."""
         found = super().problems()
         if self.stream_options != StreamOptions() and not self.stream:
             found["stream_options"] = "needs stream=true"
@@ -237,11 +211,14 @@ class Sampling(_Record):
 class CompletionRequest(Sampling):
     """A request of /v1/completions; each prompt is a text or token ids."""
 
+    unsupported: ClassVar[_Fields] = {
+        **_NEVER_SUPPORTED,
+        "suffix": ((), "is not supported: the model continues a text at its end"),
+    }
     prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
     best_of: int | None = _whole(None, 1, MOST_CHOICES)
     echo: bool = _flag()
     logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
-    suffix: _Unsupported = None
 
     @property
     def candidates(self) -> int:
@@ -259,7 +236,7 @@ class CompletionRequest(Sampling):
         return 16 if self.max_tokens is None else self.max_tokens
 
     def problems(self) -> dict[str, str]:
-        """See `_Record`."""
+        """Return the fields that do not go together, and why."""
         found = super().problems()
         if self.candidates < self.n:
             found["best_of"] = f"must be at least n, which is {self.n}"
@@ -278,21 +255,20 @@ class CompletionRequest(Sampling):
 class ChatRequest(Sampling):
     """A request of /v1/chat/completions; messages as the chat template takes them."""
 
+    unsupported: ClassVar[_Fields] = {
+        **_NEVER_SUPPORTED,
+        **dict.fromkeys(("tools", "functions", "audio", "prediction", "web_search_options"),
+                        ((), _TEXT_ONLY)),
+        **dict.fromkeys(("tool_choice", "function_call"), (("none", "auto"), _TEXT_ONLY)),
+        "modalities": ((["text"],), 'must be ["text"]'),
+        "response_format": (({"type": "text"},), 'must be {"type": "text"}'),
+        **dict.fromkeys(("chat_template_kwargs", "add_generation_prompt"),
+                        ((), "is not supported")),
+    }  # fmt: skip
     messages: Annotated[tuple[Mapping[str, str], ...], BeforeValidator(_messages)]
     max_completion_tokens: int | None = _whole(None, 0, _INT32)
     logprobs: bool = _flag()
     top_logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
-    tools: _Unsupported = None
-    functions: _Unsupported = None
-    audio: _Unsupported = None
-    prediction: _Unsupported = None
-    web_search_options: _Unsupported = None
-    tool_choice: _Unsupported = None
-    function_call: _Unsupported = None
-    modalities: _Unsupported = None
-    response_format: _Unsupported = None
-    chat_template_kwargs: _Unsupported = None
-    add_generation_prompt: _Unsupported = None
 
     @property
     def best(self) -> int | None:
@@ -306,7 +282,7 @@ class ChatRequest(Sampling):
         return self.max_tokens if given is None else given
 
     def problems(self) -> dict[str, str]:
-        """See `_Record`."""
+        """Return the fields that do not go together, and why."""
         found = super().problems()
         if self.top_logprobs is not None and not self.logprobs:
             found["top_logprobs"] = "needs logprobs=true"
@@ -339,23 +315,23 @@ class DetokenizeRequest(_Record):
 
 def read_request(kind: type[_T], body: Mapping[str, Any]) -> _T:
     """Return the request that a JSON object states. Raises ApiError with every problem."""
-    values = {
-        name: value
-        for name, value in body.items()
-        if value is not None and name not in _WITHOUT_EFFECT
-    }
+    given = {k: v for k, v in body.items() if v is not None and k not in _WITHOUT_EFFECT}
+    values = {name: value for name, value in given.items() if name not in kind.unsupported}
+    problems: dict[str, str] = {}
+    code = "invalid_value"
     try:
         request = kind.model_validate(values)
         problems = request.problems()
-        code = "invalid_value"
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
         found.sort(key=lambda each: each["type"] != "extra_forbidden")  # they come last
-        problems = {}
         for each in found:
             problems.setdefault(str(each["loc"][0])[:100], _words(kind, each))
-        is_unknown = found[0]["type"] == "extra_forbidden" and len(found[0]["loc"]) == 1
-        code = "unknown_parameter" if is_unknown else "invalid_value"
+        if found[0]["type"] == "extra_forbidden" and len(found[0]["loc"]) == 1:
+            code = "unknown_parameter"
+    for name, (allowed, reason) in kind.unsupported.items():
+        if given.get(name) and given[name] not in allowed:
+            problems[name] = reason
     if problems:
         text = "; ".join(f"{name}: {words}" for name, words in problems.items())
         raise ApiError(text, param=next(iter(problems)), code=code)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,15 @@ from tritonclient.grpc import service_pb2 as schema
 from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 
 from export_scripts.ft.config_ini import read_config
-from inference.front.cancellation import Cancellations
 from inference.front.openai.errors import ApiError
 from inference.front.openai.generation import Array, Candidate, GenerationJob, ModelFacts
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL, without_internal_names
+from inference.front.upstream import Cancellations
 
 PREPROCESSING = "preprocessing"
 _READY_TIMEOUT_S = 2.0
 _POLL_S = 0.2
+_OPENING_S = 30.0  # a machine that has just loaded models may be slow
 _DEFAULT_CONTEXT = 4096  # of the engine, where neither model nor parameters say
 # Refusals of a request by the server; of others the cause is the server itself.
 _STATUS = {
@@ -42,7 +43,7 @@ _STREAM_STATUS = {
 
 
 class TritonModel:
-    """One model of a Triton server, as a `Generator`."""
+    """One model of a Triton server."""
 
     def __init__(
         self, channel: grpc.aio.Channel, facts: ModelFacts, cancellations: Cancellations
@@ -52,8 +53,12 @@ class TritonModel:
         self._stream = channel.stream_stream(STREAM_CALL)
         self._cancellations = cancellations
 
-    async def generate(self, job: GenerationJob) -> AsyncIterator[Sequence[Candidate]]:
-        """Yield the candidates as they grow, see `Generator`."""
+    async def generate(self, job: GenerationJob) -> AsyncGenerator[Sequence[Candidate], None]:
+        """Yield the candidates as they grow; the last time, whole. Closing it cancels the job.
+
+        Raises:
+            ApiError: the model refuses the request, or cannot answer.
+        """
         request = self._request(job).SerializeToString()
         try:
             if not self.facts.streams:
@@ -123,7 +128,9 @@ def output_arrays(answer: Any) -> dict[str, Array]:
     }
 
 
-async def _ask(channel: grpc.aio.Channel, call: str, timeout_s: float, **fields: Any) -> Any:
+async def _ask(
+    channel: grpc.aio.Channel, call: str, *, timeout_s: float = _READY_TIMEOUT_S, **fields: Any
+) -> Any:
     request = getattr(schema, f"{call}Request")(**fields).SerializeToString()
     reply = await channel.unary_unary(SERVICE + call)(request, timeout=timeout_s)
     return getattr(schema, f"{call}Response").FromString(reply)
@@ -131,47 +138,40 @@ async def _ask(channel: grpc.aio.Channel, call: str, timeout_s: float, **fields:
 
 async def until_ready(channel: grpc.aio.Channel) -> None:
     """Return once a server is ready."""
-    while True:
-        try:
-            if (await _ask(channel, "ServerReady", _READY_TIMEOUT_S)).ready:
-                return
-        except grpc.aio.AioRpcError:
-            pass  # not listening yet
+    while not await is_ready(channel, ()):
         await asyncio.sleep(_POLL_S)
 
 
-async def is_ready(channel: grpc.aio.Channel, models: Sequence[str], unready: Path) -> bool:
-    """Return whether a server would answer requests to some models now.
-
-    Args:
-        channel: To the server.
-        models: Their names.
-        unready: File that exists while a model does not answer canaries.
-    """
-    if unready.exists():
-        return False
-    asked = [_ask(channel, "ModelReady", _READY_TIMEOUT_S, name=name) for name in models]
+async def is_ready(channel: grpc.aio.Channel, models: Sequence[str]) -> bool:
+    """Return whether a server says that it would answer requests to some models now."""
+    asked = [_ask(channel, "ModelReady", name=name) for name in models]
     try:
-        answers = await asyncio.gather(_ask(channel, "ServerReady", _READY_TIMEOUT_S), *asked)
-    except grpc.aio.AioRpcError:
+        answers = await asyncio.gather(_ask(channel, "ServerReady"), *asked)
+    except grpc.aio.AioRpcError:  # perhaps it does not listen yet
         return False
     return all(each.ready for each in answers)
 
 
 async def served_models(
     channel: grpc.aio.Channel, repository: Path | None, cancellations: Cancellations
-) -> list[TritonModel]:
-    """Return the models that complete token ids without sessions, by name.
+) -> tuple[list[TritonModel], dict[str, str]]:
+    """Return the models that complete token ids without sessions, and the parameters of texts.
 
     Args:
         channel: To a server that is ready.
         repository: Folder of its models; None if they are not in a folder.
         cancellations: Ends the streams that clients leave.
+
+    Returns:
+        The models by name, and the parameters of the one that encodes texts, none without it.
     """
-    index = await _ask(channel, "RepositoryIndex", _READY_TIMEOUT_S)
-    found = []
+    index = await _ask(channel, "RepositoryIndex", timeout_s=_OPENING_S)
+    found, texts = [], {}
     for name in sorted({model.name for model in index.models}):
-        config = await model_config(channel, name)
+        reply = await _ask(channel, "ModelConfig", timeout_s=_OPENING_S, name=name)
+        config = reply.config
+        if name == PREPROCESSING:
+            texts = {key: value.string_value for key, value in config.parameters.items()}
         inputs = frozenset(tensor.name for tensor in config.input)
         lengths = {"request_output_len", "max_output_len"} & inputs
         if "input_ids" not in inputs or not lengths or config.HasField("sequence_batching"):
@@ -185,21 +185,7 @@ async def served_models(
             streams=config.model_transaction_policy.decoupled,
         )
         found.append(TritonModel(channel, facts, cancellations))
-    return found
-
-
-async def model_config(channel: grpc.aio.Channel, name: str) -> Any:
-    """Return the configuration of a model."""
-    return (await _ask(channel, "ModelConfig", _READY_TIMEOUT_S, name=name)).config
-
-
-async def text_parameters(channel: grpc.aio.Channel) -> Mapping[str, str]:
-    """Return the parameters of the model that encodes texts, none if there is no such model."""
-    try:
-        config = await model_config(channel, PREPROCESSING)
-    except grpc.aio.AioRpcError:
-        return {}
-    return {key: value.string_value for key, value in config.parameters.items()}
+    return found, texts
 
 
 def _context_len(config: Any, repository: Path | None) -> int:

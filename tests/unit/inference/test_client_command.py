@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from export_scripts.triton.signature import MODEL_SIGNATURES, ensemble
-from inference.client import main
+from inference.client import main, merged
 from inference.ports import pick_free_ports
-from inference.request_file import file_tensors, merged
-from inference.server.client import TritonClient, as_tensor, as_texts
+from inference.server.client import TritonClient
+from inference.server.tensors import as_tensor, as_texts, file_tensors
 
 
 def test_every_option_of_the_contract_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:

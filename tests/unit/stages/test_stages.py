@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
-from inference.front.openai.options import OpenAIOptions
+from inference.front.access import OpenAIOptions
 from stages import STAGES
 from stages.base import JobSettings, Stage, StageError, Standing, Summary
 from stages.deploy import DeployStage

@@ -13,10 +13,10 @@ import torch
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.backend.nemo_service import NemoDeployService, NemoService
 from inference.backend.text_service import TextService
-from inference.backend.text_signature import NEMO_INPUTS, NEMO_OUTPUTS
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.decoding.request import RequestError, parse_request
 from inference.engine.engine import Engine, EngineOptions
+from inference.pytriton.repository import NEMO_INPUTS, NEMO_OUTPUTS
 from inference.ranks.settings import Placement
 from tests.text_requests import infer
 from tests.tiny_t5_tuning import write_prompts

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 
-from inference.front.cancellation import Cancellations
+from inference.front.upstream import Cancellations
 
 
 class Stream:

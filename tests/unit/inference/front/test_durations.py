@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.front.durations import with_engine_durations
+from inference.front.kserve_http import with_engine_durations
 
 TRITON = """\
 # HELP nv_inference_request_duration_us Cumulative inference request duration in microseconds

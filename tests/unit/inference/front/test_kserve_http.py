@@ -10,12 +10,12 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import RawTestServer
 
 from inference.front.access import OPEN_ACCESS
-from inference.front.guard import Guard
+from inference.front.exchange import Exchangeable
 from inference.front.kserve_http import KServeHttp
-from inference.front.rules import UNREACHABLE, Rules
-from inference.front.sessions import ClientSessions
+from inference.front.link import Served
+from inference.front.rules import UNREACHABLE
 from inference.front.sockets import ServerSockets
-from inference.front.workers import Workers
+from inference.front.upstream import FrontContext, Upstream
 
 EVENT = 'data: {"y": 1}\n\n'
 
@@ -40,20 +40,14 @@ async def _relayed(
     runner = web.ServerRunner(web.Server(server))
     await runner.setup()
     await web.UnixSite(runner, str(sockets.http)).start()
-    http = KServeHttp(
-        Guard(OPEN_ACCESS, listens_at="127.0.0.1"),
-        Rules(client_shared_memory=False),
-        sockets=sockets,
-        workers=Workers(),
-        models={},
-        sessions=ClientSessions("127.0.0.1"),
-        limit=OPEN_ACCESS.max_request_bytes,
-    )
+    context = FrontContext(OPEN_ACCESS, host="127.0.0.1", readiness={})
+    context.upstreams = Exchangeable(Upstream(Served(sockets.folder, None)))
+    http = KServeHttp(context)
     async with RawTestServer(http.answer) as front, ClientSession() as client:
         url = front.make_url("/v2/models/m/generate_stream")
         async with client.post(url, json={"x": 1}) as answer:
             text = await answer.text()
-    await http.close()
+    await context.upstream.close()
     await runner.cleanup()
     return answer.status, text
 

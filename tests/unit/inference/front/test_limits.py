@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import zlib
@@ -9,11 +10,13 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
 from inference.front import guard, protocol_fields, validation, workers
 from inference.front.guard import RequestRefusedError, decompressed
+from inference.front.kserve_grpc import MOST_METADATA_BYTES, SERVER_OPTIONS
 from inference.front.openai import requests
 from inference.front.openai.generation import ModelFacts
 from inference.front.openai.prepare import prepare_completion
@@ -157,3 +160,36 @@ def test_token_ids_come_back_as_they_are_sent() -> None:
     body = json.dumps({"model": "m", "prompt": [5] * 1000}).encode()
     (prompt,) = prepare_completion(LetterTexts(), FACTS, body).prompts
     assert prompt.ids == array("I", [5] * 1000)
+
+
+class _Answers(grpc.GenericRpcHandler):
+    def service(self, _: Any) -> Any:
+        async def answer(request: bytes, context: Any) -> bytes:
+            return request
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+async def _metadata_passes(size_bytes: int) -> bool:
+    """Return whether a call whose metadata has so many bytes, all entries counted, is answered."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server.add_generic_rpc_handlers((_Answers(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            own = [("key", "v" * (size_bytes - len("key") - 32))]
+            code = await channel.unary_unary("/a/b")(b"", metadata=own).code()
+            return {grpc.StatusCode.OK: True, grpc.StatusCode.RESOURCE_EXHAUSTED: False}[code]
+    finally:
+        await server.stop(0)
+
+
+def test_metadata_has_one_limit() -> None:
+    """By itself gRPC refuses some of the calls between two limits, at random."""
+    text = (ROOT / "SECURITY.md").read_text()
+    assert f"| metadata of gRPC | {MOST_METADATA_BYTES >> 10} KiB, " in text
+    taken = [asyncio.run(_metadata_passes(MOST_METADATA_BYTES - 512)) for _ in range(5)]
+    refused = [asyncio.run(_metadata_passes(MOST_METADATA_BYTES)) for _ in range(5)]
+    assert all(taken)
+    assert not any(refused)

@@ -16,15 +16,15 @@ from aiohttp.test_utils import RawTestServer
 
 from inference.front.access import OPEN_ACCESS
 from inference.front.kserve_grpc import grpc_server
-from inference.front.relay import Relay, Upstream
+from inference.front.relay import MovingServer, Relay
 from inference.ports import pick_free_ports
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
-def upstream(http: int, grpc_port: int = 1) -> Upstream:
+def upstream(http: int, grpc_port: int = 1) -> MovingServer:
     endpoint = {"host": "127.0.0.1", "http": http, "grpc": grpc_port, "uses_tls": False}
-    return Upstream(endpoint, None)
+    return MovingServer(endpoint, None)
 
 
 @asynccontextmanager

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +41,11 @@ class Model:
         self.error: str | None = None
         self.asked = 0
         self.process: subprocess.Popen[bytes] | None = None
+        self.reported: list[bool] = []
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.reported or self.reported[-1]
 
     def ask(self, timeout_s: float) -> None:
         self.asked += 1
@@ -77,9 +81,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
 
 
 @pytest.fixture
-def watched(model: Model, tmp_path: Path) -> Iterator[Health]:
+def watched(model: Model) -> Iterator[Health]:
     watch = Health(
-        [model.target()], unready=tmp_path / "unready", interval_s=INTERVAL_S, timeout_s=MOST_S
+        [model.target()], tell=model.reported.append, interval_s=INTERVAL_S, timeout_s=MOST_S
     )
     watch.start()
     until(lambda: model.asked > 1, "the first canaries")
@@ -89,19 +93,19 @@ def watched(model: Model, tmp_path: Path) -> Iterator[Health]:
 
 @pytest.mark.parametrize("script", [None, SLEEPS])
 def test_silent_model_is_not_ready_first_and_a_failure_later(
-    model: Model, watched: Health, tmp_path: Path, script: str | None
+    model: Model, watched: Health, script: str | None
 ) -> None:
     if script:
         model.run(script)
         time.sleep(1)  # it has started, and computes no more
-    assert not (tmp_path / "unready").exists()
+    assert model.is_ready
     model.answers.clear()
-    until((tmp_path / "unready").exists, "the end of readiness")
+    until(lambda: not model.is_ready, "the end of readiness")
     until(lambda: watched.failure() is not None, "the failure")
     assert (watched.failure() or "").startswith("model m has not answered a canary for ")
     model.answers.set()
     until(lambda: watched.failure() is None, "the answer")
-    until(lambda: not (tmp_path / "unready").exists(), "readiness")
+    until(lambda: model.is_ready, "readiness")
 
 
 def test_stopped_process_does_not_compute(model: Model, watched: Health) -> None:
@@ -112,9 +116,7 @@ def test_stopped_process_does_not_compute(model: Model, watched: Health) -> None
     until(lambda: watched.failure() is not None, "the failure", limit_s=LONGEST_S)
 
 
-def test_model_that_finishes_others_requests_is_busy(
-    model: Model, watched: Health, tmp_path: Path
-) -> None:
+def test_model_that_finishes_others_requests_is_busy(model: Model, watched: Health) -> None:
     model.answers.clear()
     end = time.monotonic() + 2 * LONGEST_S
     asked = model.asked
@@ -122,17 +124,15 @@ def test_model_that_finishes_others_requests_is_busy(
         model.finished += 1
         time.sleep(LEAST_S / 4)
         assert watched.failure() is None
-        assert not (tmp_path / "unready").exists()
+        assert model.is_ready
     assert model.asked > asked + 2
 
 
-def test_model_that_computes_is_left_alone_for_a_while_only(
-    model: Model, watched: Health, tmp_path: Path
-) -> None:
+def test_model_that_computes_is_left_alone_for_a_while_only(model: Model, watched: Health) -> None:
     model.run(COMPUTES)
     model.answers.clear()
     began = time.monotonic()
-    until((tmp_path / "unready").exists, "the end of readiness")
+    until(lambda: not model.is_ready, "the end of readiness")
     assert time.monotonic() - began > LONGEST_READY_S
     until(lambda: watched.failure() is not None, "the failure")
     assert time.monotonic() - began > LONGEST_S
@@ -149,7 +149,7 @@ def test_two_errors_in_a_row_are_a_failure(model: Model, watched: Health) -> Non
 
 def test_wait_grows_with_the_slowest_answer(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     target = model.target()
-    watch = Health([target], timeout_s=MOST_S)
+    watch = Health([target], tell=model.reported.append, timeout_s=MOST_S)
     assert watch._patience_s(target) == MOST_S  # it has not answered yet
     watch._ask(target)
     assert watch._patience_s(target) == LEAST_S
@@ -197,9 +197,7 @@ def test_front_that_accepts_and_does_not_answer_is_silent() -> None:
             del words
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    target = front_target(
-        "the gateway", "127.0.0.1", server.server_port, uses_tls=False, pid=os.getpid()
-    )
+    target = front_target("127.0.0.1", server.server_port, uses_tls=False, pid=os.getpid())
     with pytest.raises(NoAnswerError):
         target.ask(0.2)
     threading.Thread(target=server.serve_forever, daemon=True).start()

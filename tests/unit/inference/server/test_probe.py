@@ -16,7 +16,6 @@ from export_scripts.triton.signature import (
     interactive,
     model_signature,
 )
-from inference.server.admin import ProbeTensor
 from inference.server.probe import ProbeError, probe, probe_tensors
 from tests.fake_triton import FakeTriton, Infer, RefusedError, served
 
@@ -28,14 +27,13 @@ def config_of(signature: ModelSignature, **options: Any) -> Any:
     return parse_config(text)
 
 
-def tensors_of(config: Any, hidden: int | None = None) -> dict[str, ProbeTensor]:
+def tensors_of(config: Any, hidden: int | None = None) -> dict[str, Any]:
     found = probe_tensors(config, hidden=hidden)
     assert found is not None
-    return {tensor.name: tensor for tensor in found}
+    return found
 
 
-def values(tensor: ProbeTensor, dtype: str) -> list[Any]:
-    array = tensor.array()
+def values(array: Any, dtype: str) -> list[Any]:
     assert array.dtype == dtype
     found: list[Any] = array.tolist()
     return found

@@ -103,7 +103,7 @@ def test_program_that_cannot_serve_fails_with_its_reason(
 class _ReadyByGrpc:
     """Says of every model that it is ready, as gRPC does before HTTP listens."""
 
-    def models(self) -> list[ModelStatus]:
+    def statuses(self) -> list[ModelStatus]:
         return [ModelStatus("double", "READY", "")]
 
     def is_ready(self) -> bool:
@@ -114,7 +114,6 @@ def test_a_server_is_not_ready_before_all_its_protocols_listen(tmp_path: Path) -
     server = new_server(add_model(tmp_path / "repository", "double", DOUBLE), tmp_path)
     server._sockets = sockets = ServerSockets(tmp_path)
     server._admin = cast("Admin", _ReadyByGrpc())
-    sockets.listening.touch()
     log = ServerLog(server.log_path, ["double"])
     with contextlib.ExitStack() as stack:
         for path in (sockets.http, sockets.metrics):

@@ -21,7 +21,6 @@ from inference.front.openai.codec import Codec
 from inference.front.openai.endpoint import OpenAIEndpoint
 from inference.front.openai.errors import ApiError
 from inference.front.openai.generation import Candidate, GenerationJob, ModelFacts
-from inference.front.openai.prepare import Texts
 from inference.front.workers import Workers
 
 LETTERS = string.ascii_letters + " .,!\n"
@@ -115,7 +114,7 @@ def run(
     access: Access = OPEN_ACCESS,
     template: ChatTemplate | None = None,
     ready: bool = True,
-    texts: Texts | None = None,
+    texts: Any = None,
     workers: Workers | None = None,
     origins: Sequence[str] = (),
 ) -> None:

@@ -1,0 +1,122 @@
+"""The tritonserver behind the front, and what the protocols in front of it share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+
+from inference.front.access import Access
+from inference.front.declared_inputs import read_declared_inputs
+from inference.front.exchange import Exchangeable
+from inference.front.guard import Guard
+from inference.front.link import Served
+from inference.front.rules import Rules
+from inference.front.sessions import ClientSessions
+from inference.front.sockets import CHANNEL_OPTIONS, ServerSockets
+from inference.front.workers import Workers
+
+_CANCEL_PAUSE_S = 0.02
+
+
+class Upstream:
+    """One tritonserver and the connections to it.
+
+    Attributes:
+        models: Inputs of the models, by name.
+        endpoint: Answers OpenAI's requests with its models, once it is opened.
+    """
+
+    def __init__(self, served: Served) -> None:
+        self.repository = served.repository
+        self.sockets = ServerSockets(served.sockets)
+        self.models = read_declared_inputs(served.repository)
+        self.endpoint: Any = None
+        self.channel = grpc.aio.insecure_channel(f"unix:{self.sockets.grpc}", CHANNEL_OPTIONS)
+        self.http = _session(self.sockets.http)
+        self.metrics = _session(self.sockets.metrics)
+        self._calls: dict[str, Callable[..., Any]] = {}
+
+    def unary(self, call: str) -> Callable[..., Any]:
+        """Return a call of gRPC with one message and one answer, both as bytes."""
+        if call not in self._calls:
+            self._calls[call] = self.channel.unary_unary(call)
+        return self._calls[call]
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await asyncio.gather(self.channel.close(), self.http.close(), self.metrics.close())
+
+
+def _session(socket: Path) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.UnixConnector(str(socket), limit=0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
+class Cancellations:
+    """Cancels streams one after the other, with a pause between them.
+
+    Server 2.51 is apt to corrupt its memory, and to crash, when many are cancelled at the same
+    moment, as those of one client that leaves.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, stream: Any) -> None:
+        """Cancel a call of gRPC soon; returns at once."""
+        task = asyncio.create_task(self._cancel(stream))
+        self._tasks.add(task)  # the event loop itself keeps no task alive
+        task.add_done_callback(self._tasks.discard)
+
+    async def _cancel(self, stream: Any) -> None:
+        async with self._turn:
+            stream.cancel()
+            await asyncio.sleep(_CANCEL_PAUSE_S)
+
+
+class FrontContext:
+    """The parts that the protocols of one front share.
+
+    Attributes:
+        upstreams: The server for new requests; each keeps the one that it began with.
+        readiness: What the owner says of servers, by folder of their sockets.
+        limit: Bytes of the largest request.
+    """
+
+    def __init__(self, access: Access, *, host: str, readiness: dict[Path, bool]) -> None:
+        self.upstreams: Exchangeable[Upstream]
+        self.readiness = readiness
+        self.guard = Guard(access, listens_at=host, note_use=self.note_use)
+        self.rules = Rules(client_shared_memory=access.client_shared_memory)
+        self.sessions = ClientSessions(host)
+        self.workers = Workers()
+        self.cancellations = Cancellations()
+        self.limit = access.max_request_bytes
+
+    @property
+    def upstream(self) -> Upstream:
+        """The server for new requests."""
+        return self.upstreams.current
+
+    def used(self) -> AbstractContextManager[Upstream]:
+        """Return a context with the server for a request, which stays connected until its end."""
+        return self.upstreams.use()
+
+    def note_use(self) -> None:
+        """Note a request for a model."""
+        self.upstream.sockets.note_use()
+
+    def is_ready(self) -> bool:
+        """Return whether the server's models answer its owner."""
+        return self.readiness.get(self.upstream.sockets.folder, True)

@@ -1,0 +1,89 @@
+"""The front as a process of its owner, which outlives the server behind it by taking another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from multiprocessing import Pipe
+from pathlib import Path
+
+from inference.front.access import Access, OpenAIOptions
+from inference.front.link import LEFT, FrontSettings, Readiness, Served
+
+_END_S = 5.0  # for the last answers to be sent
+
+
+class FrontProcess:
+    """A front, started; it ends with this process."""
+
+    def __init__(
+        self,
+        served: Served,
+        *,
+        host: str,
+        ports: Mapping[str, int],
+        access: Access,
+        openai: OpenAIOptions | None,
+        log_path: Path,
+    ) -> None:
+        self._link, other = Pipe()
+        self._sending = threading.Lock()
+        self._serves: set[str] = set()  # folders of sockets
+        with other, log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "inference.front", str(other.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # The checkout that this process runs, wherever it was started.
+                cwd=Path(__file__).resolve().parents[2],
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+            )
+        self._send(FrontSettings(served, host, ports, access, openai, Path.cwd()))
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """Return its exit status, None while it runs."""
+        return self.process.poll()
+
+    def serves(self, sockets: Path) -> bool:
+        """Return whether it passes requests on to a server, or still has some of them there."""
+        with contextlib.suppress(EOFError, OSError):
+            while self._link.poll():
+                event, _, folder = os.fsdecode(self._link.recv_bytes()).partition(" ")
+                (self._serves.discard if event == LEFT else self._serves.add)(folder)
+        return self.poll() is None and str(sockets) in self._serves
+
+    def take(self, served: Served) -> None:
+        """Have it pass new requests on to another server; `serves` shows when it does."""
+        self._send(served)
+
+    def set_ready(self, sockets: Path, *, is_ready: bool) -> None:
+        """Tell it whether a server answers its owner."""
+        self._send(Readiness(sockets, is_ready))
+
+    def finish(self) -> None:
+        """Have it take no more requests, and end once it has answered those that it has."""
+        self.process.terminate()
+
+    def end(self) -> None:
+        """End it, and wait for that."""
+        self._link.close()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _send(self, record: object) -> None:
+        with self._sending, contextlib.suppress(OSError):  # its exit status reports its end
+            self._link.send(record)

@@ -1,0 +1,233 @@
+"""A server's process under its supervisor: its ports, its start, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, TypeVar
+
+from inference.ports import pick_free_ports, ports_problems
+from inference.server import supervisor
+from inference.server.server_log import LOG_TAIL_LINES, ServerStartError, errors_of, last_lines
+
+_KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_Server = TypeVar("_Server", bound="ServedProcess")
+
+
+class ServedProcess:
+    """A server that runs under a supervisor, with all that it starts, and ends with this process.
+
+    Ports of 0 are chosen when it starts. `port_keys` gives the configuration key of each port, for
+    messages.
+    """
+
+    name = "tritonserver"
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        ports: Mapping[str, int],
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        port_keys: Mapping[str, str] | None = None,
+    ) -> None:
+        self.host = host
+        self.log_path = Path(log_path)
+        self.models: tuple[str, ...] = ()
+        self._wanted_ports = dict(ports)
+        self._ports = self._wanted_ports
+        self._port_keys = {name: f"{name}_port" for name in ports} | dict(port_keys or {})
+        self._env = dict(env or {})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline = -1
+        self._silent_since: float | None = None
+
+    @property
+    def connect_host(self) -> str:
+        """Address at which this machine reaches the server."""
+        return _WILDCARDS.get(self.host, self.host)
+
+    @property
+    def ports(self) -> Mapping[str, int]:
+        """The ports by name; those chosen at the start in place of 0."""
+        return self._ports
+
+    def address(self, port: str) -> str:
+        """Return `host:port` for clients on this machine."""
+        host = f"[{self.connect_host}]" if ":" in self.connect_host else self.connect_host
+        return f"{host}:{self._ports[port]}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the supervisor, the root of this server's processes."""
+        return self._process.pid if self._process else None
+
+    def port_problems(self) -> list[str]:
+        """Return a message for every wanted port that is unavailable."""
+        return ports_problems(self.host, self._wanted_ports, keys=self._port_keys)
+
+    def poll(self) -> int | None:
+        """Return the exit status (128 + n after signal n), or None while the server runs."""
+        return self._process.poll() if self._process else None
+
+    def wait(self) -> int:
+        """Block until the server ends and return its exit status."""
+        assert self._process is not None, "the server was not started"
+        return self._process.wait()
+
+    def can_have_a_successor(self) -> bool:
+        """Return whether another server can take its place without a gap."""
+        return False
+
+    def log_tail(self) -> list[str]:
+        """Return the last lines of the server's log."""
+        return last_lines(self.log_path, LOG_TAIL_LINES)
+
+    def stop(self, *, drain_s: float = 30.0) -> None:
+        """End the server and everything it started; running requests get `drain_s` to finish."""
+        if self._process is None:
+            return
+        self._prepare_end()
+        if self.poll() is None and drain_s > 0:
+            self._drain(time.monotonic() + drain_s)
+        if self.poll() is None:
+            self._process.send_signal(signal.SIGQUIT)
+            self._process.send_signal(signal.SIGCONT)  # it may have been stopped
+            self._ended_within(_KILL_WAIT_S)
+        if self.poll() is None:
+            for pid in [*supervisor.descendants(self._process.pid), self._process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.wait()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+        self._release()
+
+    def _prepare_end(self) -> None:
+        """Stop what watches the server."""
+
+    def _drain(self, deadline: float) -> None:
+        """Ask the server to end, and wait until it has, or no request needs it any more."""
+        assert self._process is not None
+        self._process.terminate()
+        self._ended_within(deadline - time.monotonic())
+
+    def _release(self) -> None:
+        """Give back what the ended server had."""
+
+    def __enter__(self: _Server) -> _Server:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop(drain_s=30.0 if error is None else 0)
+
+    def _check_ports(self) -> None:
+        assert self._process is None, "a server object can be started once"
+        if problems := self.port_problems():
+            self._fail(f"{self.name} was not started:", problems)
+
+    def _choose_ports(self) -> None:
+        missing = [name for name, port in self._wanted_ports.items() if port == 0]
+        chosen = zip(missing, pick_free_ports(self.host, len(missing)), strict=True)
+        self._ports = self._wanted_ports | dict(chosen)
+
+    def _spawn(
+        self,
+        command: Sequence[str],
+        *,
+        segments: str,
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+    ) -> None:
+        """Start the command under a supervisor; its shared memory has names with a prefix."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        lifeline, self._lifeline = os.pipe()
+        try:
+            self.log_path.write_bytes(b"")
+            with self.log_path.open("ab") as log:  # to which others may append
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", supervisor.__file__, str(lifeline), segments, *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **env, **self._env},
+                    cwd=cwd,
+                    pass_fds=[lifeline],
+                    start_new_session=True,
+                )
+        finally:
+            os.close(lifeline)
+
+    def _is_silent(self, patience_s: float) -> bool:
+        """Note that the server does not answer; return whether that lasts for too long."""
+        self._silent_since = self._silent_since or time.monotonic()
+        return time.monotonic() - self._silent_since >= patience_s
+
+    def _fail(
+        self, summary: str, reasons: Sequence[str] = (), *, is_crash: bool = False
+    ) -> NoReturn:
+        found = list(dict.fromkeys(reasons)) or errors_of(last_lines(self.log_path, 200))
+        raise ServerStartError(summary, reasons=found, log_path=self.log_path, is_crash=is_crash)
+
+    def _ended_within(self, limit_s: float) -> bool:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit_s)
+        return self._process.poll() is not None
+
+
+def ask_locally(
+    host: str,
+    port: int,
+    path: str,
+    *,
+    timeout_s: float,
+    uses_tls: bool = False,
+    body: Mapping[str, object] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, bytes]:
+    """Ask a process of this machine over HTTP, by POST where there is a body.
+
+    Its certificate, which names the host for clients, is not checked.
+
+    Returns:
+        The status and the first bytes of the answer.
+
+    Raises:
+        OSError: There is no answer; a wrong one is a ConnectionError.
+    """
+    connect: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
+    more = {}
+    if uses_tls:
+        connect, more = http.client.HTTPSConnection, {"context": ssl._create_unverified_context()}
+    connection = connect(host, port, timeout=timeout_s, **more)
+    try:
+        data = None if body is None else json.dumps(body).encode()
+        kind = {"content-type": "application/json"}
+        connection.request(
+            "GET" if body is None else "POST", path, data, kind | dict(headers or {})
+        )
+        response = connection.getresponse()
+        return response.status, response.read(1000)
+    except http.client.HTTPException as error:
+        raise ConnectionError(repr(error)) from error
+    finally:
+        connection.close()

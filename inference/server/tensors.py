@@ -1,0 +1,92 @@
+"""Values as tensors: of a text request, of a request file, and in a model's own types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# The client library takes BF16, which numpy lacks, as FP32.
+_FLOAT_TYPES: dict[str, Any] = {"FP16": np.float16, "FP32": np.float32, "BF16": np.float32}
+
+
+def as_tensor(values: Sequence[Any], dtype: str) -> np.ndarray[Any, Any]:
+    """Return one value per row in Triton's `dtype`: (B, 1), or (B, ...) if the values are arrays.
+
+    Raises:
+        ValueError: a value does not fit the type.
+    """
+    if dtype == "BYTES":
+        column = np.empty((len(values), 1), dtype=object)
+        column[:, 0] = [value.encode() if isinstance(value, str) else value for value in values]
+        return column
+    from tritonclient.utils import triton_to_np_dtype
+
+    kind = np.dtype(triton_to_np_dtype(dtype))
+    if kind.kind in "iu":
+        limits = np.iinfo(kind)
+        for value in values:
+            if isinstance(value, int) and not limits.min <= value <= limits.max:
+                raise ValueError(
+                    f"{value!r} is not a valid {dtype}: it must be {limits.min} to {limits.max}."
+                )
+    try:
+        column = np.array(values, dtype=kind)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{values[0]!r} is not a valid {dtype}: {error}") from error
+    return column[:, None] if column.ndim == 1 else column
+
+
+def as_texts(tensor: np.ndarray[Any, Any]) -> list[list[str]]:
+    """Return a (B, K) tensor of bytes as text; a flat one has one text per row."""
+    rows = tensor.reshape(len(tensor), -1)
+    return [[bytes(value).decode(errors="replace") for value in row] for row in rows]
+
+
+def typed_tensor(
+    value: np.ndarray[Any, Any], declared: str | None
+) -> tuple[np.ndarray[Any, Any], str]:
+    """Return an input and the type to send it as: its own, or for floats the declared precision."""
+    from tritonclient.utils import np_to_triton_dtype
+
+    if value.dtype.kind == "f" and declared in _FLOAT_TYPES:
+        return value.astype(_FLOAT_TYPES[declared], copy=False), declared
+    return value, np_to_triton_dtype(value.dtype)
+
+
+def file_tensors(entries: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the tensors of a request file's `request` list.
+
+    Raises:
+        ValueError: an entry lacks a key, or its data does not fit its dtype.
+    """
+    read = [_file_tensor(entry, f"request[{number}]") for number, entry in enumerate(entries)]
+    if problems := [each for each in read if isinstance(each, str)]:
+        raise ValueError("\n".join(problems))
+    return dict(each for each in read if not isinstance(each, str))
+
+
+def _file_tensor(entry: Mapping[str, Any], where: str) -> tuple[str, np.ndarray[Any, Any]] | str:
+    """Return the name and value of an entry, or its problem."""
+    if missing := [key for key in ("name", "data", "dtype") if key not in entry]:
+        return f"{where}: key {missing[0]!r} is missing"
+    name, data, dtype = str(entry["name"]), entry["data"], entry["dtype"]
+    try:
+        if dtype not in ("object", "bytes", "str"):
+            return name, _exact(data, np.dtype(dtype))
+        array = np.array(data, dtype=object)
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = "rows differ in length; pad them" if "inhomogeneous" in str(error) else error
+        return f"{where} ({name}): {reason}"
+    texts = [str(value).encode() for value in array.reshape(-1)]
+    return name, np.array(texts, dtype=object).reshape(array.shape)
+
+
+def _exact(data: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return data as an array of a type. Raises ValueError if integers would change."""
+    given = np.array(data)
+    array = given.astype(dtype)
+    if dtype.kind in "iub" and given.size and not np.array_equal(given, array):
+        raise ValueError(f"{given[given != array].flat[0]} does not fit {dtype}")
+    return array
