@@ -21,7 +21,7 @@ CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
-    *((f"grpc.{which}_reconnect_backoff_ms", 100) for which in ("initial", "min", "max")),
+    *((f"grpc.{which}_reconnect_backoff_ms", 100) for which in ("initial", "max")),
 ]
 
 

@@ -287,12 +287,15 @@ class TritonServer(ServedProcess):
     def _release(self) -> None:
         if self._front is not None and not self._has_successor:
             self._front.end()
-        if self._admin is not None:
-            self._admin.close()
-            self._admin = None
+        self._close_admin()
         if self._sockets is not None:
             self._sockets.remove()
         self._repository.remove()
+
+    def _close_admin(self) -> None:
+        if self._admin is not None:
+            self._admin.close()
+            self._admin = None
 
     def _launch(self) -> ServerLog:
         if self._former is not None:
@@ -423,6 +426,7 @@ class TritonServer(ServedProcess):
             if not self.admin.is_ready() or not self._listens():
                 return False
         except (OSError, RefusalError):
+            self._close_admin()  # a channel that was refused may wait for seconds
             return False
         sockets = self._sockets
         if self._front and sockets and not self._front.serves(sockets.folder):
