@@ -89,13 +89,19 @@ class Uptime:
         return self.cluster.run("squeue", "-h", "-o", "%T", "-j", job_id, check=False).strip()
 
     def kill(self, job_id: str) -> None:
-        """End every process of a job without warning."""
+        """End every process of a job without warning, as soon as it has some."""
+        until(lambda: self._killed(job_id) > 0, f"processes of job {job_id}")
+
+    def _killed(self, job_id: str) -> int:
+        count = 0
         wanted = {f"SLURM_CONF={self.cluster.folder}/slurm.conf", f"SLURM_JOB_ID={job_id}"}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 words = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
                 if wanted <= set(words):
                     os.kill(int(entry.name), signal.SIGKILL)
+                    count += 1
+        return count
 
     def successor(self) -> str:
         """Wait for the job that follows the one that serves."""
