@@ -11,6 +11,7 @@ import contextlib
 import pickle
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -100,6 +101,7 @@ class _Worker:
     def __init__(self) -> None:
         self._process: Any = None
         self._pipe: Connection | None = None
+        self._ending = threading.Lock()
 
     def is_alive(self) -> bool:
         return self._process is not None and self._process.is_alive()
@@ -127,12 +129,15 @@ class _Worker:
             return False, _failure("the request takes too much memory to read")
 
     def end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-        if self._pipe is not None:
-            self._pipe.close()
-        self._process = self._pipe = None
+        # At the front's end, also by the thread whose call that end breaks off: a descriptor that
+        # is closed twice may be another's by then.
+        with self._ending:
+            if self._process is not None:
+                self._process.kill()
+                self._process.join()
+            if self._pipe is not None:
+                self._pipe.close()
+            self._process = self._pipe = None
 
 
 def _failure(reason: str) -> RequestRefusedError:
