@@ -33,7 +33,8 @@ def not_gpt(traits: MegatronTraits) -> list[str]:
         ),
         (
             not traits.gated and traits.activation not in ("gelu", "relu", "silu"),
-            f"activation = {traits.activation}: FT's GPT has gelu, relu and silu",
+            f"activation = {traits.source.get('activation', traits.activation)}: "
+            "FT's GPT has gelu, relu and silu",
         ),
         (
             traits.virtual_pp > 1,

@@ -180,13 +180,13 @@ def test_every_setting_that_does_not_fit_is_named(state: Tensors, tmp_path: Path
         "_target_": "megatron.bridge.models.gemma.gemma_provider.GemmaModelProvider",
         "qk_layernorm": True,
         "num_moe_experts": 8,
-        "softmax_scale": 0.1,
+        "glu_linear_offset": 1.0,
         "multi_latent_attention": True,
         "transformer_layer_spec": {"_target_": "mine.my_spec", "_call_": False},
     }
     text = refusal(write_bridge(tmp_path / "run", state, changed), tmp_path)
     for named in (
-        "GemmaModelProvider", "mixture of experts", "softmax_scale", "my_spec",
+        "GemmaModelProvider", "mixture of experts", "glu_linear_offset", "my_spec",
         "multi_latent_attention",
     ):  # fmt: skip
         assert named in text, text

@@ -135,7 +135,7 @@ def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path: Path) -> None:
         ({"add_bias_linear": True}, "experts with biases"),
         ({"normalization": "LayerNorm"}, "written with RMSNorm alone"),
         ({"position_embedding_type": "learned_absolute"}, "written with rope alone"),
-        ({"swiglu": False}, "expected a gated one"),
+        ({"swiglu": False}, "written with a gated one alone"),
     ],
 )
 def test_what_no_mixture_of_transformers_computes_is_refused(

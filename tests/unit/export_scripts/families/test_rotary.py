@@ -56,5 +56,5 @@ def test_the_fraction_of_the_family_holds_where_none_is_named() -> None:
 
 
 def test_unknown_scaling_is_reported_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'longrope' cannot be represented; known: default, lin"):
-        read({"rope_scaling": {"type": "longrope", "factor": 2.0}})
+    with pytest.raises(ValueError, match="'ntk' cannot be represented; known: default, lin"):
+        read({"rope_scaling": {"type": "ntk", "factor": 2.0}})
