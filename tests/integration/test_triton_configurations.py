@@ -39,17 +39,23 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+class _WithoutOwnBackends(TritonServer):
+    """Finds only the backends of the installed server."""
+
+    def _arguments(self) -> list[str]:
+        folder = find_triton(own_backends=False).backend_directory
+        return [*super()._arguments(), f"--backend-directory={folder}"]
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     repository = add_model(tmp_path_factory.mktemp("repository"), "double", DOUBLE)
-    backends = find_triton(own_backends=False).backend_directory
-    with TritonServer(
+    with _WithoutOwnBackends(
         repository,
         http_port=0,
         grpc_port=0,
         metrics_port=0,
         log_path=tmp_path_factory.mktemp("log") / "triton.log",
-        extra_args=[f"--backend-directory={backends}"],
     ) as running:
         running.start(timeout_s=240)
         yield running

@@ -44,6 +44,14 @@ NO_SHARED_MEMORY = {"shared_memory": "0"}
 PAUSE_S = 0.2  # of a client, which leaves the processors to the next server
 
 
+@pytest.fixture(autouse=True)
+def no_job_goes_on(slurm_cluster: SlurmCluster) -> Iterator[None]:
+    """Ends the chain of a test that has failed: it would go on for days."""
+    yield
+    slurm_cluster.run("scancel", "--me")
+    until(lambda: not slurm_cluster.run("squeue", "-h").strip(), "the end of every job")
+
+
 class Uptime:
     """A chain of jobs that was submitted by the command."""
 
@@ -182,7 +190,7 @@ TWO_NODES = ("cluster.gpus_per_node=1", "cluster.mpi=none")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("nodes", "count"), [(1, 3), (2, 1)])
+@pytest.mark.parametrize(("nodes", "count"), [(1, 1), (2, 1)])
 def test_clients_of_one_address_notice_no_hand_over(
     tmp_path: Path,
     slurm_cluster: SlurmCluster,
@@ -202,7 +210,7 @@ def test_clients_of_one_address_notice_no_hand_over(
     with relay(chain.endpoint_path, tmp_path / "relay.log") as ports, ThreadPoolExecutor(8) as pool:
         asking = [pool.submit(each) for each in clients(ports, over)]
         try:
-            for _ in range(count * min(soak, 4)):
+            for _ in range(count * min(soak, 6)):
                 until(
                     lambda: (
                         any(each.done() for each in asking)
@@ -219,9 +227,8 @@ def test_clients_of_one_address_notice_no_hand_over(
     assert len(set(streamed)) == 1
     assert len(set(completed)) == 1
     assert set(asked) == {(200, True)}
-    assert (
-        json.loads((chain.endpoint_path.with_name("job.json")).read_text())["job_id"] == served[-1]
-    )
+    record = chain.endpoint_path.with_name("job.json")
+    until(lambda: json.loads(record.read_text())["job_id"] == served[-1], "the claim of the chain")
     text = subprocess.run(
         [sys.executable, "main.py", "action=cancel", f"base_results_dir={tmp_path}"],
         cwd=ROOT, capture_output=True, text=True, check=False,
