@@ -24,9 +24,11 @@ pytestmark = [pytest.mark.slurm, pytest.mark.triton, pytest.mark.usefixtures("re
 SAMPLE = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
 
+@pytest.mark.soak
 def test_checkpoints_that_appear_during_training_are_evaluated_in_order(
-    tmp_path: Path, slurm_cluster: SlurmCluster
+    tmp_path: Path, slurm_cluster: SlurmCluster, soak: int
 ) -> None:
+    steps = range(30, 30 + 10 * min(soak, 50), 10)
     run, base = tmp_path / "run" / "checkpoints", tmp_path / "results"
     run.mkdir(parents=True)
     state = base / "gpt_books_5m" / "watch_tp1_pp1_fp16_fp32" / "watch.json"
@@ -42,7 +44,7 @@ def test_checkpoints_that_appear_during_training_are_evaluated_in_order(
         command = [
             sys.executable, "main.py", "action=watch", "export=gpt3/sample", *CLUSTER,
             f"base_results_dir={base}", f"export.run.training_dir={run.parent}",
-            "export.model.tensor_model_parallel_size=1", "watch.until_step=30",
+            "export.model.tensor_model_parallel_size=1", f"watch.until_step={steps[-1]}",
             "watch.settle_s=0.5", "watch.poll_s=0.2", "evaluate.limit=4",
             "evaluate.latency.enabled=false", "evaluate.lambada.metrics=[lambada_last_token]",
             "evaluate.gate.lambada_last_token='no drop of more than 1 point at 95 %'",
@@ -68,14 +70,29 @@ def test_checkpoints_that_appear_during_training_are_evaluated_in_order(
 
     second = start()
     until(lambda: watched()[10]["state"] == "evaluated", "the first result", limit_s=180)
-    arrive(30)
-    until(lambda: watched().get(30, {}).get("state") == "evaluated", "the last", limit_s=180)
+    for step in steps:
+        arrive(step)
+        if step != steps[-1]:
+            until(
+                lambda step=step: watched().get(step, {}).get("state") == "running", "its pipeline"
+            )
+            second.kill()
+            second.wait()
+            second = start()
+        until(
+            lambda step=step: watched().get(step, {}).get("state") == "evaluated",
+            f"the result of step {step}",
+            limit_s=180,
+        )
     assert watched()[20]["problem"] == "it lacks the removal of gpt--step=20-unfinished"
     (run / "gpt--step=20.nemo").unlink()
     text, _ = second.communicate(timeout=60)
     assert second.returncode == 0, text
-    assert [each["state"] for each in watched().values()] == ["evaluated", "gone", "evaluated"]
-    assert [each["attempts"] for each in watched().values()] == [1, 0, 1]
+    assert [each["state"] for each in watched().values()] == [
+        *("evaluated", "gone"),
+        *["evaluated"] * len(steps),
+    ]
+    assert [each["attempts"] for each in watched().values()] == [1, 0, *[1] * len(steps)]
     assert "not distinguished from step 10" in watched()[30]["verdict"]
     assert "insufficient for no drop of more than 1 point" in watched()[30]["problem"]
     page = (state.parent / "watch.html").read_text()
