@@ -100,15 +100,16 @@ def serve_until_signal(server: TritonServer, *, ready_timeout_s: float, drain_s:
         signal.signal(number, _ask_to_stop)
     with ForwardedLog(server.log_path):
         try:
-            return _serve(server, ready_timeout_s)
+            failure = _serve(server, ready_timeout_s)
         except (ServerStartError, FileNotFoundError, PermissionError) as error:
-            sys.stderr.write(f"{error}\n")
-            return 1
+            failure = str(error)
         except _StopRequest:
             server.stop(drain_s=drain_s)
             return 0
         finally:
             server.stop(drain_s=0)
+    sys.stderr.write(f"{failure}\n")  # after the last line of the log
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,15 +131,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _serve(server: TritonServer, ready_timeout_s: float) -> int:
+def _serve(server: TritonServer, ready_timeout_s: float) -> str:
+    """Start the server, and return why it failed once it has."""
     server.start(timeout_s=ready_timeout_s)
     server.watch_answers()
     if server.openai_url is not None:
         sys.stderr.write(f"serving OpenAI's protocol on {server.openai_url}\n")
     while (failure := server.failure(patience_s=_PATIENCE_S)) is None:
         time.sleep(_POLL_S)
-    sys.stderr.write(f"the server failed: {failure}\n")
-    return 1
+    return f"the server failed: {failure}"
 
 
 def _ask_to_stop(number: int, frame: FrameType | None) -> NoReturn:

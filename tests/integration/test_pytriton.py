@@ -113,7 +113,7 @@ class Run:
                 time.sleep(0.1)
 
     def output(self) -> str:
-        return self.log.read_text()[-6000:]
+        return self.log.read_text()
 
     def all_processes(self) -> list[int]:
         return [pid for each in self.processes for pid in (each.pid, *descendants(each.pid))]

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from inference.front.sockets import ServerSockets
+from inference.server.__main__ import serve_until_signal
 from inference.server.admin import Admin, ModelStatus
 from inference.server.server import ServerStartError, TritonServer
 from inference.server.server_log import ServerLog
@@ -122,3 +123,28 @@ def test_a_server_is_not_ready_before_all_its_protocols_listen(tmp_path: Path) -
             listener.bind(str(path))
             listener.listen()
         assert server._is_ready(log)
+
+
+class _LongLog:
+    """A server that logs a long table and cannot start."""
+
+    def __init__(self, log_path: Path) -> None:
+        self.log_path = log_path
+
+    def start(self, *, timeout_s: float) -> None:
+        assert timeout_s
+        self.log_path.write_text("| a row |\n" * 1000)
+        raise ServerStartError("it cannot serve", reasons=["no model"], log_path=self.log_path)
+
+    def stop(self, *, drain_s: float) -> None:
+        assert not drain_s
+
+
+def test_the_reason_of_a_failed_start_is_said_after_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", sys.stdout)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    server = cast("TritonServer", _LongLog(tmp_path / "triton.log"))
+    assert serve_until_signal(server, ready_timeout_s=1, drain_s=1) == 1
+    assert capfd.readouterr().out.endswith("| a row |\nit cannot serve\n  no model\n")
