@@ -47,7 +47,7 @@ def deployed(work_dir: Path, restarts: int) -> Iterator[tuple[int, Path]]:
     """Run the deploy stage; yield its process id and the file with its address."""
     words = ["export=gpt3/sample", "stages=[deploy]", f"base_results_dir={work_dir}"]
     words += [f"deploy.{name}_port=0" for name in ("http", "grpc", "metrics")]
-    words += [f"deploy.max_restarts={restarts}", "deploy.restart_backoff_s=0.01"]
+    words += [f"deploy.max_restarts={restarts}", "deploy.restart_backoff_s=0"]
     command = subprocess.Popen([sys.executable, "main.py", *words], cwd=ROOT)
     try:
         folder = work_dir / "gpt_books_5m" / "export_tp2_pp1_fp16_fp32" / "deploy"
