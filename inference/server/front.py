@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -78,6 +79,7 @@ class FrontProcess:
     def end(self) -> None:
         """End it, and wait for that."""
         self._link.close()
+        self.process.send_signal(signal.SIGCONT)  # it may have been stopped
         try:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
