@@ -72,8 +72,8 @@ _TICKETS = 256
 _FINISHED = {"OUTPUTS": 2048, "num_warps": 4}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _activated(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+@triton.jit
+def _activated(y, ACTIVATION: tl.constexpr):
     if ACTIVATION == 1:
         inner = 0.7978845608028654 * (y + 0.044715 * y * y * y)  # sqrt(2 / pi)
         y = y * tl.sigmoid(2 * inner)  # (1 + tanh(inner)) / 2
@@ -96,8 +96,8 @@ def _activated(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def] # n
     return y
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _of_outputs(at, output, inside, THERE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+@triton.jit
+def _of_outputs(at, output, inside, THERE: tl.constexpr):
     """Return a value of each output, 0 where there are none."""
     value = 0.0
     if THERE:
@@ -105,16 +105,16 @@ def _of_outputs(at, output, inside, THERE: tl.constexpr):  # type: ignore[no-unt
     return value
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _finished(  # type: ignore[no-untyped-def]
+@triton.jit
+def _finished(
     y,
     output,
     scale,
     bias,
     first_activated,
-    ACTIVATION: tl.constexpr,  # noqa: N803 - constants of the kernel
-    HAS_SCALE: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
+    ACTIVATION: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
     """Return sums y with scale, bias and activation of their outputs."""
     if HAS_SCALE:
@@ -126,12 +126,12 @@ def _finished(  # type: ignore[no-untyped-def]
     return y
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gated(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gated(
     y,
-    OUTPUTS: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    ACTIVATION: tl.constexpr,  # noqa: N803
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """Return (OUTPUTS / 2, ROWS): activation(gate) * linear of their outputs, which alternate."""
     pairs = tl.permute(tl.reshape(y, (OUTPUTS // 2, 2, ROWS)), (0, 2, 1))
@@ -140,22 +140,22 @@ def _gated(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _weights(row_at, place, inputs):  # type: ignore[no-untyped-def]
+def _weights(row_at, place, inputs):
     """Return a tile (OUTPUTS, INPUTS). Each weight is read once; the inputs stay in the cache."""
     inside = (place < inputs)[None, :]
     return tl.load(row_at + place[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _partial_sums(  # type: ignore[no-untyped-def]
+@triton.jit
+def _partial_sums(
     weight,
     x_at,
     place,
     inputs,
-    OUTPUTS: tl.constexpr,  # noqa: N803
-    INPUTS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    NATIVE: tl.constexpr,  # noqa: N803
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Return (OUTPUTS, INPUTS / GROUP) sums of a tile's products with the row."""
     x = tl.load(x_at + place, mask=place < inputs, other=0.0).to(tl.float32)
@@ -167,8 +167,8 @@ def _partial_sums(  # type: ignore[no-untyped-def]
     return products
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _one_row(  # type: ignore[no-untyped-def]
+@triton.jit
+def _one_row(
     x_at,
     weight_at,
     scale_at,
@@ -178,18 +178,18 @@ def _one_row(  # type: ignore[no-untyped-def]
     outputs,
     inputs,
     first_activated,
-    OUTPUTS: tl.constexpr,  # noqa: N803
-    INPUTS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    LINES: tl.constexpr,  # noqa: N803 - to read ahead
-    LINE: tl.constexpr,  # noqa: N803 - weights in a line
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    HAS_SCALE: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
-    GATED: tl.constexpr,  # noqa: N803 - whether outputs are pairs, see `_gated`
-    NATIVE: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINES: tl.constexpr,  # to read ahead
+    LINE: tl.constexpr,  # weights in a line
+    ACTIVATION: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,  # whether outputs are pairs, see `_gated`
+    NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -222,8 +222,8 @@ def _one_row(  # type: ignore[no-untyped-def]
         tl.store(y_at + output, y.to(y_at.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
-def _some_rows(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["rows"])
+def _some_rows(
     x_at,
     weight_at,
     scale_at,
@@ -238,17 +238,17 @@ def _some_rows(  # type: ignore[no-untyped-def]
     outputs,
     inputs,
     first_activated,
-    ROWS: tl.constexpr,  # noqa: N803
-    OUTPUTS: tl.constexpr,  # noqa: N803
-    INPUTS: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803 - programs that share the inputs of an output
-    DIGITS: tl.constexpr,  # noqa: N803 - of x
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    HAS_SCALE: tl.constexpr,  # noqa: N803 - of outputs, and of rows
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
-    GATED: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PARTS: tl.constexpr,  # programs that share the inputs of an output
+    DIGITS: tl.constexpr,  # of x
+    ACTIVATION: tl.constexpr,
+    HAS_SCALE: tl.constexpr,  # of outputs, and of rows
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -406,17 +406,17 @@ def _tickets(device: torch.device) -> torch.Tensor:
     return torch.zeros(_TICKETS, dtype=torch.int32, device=device)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _finish_rows(  # type: ignore[no-untyped-def]
+@triton.jit
+def _finish_rows(
     y_at,
     residual_at,
     outputs,
     first,
     first_activated,
-    OUTPUTS: tl.constexpr,  # noqa: N803
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
+    OUTPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
     program = tl.program_id(0).to(tl.int64)
@@ -433,14 +433,14 @@ def _finish_rows(  # type: ignore[no-untyped-def]
     tl.store(y_at + place, y.to(y_at.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gate_pairs(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gate_pairs(
     pairs_at,
     y_at,
     count,
-    OUTPUTS: tl.constexpr,  # noqa: N803
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
+    OUTPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
     first = tl.program_id(0).to(tl.int64) * OUTPUTS

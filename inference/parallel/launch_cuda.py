@@ -73,15 +73,15 @@ def shared_bytes(device: torch.device) -> int:
     return int(properties["max_shared_mem"])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr):
     """Let the next kernel take the room that this one leaves; it waits for this one's end."""
     if EARLY:
         gdc_launch_dependents()
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def wait_for_earlier(EARLY: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+@triton.jit
+def wait_for_earlier(EARLY: tl.constexpr):
     """Return once all that earlier kernels wrote can be read.
 
     Every kernel that starts early calls this before it writes anything: the end of one then implies
@@ -92,7 +92,7 @@ def wait_for_earlier(EARLY: tl.constexpr):  # type: ignore[no-untyped-def] # noq
 
 
 @triton.jit
-def read_ahead(at):  # type: ignore[no-untyped-def]
+def read_ahead(at):
     """Bring the cache lines at the pointers `at` into the GPU's second-level cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",

@@ -31,8 +31,8 @@ _MOST_BYTES_OF_MANY = 256 << 10
 _MOST_POLLS = 500_000_000
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_of_ranks(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sum_of_ranks(
     x_at,
     bias_at,
     residual_at,
@@ -44,12 +44,12 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
     width,
     capacity,
     most_polls,
-    RANKS: tl.constexpr,  # noqa: N803 - constants of the kernel
-    REGION: tl.constexpr,  # noqa: N803
-    DATA: tl.constexpr,  # noqa: N803 - bytes of a memory before its data
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
+    RANKS: tl.constexpr,
+    REGION: tl.constexpr,
+    DATA: tl.constexpr,  # bytes of a memory before its data
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
     region = tl.program_id(0)
@@ -98,7 +98,7 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fail():  # type: ignore[no-untyped-def]
+def _fail():
     """End the kernel, and with it the process's use of the GPU, with an error."""
     tl.inline_asm_elementwise(
         "trap; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1

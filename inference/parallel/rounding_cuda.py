@@ -15,8 +15,8 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what a row's large
 _WIDENED = {"INPUTS": 2048, "num_warps": 4}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def widened(weight, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+@triton.jit
+def widened(weight, NATIVE: tl.constexpr):
     """Return fp16 of whole numbers of 8 bits.
 
     Four at a time become the low bytes of 1024 + 128 + weight. A step of GPT-J-6B takes 1.9 ms this
@@ -43,18 +43,18 @@ def widened(weight, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def] # noq
     return weight.to(tl.float16)
 
 
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
-def _round_rows(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["rows"])
+def _round_rows(
     x_at,
     digits_at,
     scale_at,
     rows,
     x_stride,
     inputs,
-    WIDTH: tl.constexpr,  # noqa: N803 - a power of two, at least the inputs
-    LARGEST: tl.constexpr,  # noqa: N803
-    DIGITS: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # a power of two, at least the inputs
+    LARGEST: tl.constexpr,
+    DIGITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -103,14 +103,14 @@ def round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     return rounded, scale
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _widen(  # type: ignore[no-untyped-def]
+@triton.jit
+def _widen(
     weight_at,
     scale_at,
     wide_at,
     inputs,
-    INPUTS: tl.constexpr,  # noqa: N803
-    NATIVE: tl.constexpr,  # noqa: N803
+    INPUTS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     output = tl.program_id(0)
     scale = tl.load(scale_at + output)

@@ -137,7 +137,7 @@ class PagedAttention:
             interleaved: Whether neighbouring pairs are rotated, else the halves.
             out: Receives the result; may be the queries' own memory.
         """
-        count, H, D = query.shape  # noqa: N806 - the shape legend
+        count, H, D = query.shape
         y = query.new_empty(count, H * D) if out is None else out
         launch = _Launch(self, query, cache, layer, angles, interleaved, y)
         if self.single and not self.rules.batch_invariant:
@@ -224,7 +224,7 @@ class _Launch:
         """Store the new keys and values, rotated, and rotate the queries in place."""
         constants = self._constants()
         keys, values = self._new_or_any(new)
-        H, K = self.query.shape[1], keys.shape[1]  # noqa: N806
+        H, K = self.query.shape[1], keys.shape[1]
         heads = triton.next_power_of_2(K)
         store_new_tokens[(len(keys),)](
             *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
@@ -240,7 +240,7 @@ class _Launch:
 
     def attend_prompts(self, tiles: Tiles) -> None:
         """Attend for the queries of some tiles, whose keys and values are all in the cache."""
-        K = self.cache.shape.kv_head_num  # noqa: N806
+        K = self.cache.shape.kv_head_num
         group = self.query.shape[1] // K
         constants = self._constants()
         del constants["R"], constants["INTERLEAVED"]  # the queries are rotated
@@ -276,7 +276,7 @@ class _Launch:
     def decode_grouped(self, tiles: Tiles, new: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         """Attend for tiles of one token each; new keys and values, if any, are stored first."""
         constants = self._constants()
-        K, device, width = self.cache.shape.kv_head_num, self.query.device, constants["WIDTH"]  # noqa: N806
+        K, device, width = self.cache.shape.kv_head_num, self.query.device, constants["WIDTH"]
         count, group = len(tiles.slots), self.query.shape[1] // K
         heads = triton.next_power_of_2(group)
         options = dict(_decode_options(width, self.query.dtype.itemsize))
@@ -319,7 +319,7 @@ class _Launch:
     def attend_evenly(self, tiles: Tiles, new: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         """Attend for tiles of one token each; new keys and values, if any, are stored first."""
         constants = self._constants()
-        _, H, D = self.query.shape  # noqa: N806
+        _, H, D = self.query.shape
         count, device = len(tiles.slots), self.query.device
         programs = multiprocessors(device) * _EVEN_PROGRAMS
         mixed = torch.empty(programs, 2, D, device=device)
@@ -346,7 +346,7 @@ class _Launch:
     def one_token_each(self, new: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         """Do all of it in one kernel, for few sequences of one new token each."""
         constants = self._constants()
-        count, H, D = self.query.shape  # noqa: N806
+        count, H, D = self.query.shape
         few = count * H <= multiprocessors(self.query.device)
         tokens = max(16, (_HELD_VALUES_OF_FEW if few else _HELD_VALUES) // constants["WIDTH"])
         parts = _parts(self.cache.shape.max_len, tokens, count * H)

@@ -16,15 +16,15 @@ from inference.parallel.launch_cuda import let_next_begin, wait_for_earlier
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _turned(  # type: ignore[no-untyped-def]
+@triton.jit
+def _turned(
     at,
     inside,
     cos_at,
     sin_at,
     d,
-    R: tl.constexpr,  # noqa: N803 - constants of the kernel
-    INTERLEAVED: tl.constexpr,  # noqa: N803
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """Return heads' values at `at` + `d`, the first R dimensions of each rotated.
 
@@ -47,16 +47,16 @@ def _turned(  # type: ignore[no-untyped-def]
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _capped(score, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+@triton.jit
+def _capped(score, SOFTCAP: tl.constexpr):
     """Return SOFTCAP * tanh(score / SOFTCAP), of 0 the score itself."""
     if SOFTCAP > 0:
         score = SOFTCAP * (2 * tl.sigmoid(score * (2 / SOFTCAP)) - 1)
     return score
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_new_tokens(  # type: ignore[no-untyped-def]
+@triton.jit
+def store_new_tokens(
     query_at,
     key_at,
     value_at,
@@ -71,17 +71,17 @@ def store_new_tokens(  # type: ignore[no-untyped-def]
     table_width,
     slots_at,
     places_at,
-    H: tl.constexpr,  # noqa: N803
-    K: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    R: tl.constexpr,  # noqa: N803
-    QUERIES: tl.constexpr,  # noqa: N803 - a power of two, at least H
-    PAIRS: tl.constexpr,  # noqa: N803 - a power of two, at least R / 2
-    HEADS: tl.constexpr,  # noqa: N803 - a power of two, at least K
-    WIDTH: tl.constexpr,  # noqa: N803 - a power of two, at least D
-    BLOCK: tl.constexpr,  # noqa: N803 - tokens of a block
-    INTERLEAVED: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    QUERIES: tl.constexpr,  # a power of two, at least H
+    PAIRS: tl.constexpr,  # a power of two, at least R / 2
+    HEADS: tl.constexpr,  # a power of two, at least K
+    WIDTH: tl.constexpr,  # a power of two, at least D
+    BLOCK: tl.constexpr,  # tokens of a block
+    INTERLEAVED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Store the rotated keys and the values of one token; rotate its queries where they lie."""
     let_next_begin(EARLY)
@@ -118,8 +118,8 @@ def store_new_tokens(  # type: ignore[no-untyped-def]
         tl.store(at + other, (y * cos + x * sin).to(query_at.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cache_new(  # type: ignore[no-untyped-def]
+@triton.jit
+def _cache_new(
     key_at,
     value_at,
     cos_at,
@@ -130,10 +130,10 @@ def _cache_new(  # type: ignore[no-untyped-def]
     place,
     d,
     block_stride,
-    D: tl.constexpr,  # noqa: N803
-    R: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    INTERLEAVED: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """Return one head's new key, rotated, and value, which are stored in the cache."""
     key = _turned(key_at, d < D, cos_at, sin_at, d, R, INTERLEAVED)
@@ -145,8 +145,8 @@ def _cache_new(  # type: ignore[no-untyped-def]
     return key, value
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend_keys(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
+@triton.jit
+def _attend_keys(  # noqa: C901 - constants choose
     largest,
     total,
     mixed,
@@ -165,17 +165,17 @@ def _attend_keys(  # type: ignore[no-untyped-def] # noqa: C901 - constants choos
     head,
     slope,
     scale,
-    K: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
-    TMA: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    HAS_SLOPES: tl.constexpr,  # noqa: N803
-    TABLE: tl.constexpr,  # noqa: N803
-    MASKED: tl.constexpr,  # noqa: N803 - whether some queries do not see some of the tokens
+    K: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TMA: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    TABLE: tl.constexpr,
+    MASKED: tl.constexpr,  # whether some queries do not see some of the tokens
 ):
     """Return the online softmax of queries (ROWS, WIDTH) with cached tokens [begin, end) added.
 
@@ -184,7 +184,7 @@ def _attend_keys(  # type: ignore[no-untyped-def] # noqa: C901 - constants choos
     `keys_at` is the descriptor of the layer's cache, as rows of one head's key or value.
     """
     d = tl.arange(0, WIDTH)[None, :]
-    ONE_BLOCK: tl.constexpr = BLOCK % TOKENS == 0  # noqa: N806 - TOKENS never lie in two
+    ONE_BLOCK: tl.constexpr = BLOCK % TOKENS == 0  # TOKENS never lie in two
     block = tl.full((), 0, tl.int32)
     if ONE_BLOCK:
         # One step ahead: the compiler can then load keys ahead, too.
@@ -249,8 +249,8 @@ def _attend_keys(  # type: ignore[no-untyped-def] # noqa: C901 - constants choos
     return largest, total, mixed
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def flash_attend_prompts(  # type: ignore[no-untyped-def]
+@triton.jit
+def flash_attend_prompts(
     query_at,
     token_stride,
     keys_at,
@@ -267,19 +267,19 @@ def flash_attend_prompts(  # type: ignore[no-untyped-def]
     y_at,
     y_stride,
     scale,
-    G: tl.constexpr,  # noqa: N803
-    K: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803 - cached ones that are read at once
-    TMA: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803 - 0 for none
-    SOFTCAP: tl.constexpr,  # noqa: N803 - likewise
-    HAS_SLOPES: tl.constexpr,  # noqa: N803
-    TABLE: tl.constexpr,  # noqa: N803 - T, 0 for none
-    EARLY: tl.constexpr,  # noqa: N803
+    G: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,  # cached ones that are read at once
+    TMA: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for none
+    SOFTCAP: tl.constexpr,  # likewise
+    HAS_SLOPES: tl.constexpr,
+    TABLE: tl.constexpr,  # T, 0 for none
+    EARLY: tl.constexpr,
 ):
     """Flash attention of some new tokens of one sequence, all query heads of one key/value head.
 
@@ -331,8 +331,8 @@ def flash_attend_prompts(  # type: ignore[no-untyped-def]
     tl.store(at, (mixed / total[:, None]).to(y_at.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def flash_decode_grouped(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
+@triton.jit(do_not_specialize=["count"])
+def flash_decode_grouped(  # noqa: C901 - constants choose
     query_at,
     key_at,
     value_at,
@@ -358,27 +358,27 @@ def flash_decode_grouped(  # type: ignore[no-untyped-def] # noqa: C901 - constan
     y_at,
     y_stride,
     scale,
-    G: tl.constexpr,  # noqa: N803
-    K: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    R: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803 - a power of two, at least G, that a tensor core multiplies
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803 - a power of two, at least `count`
-    MOST_PARTS: tl.constexpr,  # noqa: N803 - of a head, about
-    HEADS: tl.constexpr,  # noqa: N803 - a power of two, at least G
-    JOINED: tl.constexpr,  # noqa: N803 - parts that are read at once
-    TMA: tl.constexpr,  # noqa: N803
-    INTERLEAVED: tl.constexpr,  # noqa: N803
-    NEW: tl.constexpr,  # noqa: N803 - whether the new key and value are stored and seen
-    FIXED: tl.constexpr,  # noqa: N803 - see `PagedAttention`
-    WINDOW: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    HAS_SLOPES: tl.constexpr,  # noqa: N803
-    TABLE: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
+    G: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    GROUP: tl.constexpr,  # a power of two, at least G, that a tensor core multiplies
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,  # a power of two, at least `count`
+    MOST_PARTS: tl.constexpr,  # of a head, about
+    HEADS: tl.constexpr,  # a power of two, at least G
+    JOINED: tl.constexpr,  # parts that are read at once
+    TMA: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NEW: tl.constexpr,  # whether the new key and value are stored and seen
+    FIXED: tl.constexpr,  # see `PagedAttention`
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    TABLE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Flash decoding with split keys: each key is read once for all query heads that share it.
 
@@ -514,8 +514,8 @@ def flash_decode_grouped(  # type: ignore[no-untyped-def] # noqa: C901 - constan
         tile = tl.minimum(last_tile, head_end)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cached(  # type: ignore[no-untyped-def]
+@triton.jit
+def _cached(
     keys_at,
     values_at,
     table_at,
@@ -523,8 +523,8 @@ def _cached(  # type: ignore[no-untyped-def]
     stop,
     d,
     block_stride,
-    D: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Return one head's keys and values of cached tokens, zeros from `stop` on."""
     block = tl.load(table_at + token // BLOCK, mask=token < stop, other=0).to(tl.int64)
@@ -534,8 +534,8 @@ def _cached(  # type: ignore[no-untyped-def]
     return keys, tl.load(values_at + cell, mask=inside, other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scores(  # type: ignore[no-untyped-def]
+@triton.jit
+def _scores(
     query,
     keys,
     token,
@@ -544,9 +544,9 @@ def _scores(  # type: ignore[no-untyped-def]
     bias_at,
     slope,
     head,
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    HAS_SLOPES: tl.constexpr,  # noqa: N803
-    TABLE: tl.constexpr,  # noqa: N803
+    SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    TABLE: tl.constexpr,
 ):
     """Return one query's scores of cached tokens, with the bias of their distance, in fp32."""
     score = _capped(tl.sum(keys.to(tl.float32) * query[None, :], 1), SOFTCAP)
@@ -559,8 +559,8 @@ def _scores(  # type: ignore[no-untyped-def]
     return score
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def attend_one_token(  # type: ignore[no-untyped-def]
+@triton.jit
+def attend_one_token(
     query_at,
     key_at,
     value_at,
@@ -582,20 +582,20 @@ def attend_one_token(  # type: ignore[no-untyped-def]
     y_at,
     y_stride,
     scale,
-    H: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    R: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803 - most programs that share a head's tokens
-    INTERLEAVED: tl.constexpr,  # noqa: N803
-    NEW: tl.constexpr,  # noqa: N803 - whether a new key and value are stored and seen
-    WINDOW: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    HAS_SLOPES: tl.constexpr,  # noqa: N803
-    TABLE: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
+    H: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,  # most programs that share a head's tokens
+    INTERLEAVED: tl.constexpr,
+    NEW: tl.constexpr,  # whether a new key and value are stored and seen
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    TABLE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One part of one head's tokens; the last part that ends puts all of them together."""
     let_next_begin(EARLY)
@@ -682,8 +682,8 @@ def attend_one_token(  # type: ignore[no-untyped-def]
                 tl.store(tickets_at + row * H + head, 0)
 
 
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def flash_decode_evenly(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
+@triton.jit(do_not_specialize=["count"])
+def flash_decode_evenly(  # noqa: C901 - constants choose
     query_at,
     key_at,
     value_at,
@@ -708,21 +708,21 @@ def flash_decode_evenly(  # type: ignore[no-untyped-def] # noqa: C901 - constant
     y_at,
     y_stride,
     scale,
-    H: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    R: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803 - a power of two, at least `count`
-    INTERLEAVED: tl.constexpr,  # noqa: N803
-    NEW: tl.constexpr,  # noqa: N803 - whether a new key and value are stored and seen
-    FIXED: tl.constexpr,  # noqa: N803 - see `PagedAttention`
-    WINDOW: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    HAS_SLOPES: tl.constexpr,  # noqa: N803
-    TABLE: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
+    H: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,  # a power of two, at least `count`
+    INTERLEAVED: tl.constexpr,
+    NEW: tl.constexpr,  # whether a new key and value are stored and seen
+    FIXED: tl.constexpr,  # see `PagedAttention`
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    TABLE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """An equal share of all single tokens' heads; who ends a head's last part joins its parts.
 

@@ -24,7 +24,7 @@ _LEAST = 1e-30  # mass that stands for a threshold of 0, which only the best tok
 
 
 @triton.jit
-def _better(logit, here, best, place, spoilt):  # type: ignore[no-untyped-def]
+def _better(logit, here, best, place, spoilt):
     """Return the best logits so far and their places, and whether there was a NaN."""
     spoilt |= (logit != logit).to(tl.int32)
     better = logit > best
@@ -32,7 +32,7 @@ def _better(logit, here, best, place, spoilt):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _best(best, place, spoilt):  # type: ignore[no-untyped-def]
+def _best(best, place, spoilt):
     """Return the best logit of all, NaN if there was one, and its place, the first of equals."""
     value = tl.max(best, 0)
     token = tl.min(tl.where(best == value, place, 2147483647), 0)
@@ -40,8 +40,8 @@ def _best(best, place, spoilt):  # type: ignore[no-untyped-def]
 
 
 # Slots and ids may begin anywhere in a larger tensor; one kernel serves them all.
-@triton.jit(do_not_specialize_on_alignment=["forbidden_at", "slots_at"])  # type: ignore[untyped-decorator]
-def _best_token(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize_on_alignment=["forbidden_at", "slots_at"])
+def _best_token(
     logits_at,
     stride,
     count,
@@ -50,10 +50,10 @@ def _best_token(  # type: ignore[no-untyped-def]
     slots_at,
     newest_at,
     chosen_at,
-    LOWEST: tl.constexpr,  # noqa: N803 - constants of the kernel
-    IDS: tl.constexpr,  # noqa: N803
-    KEEP: tl.constexpr,  # noqa: N803 - whether the choice is final
-    EARLY: tl.constexpr,  # noqa: N803
+    LOWEST: tl.constexpr,
+    IDS: tl.constexpr,
+    KEEP: tl.constexpr,  # whether the choice is final
+    EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
     row = tl.program_id(0)
@@ -109,26 +109,26 @@ def best_tokens(
 
 
 @triton.jit
-def _order(x):  # type: ignore[no-untyped-def]
+def _order(x):
     """Return integers in the order of the numbers; -0.0 equals 0.0."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _number(order):  # type: ignore[no-untyped-def]
+def _number(order):
     """Undo `_order`."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sums(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sums(
     at,
     count,
     best,
     cuts,
-    COUNTS: tl.constexpr,  # noqa: N803
-    PART: tl.constexpr,  # noqa: N803
+    COUNTS: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Return for each cut the mass of the logits at or above it, or with COUNTS their number.
 
@@ -145,30 +145,30 @@ def _sums(  # type: ignore[no-untyped-def]
     return sums
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sum(
     at,
     count,
     best,
     cut,
-    COUNTS: tl.constexpr,  # noqa: N803
-    PART: tl.constexpr,  # noqa: N803
-    CUTS: tl.constexpr,  # noqa: N803
+    COUNTS: tl.constexpr,
+    PART: tl.constexpr,
+    CUTS: tl.constexpr,
 ):
     cuts = tl.zeros((CUTS,), tl.int32) + cut.to(tl.int32)
     return tl.max(_sums(at, count, best, cuts, COUNTS, PART), 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _reach(  # type: ignore[no-untyped-def]
+@triton.jit
+def _reach(
     at,
     count,
     best,
     target,
     lowest,
-    COUNTS: tl.constexpr,  # noqa: N803
-    PART: tl.constexpr,  # noqa: N803
-    CUTS: tl.constexpr,  # noqa: N803
+    COUNTS: tl.constexpr,
+    PART: tl.constexpr,
+    CUTS: tl.constexpr,
 ):
     """Return the highest cut from which on the logits' sum reaches `target`, at least `lowest`."""
     low = lowest.to(tl.int64)
@@ -183,16 +183,16 @@ def _reach(  # type: ignore[no-untyped-def]
     return low.to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _crossing(  # type: ignore[no-untyped-def]
+@triton.jit
+def _crossing(
     at,
     count,
     best,
     target,
     lowest,
     limit,
-    PART: tl.constexpr,  # noqa: N803
-    CUTS: tl.constexpr,  # noqa: N803
+    PART: tl.constexpr,
+    CUTS: tl.constexpr,
 ):
     """Return the order of the logit with which the masses' sum reaches `target`.
 
@@ -209,8 +209,8 @@ def _crossing(  # type: ignore[no-untyped-def]
     return edge, nth, tl.minimum(above + nth * mass, _sum(at, count, best, edge, False, PART, CUTS))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _nth_equal(at, count, edge, nth, PART: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+@triton.jit
+def _nth_equal(at, count, edge, nth, PART: tl.constexpr):
     """Return the place of the nth logit of an order, of the last one where there are fewer."""
     within = tl.arange(0, PART)
     found = 0
@@ -225,8 +225,8 @@ def _nth_equal(at, count, edge, nth, PART: tl.constexpr):  # type: ignore[no-unt
     return place
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _total(at, count, best, IDS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+@triton.jit
+def _total(at, count, best, IDS: tl.constexpr):
     """Return the mass of all logits."""
     within = tl.arange(0, IDS)
     sums = tl.zeros((IDS,), tl.float32)
@@ -236,15 +236,15 @@ def _total(at, count, best, IDS: tl.constexpr):  # type: ignore[no-untyped-def] 
     return tl.sum(sums, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _list(  # type: ignore[no-untyped-def]
+@triton.jit
+def _list(
     at,
     count,
     lowest,
     listed_at,
     ids_at,
-    IDS: tl.constexpr,  # noqa: N803
-    LISTED: tl.constexpr,  # noqa: N803
+    IDS: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     """List the logits from the order `lowest` on, and their ids; return their number.
 
@@ -264,10 +264,10 @@ def _list(  # type: ignore[no-untyped-def]
     return listed
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(
     do_not_specialize=["count"], do_not_specialize_on_alignment=["forbidden_at", "slots_at"]
 )
-def _drawn_token(  # type: ignore[no-untyped-def]
+def _drawn_token(
     logits_at,
     stride,
     count,
@@ -281,14 +281,14 @@ def _drawn_token(  # type: ignore[no-untyped-def]
     penalties_at,
     seen_at,
     bias_at,
-    LOWEST: tl.constexpr,  # noqa: N803
-    DEEPEST: tl.constexpr,  # noqa: N803
-    LEAST: tl.constexpr,  # noqa: N803
-    IDS: tl.constexpr,  # noqa: N803
-    LISTED: tl.constexpr,  # noqa: N803
-    PART: tl.constexpr,  # noqa: N803
-    CUTS: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
+    LOWEST: tl.constexpr,
+    DEEPEST: tl.constexpr,
+    LEAST: tl.constexpr,
+    IDS: tl.constexpr,
+    LISTED: tl.constexpr,
+    PART: tl.constexpr,
+    CUTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
     row = tl.program_id(0)

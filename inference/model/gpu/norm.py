@@ -11,8 +11,8 @@ import triton.language as tl
 from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _norm(  # type: ignore[no-untyped-def]
+@triton.jit
+def _norm(
     x_at,
     residual_at,
     weight_at,
@@ -20,11 +20,11 @@ def _norm(  # type: ignore[no-untyped-def]
     y_at,
     size,
     eps,
-    WIDTH: tl.constexpr,  # noqa: N803
-    CENTRED: tl.constexpr,  # noqa: N803
-    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
     row = tl.program_id(0)
@@ -75,15 +75,15 @@ def norm(
     return y
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _mean_squares(  # type: ignore[no-untyped-def]
+@triton.jit
+def _mean_squares(
     heads_at,
     stride,
     mean_at,
     query_size,
     key_size,
-    WIDTH: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
     row, part = tl.program_id(0), tl.program_id(1)
@@ -110,18 +110,18 @@ def mean_squares(heads: torch.Tensor, query_heads: int) -> torch.Tensor:
     return mean
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _norm_heads(  # type: ignore[no-untyped-def]
+@triton.jit
+def _norm_heads(
     heads_at,
     stride,
     weight_at,
     mean_at,
     query_heads,
     eps,
-    D: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    WHOLE: tl.constexpr,  # noqa: N803 - whether the mean is that of all heads
-    EARLY: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,  # whether the mean is that of all heads
+    EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
     row, head = tl.program_id(0), tl.program_id(1)

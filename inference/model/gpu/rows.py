@@ -37,8 +37,8 @@ def row_tiles(lengths: Sequence[int], counts: Sequence[int]) -> Array:
     return np.ascontiguousarray(np.array(tiles, np.int32).T)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _with_keys(  # type: ignore[no-untyped-def]
+@triton.jit
+def _with_keys(
     largest,
     total,
     mixed,
@@ -55,9 +55,9 @@ def _with_keys(  # type: ignore[no-untyped-def]
     bias_at,
     scale,
     inside,
-    KEYS: tl.constexpr,  # noqa: N803
-    REACH: tl.constexpr,  # noqa: N803
-    MASKED: tl.constexpr,  # noqa: N803 - whether some keys or columns may not be there
+    KEYS: tl.constexpr,
+    REACH: tl.constexpr,
+    MASKED: tl.constexpr,  # whether some keys or columns may not be there
 ):
     """Return the softmax's sums with those of further keys; scores are logarithms to base 2."""
     place = begin + tl.arange(0, KEYS)
@@ -86,8 +86,8 @@ def _with_keys(  # type: ignore[no-untyped-def]
     return new_largest, total, mixed
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend_rows(  # type: ignore[no-untyped-def]
+@triton.jit
+def _attend_rows(
     query_at,
     key_at,
     value_at,
@@ -99,13 +99,13 @@ def _attend_rows(  # type: ignore[no-untyped-def]
     bias_at,
     y_at,
     scale,
-    H: tl.constexpr,  # noqa: N803 - constants of the kernel
-    D: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803 - a power of two, at least D
-    QUERIES: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
-    REACH: tl.constexpr,  # noqa: N803 - largest offset with a bias of its own, negative for none
-    EARLY: tl.constexpr,  # noqa: N803
+    H: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,  # a power of two, at least D
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    REACH: tl.constexpr,  # largest offset with a bias of its own, negative for none
+    EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -163,7 +163,7 @@ def attend_rows(
         bias: Added to the scores by offset of key and query, (H, 2 * reach + 1); None for none.
         scale: On the scores.
     """
-    count, H, D = query.shape  # noqa: N806 - the shape legend
+    count, H, D = query.shape
     width = max(_LEAST_WIDTH, triton.next_power_of_2(D))
     keys = _KEYS if width < 128 else _KEYS_OF_WIDE_HEADS
     y = query.new_empty(count, H * D)
