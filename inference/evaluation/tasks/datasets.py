@@ -14,6 +14,7 @@ from typing import Any
 
 from export_scripts.files.checksum import sha256_of
 from export_scripts.files.replace import replacing
+from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import Dataset, Sample
 
 _CHUNK_BYTES = 1 << 20
@@ -96,33 +97,24 @@ def _download(url: str, write: Callable[[bytes], Any]) -> str:
 
 
 def drawn(
-    samples: Sequence[Sample], *, name: str, path: str, sha256: str, limit: int | None, seed: int
+    samples: Sequence[Sample], options: EvaluationOptions, *, name: str, path: str, sha256: str
 ) -> tuple[Dataset, Sequence[Sample]]:
-    """Return the samples to ask and what they are drawn from.
+    """Return the samples to ask and what they are drawn from: `options.limit` of all, in order.
 
-    Args:
-        samples: all there are.
-        name: what the data set is called.
-        path: where it came from.
-        sha256: of its content.
-        limit: how many to choose at random, kept in their own order; None takes all.
-        seed: of that choice.
+    `name`, `path` and `sha256` are those of the data set.
     """
-    total = len(samples)
-    limited = limit is not None and limit < total
-    if limited:
-        chosen = sorted(random.Random(seed).sample(range(total), limit or 0))
-        samples = [samples[index] for index in chosen]
-    dataset = Dataset(
-        name=name,
-        path=path,
-        sha256=sha256,
-        total=total,
-        count=len(samples),
-        limit=limit if limited else None,
-        seed=seed if limited else None,
-    )
-    return dataset, samples
+    total, limit, seed = len(samples), options.limit, options.seed
+    if limit is None or limit >= total:
+        return Dataset(name, path, sha256, total, total), samples
+    chosen = sorted(random.Random(seed).sample(range(total), limit))
+    return Dataset(name, path, sha256, total, limit, limit, seed), [samples[i] for i in chosen]
+
+
+def drawn_from_file(
+    samples: Sequence[Sample], options: EvaluationOptions, path: Path
+) -> tuple[Dataset, Sequence[Sample]]:
+    """Return what `drawn` does of the samples that a file holds."""
+    return drawn(samples, options, name=path.name, path=str(path), sha256=sha256_of(path))
 
 
 def missing_files(task: str, files: Mapping[str, str | None]) -> list[str]:

@@ -54,8 +54,7 @@ _METHODS = {
 class EndToEnd:
     """The task `end_to_end`; its prompts are its own."""
 
-    limit: int | None = None
-    seed: int = 1234
+    options: EvaluationOptions
     name: str = "end_to_end"
     version: int = 1
 
@@ -64,11 +63,10 @@ class EndToEnd:
         samples = [Sample(index, text, target="") for index, text in enumerate(PROMPTS)]
         return drawn(
             samples,
+            self.options,
             name="bundled prompts",
             path="inference/evaluation/tasks/end_to_end.py",
             sha256=hashlib.sha256("\n".join(PROMPTS).encode()).hexdigest(),
-            limit=self.limit,
-            seed=self.seed,
         )
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
@@ -125,7 +123,7 @@ def _check(options: EvaluationOptions) -> list[str]:
 
 
 END_TO_END = TaskEntry(
-    make=lambda options: EndToEnd(limit=options.limit, seed=options.seed),
+    make=EndToEnd,
     metrics=lambda _: _METRICS,
     check=_check,
     only_served=True,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from export_scripts.checkpoints.jax import step_directory
-from inference.evaluation.options import Bound, EvaluationOptions, IdentityOptions
+from inference.evaluation.options import Bound, EvaluationOptions
 from inference.evaluation.statistics import mean_and_stderr
 from inference.evaluation.task import (
     TENSORS,
@@ -63,11 +63,7 @@ _METHODS = {
 class Identity:
     """The task `identity`; its rows are its own."""
 
-    options: IdentityOptions
-    source_path: Path
-    given: tuple[tuple[str, str], ...] = ()
-    limit: int | None = None
-    seed: int = 1234
+    options: EvaluationOptions
     name: str = "identity"
     version: int = 1
 
@@ -75,7 +71,8 @@ class Identity:
     def _source(self) -> IdentitySource:
         from inference.evaluation.tasks.identity_source import IdentitySource
 
-        return IdentitySource(self.source_path, self.given)
+        assert self.options.source_path is not None, "checked before"
+        return IdentitySource(self.options.source_path, self.options.given)
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Load the source and draw rows of token ids from its vocabulary.
@@ -83,30 +80,30 @@ class Identity:
         Raises:
             ValueError: the source's library is not installed or cannot load it.
         """
-        generator = random.Random(self.seed)
-        longest = self._source.longest_row(self.options)
-        shortest = min(longest, self.options.min_input_len or (longest + 1) // 2)
+        own, seed = self.options.identity, self.options.seed
+        generator = random.Random(seed)
+        longest = self._source.longest_row(own)
+        shortest = min(longest, own.min_input_len or (longest + 1) // 2)
         rows = [
             self._source.draw_row(generator, generator.randint(shortest, longest))
-            for _ in range(self.options.samples)
+            for _ in range(own.samples)
         ]
-        size = self.options.batch_size
-        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        starts = range(0, len(rows), own.batch_size)
+        batches = [rows[start : start + own.batch_size] for start in starts]
         texts = [_ROWS.join(" ".join(map(str, row)) for row in batch) for batch in batches]
         dataset, samples = drawn(
             [Sample(index, text, target="") for index, text in enumerate(texts)],
+            self.options,
             name="random token ids",
-            path=str(self.source_path),
+            path=str(self.options.source_path),
             sha256=hashlib.sha256("\n".join(texts).encode()).hexdigest(),
-            limit=self.limit,
-            seed=self.seed,
         )
-        return replace(dataset, seed=self.seed), samples  # the rows themselves depend on it
+        return replace(dataset, seed=seed), samples  # the rows themselves depend on it
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Send one request and compare the answer to each row with the source's."""
         rows = rows_of(sample.text)
-        found = self._source.compare(rows, model, output_len=self.options.output_len)
+        found = self._source.compare(rows, model, output_len=self.options.identity.output_len)
         values = {
             RELATIVE: max(each.relative for each in found),
             LARGEST: max(each.max_abs for each in found),
@@ -159,17 +156,6 @@ def _difference(name: str, value: float, stderr: float, count: int) -> Metric:
     )
 
 
-def _make(options: EvaluationOptions) -> Identity:
-    assert options.source_path is not None, "checked before"
-    return Identity(
-        options=options.identity,
-        source_path=options.source_path,
-        given=options.given,
-        limit=options.limit,
-        seed=options.seed,
-    )
-
-
 def _check(options: EvaluationOptions) -> list[str]:
     source = options.source_path
     identity, problems = options.identity, []
@@ -211,7 +197,7 @@ def _remedy(options: EvaluationOptions) -> str:
 
 
 IDENTITY = TaskEntry(
-    make=_make,
+    make=Identity,
     metrics=lambda _: _METRICS,
     check=_check,
     only_served=True,

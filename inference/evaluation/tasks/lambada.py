@@ -31,8 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from export_scripts.files.checksum import sha256_of
-from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions, LambadaOptions
+from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions
 from inference.evaluation.statistics import Z_95, mean_and_stderr
 from inference.evaluation.task import (
     LOG_PROBS,
@@ -44,7 +43,7 @@ from inference.evaluation.task import (
     TaskEntry,
     TextGenerator,
 )
-from inference.evaluation.tasks.datasets import drawn, ensure_dataset, missing_files
+from inference.evaluation.tasks.datasets import drawn_from_file, ensure_dataset, missing_files
 from inference.evaluation.tasks.metrics import accuracy_metric
 from inference.evaluation.tasks.rows import read_rows
 
@@ -92,16 +91,9 @@ def split_last_word(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Lambada:
-    """The task `lambada` with its options; stateless, so threads may share it.
+    """The task `lambada` with its options; stateless, so threads may share it."""
 
-    Of a model whose token ids are unknown (`by_text`), the text alone decides on the last word.
-    """
-
-    options: LambadaOptions
-    data_dir: Path
-    limit: int | None = None
-    seed: int = 1234
-    by_text: bool = False
+    options: EvaluationOptions
     name: str = "lambada"
     version: int = 1
 
@@ -111,13 +103,14 @@ class Lambada:
         Raises:
             ValueError: the file is missing and cannot be fetched, or a passage has no last word.
         """
-        if self.options.data_path is not None:
-            path = Path(self.options.data_path)
+        own = self.options.lambada
+        if own.data_path is not None:
+            path = Path(own.data_path)
         else:
             path = ensure_dataset(
-                self.data_dir / _FILE_NAME,
-                url=self.options.url,
-                sha256=self.options.sha256,
+                self.options.data_dir / _FILE_NAME,
+                url=own.url,
+                sha256=own.sha256,
                 key="evaluate.lambada.data_path",
             )
         samples = []
@@ -127,18 +120,11 @@ class Lambada:
             except ValueError as error:
                 raise ValueError(f"{path}, row {index + 1}: {error}") from error
             samples.append(Sample(index=index, text=context, target=word))
-        return drawn(
-            samples,
-            name=path.name,
-            path=str(path),
-            sha256=sha256_of(path),
-            limit=self.limit,
-            seed=self.seed,
-        )
+        return drawn_from_file(samples, self.options, path)
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Measure the configured metrics on one passage."""
-        wanted = self.options.metrics
+        wanted = self.options.lambada.metrics
         values: dict[str, float] = {}
         answer = ""
         context_log_prob: float | None = None
@@ -151,7 +137,7 @@ class Lambada:
             answer, context_log_prob = found.text, found.context_log_prob
             expected = _continuation(model, context_ids, word_ids)
             right = answer == expected
-            if self.by_text:  # some servers leave out the space before an answer
+            if self._by_text:  # some servers leave out the space before an answer
                 right = answer.strip() == expected.strip()
             elif right:  # the same text may be spelt with other tokens
                 right = model.complete_ids(context_ids, output_len=len(word_ids)) == word_ids
@@ -181,11 +167,16 @@ class Lambada:
             if name in _PARTS
             else accuracy_metric(name, scores, key=_KEYS[name], method=self._method(name))
             for name in LAMBADA_METRICS
-            if name in self.options.metrics
+            if name in self.options.lambada.metrics
         )
 
+    @property
+    def _by_text(self) -> bool:
+        """Of a model whose token ids are unknown, the text alone decides on the last word."""
+        return TOKEN_IDS in self.options.lacks
+
     def _method(self, name: str) -> str:
-        return _BY_TEXT if self.by_text and name == LAST_WORD else _METHODS[name]
+        return _BY_TEXT if self._by_text and name == LAST_WORD else _METHODS[name]
 
 
 def _continuation(
@@ -221,16 +212,6 @@ def _perplexity(name: str, scores: Sequence[Score]) -> Metric:
     )
 
 
-def _make(options: EvaluationOptions) -> Lambada:
-    return Lambada(
-        options=options.lambada,
-        data_dir=options.data_dir,
-        limit=options.limit,
-        seed=options.seed,
-        by_text=TOKEN_IDS in options.lacks,
-    )
-
-
 def _reduced(options: EvaluationOptions, metrics: tuple[str, ...]) -> EvaluationOptions:
     return replace(options, lambada=replace(options.lambada, metrics=[*metrics]))
 
@@ -249,7 +230,7 @@ def _check(options: EvaluationOptions) -> list[str]:
 
 
 LAMBADA = TaskEntry(
-    make=_make,
+    make=Lambada,
     metrics=lambda options: tuple(options.lambada.metrics),
     check=_check,
     needs=lambda _: _NEEDS,

@@ -11,12 +11,12 @@ import array
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from export_scripts.files.checksum import sha256_of
-from inference.evaluation.options import EvaluationOptions, TextTaskOptions
+from inference.evaluation.options import EvaluationOptions, PromptOptions, TextTaskOptions
 from inference.evaluation.task import (
     LOG_PROBS,
     TENSORS,
@@ -30,7 +30,7 @@ from inference.evaluation.task import (
 )
 from inference.evaluation.tasks.datasets import (
     DataSource,
-    drawn,
+    drawn_from_file,
     ensure_dataset,
     missing_files,
     unpacked,
@@ -118,16 +118,23 @@ class TextTask:
     """A text task with its options; stateless, so threads may share it."""
 
     kind: TextTaskKind
-    options: TextTaskOptions
-    data_dir: Path = Path("data")
-    limit: int | None = None
-    seed: int = 1234
+    options: EvaluationOptions
     version: int = 1
 
     @property
     def name(self) -> str:
         """Name in the table of tasks."""
         return self.kind.name
+
+    @property
+    def own(self) -> TextTaskOptions:
+        """The options of this task alone."""
+        return self.options.text_tasks[self.name]
+
+    @cached_property
+    def prompt(self) -> PromptOptions:
+        """The virtual tokens of each request."""
+        return prompt_of(self.name, self.own.prompt, self.options.weights_dir)
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Read the data, downloaded first where it is missing, and make the prompts.
@@ -137,17 +144,10 @@ class TextTask:
                 template.
         """
         path = self._data()
-        template = self.options.template or self._own_template()
-        rows = self.kind.read(path, self.options)
+        template = self.own.template or self._own_template()
+        rows = self.kind.read(path, self.own)
         samples = [self._sample(index, row, template, path) for index, row in enumerate(rows)]
-        return drawn(
-            samples,
-            name=path.name,
-            path=str(path),
-            sha256=sha256_of(path),
-            limit=self.limit,
-            seed=self.seed,
-        )
+        return drawn_from_file(samples, self.options, path)
 
     def _sample(self, index: int, row: Row, template: str, path: Path) -> Sample:
         try:
@@ -161,13 +161,13 @@ class TextTask:
         return Sample(index, text, target=row.targets[0], targets=row.targets, group=group)
 
     def _data(self) -> Path:
-        if self.options.data_path is not None:
-            return Path(self.options.data_path)
-        source = self.kind.data_source(self.options)
+        if self.own.data_path is not None:
+            return Path(self.own.data_path)
+        source = self.kind.data_source(self.own)
         if source is None:
             raise ValueError(self.kind.without_data)
         path = ensure_dataset(
-            self.data_dir / source.file_name,
+            self.options.data_dir / source.file_name,
             url=source.url,
             sha256=source.sha256,
             key=f"evaluate.{self.name}.data_path",
@@ -199,15 +199,15 @@ class TextTask:
         return tuple(found)
 
     def _own_template(self) -> str:
-        if self.options.method == "log_likelihood" and self.kind.likelihood_template:
+        if self.own.method == "log_likelihood" and self.kind.likelihood_template:
             return self.kind.likelihood_template
         return self.kind.template
 
     def _answer(self, sample: Sample, model: TextGenerator) -> str:
-        if self.options.method == "log_likelihood":
+        if self.own.method == "log_likelihood":
             return _most_probable(sample.text, self.kind.choices, model)
-        output_len = self.options.output_len or self.kind.output_len
-        prompt = self.options.prompt
+        output_len = self.own.output_len or self.kind.output_len
+        prompt = self.prompt
         if prompt.length == 0 and not prompt.append_ids:
             return model.complete_text(sample.text, output_len=output_len).text
         virtual = range(prompt.start_id, prompt.start_id + prompt.length)
@@ -216,7 +216,7 @@ class TextTask:
         return model.decode_answer(answer)
 
     def _prompt_tensors(self) -> RequestTensors:
-        prompt = self.options.prompt
+        prompt = self.prompt
         if prompt.length == 0:
             return {}
         if prompt.table_path is None:
@@ -258,29 +258,18 @@ def _most_probable(text: str, choices: Mapping[str, str], model: TextGenerator) 
 def text_entry(kind: TextTaskKind) -> TaskEntry:
     """Return the row of the table of tasks for a text task."""
 
-    def own(options: EvaluationOptions) -> TextTaskOptions:
-        return options.text_tasks[kind.name]
-
-    def make(options: EvaluationOptions) -> TextTask:
-        given = own(options)
-        return TextTask(
-            kind,
-            replace(given, prompt=prompt_of(kind.name, given.prompt, options.weights_dir)),
-            data_dir=options.data_dir,
-            limit=options.limit,
-            seed=options.seed,
-        )
-
     def needs(options: EvaluationOptions) -> dict[str, str]:
-        prompt = prompt_of(kind.name, own(options).prompt, options.weights_dir)
-        if own(options).method == "log_likelihood":
+        task = TextTask(kind, options)
+        if task.own.method == "log_likelihood":
             return dict.fromkeys(kind.metrics, LOG_PROBS)
-        return dict.fromkeys(kind.metrics, TENSORS) if prompt.length or prompt.append_ids else {}
+        if task.prompt.length or task.prompt.append_ids:
+            return dict.fromkeys(kind.metrics, TENSORS)
+        return {}
 
     return TaskEntry(
-        make=make,
+        make=partial(TextTask, kind),
         metrics=lambda _: kind.metrics,
-        check=lambda options: _check(kind, own(options), options.weights_dir),
+        check=lambda options: _check(kind, options.text_tasks[kind.name], options.weights_dir),
         grouped=kind.grouped,
         needs=needs,
     )

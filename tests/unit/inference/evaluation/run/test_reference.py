@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.options import LambadaOptions
+from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from inference.evaluation.run.baseline import Baseline, read_baseline, write_baseline
 from inference.evaluation.run.reference import (
     compare_with_reference,
@@ -20,7 +20,8 @@ from inference.evaluation.tasks.lambada import Lambada
 
 
 def run(passages: Path, model, **changes) -> TaskRun:
-    task = Lambada(LambadaOptions(data_path=passages), Path(), **changes)
+    options = EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(passages), **changes)
+    task = Lambada(options)
     return run_task(task, *task.prepare(), model, concurrency=2)
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.options import LambadaOptions
+from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from inference.evaluation.run.task_run import EvaluationError, run_task
 from inference.evaluation.tasks.lambada import Lambada
 
 
 def run(passages: Path, model, *, concurrency: int = 4, progress=None):
-    task = Lambada(LambadaOptions(data_path=passages), Path())
+    task = Lambada(EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(passages)))
     return run_task(task, *task.prepare(), model, concurrency=concurrency, progress=progress)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import Sample
 from inference.evaluation.tasks.datasets import drawn, ensure_dataset
 from inference.evaluation.tasks.rows import read_rows
@@ -105,7 +106,8 @@ def test_an_empty_data_set_is_refused(tmp_path):
 
 def draw(**choice):
     samples = [Sample(index, str(index), target="") for index in range(100)]
-    return drawn(samples, name="n", path="p", sha256="s", **choice)
+    options = EvaluationOptions(data_dir=Path(), **choice)
+    return drawn(samples, options, name="n", path="p", sha256="s")
 
 
 def test_a_draw_is_repeatable_and_in_order():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import Completion, Sample
 from inference.evaluation.tasks.end_to_end import PROMPTS, EndToEnd
 
@@ -16,8 +19,12 @@ def model(fake_model):
     return fake_model({"He said": (" ye", "s", " no")})
 
 
+def task(**changes) -> EndToEnd:
+    return EndToEnd(EvaluationOptions(data_dir=Path(), **changes))
+
+
 def values(model) -> tuple[float, ...]:
-    return tuple(EndToEnd().score(SAMPLE, model).values.values())
+    return tuple(task().score(SAMPLE, model).values.values())
 
 
 def test_a_sound_ensemble_passes(model):
@@ -40,8 +47,7 @@ def test_an_ensemble_without_word_lists_is_found(model):
 
 
 def test_the_whole_task_has_a_metric_for_each_statement():
-    dataset, samples = EndToEnd().prepare()
+    dataset, samples = task().prepare()
     assert dataset.total == len(samples) == len(PROMPTS) == 8
-    task = EndToEnd(limit=3)
-    dataset, samples = task.prepare()
+    dataset, samples = task(limit=3).prepare()
     assert (dataset.count, dataset.limit, len(samples)) == (3, 3, 3)

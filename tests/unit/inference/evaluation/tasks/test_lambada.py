@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.options import LambadaOptions
+from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from inference.evaluation.task import Sample, Score
 from inference.evaluation.tasks.lambada import Lambada, split_last_word
 from tests.conftest import ROOT
 
 
-def task(data_path: Path | None = None, tmp_path: Path = Path(), **changes) -> Lambada:
-    return Lambada(options=LambadaOptions(data_path=data_path, **changes), data_dir=tmp_path)
+def task(data_path: Path | None = None, **changes) -> Lambada:
+    names = LambadaOptions.__dataclass_fields__.keys() & changes.keys()
+    own = LambadaOptions(data_path, **{name: changes.pop(name) for name in names})
+    return Lambada(EvaluationOptions(data_dir=Path(), lambada=own, **changes))
 
 
 SAMPLE = Sample(index=0, text="The cook lit the", target="lamp")
@@ -36,7 +38,7 @@ def test_the_row_of_a_passage_without_context_is_named(tmp_path):
     path = tmp_path / "passages.jsonl"
     path.write_text('{"text": "two words"}\n\n{"text": "one"}\n')
     with pytest.raises(ValueError, match=r"passages\.jsonl, row 2: passage 'one' needs"):
-        Lambada(LambadaOptions(data_path=str(path)), data_dir=tmp_path).prepare()
+        task(str(path)).prepare()
 
 
 def test_last_word_is_right_when_every_token_is(fake_model):
@@ -129,8 +131,7 @@ def test_accuracy_counts_all_samples():
 
 
 def test_samples_keep_the_line_number_of_the_file(passages):
-    limited = Lambada(LambadaOptions(data_path=passages), Path(), limit=2, seed=3)
-    dataset, samples = limited.prepare()
+    dataset, samples = task(passages, limit=2, seed=3).prepare()
     texts = [json.loads(line)["text"] for line in passages.read_text().splitlines()]
     assert (dataset.total, dataset.count, dataset.limit, dataset.seed) == (4, 2, 2, 3)
     assert [f"{each.text} {each.target}" for each in samples] == [
@@ -139,7 +140,7 @@ def test_samples_keep_the_line_number_of_the_file(passages):
 
 
 def test_a_limit_beyond_the_data_is_not_a_limit(passages):
-    dataset, _ = Lambada(LambadaOptions(data_path=passages), Path(), limit=9).prepare()
+    dataset, _ = task(passages, limit=9).prepare()
     assert (dataset.count, dataset.limit, dataset.seed) == (4, None, None)
 
 

@@ -27,7 +27,7 @@ from inference.evaluation.tasks.scores import (
     token_f1,
 )
 from inference.evaluation.tasks.served_folder import prompt_of
-from inference.evaluation.tasks.text_task import TextTask, read_table
+from inference.evaluation.tasks.text_task import TextTask, TextTaskKind, read_table
 from inference.evaluation.tasks.text_tasks import TEXT_TASKS
 from tests.conftest import material
 from tests.fake_model import VIRTUAL_ID
@@ -55,8 +55,16 @@ BOOLQ = (
 )
 
 
+def make(
+    kind: TextTaskKind | str, own: TextTaskOptions | None = None, data_dir: Path = Path()
+) -> TextTask:
+    kind = TEXT_TASKS[kind] if isinstance(kind, str) else kind
+    options = {kind.name: own or TextTaskOptions()}
+    return TextTask(kind, EvaluationOptions(data_dir=data_dir, **options))
+
+
 def run(name: str, model, **options) -> TaskRun:
-    task = TextTask(TEXT_TASKS[name], TextTaskOptions(**options))
+    task = make(name, TextTaskOptions(**options))
     return run_task(task, *task.prepare(), model, concurrency=2)
 
 
@@ -123,8 +131,7 @@ def test_length_and_ids_of_virtual_tokens_are_those_of_config_ini(tmp_path, give
         weights_dir=folder,
         boolq=TextTaskOptions(data_path=str(data), prompt=given),
     )
-    task = TASKS["boolq"].make(options)
-    found = task.options.prompt
+    found = TASKS["boolq"].make(options).prompt
     assert (found.length, found.start_id, found.task_id) == expected
 
 
@@ -136,7 +143,7 @@ def test_a_table_that_the_model_lacks_is_refused(tmp_path):
         boolq=TextTaskOptions(prompt=PromptOptions(task_id=2)),
     )
     with pytest.raises(ValueError, match=r"prompt\.task_id=2: .* lists no such prompt table"):
-        TASKS["boolq"].make(options)
+        TASKS["boolq"].needs(options)
 
 
 def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
@@ -147,13 +154,13 @@ def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
         return lines(path, {"context": "c", "question": "q", "answers": ["a"]})
 
     monkeypatch.setattr("inference.evaluation.tasks.text_task.ensure_dataset", fetch)
-    squad = TextTask(TEXT_TASKS["squad"], TextTaskOptions(), data_dir=tmp_path)
+    squad = make("squad", data_dir=tmp_path)
     assert len(squad.prepare()[1]) == 1
     (path, url, _) = asked.pop()
     assert (path.name, url.rpartition("/")[2]) == ("dev-v1.1.json", "dev-v1.1.json")
     own = TextTaskOptions(url="https://data.example/boolq/dev.jsonl", sha256="ab" * 32)
     with pytest.raises(ValueError, match="no text in field passage"):
-        TextTask(TEXT_TASKS["boolq"], own, data_dir=tmp_path).prepare()
+        make("boolq", own, tmp_path).prepare()
     assert asked == [(tmp_path / "dev.jsonl", own.url, own.sha256)]
 
 
@@ -314,7 +321,7 @@ def test_summaries_are_scored_by_rouge(tmp_path, fake_model):
     ],
 )
 def test_rows_that_do_not_fit_are_reported(tmp_path, name, row, reported):
-    task = TextTask(TEXT_TASKS[name], TextTaskOptions(data_path=lines(tmp_path / "data", row)))
+    task = make(name, TextTaskOptions(data_path=lines(tmp_path / "data", row)))
     with pytest.raises(ValueError, match=reported):
         task.prepare()
 
@@ -324,7 +331,7 @@ def test_a_template_may_use_only_fields_of_the_data(tmp_path):
         data_path=lines(tmp_path / "data", BOOLQ[0]), template="{passage} {title}"
     )
     with pytest.raises(ValueError, match="no field 'title' for the template"):
-        TextTask(TEXT_TASKS["boolq"], options).prepare()
+        make("boolq", options).prepare()
 
 
 @pytest.mark.parametrize("template", ['{"text": "{passage}"}', "{0}", "{passage.text}", "{"])
@@ -338,14 +345,14 @@ def test_a_template_that_cannot_be_filled_in_is_reported_before_the_start(tmp_pa
 def test_shared_test_sets_have_the_known_sizes():
     data = material("data")
     boolq = TextTaskOptions(data_path=data / "boolq_test.jsonl")
-    dataset, samples = TextTask(TEXT_TASKS["boolq"], boolq).prepare()
+    dataset, samples = make("boolq", boolq).prepare()
     assert dataset.total == 2770
     assert sum(sample.target == "true" for sample in samples) == 1719
     wmt = TextTaskOptions(
         data_path=data / "wmt" / "test.en",
         target_path=data / "wmt" / "test.de",
     )
-    dataset, samples = TextTask(TEXT_TASKS["translation"], wmt).prepare()
+    dataset, samples = make("translation", wmt).prepare()
     assert dataset.total == 3004
     assert samples[0].text.endswith(": 28-Year-Old Chef Found Dead at San Francisco Mall")
 
@@ -429,14 +436,14 @@ def test_boolq_comes_from_its_archive_once(tmp_path):
     assert TEXT_TASKS["boolq"].source.member == source.member
     kind = replace(TEXT_TASKS["boolq"], source=source)
     for _ in range(2):  # downloaded, and at hand
-        task = TextTask(kind, TextTaskOptions(), data_dir=tmp_path / "data")
+        task = make(kind, data_dir=tmp_path / "data")
         dataset, (sample,) = task.prepare()
         assert (sample.text, sample.target) == ("Ice floats. does ice sink", "false")
         assert dataset.name == "BoolQ_val.jsonl"
         archive.unlink(missing_ok=True)
     changed = replace(kind, source=replace(source, sha256="0" * 64))
     with pytest.raises(ValueError, match="expected 0000"):
-        TextTask(changed, TextTaskOptions(), data_dir=tmp_path / "data").prepare()
+        make(changed, data_dir=tmp_path / "data").prepare()
 
 
 def test_a_table_says_how_many_virtual_tokens_it_has(tmp_path):
