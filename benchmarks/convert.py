@@ -124,10 +124,9 @@ def peer_command(peer: Path, source: Path, target: Path, tp: int, processes: int
     ]
 
 
-def commands(
-    args: argparse.Namespace, source: Path, shards: Path, target: Path
-) -> dict[str, list[str]]:
+def commands(args: argparse.Namespace, source: Path, shards: Path) -> dict[str, list[str]]:
     """Return the command of each contender."""
+    target = _target(args)
     ranks, workers = ("--tensor-model-parallel-size", str(args.tp)), args.processes
     table = {
         "cp -r and sync": copy_command(source, target),
@@ -139,6 +138,10 @@ def commands(
             args.peer_path, source, target, args.tp, processes
         )
     return table
+
+
+def _target(args: argparse.Namespace) -> Path:
+    return Path(args.work_dir / "output")
 
 
 def remove(path: Path) -> None:
@@ -154,21 +157,31 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield what every contender does with each size of checkpoint."""
     for size_gb in args.size_gb:
         source, shards = write_source(size_gb, args.work_dir)
-        yield from measure_size(args, source, shards)
+        yield from measure_table(args, commands(args, source, shards), source)
         if not args.keep:
             remove(source.parent)
+    if archive := args.archive:
+        table = {
+            "cp -r and sync, archive": copy_command(archive, _target(args)),
+            "slipway, archive to Hugging Face": our_command(
+                archive, _target(args), args.processes, *_HUGGING_FACE
+            ),
+        }
+        yield from measure_table(args, table, archive)
 
 
-def measure_size(args: argparse.Namespace, source: Path, shards: Path) -> Iterator[Cell]:
+def measure_table(
+    args: argparse.Namespace, table: dict[str, list[str]], source: Path
+) -> Iterator[Cell]:
     """Yield every contender's figures: `repeats` rounds in turn, then their memory."""
-    target, log = args.work_dir / "output", args.work_dir / "last.log"
-    table = commands(args, source, shards, target)
+    target, log = _target(args), args.work_dir / "last.log"
     times: dict[str, list[float]] = {name: [] for name in table}
     for _ in range(args.repeats):
         for name, command in table.items():
             remove(target)
             times[name].append(run_command(command, log)[0])
-    size_mb = sum(each.stat().st_size for each in source.iterdir()) / 1e6
+    files = source.iterdir() if source.is_dir() else [source]
+    size_mb = sum(each.stat().st_size for each in files) / 1e6
     for name, command in table.items():
         remove(target)
         peak_bytes = run_command(command, log, sampled=True)[1]
@@ -190,6 +203,10 @@ def main() -> None:
         size_gb={"type": float, "nargs": "+", "default": [3.0], "help": "bytes of each / 1e9"},
         tp={**number, "help": "inference tensor-parallel size"},
         processes={**number, "default": usual_workers(), "help": "workers of this project"},
+        archive={
+            "type": Path,
+            "help": "a .nemo archive, converted to Hugging Face",
+        },
         peer_path={"type": Path, "help": "checkout of FasterTransformer"},
         peer_processes={"type": int, "nargs": "+", "default": [1, 2]},
         repeats={"default": 3},
