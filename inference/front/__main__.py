@@ -62,7 +62,7 @@ class _Front:
         settings, ports = self._settings, self._settings.ports
         self._link = link = OwnerLink(connection)
         self._context = context = FrontContext(
-            settings.access, host=settings.host, readiness=link.readiness
+            settings.access, host=settings.host, ready=link.ready
         )
         context.upstreams = Exchangeable(Upstream(settings.served))
         try:

@@ -80,7 +80,7 @@ class KServeHttp:
             is_open = self._context.rules.passes_http(request.method, request.path)
             owner = self._admitted(request, is_open=is_open)
             if request.path == READY_PATH and not self._context.is_ready():
-                reason = "a model has not answered the server's owner"
+                reason = "the server is starting, or a model does not answer its owner"
                 raise RequestRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, reason)
             body = None if request.method == "GET" else await self._guard.body(request)
             with self._context.used() as upstream:

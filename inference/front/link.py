@@ -85,13 +85,13 @@ class OwnerLink(Stop):
 
     Attributes:
         orders: Servers that are to take over.
-        readiness: The latest, by folder of sockets; a server that is not named is ready.
+        ready: Folders of sockets of the servers of which the owner has said that they are.
     """
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self.orders: asyncio.Queue[Served] = asyncio.Queue()
-        self.readiness: dict[Path, bool] = {}
+        self.ready: set[Path] = set()
         self._connection = connection
         asyncio.get_running_loop().add_reader(connection.fileno(), self._read)
 
@@ -104,7 +104,7 @@ class OwnerLink(Stop):
             self.stopped.set()
             return
         if isinstance(order, Readiness):
-            self.readiness[order.sockets] = order.is_ready
+            (self.ready.add if order.is_ready else self.ready.discard)(order.sockets)
         else:
             self.orders.put_nowait(order)
 

@@ -90,13 +90,13 @@ class FrontContext:
 
     Attributes:
         upstreams: The server for new requests; each keeps the one that it began with.
-        readiness: What the owner says of servers, by folder of their sockets.
+        ready: Folders of sockets of the servers that are ready, by the word of their owner.
         limit: Bytes of the largest request.
     """
 
-    def __init__(self, access: Access, *, host: str, readiness: dict[Path, bool]) -> None:
+    def __init__(self, access: Access, *, host: str, ready: set[Path]) -> None:
         self.upstreams: Exchangeable[Upstream]
-        self.readiness = readiness
+        self.ready = ready
         self.guard = Guard(access, listens_at=host, note_use=self.note_use)
         self.rules = Rules(client_shared_memory=access.client_shared_memory)
         self.sessions = ClientSessions(host)
@@ -119,4 +119,4 @@ class FrontContext:
 
     def is_ready(self) -> bool:
         """Return whether the server's models answer its owner."""
-        return self.readiness.get(self.upstream.sockets.folder, True)
+        return self.upstream.sockets.folder in self.ready

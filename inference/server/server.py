@@ -7,10 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 
 from inference.front.access import OPEN_ACCESS, Access, OpenAIOptions
 from inference.front.link import Served
+from inference.front.rules import READY_PATH
 from inference.front.sockets import ServerSockets, new_sockets
 from inference.plain_path import PlainFolder
 from inference.ports import TRITON_PORTS, accepts_connections
@@ -24,7 +26,7 @@ from inference.server.options import (
     old_server_options,
     server_options,
 )
-from inference.server.process import ServedProcess
+from inference.server.process import ServedProcess, ask_locally
 from inference.server.server_log import (
     CRASH_SIGNALS,
     ServerLog,
@@ -345,6 +347,7 @@ class TritonServer(ServedProcess):
         assert former._front is not None
         assert sockets is not None
         front = former._front
+        front.set_ready(sockets.folder, is_ready=True)
         front.take(self._served(sockets))
         deadline = time.monotonic() + timeout_s
         while not front.serves(sockets.folder):
@@ -398,9 +401,8 @@ class TritonServer(ServedProcess):
                 # A model's problems, and that it is loaded, are logged before it is ready.
                 for message in (*log.read(), *log.read()):
                     progress(message)
-                if not log.failures:
+                if not log.failures and self._is_seen_ready():
                     return progress("ready")
-                self._fail("tritonserver cannot serve this repository:", log.failures)
             if time.monotonic() > deadline:
                 waiting = [name for name in log.loading if name not in log.loaded]
                 log.failures.append(
@@ -445,6 +447,24 @@ class TritonServer(ServedProcess):
         else:
             addresses = [str(self._sockets.http), str(self._sockets.metrics)]
         return all(map(accepts_connections, addresses))
+
+    def _is_seen_ready(self) -> bool:
+        """Have the front report that the server is ready; return whether clients see that.
+
+        Not earlier: tritonserver is ready by gRPC before it listens for HTTP, and both are ready
+        before OpenAI's port is open.
+        """
+        if self._front is None:
+            return True
+        self._tell_front(True)
+        uses_tls = self._access.tls_cert is not None
+        try:
+            status, _ = ask_locally(
+                self.connect_host, self.http_port, READY_PATH, timeout_s=1.0, uses_tls=uses_tls
+            )
+        except OSError:
+            return False
+        return status == HTTPStatus.OK
 
     def _has_sessions(self) -> bool:
         """Return whether clients may hold sessions, whose turns the server takes to the end."""

@@ -40,7 +40,7 @@ async def _relayed(
     runner = web.ServerRunner(web.Server(server))
     await runner.setup()
     await web.UnixSite(runner, str(sockets.http)).start()
-    context = FrontContext(OPEN_ACCESS, host="127.0.0.1", readiness={})
+    context = FrontContext(OPEN_ACCESS, host="127.0.0.1", ready=set())
     context.upstreams = Exchangeable(Upstream(Served(sockets.folder, None)))
     http = KServeHttp(context)
     async with RawTestServer(http.answer) as front, ClientSession() as client:
