@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stages.progress import read_json
-from stages.record import read_record
+from stages.progress import read_json, write_json
+from stages.record import locked, read_record
 
 ENDPOINT_NAME = "endpoint.json"
 # Appears next to the address when the server is no longer needed.
@@ -108,11 +108,18 @@ def forwarding_hint(record_path: Path) -> str:
     return endpoint.forwarding(found.host or "NODE") if is_elsewhere else ""
 
 
+def publish(path: Path, endpoint: ServerEndpoint) -> None:
+    """Write the address of a server for clients."""
+    with locked(path):
+        write_json(path, asdict(endpoint))
+
+
 def withdraw(path: Path, job_id: str) -> None:
     """Remove the published address unless a later job has published its own."""
-    endpoint = read_endpoint(path)
-    if endpoint is not None and endpoint.job_id == job_id:
-        path.unlink(missing_ok=True)
+    with locked(path):
+        endpoint = read_endpoint(path)
+        if endpoint is not None and endpoint.job_id == job_id:
+            path.unlink()
 
 
 def server_log(folder: Path, job_id: str) -> Path:

@@ -70,7 +70,7 @@ def now() -> str:
 
 def write_record(path: Path, record: JobRecord) -> None:
     """Replace the record at `path`."""
-    with _locked(path):
+    with locked(path):
         write_json(path, asdict(record))
 
 
@@ -97,7 +97,7 @@ def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:
 
     A record without an id belongs to the job that is just being submitted.
     """
-    with _locked(path):
+    with locked(path):
         record = read_record(path)
         if record is None or record.job_id not in ("", job_id):
             return None
@@ -116,7 +116,8 @@ def correct_record(path: Path, found: JobRecord, **changes: Any) -> JobRecord | 
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes of all nodes from changing a file meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from inference.server.server_log import put_aside
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
-from stages.endpoint import ServerEndpoint, read_endpoint, withdraw
+from stages.endpoint import ServerEndpoint, publish, read_endpoint, withdraw
 from stages.job_process import job_id_here
-from stages.progress import Progress, write_json
+from stages.progress import Progress
 from stages.server_starts import announce_failure, losses
 from stages.serving import serving
 
@@ -151,7 +150,7 @@ class Service:
                 former=former,
             )
         )
-        write_json(self._endpoint_path, asdict(endpoint))
+        publish(self._endpoint_path, endpoint)
         self._progress, self._is_published = self._published, True
         return server, endpoint
 
@@ -210,7 +209,7 @@ class Service:
                 if ended == _HANDED_OVER:
                     self._serve_the_last(cast("TritonServer", server))
                 return ended, ""
-            if self._reload_path.exists():
+            with contextlib.suppress(FileNotFoundError):  # usual; another job may take it, too
                 self._reload_path.unlink()
                 return _RELOAD, ""
             if failure := server.failure(patience_s=_PATIENCE_S):

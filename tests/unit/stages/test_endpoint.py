@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import socket
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from stages.endpoint import ENDPOINT_NAME, ServerEndpoint, forwarding_hint
+from stages import endpoint
+from stages.endpoint import (
+    ENDPOINT_NAME,
+    ServerEndpoint,
+    forwarding_hint,
+    publish,
+    read_endpoint,
+    withdraw,
+)
 from stages.progress import write_json
 from stages.record import RECORD_NAME, JobRecord, write_record
 
@@ -55,3 +64,23 @@ def test_the_tunnel_is_named_to_readers_elsewhere_alone(
         assert hint.endswith(host) or not has_hint
     write_json(tmp_path / ENDPOINT_NAME, asdict(replace(SERVER, host="node7")))
     assert forwarding_hint(path) == ""
+
+
+def test_an_address_that_is_published_meanwhile_is_not_withdrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of a chain ends while its successor takes over."""
+    path, successor = tmp_path / ENDPOINT_NAME, replace(SERVER, job_id="8")
+    publishing = threading.Thread(target=publish, args=(path, successor))
+
+    def read(path: Path) -> ServerEndpoint | None:
+        found = read_endpoint(path)
+        publishing.start()
+        publishing.join(0.3)
+        return found
+
+    publish(path, SERVER)
+    monkeypatch.setattr(endpoint, "read_endpoint", read)
+    withdraw(path, SERVER.job_id)
+    publishing.join()
+    assert read_endpoint(path) == successor

@@ -150,11 +150,11 @@ def test_server_with_a_successor_stays_for_those_who_still_use_it(
         server.last_used = used  # type: ignore[method-assign]
         yield server, mine
 
-    def publish(path: Path, values: dict[str, Any]) -> None:
-        write_json(path, values | {"job_id": "8"})
+    def publish(path: Path, endpoint: ServerEndpoint) -> None:
+        write_json(path, asdict(endpoint) | {"job_id": "8"})
 
     monkeypatch.setattr(service, "serving", serving)
-    monkeypatch.setattr(service, "write_json", publish)
+    monkeypatch.setattr(service, "publish", publish)
     config = DeployConfig(folder=tmp_path, model_name="m", drain_s=0.5, uptime_s=9e9)
     assert new_service(tmp_path, config).run() == "handed over"
     assert time.time() > until + 0.5
