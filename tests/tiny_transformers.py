@@ -58,7 +58,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "smollm3": (
         "SmolLM3ForCausalLM",
         {**_LLAMA, "num_hidden_layers": 4, "no_rope_layer_interval": 2, "attention_bias": True,
-         "pad_token_id": 0},
+         "pad_token_id": 0, "eos_token_id": 128001},
     ),
     "phi3": (
         "Phi3ForCausalLM",

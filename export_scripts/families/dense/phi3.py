@@ -48,8 +48,8 @@ def _written(config: DenseConfig) -> dict[str, Any]:
     return {
         "original_max_position_embeddings": original or config.max_pos_seq_len,
         "sliding_window": config.sliding_window,
-        # The library's own may lie beyond the vocabulary.
-        "pad_token_id": config.end_id,
+        # The library's own may lie beyond the vocabulary, as may the end of a small model.
+        "pad_token_id": min(config.end_id, config.vocab_size - 1),
     }
 
 

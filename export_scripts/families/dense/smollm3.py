@@ -43,8 +43,8 @@ def _written(config: DenseConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": config.sliding_window is not None,
         "no_rope_layers": [int(number in rotates) for number in range(count)],
-        # The library's own may lie beyond the vocabulary.
-        "pad_token_id": config.end_id,
+        # The library's own may lie beyond the vocabulary, as may the end of a small model.
+        "pad_token_id": min(config.end_id, config.vocab_size - 1),
         **written_windows(config),
     }
 
