@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
 
 import aiohttp
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from inference.front.access import Access
 
@@ -20,6 +20,8 @@ BODY_TIMEOUT_S = 120.0  # for a request's body to arrive
 MOST_EXPANSION = 256
 _FREE_EXPANSION_BYTES = 1 << 20
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
+# First bytes of what is so compressed, with which no message that is passed on begins.
+_BEGINNINGS = {b"\x1f": "gzip", b"\x78": "deflate"}
 _NO_TOKEN = "this server requires `authorization: Bearer <token>`"
 
 
@@ -113,7 +115,8 @@ class Guard:
             raise RequestRefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, reason)
         if (request.content_length or 0) > limit:
             raise too_large(limit)
-        if request.headers.get("Expect", "").lower() == "100-continue":
+        expects = request.headers.get("Expect", "").lower() == "100-continue"
+        if expects and request.version >= HttpVersion11:
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             body = await asyncio.wait_for(_read(request, limit), BODY_TIMEOUT_S)
@@ -127,6 +130,13 @@ class Guard:
         if coding in _WINDOW_BITS:
             return await asyncio.to_thread(decompressed, body, coding, limit)
         return body
+
+    async def message(self, data: bytes) -> bytes:
+        """Return a message of gRPC, decompressed as a body is. Raises RequestRefusedError."""
+        coding = _BEGINNINGS.get(data[:1])
+        if coding is None:
+            return data
+        return await asyncio.to_thread(decompressed, data, coding, self._limit)
 
 
 async def _read(request: web.BaseRequest, limit: int) -> bytes:

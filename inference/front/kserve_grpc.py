@@ -9,6 +9,7 @@ from __future__ import annotations
 import urllib.parse
 from collections.abc import AsyncIterator
 from functools import partial
+from http import HTTPStatus
 from typing import Any, NoReturn
 
 import grpc
@@ -39,7 +40,11 @@ SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # refuse a port that another process has
     ("grpc.max_metadata_size", MOST_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
+    # By itself gRPC (1.67) expands a message whole, however large, before it looks at its size.
+    ("grpc.per_message_decompression", 0),
 ]
+# Of an error: clients refuse more than 8 KiB of metadata, in which a byte may take three.
+_MOST_REASON_BYTES = 2 << 10
 
 
 class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
@@ -67,6 +72,10 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             return grpc.unary_unary_rpc_method_handler(partial(self._infer, owner))
 
         async def answer(request: bytes, context: Any) -> bytes:
+            try:
+                request = await self._context.guard.message(request)
+            except RequestRefusedError as error:
+                await _refuse(context, error)
             if call == REGISTER_CALL and (problem := _register_problem(request)):
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, problem)
             with self._context.used() as upstream:
@@ -93,22 +102,22 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                 sessions = self._namespace(owner, context)
                 checked = await self._checked(upstream, request, sessions)
             except RequestRefusedError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                await _refuse(context, error)
             return await _reply(upstream, INFER_CALL, checked, context)
 
     async def _stream(
         self, owner: str | None, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
-        problem = None
+        refusal: RequestRefusedError | None = None
         sessions = self._namespace(owner, context)
 
         async def checked(upstream: Upstream) -> AsyncIterator[bytes]:
-            nonlocal problem
+            nonlocal refusal
             async for request in requests:
                 try:
                     yield await self._checked(upstream, request, sessions)
                 except RequestRefusedError as error:
-                    problem = str(error)
+                    refusal = error
                     return  # what was asked before is still answered
 
         with self._context.used() as upstream:
@@ -123,12 +132,13 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             finally:
                 if not call.done():
                     self._context.cancellations.add(call)
-        if problem:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+        if refusal is not None:
+            await _refuse(context, refusal)
 
     async def _checked(self, upstream: Upstream, request: bytes, sessions: Namespace) -> bytes:
         """Return a request as tritonserver gets it. Raises RequestRefusedError."""
         self._context.guard.note_use()
+        request = await self._context.guard.message(request)
         data, raw = without_raw_tensors(request)
         arguments = (data, len(request), self._context.limit, upstream.models, sessions)
         workers = self._context.workers
@@ -179,8 +189,17 @@ async def _reply(upstream: Upstream, call: str, request: bytes, context: Any) ->
 
 
 async def _fail(context: Any, error: grpc.aio.AioRpcError) -> NoReturn:
-    details = without_internal_names(error.details() or "")
-    await context.abort(error.code(), details)
+    details = without_internal_names(error.details() or "").encode()
+    if len(details) > _MOST_REASON_BYTES:
+        details = details[:_MOST_REASON_BYTES] + b" ..."
+    await context.abort(error.code(), details.decode(errors="ignore"))
+    raise AssertionError("abort raises")
+
+
+async def _refuse(context: Any, error: RequestRefusedError) -> NoReturn:
+    is_large = error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_large else grpc.StatusCode.INVALID_ARGUMENT
+    await context.abort(code, str(error))
     raise AssertionError("abort raises")
 
 

@@ -14,11 +14,17 @@ from inference.private_folder import PrivateFolder
 # The kernel keeps a socket's name in 108 bytes, which `/slipway-sockets-12345678/grpc:8001` is part
 # of.
 _LONGEST_FOLDER = 68
+_MOST_METADATA_BYTES = (
+    64 << 20
+)  # a message has up to 8 MiB outside of tensors; a byte may take three
 # Of channels to such a socket. A server that does not listen yet is tried again soon: after a
 # refused connection gRPC would wait for a second, and longer each time.
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
+    # An error quotes what a request has named: the front reads it whole, and shortens it.
+    ("grpc.max_metadata_size", _MOST_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", _MOST_METADATA_BYTES),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
     *((f"grpc.{which}_reconnect_backoff_ms", 100) for which in ("initial", "max")),

@@ -341,6 +341,58 @@ def test_messages_beyond_the_limit_are_refused(
     assert _still_answers(server)
 
 
+def _peak_mb(server: TritonServer) -> float:
+    """Return the most memory that the front has had since the last call."""
+    assert server._front is not None
+    process = Path(f"/proc/{server._front.pid}")
+    status = (process / "status").read_text()
+    (process / "clear_refs").write_text("5")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_a_compressed_message_takes_no_more_memory_than_a_plain_one(
+    server: TritonServer, compression: grpc.Compression
+) -> None:
+    """gRPC itself would expand 256 KiB to 256 MiB before it looks at the size."""
+    _peak_mb(server)
+    usual = _peak_mb(server)
+    plain = _double_request().SerializeToString()
+    with grpc.insecure_channel(
+        server.grpc_url, options=[("grpc.max_send_message_length", -1)]
+    ) as channel:
+        for name in ("ModelInfer", "ModelStreamInfer", "ModelConfig"):
+            call = channel.stream_stream(CALLS + name)
+            if name != "ModelConfig":
+                assert list(call(iter([plain]), timeout=30, compression=compression))
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call(iter([bytes(256 << 20)]), timeout=30, compression=compression))
+            assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert _peak_mb(server) - usual < 8 * LIMIT_MB
+    assert _still_answers(server)
+
+
+def test_an_error_that_quotes_a_long_name_reaches_its_client(server: TritonServer) -> None:
+    request = service_pb2.ModelConfigRequest(name="ä" * 100_000)
+    with (
+        grpc.insecure_channel(server.grpc_url) as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        _call(channel, f"{CALLS}ModelConfig", request)
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+    assert caught.value.details().startswith("Request for unknown model: 'ää")
+    assert len(caught.value.details()) < 3000
+
+
+def _double_request() -> Any:
+    message = service_pb2.ModelInferRequest(model_name="double")
+    message.inputs.add(name="x", datatype="UINT32", shape=(1, 2))
+    message.raw_input_contents.append(bytes(8))
+    return message
+
+
 def _cpu_s(server: TritonServer) -> float:
     """Return the seconds that the front has computed."""
     assert server._front is not None
@@ -586,6 +638,22 @@ def test_a_request_has_one_length(server: TritonServer) -> None:
         assert re.findall(rb"HTTP/1\.. (\d+)", answer) == [b"400"], lengths
     assert _log_is_quiet(server)
     assert _still_answers(server)
+
+
+@pytest.mark.parametrize(("version", "interim"), [("1.0", []), ("1.1", [b"100"])])
+def test_a_client_of_http_1_0_gets_one_answer(
+    server: TritonServer, version: str, interim: list[bytes]
+) -> None:
+    """It knows no interim ones (RFC 9110, 10.1.1)."""
+    body = json.dumps(INFER)
+    head = (
+        f"POST /v2/models/double/infer HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\n"
+    )
+    head += f"Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(server.http_url.split(":"), timeout=30) as client:
+        client.sendall((head + body).encode())
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert re.findall(rb"HTTP/1\.. (\d+)", answer) == [*interim, b"200"]
 
 
 def test_only_the_owner_enters_the_servers_sockets(server: TritonServer) -> None:
