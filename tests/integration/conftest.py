@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,9 +18,6 @@ from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.ports import pick_free_ports
 from tests.conftest import ROOT
 from tests.waiting import until
-
-# It needs other projects' checkouts; CONTRIBUTING.md says how it is run.
-collect_ignore = [] if "SLIPWAY_CHECKOUTS" in os.environ else ["test_checkouts.py"]
 
 SampleRepository = Callable[..., Path]
 
