@@ -193,8 +193,7 @@ def measure_table(
     remove(target)
 
 
-def main() -> None:
-    """Run the program."""
+if __name__ == "__main__":
     number = {"type": int, "default": 2}
     run(
         measure,
@@ -212,7 +211,3 @@ def main() -> None:
         repeats={"default": 3},
         keep={"action": "store_true", "help": "keep the generated checkpoints"},
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -86,8 +86,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
                         yield f"{title}, of bandwidth", each.name, f"{share * 100:.0f} %"
 
 
-def main() -> None:
-    """Run the program."""
+if __name__ == "__main__":
     run(
         measure,
         __doc__,
@@ -108,7 +107,3 @@ def main() -> None:
         no_ctranslate2={"action": "store_true"},
         no_transformers={"action": "store_true"},
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -158,8 +158,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
                 yield from cells(table, title, batch * counted)
 
 
-def main() -> None:
-    """Run the program."""
+if __name__ == "__main__":
     run(
         measure,
         __doc__,
@@ -174,7 +173,3 @@ def main() -> None:
         repeats={},
         threads={},
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -96,10 +96,5 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
                     yield f"{case}, p99", way, f"{percentile(taken, 99) * 1e3:.1f} ms"
 
 
-def main() -> None:
-    """Run the program."""
-    run(measure, __doc__, seconds={"type": float, "default": 5.0, "help": "for each figure"})
-
-
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__, seconds={"type": float, "default": 5.0, "help": "for each figure"})

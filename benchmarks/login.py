@@ -58,10 +58,5 @@ def _heavy_modules(command: list[str]) -> int:
     return sum(name.split(".")[0] in _HEAVY for name in names)
 
 
-def main() -> None:
-    """Run the program."""
-    run(measure, __doc__, repeats={"default": 10})
-
-
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__, repeats={"default": 10})

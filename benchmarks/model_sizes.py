@@ -200,8 +200,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
             yield name, _name(shape), f"{value:.1f} ms"
 
 
-def main() -> None:
-    """Run the program."""
+if __name__ == "__main__":
     types, shapes = {"choices": ("fp32", "fp16", "bf16")}, {"type": parse_shape, "nargs": "+"}
     run(
         measure,
@@ -217,7 +216,3 @@ def main() -> None:
         repeats={"help": "requests of each shape at most"},
         seconds={"type": float, "default": 30.0, "help": "after which no request is sent"},
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -136,10 +136,5 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         yield name, "away", f"{away:.1f} s"
 
 
-def main() -> None:
-    """Run the program."""
-    run(measure, __doc__, work_dir={"help": "keeps the repository"}, repeats={"default": 2})
-
-
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__, work_dir={"help": "keeps the repository"}, repeats={"default": 2})

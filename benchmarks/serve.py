@@ -112,8 +112,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
                 yield f"{concurrency} in flight, slowest", name, f"{min(each):.1f} tokens/s"
 
 
-def main() -> None:
-    """Run the program."""
+if __name__ == "__main__":
     run(
         measure,
         __doc__,
@@ -127,7 +126,3 @@ def main() -> None:
         output_len={},
         repeats={"default": 3},
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -26,21 +26,14 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 from benchmarks.models import SIZES, Model, Size, sized_model
-from benchmarks.program import Cell, run
-from benchmarks.workload import (
-    Request,
-    arrival_times,
-    equal_requests,
-    mixed_requests,
-    shared_requests,
-)
+from benchmarks.program import Cell, percentile, run
+from benchmarks.workload import Request, arrival_times, random_requests
 
 _RATE = "mixed, again, rate"
 
@@ -52,19 +45,16 @@ class Server(Protocol):
     """A running engine."""
 
     def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
-        """Begin to answer a request."""
-        ...
+        """Begin to answer a request, before the next step."""
 
     def wait(self) -> None:
-        """Return once all requests are answered."""
-        ...
+        """Return once all requests are answered; others may be submitted meanwhile."""
 
     def close(self) -> None:
         """End the engine."""
-        ...
 
 
-class SlipwayServer:
+class _Slipway:
     """This project's engine in this process."""
 
     def __init__(self, model: Model, args: argparse.Namespace) -> None:
@@ -92,7 +82,6 @@ class SlipwayServer:
         self._futures: list[Any] = []
 
     def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
-        """Begin to answer a request."""
         from inference.decoding.options import RowOptions
         from inference.decoding.request import GenerationRequest, RowRequest
 
@@ -115,17 +104,15 @@ class SlipwayServer:
         self._futures.append(future)
 
     def wait(self) -> None:
-        """Return once all requests are answered."""
         waiting, self._futures = self._futures, []
         for future in waiting:
             future.result()
 
     def close(self) -> None:
-        """End the engine."""
         self._engine.stop()
 
 
-class VllmServer:
+class _Vllm:
     """vLLM in this process."""
 
     def __init__(self, model: Model, args: argparse.Namespace) -> None:
@@ -149,11 +136,9 @@ class VllmServer:
         self._listeners: dict[str, tuple[int, OnTokens | None]] = {}
 
     def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
-        """Begin to answer a request before the next step."""
         self._arrived.put((number, request, on_tokens))
 
     def wait(self) -> None:
-        """Run until all requests are answered; others may be submitted meanwhile."""
         while self._listeners or not self._arrived.empty():
             # A lock around each step would be taken again before a waiting sender gets it.
             while not self._arrived.empty():
@@ -179,14 +164,6 @@ class VllmServer:
         """Do nothing: vLLM ends with the process."""
 
 
-@dataclass
-class Latencies:
-    """Seconds of requests that arrived at random."""
-
-    first: list[float] = field(default_factory=list)
-    between: list[float] = field(default_factory=list)
-
-
 def timed(server: Server, requests: Sequence[Request]) -> float:
     """Return the seconds until all requests, sent at once, are answered."""
     began = time.perf_counter()
@@ -196,8 +173,10 @@ def timed(server: Server, requests: Sequence[Request]) -> float:
     return time.perf_counter() - began
 
 
-def arriving(server: Server, requests: Sequence[Request], rate: float) -> Latencies:
-    """Send requests at random times, `rate` per second, and record the times of their tokens."""
+def arriving(
+    server: Server, requests: Sequence[Request], rate: float
+) -> Iterator[tuple[str, list[float]]]:
+    """Send requests at random times, `rate` per second; yield the seconds of their tokens."""
     seen: list[list[float]] = [[] for _ in requests]
     counts = [0] * len(requests)
 
@@ -221,19 +200,16 @@ def arriving(server: Server, requests: Sequence[Request], rate: float) -> Latenc
         time.sleep(1e-4)
     sender.join()
     server.wait()
-    found = Latencies()
-    for at, moments in zip(times, seen, strict=True):
-        found.first.append(moments[0] - began - at)
-        found.between += [b - a for a, b in pairwise(moments)]
-    return found
+    pairs = zip(times, seen, strict=True)
+    yield "first token", [moments[0] - began - at for at, moments in pairs]
+    yield "between tokens", [b - a for moments in seen for a, b in pairwise(moments)]
 
 
 def rows(server: Server, model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Yield every row of the table as soon as it is measured."""
-    vocab_size = model.vocab_size - 300  # ids that every contender's vocabulary has
-    mixed = mixed_requests(
-        args.requests, vocab_size=vocab_size, inputs=args.mixed_in, outputs=args.mixed_out
-    )
+    # Ids that every contender's vocabulary has.
+    draw = partial(random_requests, vocab_size=model.vocab_size - 300)
+    mixed = draw(args.requests, args.mixed_in, args.mixed_out)
     tokens = sum(request.output_len for request in mixed)
     rate = 0.0
     for turn in ("first time", "again"):
@@ -244,9 +220,10 @@ def rows(server: Server, model: Model, args: argparse.Namespace) -> Iterator[tup
     yield _RATE, f"{rate:.1f} requests/s"
     rate = args.rate or rate
     for batch in args.batch:
-        sizes = {"input_len": args.input_len, "vocab_size": vocab_size}
-        one = equal_requests(batch, output_len=1, **sizes)
-        all_tokens = equal_requests(batch, output_len=args.output_len, **sizes)
+        one, all_tokens = (
+            draw(batch, (args.input_len,) * 2, (length,) * 2, seed=batch)
+            for length in (1, args.output_len)
+        )
         timed(server, one)
         pairs = [(timed(server, one), timed(server, all_tokens)) for _ in range(args.repeats)]
         first, total = (statistics.median(values) for values in zip(*pairs, strict=True))
@@ -255,34 +232,27 @@ def rows(server: Server, model: Model, args: argparse.Namespace) -> Iterator[tup
         yield f"batch {batch}, first token", f"{first * 1e3:.1f} ms"
         yield f"batch {batch}, a step", f"{step * 1e3:.3f} ms"
     if args.long:
-        long = mixed_requests(
-            args.long, vocab_size=vocab_size, inputs=args.long_in, outputs=args.long_out
-        )
+        long = draw(args.long, args.long_in, args.long_out)
         timed(server, long)
         seconds = statistics.median(timed(server, long) for _ in range(args.repeats))
         tokens = sum(len(request.prompt) for request in long)
         yield f"{args.long} long prompts", f"{tokens / seconds:.0f} prompt tokens/s"
     for length in args.prompt:
-        one = equal_requests(1, input_len=length, output_len=1, vocab_size=vocab_size)
+        one = draw(1, (length, length), (1, 1))
         timed(server, one)
         seconds = statistics.median(timed(server, one) for _ in range(args.repeats))
         yield f"a prompt of {length}", f"{seconds * 1e3:.1f} ms"
     if args.shared:
-        sizes = {"input_len": args.input_len, "output_len": args.output_len}
-        equal = shared_requests(
-            args.shared, shared_len=args.shared_len, vocab_size=vocab_size, **sizes
-        )
-        seconds = timed(server, equal)
+        lengths = ((args.input_len,) * 2, (args.output_len,) * 2)
+        seconds = timed(server, draw(args.shared, *lengths, shared_len=args.shared_len))
         row = f"{args.shared} requests that share {args.shared_len} tokens"
         yield row, f"{args.shared * args.output_len / seconds:.0f} tokens/s"
     for share in args.arrivals:
-        found = arriving(server, mixed, share * rate)
         title = f"{share:.0%} of the mixed requests' rate"
         yield title, f"{share * rate:.1f} requests/s"
-        for name, values in (("first token", found.first), ("between tokens", found.between)):
-            cuts = statistics.quantiles(values, n=100)
-            yield f"{title}, {name} p50", f"{cuts[49] * 1e3:.1f} ms"
-            yield f"{title}, {name} p99", f"{cuts[98] * 1e3:.1f} ms"
+        for name, values in arriving(server, mixed, share * rate):
+            for percent in (50, 99):
+                yield f"{title}, {name} p{percent}", f"{percentile(values, percent) * 1e3:.1f} ms"
 
 
 def contend(
@@ -306,9 +276,9 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         raise SystemExit(
             "--arrivals: they are the mixed requests, of which --requests 0 sends none"
         )
-    contenders: dict[str, Any] = {"slipway": SlipwayServer}
+    contenders: dict[str, Any] = {"slipway": _Slipway}
     if not args.no_vllm and importlib.util.find_spec("vllm") is not None:
-        contenders = {"vLLM": VllmServer, **contenders}
+        contenders = {"vLLM": _Vllm, **contenders}
     context = multiprocessing.get_context("spawn")
     for name, make in contenders.items():
         results = context.SimpleQueue()
@@ -327,8 +297,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         process.join()
 
 
-def main() -> None:
-    """Run the program."""
+if __name__ == "__main__":
     switch, count = {"action": "store_true"}, {"type": int, "default": 0}
     span = {"type": int, "nargs": 2}
     run(
@@ -366,7 +335,3 @@ def main() -> None:
         repeats={"default": 3},
         no_vllm=switch,
     )
-
-
-if __name__ == "__main__":
-    main()

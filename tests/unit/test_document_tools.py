@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import runpy
 import shlex
 import shutil
 import sys
+from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -87,11 +89,15 @@ def read_by(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> N
         raise ParsedError
 
     is_package = find_spec(module).submodule_search_locations is not None  # type: ignore[union-attr]
-    program = importlib.import_module(f"{module}.__main__" if is_package else module)
+    name = f"{module}.__main__" if is_package else module
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stops)
     monkeypatch.setattr(sys, "argv", [module, *words])
+    program = importlib.import_module(name)
+    start = partial(runpy.run_path, str(program.__file__), run_name="__main__")
+    if main := getattr(program, "main", None):
+        start = partial(main, *[words] * bool(signature(main).parameters))
     with pytest.raises((ParsedError, SystemExit)) as caught:
-        program.main(*[words] * bool(signature(program.main).parameters))
+        start()
     assert not getattr(caught.value, "code", 0)  # --help ends well
 
 

@@ -292,15 +292,10 @@ def compared(theirs: Answer, ours: Answer) -> tuple[str, str]:
     return tokens, ", ".join(apart) or "-"
 
 
-def main() -> None:
-    """Run the program."""
+if __name__ == "__main__":
     run(
         measure,
         __doc__,
         work_dir={},
         models={"choices": MODELS, "nargs": "+", "default": list(MODELS)},
     )
-
-
-if __name__ == "__main__":
-    main()

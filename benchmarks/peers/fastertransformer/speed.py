@@ -68,8 +68,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
                     yield f"{model}, batch {batch}", engine, f"{rate:.0f} tokens/s"
 
 
-def main() -> None:
-    """Run the program."""
+if __name__ == "__main__":
     run(
         measure,
         __doc__,
@@ -79,7 +78,3 @@ def main() -> None:
         batch={"default": [1, 8, 32]},
         repeats={},
     )
-
-
-if __name__ == "__main__":
-    main()
