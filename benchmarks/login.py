@@ -2,8 +2,7 @@
 
     python -m benchmarks.login [--repeats 10]
 
-Each is a whole process, its first run not counted. "heavy imports" are modules of heavy packages,
-and should be 0.
+Each is a whole process, its first run not counted.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from collections.abc import Iterator
 
 from benchmarks.program import ROOT, Cell, run
 
-_HEAVY = ("torch", "transformers", "tritonclient", "numpy")
 _SAMPLE = "export=gpt3/sample"
 # Name -> arguments, and the exit status.
 _COMMANDS = {
@@ -30,7 +28,7 @@ _COMMANDS = {
 
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
-    """Yield the median time and the heavy imports of each command."""
+    """Yield the median and the longest time of each command."""
     for name, (words, status) in _COMMANDS.items():
         with tempfile.TemporaryDirectory() as folder:
             command = ["main.py", *words]
@@ -39,7 +37,6 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
             times = [_seconds(command, status) for _ in range(args.repeats + 1)][1:]
             yield name, "median", f"{statistics.median(times):.2f} s"
             yield name, "slowest", f"{max(times):.2f} s"
-            yield name, "heavy imports", f"{_heavy_modules(command)} modules"
 
 
 def _seconds(command: list[str], status: int) -> float:
@@ -49,13 +46,6 @@ def _seconds(command: list[str], status: int) -> float:
     if done.returncode != status:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
     return seconds
-
-
-def _heavy_modules(command: list[str]) -> int:
-    words = [sys.executable, "-X", "importtime", *command]
-    trace = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stderr
-    names = [line.split("|")[-1].strip() for line in trace.splitlines()]
-    return sum(name.split(".")[0] in _HEAVY for name in names)
 
 
 if __name__ == "__main__":

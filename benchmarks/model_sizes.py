@@ -36,28 +36,18 @@ from inference.evaluation.report.formatting import milliseconds_text
 from inference.evaluation.report.page import render_table_page
 from inference.evaluation.report.svg import Frame, dot, legend, log_ticks, polyline, text
 
-_VOCAB = 51200
-_END = _VOCAB - 1
+_END = 51199
 
-
-@dataclass(frozen=True)
-class Size:
-    """Layers, hidden width and heads of a GPT."""
-
-    layers: int
-    hidden: int
-    heads: int
-
-
-# NeMo-Megatron-Launcher, conf/training/gpt3/*.yaml; 1.3b and 6.7b as in the GPT-3 paper.
-SIZES: Mapping[str, Size] = {
-    "126m": Size(12, 768, 12),
-    "1.3b": Size(24, 2048, 16),
-    "5b": Size(24, 4096, 32),
-    "6.7b": Size(32, 4096, 32),
-    "20b": Size(44, 6144, 48),
-    "40b": Size(48, 8192, 64),
-    "175b": Size(96, 12288, 96),
+# Layers, hidden width and heads: NeMo-Megatron-Launcher's conf/training/gpt3/*.yaml; 1.3b and 6.7b
+# are those of the GPT-3 paper.
+SIZES = {
+    "126m": (12, 768, 12),
+    "1.3b": (24, 2048, 16),
+    "5b": (24, 4096, 32),
+    "6.7b": (32, 4096, 32),
+    "20b": (44, 6144, 48),
+    "40b": (48, 8192, 64),
+    "175b": (96, 12288, 96),
 }
 
 
@@ -70,12 +60,9 @@ class Measured:
     latency_ms: Mapping[RequestShape, float]
 
 
-def measure_size(
-    name: str, size: Size, shapes: Sequence[RequestShape], args: argparse.Namespace
-) -> Measured:
+def measure_size(name: str, args: argparse.Namespace) -> Measured:
     """Synthesize a model, ask for each shape and remove the model again."""
-    config = _config(size, args)
-    folder = args.work_dir / name
+    config, folder = _config(name, args), args.work_dir / name
     shutil.rmtree(folder, ignore_errors=True)
     try:
         ft_dir = synthesize(GPT, config, folder, sparse=True)
@@ -85,22 +72,23 @@ def measure_size(
             data_type=args.data_type,
             device=args.device,
         )
-        longest = max(each.input_len + each.output_len for each in shapes)
+        longest = max(each.input_len + each.output_len for each in args.shapes)
         options = EngineOptions(max_lanes=1, max_seq_len=longest)
         with Engine(ft_dir, placement, options=options) as engine:
-            found = {each: _median_ms(engine, each, args) for each in shapes}
+            found = {each: _median_ms(engine, each, args) for each in args.shapes}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return Measured(name, _parameters(config), found)
 
 
-def _config(size: Size, args: argparse.Namespace) -> FTConfig:
+def _config(name: str, args: argparse.Namespace) -> FTConfig:
+    layers, hidden, heads = SIZES[name]
     return synthetic_config(
         GPT,
-        hidden=size.hidden,
-        layers=size.layers,
-        heads=size.heads,
-        vocab=_VOCAB,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        vocab=_END + 1,
         weight_data_type=args.weight_data_type,
         tensor_para_size=args.tensor_para_size,
     )
@@ -116,9 +104,7 @@ def fitting_sizes(args: argparse.Namespace) -> list[str]:
     on_gpu = args.device == "cuda"
     free = torch.cuda.mem_get_info()[0] * ranks if on_gpu else available_bytes()
     item = item_size(args.data_type)
-    return [
-        name for name, size in SIZES.items() if _parameters(_config(size, args)) * item <= free // 2
-    ]
+    return [name for name in SIZES if _parameters(_config(name, args)) * item <= free // 2]
 
 
 def _median_ms(engine: Engine, shape: RequestShape, args: argparse.Namespace) -> float:
@@ -169,22 +155,18 @@ def _name(shape: RequestShape) -> str:
     return f"{shape.input_len} + {shape.output_len}"
 
 
-def report(
-    measured: Sequence[Measured], shapes: Sequence[RequestShape], args: argparse.Namespace
-) -> str:
+def report(measured: Sequence[Measured], args: argparse.Namespace) -> str:
     """Return the page with the figure and its table."""
     where = (
         f"{args.device}, TP {args.tensor_para_size} x PP {args.pipeline_para_size}, "
         f"{args.weight_data_type} weights, computed in {args.data_type}"
     )
-    rows = [
-        (each.name, *(milliseconds_text(each.latency_ms[shape]) for shape in shapes))
-        for each in measured
-    ]
-    title = "Latency by model size"
-    head = ("size", *map(_name, shapes))
-    charts = [(title, chart(measured, shapes))]
-    return render_table_page(title, charts, head, rows, lead=where, footer="benchmarks.model_sizes")
+    rows = [(each.name, *map(milliseconds_text, each.latency_ms.values())) for each in measured]
+    title, names = "Latency by model size", tuple(map(_name, args.shapes))
+    charts = [(title, chart(measured, args.shapes))]
+    return render_table_page(
+        title, charts, ("size", *names), rows, lead=where, footer="benchmarks.model_sizes"
+    )
 
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
@@ -193,8 +175,8 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
     args.data_type = args.data_type or ("fp16" if args.device == "cuda" else "fp32")
     measured: list[Measured] = []
     for name in sorted(args.sizes or fitting_sizes(args) or ["126m"], key=list(SIZES).index):
-        measured.append(measure_size(name, SIZES[name], args.shapes, args))
-        text = report(measured, args.shapes, args)
+        measured.append(measure_size(name, args))
+        text = report(measured, args)
         (args.work_dir / "sizes.html").write_text(text, encoding="utf-8")
         for shape, value in measured[-1].latency_ms.items():
             yield name, _name(shape), f"{value:.1f} ms"
