@@ -102,6 +102,8 @@ class Extensions:
 class BeamRow:
     """One row of a decoder-only beam search; beams are kept in the order of their last ranking."""
 
+    rank_chooses = False
+
     def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
         self.request = request
         self.options = o = request.options

@@ -16,9 +16,8 @@ import torch
 
 from inference.decoding.beam_search import BeamRow, PooledBeamRow
 from inference.decoding.candidates import Candidates, GroupKey, fetch, select
-from inference.decoding.draws import Draw, Marks, Penalty
 from inference.decoding.processors import pick_slots, process_logits, token_scores
-from inference.decoding.rows import PromptScores, RowRequest, RowResult, RowStep
+from inference.decoding.rows import RowRequest, RowStep
 from inference.decoding.sampling import SamplingRow, choose
 from inference.decoding.tensor_fields import Array
 
@@ -46,158 +45,87 @@ class DecodingConfig:
             )
 
 
+# One row, from its first token to its result.
+DecodedRow = SamplingRow | BeamRow
+
+
 @dataclass(frozen=True)
 class _Group:
     """Rows whose candidates are selected together, and the slots of theirs that still run."""
 
     key: GroupKey
-    rows: list[tuple[int, SamplingRow | BeamRow]]
+    rows: list[DecodedRow]
     slots: list[int]
 
 
 class BatchDecoder:
-    """State of the running rows; a row occupies `beam_width` slots."""
+    """Chooses the tokens of the rows that it makes; a row occupies `beam_width` slots."""
 
     def __init__(self, config: DecodingConfig) -> None:
         self.config = config
-        self._rows: dict[int, SamplingRow | BeamRow] = {}
-        self._next_handle = 0
 
-    def add(self, row: RowRequest) -> int:
-        """Start a row and return its handle."""
-        handle = self._next_handle
-        self._next_handle += 1
-        vocab_size = self.config.vocab_size
-        if row.options.beam_width == 1:
-            self._rows[handle] = SamplingRow(
-                row,
-                vocab_size=vocab_size,
-                full_log_probs=self.config.output_log_probs_mode == "full",
+    def make_row(self, request: RowRequest) -> DecodedRow:
+        """Return a row without tokens."""
+        config = self.config
+        if request.options.beam_width == 1:
+            return SamplingRow(
+                request,
+                vocab_size=config.vocab_size,
+                full_log_probs=config.output_log_probs_mode == "full",
+                include_boundary=config.nucleus_include_boundary,
             )
-        elif self.config.hypothesis_pool:
-            self._rows[handle] = PooledBeamRow(row, vocab_size=vocab_size)
-        else:
-            self._rows[handle] = BeamRow(row, vocab_size=vocab_size)
-        return handle
-
-    def slots(self, handle: int) -> int:
-        """Return how many rows of logits `step` expects for the row."""
-        return self._rows[handle].slots
+        kind = PooledBeamRow if config.hypothesis_pool else BeamRow
+        return kind(request, vocab_size=config.vocab_size)
 
     @torch.inference_mode()
-    def step(self, handles: Sequence[int], logits: torch.Tensor) -> list[RowStep]:
+    def step(self, rows: Sequence[DecodedRow], logits: torch.Tensor) -> list[RowStep]:
         """Choose the next token of every slot of the given rows, none of which has finished.
 
         Args:
-            handles: rows that take a step; not all that were added need to.
+            rows: Those that take a step.
             logits: (N, V) fp32, or wider where the vocabulary is padded, with the slots of the
-                rows in the order of `handles`; left as it is.
+                rows in their order; left as it is.
         """
-        groups = self._group(handles, logits)
-        steps: dict[int, RowStep] = {}
+        groups = self._group(rows, logits)
+        steps: dict[DecodedRow, RowStep] = {}
         for group, candidates in zip(groups, self._candidates(groups, logits), strict=True):
-            if isinstance(group.rows[0][1], SamplingRow):
-                steps.update(self._sample(group, candidates))
-            else:
-                steps.update(self._search(group, candidates))
-        done = [steps[handle] for handle in handles]
-        self._score(done, logits)
+            sampled = [row for row in group.rows if isinstance(row, SamplingRow)]
+            beams = [row for row in group.rows if isinstance(row, BeamRow)]
+            taken = self._sample(sampled, candidates) if sampled else _search(beams, candidates)
+            steps.update(zip(group.rows, taken, strict=True))
+        done = [steps[row] for row in rows]
+        self._score(rows, done, logits)
         return done
 
-    def _score(self, steps: Sequence[RowStep], logits: torch.Tensor) -> None:
+    def _score(
+        self, rows: Sequence[DecodedRow], steps: Sequence[RowStep], logits: torch.Tensor
+    ) -> None:
         """Score the newest tokens of the rows that asked for it."""
         wanted: list[tuple[SamplingRow, int, int]] = []  # the row, its slot and its newest token
         slot = 0
-        for step in steps:
-            row = self._rows[step.handle]
+        for row, step in zip(rows, steps, strict=True):
             if isinstance(row, SamplingRow) and row.options.num_log_probs and step.error is None:
                 wanted.append((row, slot, step.tokens[0]))
             slot += row.slots
         if not wanted:
             return
-        rows, slots, tokens = zip(*wanted, strict=True)
-        top = max(row.options.num_log_probs for row in rows)
+        scored, slots, tokens = zip(*wanted, strict=True)
+        top = max(row.options.num_log_probs for row in scored)
         found = token_scores(
             pick_slots(logits, slots), tokens, top=top, vocab_size=self.config.vocab_size
         )
-        for row, score in zip(rows, found, strict=True):
+        for row, score in zip(scored, found, strict=True):
             row.scores.append(score)
 
-    def rank_chooses(self, handle: int) -> bool:
-        """Return whether a rank can choose a row's tokens, by `draw`, marks and a forbidden id."""
-        row = self._rows[handle]
-        return isinstance(row, SamplingRow) and row.rank_chooses
-
-    def draw(self, handle: int) -> Draw:
-        """Return the next draw of a row that `rank_chooses`; its token is given back in order."""
-        row = self._rows[handle]
-        assert isinstance(row, SamplingRow)
-        return row.draw(include_boundary=self.config.nucleus_include_boundary)
-
-    def penalty(self, handle: int, produced: int) -> Penalty:
-        """Return the penalty of the next draw of a row with marks; `produced` tokens precede it."""
-        row = self._rows[handle]
-        assert isinstance(row, SamplingRow)
-        return row.penalty(produced)
-
-    def marks(self, handle: int) -> Marks:
-        """Return the marks of a row of which no token is being chosen."""
-        row = self._rows[handle]
-        assert isinstance(row, SamplingRow)
-        return row.marks()
-
-    def take_chosen(self, handles: Sequence[int], chosen: Array) -> list[RowStep | None]:
-        """Give rows that `rank_chooses` their next tokens; return the steps of those that end.
-
-        Args:
-            handles: The rows.
-            chosen: (rows, 2) int32, the bits of each one's best logit, and the token.
-        """
-        usable = np.isfinite(chosen[:, 0].copy().view(np.float32)).tolist()
-        steps: list[RowStep | None] = []
-        for handle, ok, token in zip(handles, usable, chosen[:, 1].tolist(), strict=True):
-            row = self._rows[handle]
-            assert isinstance(row, SamplingRow)
-            if not ok:
-                steps.append(_failed(handle, row.slots, row.options.end_id))
-            elif row.append(token):
-                steps.append(RowStep(handle, (token,), None, finished=True))
-            else:
-                steps.append(None)
-        return steps
-
-    def generated_ids(self, handle: int) -> Sequence[int]:
-        """Return the tokens that a row of one slot has."""
-        row = self._rows[handle]
-        assert isinstance(row, SamplingRow)
-        return row.generated_ids
-
-    def has_tokens(self, handle: int) -> bool:
-        """Return whether a row has any tokens yet."""
-        return self._rows[handle].generated > 0
-
-    def set_prompt_scores(self, handle: int, scores: PromptScores) -> None:
-        """Let a row's results hold the scores of its prompt, which `cum_log_probs` include."""
-        self._rows[handle].prompt = scores
-
-    def result(self, handle: int) -> RowResult:
-        """Return the result of a row so far; asking does not change the row."""
-        return self._rows[handle].result()
-
-    def remove(self, handle: int) -> None:
-        """Forget a row, finished or not."""
-        del self._rows[handle]
-
-    def _group(self, handles: Sequence[int], logits: torch.Tensor) -> list[_Group]:
+    def _group(self, rows: Sequence[DecodedRow], logits: torch.Tensor) -> list[_Group]:
         device = logits.device.type
         groups: dict[GroupKey, _Group] = {}
         slot = 0
-        for handle in handles:
-            row = self._rows[handle]
-            assert not row.is_finished, f"row {handle} has finished; remove it"
+        for row in rows:
+            assert not row.is_finished, "a finished row takes no steps"
             key = row.group_key(device)
             group = groups.setdefault(key, _Group(key, [], []))
-            group.rows.append((handle, row))
+            group.rows.append(row)
             group.slots.extend(slot + k for k in row.running)
             slot += row.slots
         shape = list(logits.shape)
@@ -209,7 +137,7 @@ class BatchDecoder:
         """Process what needs processing at once, select per group, and fetch everything once."""
         vocab_size = self.config.vocab_size
         changed = [group for group in groups if not group.key.is_plain]
-        rules = [rule for group in changed for _, row in group.rows for rule in row.rules()]
+        rules = [rule for group in changed for row in group.rows for rule in row.rules()]
         slots = [slot for group in changed for slot in group.slots]
         x = logits
         if changed:
@@ -225,33 +153,51 @@ class BatchDecoder:
             pending.append(select(rows, width=width, with_norm=group.key.needs_norm))
         return fetch(pending)
 
-    def _sample(self, group: _Group, candidates: Candidates) -> dict[int, RowStep]:
-        rows = [row for _, row in group.rows if isinstance(row, SamplingRow)]
+    def _sample(self, rows: Sequence[SamplingRow], candidates: Candidates) -> list[RowStep]:
         include_boundary = self.config.nucleus_include_boundary
-        choices = choose(rows, candidates, include_boundary=include_boundary)
-        steps = {}
-        for (handle, _), row, choice in zip(group.rows, rows, choices, strict=True):
+        steps = []
+        for row, choice in zip(
+            rows, choose(rows, candidates, include_boundary=include_boundary), strict=True
+        ):
             if choice is None:
-                steps[handle] = _failed(handle, row.slots, row.options.end_id)
+                steps.append(_failed(row))
             else:
                 row.commit(choice)
-                finished = row.is_finished
-                steps[handle] = RowStep(handle, (choice.token,), None, finished)
-        return steps
-
-    def _search(self, group: _Group, candidates: Candidates) -> dict[int, RowStep]:
-        steps, start = {}, 0
-        for handle, row in group.rows:
-            assert isinstance(row, BeamRow)
-            own = candidates.rows(start, len(row.running))
-            start += len(row.running)
-            if np.isfinite(own.values[:, 0]).all():
-                tokens, parents = row.advance(own)
-                steps[handle] = RowStep(handle, tuple(tokens), tuple(parents), row.is_finished)
-            else:
-                steps[handle] = _failed(handle, row.slots, row.options.end_id)
+                steps.append(RowStep((choice.token,), None, row.is_finished))
         return steps
 
 
-def _failed(handle: int, slots: int, end_id: int) -> RowStep:
-    return RowStep(handle, (end_id,) * slots, None, finished=True, error=UNUSABLE)
+def _search(rows: Sequence[BeamRow], candidates: Candidates) -> list[RowStep]:
+    steps, start = [], 0
+    for row in rows:
+        own = candidates.rows(start, len(row.running))
+        start += len(row.running)
+        if np.isfinite(own.values[:, 0]).all():
+            tokens, parents = row.advance(own)
+            steps.append(RowStep(tuple(tokens), tuple(parents), row.is_finished))
+        else:
+            steps.append(_failed(row))
+    return steps
+
+
+def take_chosen(rows: Sequence[SamplingRow], chosen: Array) -> list[RowStep | None]:
+    """Give rows the tokens that a rank chose for them; return the steps of those that end.
+
+    Args:
+        rows: Those for which `rank_chooses` is true.
+        chosen: (rows, 2) int32, the bits of each one's best logit, and the token.
+    """
+    usable = np.isfinite(chosen[:, 0].copy().view(np.float32)).tolist()
+    steps: list[RowStep | None] = []
+    for row, ok, token in zip(rows, usable, chosen[:, 1].tolist(), strict=True):
+        if not ok:
+            steps.append(_failed(row))
+        elif row.append(token):
+            steps.append(RowStep((token,), None, finished=True))
+        else:
+            steps.append(None)
+    return steps
+
+
+def _failed(row: DecodedRow) -> RowStep:
+    return RowStep((row.options.end_id,) * row.slots, None, finished=True, error=UNUSABLE)

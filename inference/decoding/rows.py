@@ -139,7 +139,6 @@ class RowStep:
     finished; the others are not affected.
     """
 
-    handle: int
     tokens: tuple[int, ...]
     parents: tuple[int, ...] | None
     finished: bool

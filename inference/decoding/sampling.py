@@ -56,13 +56,21 @@ class SamplingRow:
     slots = 1
     running = (0,)
 
-    def __init__(self, request: RowRequest, *, vocab_size: int, full_log_probs: bool) -> None:
+    def __init__(
+        self,
+        request: RowRequest,
+        *,
+        vocab_size: int,
+        full_log_probs: bool,
+        include_boundary: bool,
+    ) -> None:
         self.request = request
         self.options = o = request.options
         self.reason: FinishReason | None = None
         self.cum_log_prob = 0.0
         self._vocab_size = vocab_size
         self._full_log_probs = full_log_probs
+        self._include_boundary = include_boundary
         self._history = list(request.context_ids)
         self._full_len = len(self._history) + request.output_len
         self._log_probs: list[float] = []
@@ -147,7 +155,7 @@ class SamplingRow:
         """Draw the random number of this step."""
         self.uniform = self._generator.uniform()
 
-    def draw(self, *, include_boundary: bool) -> Draw:
+    def draw(self) -> Draw:
         """Return the draw of the next step, which a rank makes; each step has one."""
         o = self.options
         factor = temperature_factor(o.temperature)
@@ -155,7 +163,7 @@ class SamplingRow:
             return ARG_MAX._replace(factor=factor) if o.has_marks else ARG_MAX
         self.draw_uniform()
         rest = MASS_EPSILON if self.is_nucleus else 0.0
-        return Draw(factor, o.top_k, self.top_p, rest, include_boundary, self.uniform)
+        return Draw(factor, o.top_k, self.top_p, rest, self._include_boundary, self.uniform)
 
     def penalty(self, produced: int) -> Penalty:
         """Return the penalty of the next draw; `produced` tokens of the row precede it."""

@@ -111,7 +111,7 @@ class RowBlocks:
     def _share_beginning(self, row: RunningRow) -> None:
         row.cached = self._blocks.share(row.slots[0], row.beginnings)
         row.remembered = row.cached // self._blocks.block_tokens
-        if row.handle is None:  # others than itself, before it was preempted, have computed them
+        if row.decoded is None:  # others than itself, before it was preempted, have computed them
             self.shared_tokens += row.cached
 
     def remember(self, row: RunningRow) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from inference.decoding.generate import DecodedRow
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.decoding.rows import (
     P_TUNING,
@@ -17,6 +18,7 @@ from inference.decoding.rows import (
     RowResult,
     SessionTurn,
 )
+from inference.decoding.sampling import SamplingRow
 from inference.decoding.tensor_fields import Array
 from inference.engine.load import RequestTimes
 from inference.engine.prompt_outputs import PromptOutputs
@@ -120,7 +122,7 @@ class RunningRow:
     forgotten: int = 0  # of these, how many no longer are: the first ones
     memory_len: int | None = None  # most tokens that a slot keeps, None for all
     shift: int = 0  # of its positions, see `rotary.position_shift`
-    handle: int | None = None  # in the decoder
+    decoded: DecodedRow | None = None  # its tokens, from when it begins until it ends
     next_ids: tuple[int, ...] = ()  # per slot, once it decodes; NEWEST where only ranks know it
     produced: int = 0  # tokens that were chosen, or will be in running steps
     rank_chooses: bool = False  # whether ranks can choose its tokens
@@ -183,14 +185,24 @@ class RunningRow:
         tokens = self.prompt_tokens + self.request.output_len - 1
         return tokens if self.memory_len is None else min(tokens, self.memory_len)
 
-    def give_way(self, generated: Sequence[int]) -> None:
+    @property
+    def has_tokens(self) -> bool:
+        """Return whether any token of its answer is known."""
+        return self.decoded is not None and self.decoded.generated > 0
+
+    def preempt(self) -> None:
         """Preempt the row: it begins again, with its generated tokens as part of its prompt."""
-        self.prompt = self.prompt[: self.prompt_tokens] + list(generated)
+        generated = self.decoded.generated_ids if isinstance(self.decoded, SamplingRow) else []
+        self.prompt = self.prompt[: self.prompt_tokens] + generated
         self.cached, self.forgotten = self.prefix_len, 0
         self.is_encoded = self.encoder_ids is None
         self.slots, self.next_ids, self.lacks_marks = [], (), True
         self.beginnings, self.remembered = [], 0
         self.prompt_outputs.restart()
+
+    def end(self) -> None:
+        """Let go of its tokens; results of steps that still run are ignored."""
+        self.is_released, self.decoded = True, None
 
 
 @dataclass(eq=False)

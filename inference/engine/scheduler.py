@@ -21,9 +21,10 @@ import torch
 
 from export_scripts.families.layout.architecture import Rotary
 from inference.decoding.draws import ARG_MAX, UNMARKED, Draw, Marks, Penalty
-from inference.decoding.generate import BatchDecoder
+from inference.decoding.generate import BatchDecoder, take_chosen
 from inference.decoding.request import RequestError
 from inference.decoding.rows import RowStep
+from inference.decoding.sampling import SamplingRow
 from inference.decoding.tensor_fields import Array
 from inference.engine.blocks import BlockPool, SlotPool
 from inference.engine.errors import EngineBusyError, RowError
@@ -144,7 +145,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             # The results of a failed step must not be shared.
             self._release(row, forget=True)
         for row in request.waiting:
-            self._forget_choices(row)
+            row.end()
         self._encoder.drop(request.active)
         self._sessions.drop(request)
         request.active.clear()
@@ -214,13 +215,13 @@ class Scheduler(StepScheduler[RunningRequest]):
             draws += [ARG_MAX] * unread
             if chooses:
                 choices.append((each.slot, row.end_id if row.produced < row.min_length else -1))
-                assert row.handle is not None
+                assert isinstance(row.decoded, SamplingRow)
                 if row.has_marks:
-                    penalties[len(draws)] = self._decoder.penalty(row.handle, row.produced)
+                    penalties[len(draws)] = row.decoded.penalty(row.produced)
                     if row.lacks_marks:
-                        marks.append((each.slot, self._decoder.marks(row.handle)))
+                        marks.append((each.slot, row.decoded.marks()))
                         row.lacks_marks = False
-                draws.append(ARG_MAX if row.is_arg_max else self._decoder.draw(row.handle))
+                draws.append(ARG_MAX if row.is_arg_max else row.decoded.draw())
         return Choices(
             choices,
             draws if any(draw is not ARG_MAX for draw in draws) else None,
@@ -291,8 +292,8 @@ class Scheduler(StepScheduler[RunningRequest]):
             gathered.commit()
             if gathered.pooled is not None:
                 row.owner.pooled[row.index] = gathered.pooled.cpu().numpy()
-            if row.handle is not None:
-                self._decoder.set_prompt_scores(row.handle, gathered.scores)
+            if row.decoded is not None:
+                row.decoded.prompt = gathered.scores
 
     def _admit(self) -> None:
         """Give slots to waiting rows: fewest running rows first, then in order of arrival."""
@@ -339,7 +340,7 @@ class Scheduler(StepScheduler[RunningRequest]):
                 (row for row in rows if not row.owner.stays),
                 key=lambda row: (row.owner.arrival, row.index),
             )
-            self._give_way(newest)
+            self._preempt(newest)
             rows.remove(newest)
             growing = [row for row in growing if row is not newest]
         for row in growing:
@@ -362,16 +363,15 @@ class Scheduler(StepScheduler[RunningRequest]):
         if rows and under_way:
             return False
         for row in rows:
-            self._give_way(row)
+            self._preempt(row)
         return True
 
-    def _give_way(self, row: RunningRow) -> None:
+    def _preempt(self, row: RunningRow) -> None:
         """Preempt a row: free its slot and blocks; it waits, and computes its tokens again."""
         logger.debug("a row of %d tokens is preempted", row.cached)
         self._encoder.drop([row])
         self._vacate(row)
-        generated = () if row.handle is None else self._decoder.generated_ids(row.handle)
-        row.give_way(generated)
+        row.preempt()
         row.owner.active.remove(row)
         row.owner.waiting.insert(0, row)
 
@@ -387,9 +387,9 @@ class Scheduler(StepScheduler[RunningRequest]):
 
     def _activate(self, row: RunningRow) -> None:
         row.shift = self._row_blocks.shift(row)
-        if row.handle is None and not row.prompt_outputs.keeps_logits:
-            row.handle = self._decoder.add(row.request)
-            row.rank_chooses = self._decoder.rank_chooses(row.handle)
+        if row.decoded is None and not row.prompt_outputs.keeps_logits:
+            row.decoded = self._decoder.make_row(row.request)
+            row.rank_chooses = row.decoded.rank_chooses
             self._begun_tokens += len(row.request.input_ids)
         row.owner.times.began = row.owner.times.began or perf_counter()
         row.owner.waiting.remove(row)
@@ -428,8 +428,8 @@ class Scheduler(StepScheduler[RunningRequest]):
         logit_rows = [number for numbers in rows.values() for number in numbers]
         if logit_rows != list(range(len(logits))):
             logits = logits[logit_rows]
-        handles = [row.handle for row in rows if row.handle is not None]
-        for row, step in zip(rows, self._decoder.step(handles, logits), strict=True):
+        decoded = [row.decoded for row in rows if row.decoded is not None]
+        for row, step in zip(rows, self._decoder.step(decoded, logits), strict=True):
             self._advance(row, step)
         return {row.owner for row in rows}
 
@@ -438,8 +438,8 @@ class Scheduler(StepScheduler[RunningRequest]):
     ) -> set[RunningRequest]:
         """Record the tokens that the rank chose, (n, 2); return the requests to report to."""
         rows = [work.row for work, _ in outputs]
-        handles = [row.handle for row in rows if row.handle is not None]
-        steps = self._decoder.take_chosen(handles, chosen[[number for _, number in outputs]])
+        decoded = [row.decoded for row in rows if isinstance(row.decoded, SamplingRow)]
+        steps = take_chosen(decoded, chosen[[number for _, number in outputs]])
         to_report = set()
         for row, step in zip(rows, steps, strict=True):
             if step is not None:
@@ -473,8 +473,8 @@ class Scheduler(StepScheduler[RunningRequest]):
 
     def _retire(self, row: RunningRow, step: RowStep) -> None:
         """Record the result of a row, and free its slots unless its session goes on."""
-        assert row.handle is not None
-        result = self._decoder.result(row.handle)
+        assert row.decoded is not None
+        result = row.decoded.result()
         row.owner.results[row.index] = result
         row.owner.active.remove(row)
         if row.owner.session is None:
@@ -485,16 +485,15 @@ class Scheduler(StepScheduler[RunningRequest]):
             first = row.slots[0]
             self._continue(row, {first: _parents(row, step)[first]})
         self._sessions.remember(row, result)
-        self._forget_choices(row)
+        row.end()
 
     def _release(self, row: RunningRow, *, forget: bool = False) -> None:
         self._vacate(row, forget=forget)
-        self._forget_choices(row)
+        row.end()
 
     def _vacate(self, row: RunningRow, *, forget: bool = False) -> None:
         """Free the slots of a row, and wipe what they hold unless it is known to be finite."""
-        known = row.handle is not None and self._decoder.has_tokens(row.handle)
-        wipe = row.wipe or (row.is_cached and not known)
+        wipe = row.wipe or (row.is_cached and not row.has_tokens)
         own = self._free(row.slots, forget=forget or wipe)
         if wipe:
             # Blocks that others share are theirs to wipe, if their answers are not finite either.
@@ -504,12 +503,6 @@ class Scheduler(StepScheduler[RunningRequest]):
                 (WIPE, slot, first, ends[slot]) for slot, first in own.items() if first < ends[slot]
             ]
         row.is_cached = False
-
-    def _forget_choices(self, row: RunningRow) -> None:
-        row.is_released = True
-        if row.handle is not None:
-            self._decoder.remove(row.handle)
-            row.handle = None
 
     def _free(self, slots: Sequence[int], *, forget: bool = False) -> dict[int, int]:
         """Free slots; return what `BlockPool.release` does."""
@@ -542,8 +535,8 @@ class Scheduler(StepScheduler[RunningRequest]):
     def _report(self, request: RunningRequest) -> None:
         rows = list(request.results)
         for row in [*request.active, *request.waiting]:
-            if row.handle is not None and self._decoder.has_tokens(row.handle):
-                rows[row.index] = self._decoder.result(row.handle)
+            if row.decoded is not None and row.has_tokens:
+                rows[row.index] = row.decoded.result()
         if all(row is None for row in rows):
             return
         assert request.on_step is not None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.generate import BatchDecoder, DecodingConfig, take_chosen
 from inference.decoding.options import (
     DEFAULT_TOP_P_MIN,
     RowOptions,
@@ -95,20 +95,20 @@ def test_ranks_penalise_each_id_seen(case: Case, device: str) -> None:
     prompt = tuple(case["padded_prompt"][: case["input_length"]])
     options = RowOptions(end_id=99, **{f"{case['kind']}_penalty": case["value"]})
     decoder = BatchDecoder(DecodingConfig(vocab_size=(size := len(case["logits"]))))
-    handle = decoder.add(row(options, context=prompt, output_len=99))
+    decoded = decoder.make_row(row(options, context=prompt, output_len=99))
     for token in case["generated"]:
-        decoder.take_chosen([handle], np.array([[0, token]], np.int32))
-    penalty = decoder.penalty(handle, len(case["generated"]))
+        take_chosen([decoded], np.array([[0, token]], np.int32))
+    penalty = decoded.penalty(len(case["generated"]))
     feed = TokenFeed(size, torch.device(device), vocab=range(size))
     for slot in range(size):  # which may choose one id only
         others = np.delete(np.arange(size), slot)
         bans = np.full(len(others), -np.inf, np.float32)
-        feed.mark(slot, decoder.marks(handle).seen, others, bans)
+        feed.mark(slot, decoded.marks().seen, others, bans)
     slots = torch.arange(size, device=device)
     chosen = feed.choose(
         torch.tensor([case["logits"]] * size, device=device),
         *(slots, torch.full_like(slots, -1)),
-        torch.tensor([decoder.draw(handle)] * size, device=device),
+        torch.tensor([decoded.draw()] * size, device=device),
         torch.tensor([penalty] * size, dtype=torch.float32, device=device),
     )
     assert chosen[:, 1].tolist() == list(range(size))
@@ -122,10 +122,10 @@ def test_end_token_is_barred_until_the_minimum_length(case: Case) -> None:
     for length, allowed in enumerate(case["end_allowed_at_generated_index"]):
         decoder = BatchDecoder(DecodingConfig(vocab_size=6))
         options = RowOptions(end_id=end_id, min_length=case["min_length"])
-        handle = decoder.add(row(options, output_len=length + 1))
+        decoded = decoder.make_row(row(options, output_len=length + 1))
         for _ in range(length):
-            decoder.step([handle], torch.eye(6)[[4]])
-        (step,) = decoder.step([handle], torch.eye(6)[[end_id]])
+            decoder.step([decoded], torch.eye(6)[[4]])
+        (step,) = decoder.step([decoded], torch.eye(6)[[end_id]])
         assert (step.tokens == (end_id,)) == allowed
 
 
@@ -144,12 +144,12 @@ def test_nucleus_shrinks_and_resets(case: Case) -> None:
         top_p_reset_id=int(given["top_p_reset_ids"]),
     )
     decoder = BatchDecoder(DecodingConfig(vocab_size=20))
-    handle = decoder.add(row(options, output_len=len(case["tokens"]) + 1))
-    sizes = [decoder._rows[handle].top_p]
+    decoded = decoder.make_row(row(options, output_len=len(case["tokens"]) + 1))
+    sizes = [decoded.top_p]
     for token in case["tokens"]:
-        decoder.step([handle], torch.eye(20)[[token]] * 50)  # one token holds all the mass
-        sizes.append(decoder._rows[handle].top_p)
-    assert decoder.result(handle).output_ids == (tuple(case["tokens"]),)
+        decoder.step([decoded], torch.eye(20)[[token]] * 50)  # one token holds all the mass
+        sizes.append(decoded.top_p)
+    assert decoded.result().output_ids == (tuple(case["tokens"]),)
     np.testing.assert_allclose(sizes, case["p_before_each_draw_and_after_last"], rtol=1e-6)
 
 
@@ -165,16 +165,16 @@ def test_sampled_tokens_and_log_probs(case: Case, mode: Any) -> None:
         return_log_probs=True,
     )
     decoder = BatchDecoder(DecodingConfig(vocab_size=case["vocab"], output_log_probs_mode=mode))
-    handle = decoder.add(row(options, output_len=len(case["steps"])))
+    decoded = decoder.make_row(row(options, output_len=len(case["steps"])))
     expected_log_probs = []
     for step in case["steps"]:
-        (taken,) = decoder.step([handle], torch.tensor([step["logits"]]))
+        (taken,) = decoder.step([decoded], torch.tensor([step["logits"]]))
         assert step["margin"] >= MARGIN, "the vectors hold no undecidable draw"
         assert taken.tokens == (step["token"],)
         expected_log_probs.append(step["output_logp" if mode == "renormalized" else "full_logp"])
-        (cum,) = decoder.result(handle).cum_log_probs
+        (cum,) = decoded.result().cum_log_probs
         assert cum == pytest.approx(step["cum_log_prob"], abs=LOG_PROB_TOLERANCE)
-    (log_probs,) = decoder.result(handle).output_log_probs
+    (log_probs,) = decoded.result().output_log_probs
     np.testing.assert_allclose(log_probs, expected_log_probs, atol=LOG_PROB_TOLERANCE)
 
 
@@ -188,17 +188,17 @@ def test_tokens_that_ranks_sample(case: Case, device: str) -> None:
         end_id=case["vocab"], top_k=k, top_p=p, random_seed=int(case["random_seed"])
     )
     decoder = BatchDecoder(DecodingConfig(vocab_size=case["vocab"]))
-    handle = decoder.add(row(options, output_len=len(case["steps"])))
+    decoded = decoder.make_row(row(options, output_len=len(case["steps"])))
     feed = TokenFeed(1, torch.device(device), vocab=range(case["vocab"]))
     nothing, slots = torch.tensor([[-1], [0]], device=device)
     for step in case["steps"]:
         chosen = feed.choose(
             torch.tensor([step["logits"]], device=device),
             *(slots, nothing),
-            torch.tensor([decoder.draw(handle)], device=device),
+            torch.tensor([decoded.draw()], device=device),
         )
-        decoder.take_chosen([handle], chosen.cpu().numpy())
-    assert decoder.result(handle).output_ids == (tuple(s["token"] for s in case["steps"]),)
+        take_chosen([decoded], chosen.cpu().numpy())
+    assert decoded.result().output_ids == (tuple(s["token"] for s in case["steps"]),)
 
 
 @pytest.mark.parametrize("case", cases("bad_words"))
@@ -227,14 +227,14 @@ def search(case: Case, *, prompt: list[int], output_len: int, pool: bool) -> tup
         return_log_probs=True,
     )
     decoder = BatchDecoder(DecodingConfig(vocab_size=len(table), hypothesis_pool=pool))
-    handle = decoder.add(row(options, context=tuple(prompt), output_len=output_len))
+    decoded = decoder.make_row(row(options, context=tuple(prompt), output_len=output_len))
     newest = [prompt[-1]] * case["beam_width"]
     for n in range(output_len):
-        (step,) = decoder.step([handle], table[newest] + bias[n])
+        (step,) = decoder.step([decoded], table[newest] + bias[n])
         newest = list(step.tokens)
         if step.finished:
             break
-    return decoder.result(handle), n + 1
+    return decoded.result(), n + 1
 
 
 @pytest.mark.parametrize("case", cases("beam_gpt"))

@@ -611,7 +611,7 @@ def preempt_at_random(scheduler: Any, chance: random.Random) -> None:
         movable = [row for row in rows if not row.owner.turn and len(row.slots) == 1]
         if movable and not under_way and chance.random() < PREEMPTED_SHARE:
             row = chance.choice(movable)
-            scheduler._give_way(row)
+            scheduler._preempt(row)
             rows.remove(row)
         return bool(make_room(rows, under_way=under_way))
 

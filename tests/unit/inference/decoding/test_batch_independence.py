@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.generate import BatchDecoder, DecodedRow, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import RowRequest
 from inference.decoding.rows import RowResult
@@ -86,30 +86,29 @@ def decode(
     """Decode the rows together; each joins at a random step, at a random place of the batch."""
     decoder = BatchDecoder(DecodingConfig(VOCAB, hypothesis_pool=pool))
     waiting = list(requests)
-    newest: dict[int, list[int]] = {}
-    numbers: dict[int, int] = {}
-    steps: dict[int, int] = {}
+    newest: dict[DecodedRow, list[int]] = {}
+    numbers: dict[DecodedRow, int] = {}
+    steps: dict[DecodedRow, int] = {}
     results = {}
     while waiting or newest:
         for number in list(waiting):
             if not newest or shuffle.random() < 0.5:
                 waiting.remove(number)
-                handle = decoder.add(requests[number])
-                newest[handle] = [requests[number].context_ids[-1]] * decoder.slots(handle)
-                numbers[handle], steps[handle] = number, 0
-        handles = shuffle.sample(list(newest), len(newest))
+                row = decoder.make_row(requests[number])
+                newest[row] = [requests[number].context_ids[-1]] * row.slots
+                numbers[row], steps[row] = number, 0
+        rows = shuffle.sample(list(newest), len(newest))
         logits = torch.stack(
-            [model(numbers[h], token, steps[h]) for h in handles for token in newest[h]]
+            [model(numbers[row], token, steps[row]) for row in rows for token in newest[row]]
         )
         padding = shuffle.choice([0, 5])
-        taken = decoder.step(handles, torch.nn.functional.pad(logits, (0, padding), value=50.0))
-        for step in taken:
-            newest[step.handle] = list(step.tokens)
-            steps[step.handle] += 1
+        taken = decoder.step(rows, torch.nn.functional.pad(logits, (0, padding), value=50.0))
+        for row, step in zip(rows, taken, strict=True):
+            newest[row] = list(step.tokens)
+            steps[row] += 1
             if step.finished:
-                results[numbers[step.handle]] = decoder.result(step.handle)
-                decoder.remove(step.handle)
-                del newest[step.handle]
+                results[numbers[row]] = row.result()
+                del newest[row]
     return results
 
 
@@ -138,14 +137,14 @@ def test_asking_for_results_on_the_way_changes_nothing(
     final = []
     for watched in (False, True):
         decoder = BatchDecoder(DecodingConfig(VOCAB, hypothesis_pool=pool))
-        handle = decoder.add(request)
-        newest = [request.context_ids[-1]] * decoder.slots(handle)
+        row = decoder.make_row(request)
+        newest = [request.context_ids[-1]] * row.slots
         for n in range(request.output_len):
-            (step,) = decoder.step([handle], torch.stack([model(0, t, n) for t in newest]))
+            (step,) = decoder.step([row], torch.stack([model(0, t, n) for t in newest]))
             newest = list(step.tokens)
             if watched:
-                decoder.result(handle)
+                row.result()
             if step.finished:
                 break
-        final.append(decoder.result(handle))
+        final.append(row.result())
     assert final[0] == final[1]

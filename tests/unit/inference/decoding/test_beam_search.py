@@ -27,17 +27,17 @@ def search(
     """Search where the logits after a token are its row of `table`; check every step's slots."""
     row = RowRequest(context, output_len, RowOptions(end_id=END, **options), context)
     decoder = BatchDecoder(DecodingConfig(table.shape[1], hypothesis_pool=pool))
-    handle = decoder.add(row)
-    newest = [context[-1]] * decoder.slots(handle)
+    decoded = decoder.make_row(row)
+    newest = [context[-1]] * decoded.slots
     for _ in range(output_len):
-        (step,) = decoder.step([handle], table[newest])
+        (step,) = decoder.step([decoded], table[newest])
         assert step.parents is not None
         assert len(step.tokens) == len(step.parents) == options["beam_width"]
         newest = list(step.tokens)
         if step.finished:
             break
     assert step.finished
-    return decoder.result(handle)
+    return decoded.result()
 
 
 def chain(size: int, **likely: dict[int, float]) -> torch.Tensor:
@@ -170,11 +170,11 @@ def test_context_score_is_added_to_every_beam() -> None:
     flags = {"return_log_probs": True, "return_context_cum_log_probs": True}
     row = RowRequest((3,), 2, RowOptions(end_id=END, beam_width=2, **flags), (3,))
     decoder = BatchDecoder(DecodingConfig(6))
-    handle = decoder.add(row)
-    decoder.step([handle], torch.zeros(2, 6))
-    before = decoder.result(handle).cum_log_probs
-    decoder.set_prompt_scores(handle, PromptScores(-3.0))
-    assert decoder.result(handle).cum_log_probs == tuple(value - 3.0 for value in before)
+    decoded = decoder.make_row(row)
+    decoder.step([decoded], torch.zeros(2, 6))
+    before = decoded.result().cum_log_probs
+    decoded.prompt = PromptScores(-3.0)
+    assert decoded.result().cum_log_probs == tuple(value - 3.0 for value in before)
 
 
 @pytest.mark.parametrize("pool", [False, True])

@@ -39,12 +39,12 @@ def favouring(*tokens: int, by: float = 9.0) -> torch.Tensor:
 
 def run(row: RowRequest, *logits: torch.Tensor, **config: Any) -> RowResult:
     decoder = BatchDecoder(DecodingConfig(VOCAB, **config))
-    handle = decoder.add(row)
+    decoded = decoder.make_row(row)
     for step_logits in logits:
-        (step,) = decoder.step([handle], step_logits)
+        (step,) = decoder.step([decoded], step_logits)
         if step.finished:
             break
-    return decoder.result(handle)
+    return decoded.result()
 
 
 def test_exactly_the_asked_number_of_tokens() -> None:
@@ -190,9 +190,9 @@ def test_no_log_probs_unless_asked() -> None:
 
 def test_the_score_of_the_prompt_starts_the_sum() -> None:
     decoder = BatchDecoder(DecodingConfig(VOCAB))
-    handle = decoder.add(request(return_log_probs=True))
-    decoder.set_prompt_scores(handle, PromptScores(-2.5))
-    assert decoder.result(handle).cum_log_probs == (-2.5,)
+    decoded = decoder.make_row(request(return_log_probs=True))
+    decoded.prompt = PromptScores(-2.5)
+    assert decoded.result().cum_log_probs == (-2.5,)
 
 
 def drawn(probabilities: list[float], *, count: int = 2000, **options: Any) -> np.ndarray:
@@ -233,10 +233,10 @@ def test_nucleus_beyond_the_first_candidates_is_drawn_from_the_whole_row() -> No
     sums = torch.softmax(logits.double(), -1)[0, order].cumsum(0)
     decoder = BatchDecoder(DecodingConfig(size))
     options = RowOptions(end_id=END, top_k=0, top_p=0.75, random_seed=5)
-    handle = decoder.add(RowRequest((1,), 50, options, (1,)))
+    decoded = decoder.make_row(RowRequest((1,), 50, options, (1,)))
     generator = Xorwow(5)
     for _ in range(50):
-        (step,) = decoder.step([handle], logits)
+        (step,) = decoder.step([decoded], logits)
         threshold = generator.uniform() * 0.75
         place = int(torch.searchsorted(sums, threshold))
         # FP32 masses and their norm against FP64 ones: the neighbour is as good this near to the
@@ -263,10 +263,10 @@ def test_equal_seeds_draw_equal_tokens_and_others_differ() -> None:
 )
 def test_unusable_logits_fail_their_row_alone(bad: float, options: dict[str, Any]) -> None:
     decoder = BatchDecoder(DecodingConfig(VOCAB))
-    handles = [decoder.add(request(**options)) for _ in range(2)]
+    decoded = [decoder.make_row(request(**options)) for _ in range(2)]
     slots = options.get("beam_width", 1)
     logits = torch.cat([torch.full((slots, VOCAB), bad), favouring(7).repeat(slots, 1)])
-    failed, fine = decoder.step(handles, logits)
+    failed, fine = decoder.step(decoded, logits)
     assert (failed.error, failed.finished) == (UNUSABLE, True)
     assert (fine.error, fine.tokens[0]) == (None, 7)
 

@@ -28,8 +28,8 @@ def best_ids(logits: list[float]) -> list[int]:
 
 def first_token(logits: list[float], options: RowOptions) -> int:
     decoder = BatchDecoder(DecodingConfig(VOCAB))
-    handle = decoder.add(RowRequest((1,), 1, options, (1,)))
-    (step,) = decoder.step([handle], torch.tensor([logits]))
+    decoded = decoder.make_row(RowRequest((1,), 1, options, (1,)))
+    (step,) = decoder.step([decoded], torch.tensor([logits]))
     return int(step.tokens[0])
 
 
@@ -64,12 +64,12 @@ def test_beams_are_those_of_the_earlier_parents_and_lower_ids(
     logits[END] = -50.0
     row = RowRequest((1,), 2, RowOptions(end_id=END, beam_width=beams), (1,))
     decoder = BatchDecoder(DecodingConfig(VOCAB, hypothesis_pool=pool))
-    handle = decoder.add(row)
+    decoded = decoder.make_row(row)
     for _ in range(2):
-        (step,) = decoder.step([handle], torch.tensor([logits] * decoder.slots(handle)))
+        (step,) = decoder.step([decoded], torch.tensor([logits] * decoded.slots))
     assert step.finished
 
     ids = best_ids(logits)[: 2 * beams]
     pairs = itertools.product(ids[:beams], ids)  # by parent, then by rank
     expected = sorted(pairs, key=lambda pair: -(logits[pair[0]] + logits[pair[1]]))[:beams]
-    assert decoder.result(handle).output_ids == tuple(expected)
+    assert decoded.result().output_ids == tuple(expected)

@@ -188,13 +188,13 @@ def test_blocks_of_a_few_tokens_give_the_same_tokens(
     if ranks_choose:
         let_ranks_choose(monkeypatch)
     preempted: list[RunningRow] = []
-    give_way = RunningRow.give_way
+    preempt = RunningRow.preempt
 
-    def note(row: RunningRow, generated: Sequence[int]) -> None:
+    def note(row: RunningRow) -> None:
         preempted.append(row)
-        give_way(row, generated)
+        preempt(row)
 
-    monkeypatch.setattr(RunningRow, "give_way", note)
+    monkeypatch.setattr(RunningRow, "preempt", note)
     block_bytes = 4 * 2 * MODEL.decoder_layers * MODEL.inner * 4
     small = EngineOptions(
         max_lanes=SLOTS, max_seq_len=40, kv_block_tokens=4, kv_cache_bytes=41 * block_bytes

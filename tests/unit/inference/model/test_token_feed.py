@@ -11,7 +11,7 @@ import torch
 
 from inference.decoding.candidates import fetch, select
 from inference.decoding.draws import ARG_MAX, UNMARKED, Marks, Penalty
-from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.generate import BatchDecoder, DecodingConfig, take_chosen
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import RowRequest
 from inference.model.token_feed import (
@@ -91,8 +91,8 @@ def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: boo
     logits[::3] = logits[::3].round()  # many are equal
     logits[1::4, 1::2] = -torch.inf
     config = DecodingConfig(vocab_size, nucleus_include_boundary=include_boundary)
-    ours, theirs = BatchDecoder(config), BatchDecoder(config)
-    draws, forbidden, handles = [], [], []
+    decoder = BatchDecoder(config)
+    draws, forbidden, theirs = [], [], []
     for seed in range(rows):
         options = RowOptions(
             end_id=int(rng.integers(vocab_size + 2)),
@@ -103,12 +103,12 @@ def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: boo
             random_seed=seed,
         )
         request = RowRequest((0, 0), 2, options, (0, 0))
-        handles.append(theirs.add(request))
-        handle = ours.add(request)
-        assert ours.rank_chooses(handle)
-        draws.append(ours.draw(handle))
+        theirs.append(decoder.make_row(request))
+        ours = decoder.make_row(request)
+        assert ours.rank_chooses
+        draws.append(ours.draw())
         forbidden.append(options.end_id if options.min_length else -1)
-    steps = theirs.step(handles, logits)
+    steps = decoder.step(theirs, logits)
 
     def drawn(more: float) -> list[int]:
         """Return the tokens of random numbers that are larger by `more`."""
@@ -137,16 +137,16 @@ def test_rows_that_need_more_than_a_token_are_not_drawn_by_ranks(changed: dict[s
     decoder = BatchDecoder(DecodingConfig(60))
     plain = {"end_id": 1, "top_k": 5, "top_p": 0.5, "temperature": 0.5}
     for options, expected in (plain, True), ({**plain, **changed}, False):
-        handle = decoder.add(RowRequest((0, 0), 2, RowOptions(**options), (0, 0)))
-        assert decoder.rank_chooses(handle) == expected
+        row = decoder.make_row(RowRequest((0, 0), 2, RowOptions(**options), (0, 0)))
+        assert row.rank_chooses == expected
 
 
 @pytest.mark.parametrize("vocab_size", [7, 60, 3000])
 def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     rows, steps = 48, 6
-    ours, theirs = (BatchDecoder(DecodingConfig(vocab_size)) for _ in range(2))
-    handles = []
+    decoder = BatchDecoder(DecodingConfig(vocab_size))
+    ours, theirs = [], []
     for seed in range(rows):
         context = tuple(rng.integers(vocab_size + 2, size=rng.integers(1, 9)).tolist())
         options = RowOptions(
@@ -162,24 +162,24 @@ def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
             random_seed=seed,
         )
         request = RowRequest(context, steps, options, context)
-        handles.append(theirs.add(request))
-        assert ours.add(request) == handles[-1]
+        theirs.append(decoder.make_row(request))
+        ours.append(decoder.make_row(request))
     feed = TokenFeed(rows, CPU, vocab=range(vocab_size))
     for produced in range(steps):
         logits = torch.from_numpy(rng.normal(size=(rows, vocab_size)).astype(np.float32) * 3)
-        expected = theirs.step(handles, logits)
+        expected = decoder.step(theirs, logits)
         slots = torch.arange(rows)
         if produced > 3:  # the rows were preempted, and have other slots now
             slots = slots.roll(5)
         if produced in (0, 4):
-            for handle, slot in zip(handles, slots.tolist(), strict=True):
-                feed.mark(slot, *ours.marks(handle))
-        penalties = torch.tensor([ours.penalty(handle, produced) for handle in handles])
-        draws = torch.tensor([ours.draw(handle) for handle in handles])
+            for row, slot in zip(ours, slots.tolist(), strict=True):
+                feed.mark(slot, *row.marks())
+        penalties = torch.tensor([row.penalty(produced) for row in ours])
+        draws = torch.tensor([row.draw() for row in ours])
         nothing = torch.full((rows,), -1)
         chosen = feed.choose(logits, slots, nothing, draws, penalties).numpy()
         assert chosen[:, 1].tolist() == [step.tokens[0] for step in expected]
-        ours.take_chosen(handles, chosen)
+        take_chosen(ours, chosen)
 
 
 MARKS = Marks(np.array([6]), np.array([7]), np.float32([-np.inf]))
