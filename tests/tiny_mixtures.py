@@ -52,7 +52,8 @@ def core_mixture(folder: Path) -> dict[str, torch.Tensor]:
         }
         attention, experts = _ATTENTION.format(layer), _EXPERTS.format(layer)
         rows = [
-            own[f"self_attn.{part}_proj.weight"].view(_GROUPS, -1, 24) for part in ("q", "k", "v")
+            own[f"self_attn.{part}_proj.weight"].unflatten(0, (_GROUPS, -1))
+            for part in ("q", "k", "v")
         ]
         state |= {
             f"{attention}linear_qkv.weight": torch.cat(rows, 1).flatten(0, 1),

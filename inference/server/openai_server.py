@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 
-from inference.server import supervisor
 from inference.server.process import ServedProcess, ask_locally
 
 HOST_FIELD, PORT_FIELD, MODEL_FIELD = "{host}", "{port}", "{model}"  # in a command
 _POLL_S = 0.25
 _ASK_S = 5.0
 _FIRST_ANSWER_S = 120.0  # kernels may be compiled for it
-_NO_SEGMENTS = f"{supervisor.user_prefix()}none-"  # such a server's shared memory is its own
 
 
 class OpenAIServer(ServedProcess):
@@ -74,7 +72,7 @@ class OpenAIServer(ServedProcess):
         self._choose_ports()
         deadline = time.monotonic() + timeout_s
         try:
-            self._spawn(list(map(self._filled, self._command)), segments=_NO_SEGMENTS, env={})
+            self._spawn(list(map(self._filled, self._command)), segments="", env={})
             progress(f"waiting for {self.name}")
             while not self._is_healthy():
                 check()

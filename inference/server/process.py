@@ -157,7 +157,10 @@ class ServedProcess:
         env: Mapping[str, str],
         cwd: Path | None = None,
     ) -> None:
-        """Start the command under a supervisor; its shared memory has names with a prefix."""
+        """Start the command under a supervisor.
+
+        `segments` is the prefix of its shared memory's names, "" for a server that clears its own.
+        """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         lifeline, self._lifeline = os.pipe()
         try:

@@ -41,6 +41,12 @@ def test_a_server_is_ready_once_it_has_answered_and_leaves_nothing_behind(tmp_pa
         http.client.HTTPConnection("127.0.0.1", found.port, timeout=5).request("GET", "/health")
 
 
+def test_a_user_may_have_several_servers_at_once(tmp_path: Path) -> None:
+    with server(tmp_path) as one, server(tmp_path) as other:
+        start(one)
+        start(other)
+
+
 def test_the_reason_of_a_failed_start_is_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(ServerStartError, match=r"ended with status 1.*\n(.*\n)*.*--wrong-option"):
         start(server(tmp_path, "fails"))
