@@ -17,8 +17,9 @@ from export_scripts.checkpoints.nemo import open_nemo
 from export_scripts.commands import command_parser, run_command, say
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig, Index
+from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.prompts import PROMPT_TABLE, prompt_fields, prompt_tensors
+from export_scripts.families.mapping.prompts import prompt_fields, prompt_tensors
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import TensorSource, join
 from export_scripts.families.t5.tuning import (

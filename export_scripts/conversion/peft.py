@@ -11,7 +11,7 @@ from typing import Any
 
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tensor_plan import TensorPlan
-from export_scripts.families.mapping.prompts import PROMPT_TABLE
+from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.mapping.sources import View, same
 
 ADAPTERS = "adapters"

@@ -10,19 +10,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
-from export_scripts.families.layout.decoder import PROMPT_WEIGHTS, DecoderConfig
+from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
-from export_scripts.families.mapping.keys import decoder_values, key, written_decoder
-from export_scripts.families.mapping.prompts import with_prompts
-from export_scripts.families.mapping.settings import (
-    Settings,
-    huggingface_settings,
-    stored_head,
-)
-from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource, Transpose
-
-LAYER = "model.layers.{layer}."
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
+from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.names import in_layers
+from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings
 
 # NVIDIA's GPT-J runtime always computes with this epsilon.
 FT_LAYERNORM_EPS = 1e-6
@@ -86,85 +79,58 @@ def check_rotary(settings: Settings, name: str, dims: int, size_per_head: int) -
         )
 
 
-_KEYS = (
-    key("head_num", "n_head", "num_attention_heads"),
-    key("hidden", "n_embd", "hidden_size"),
-    key("inter_size", "n_inner", default=lambda known: 4 * known["hidden"]),
-    key("num_layer", "n_layer", "num_hidden_layers"),
-    key("vocab_size", "vocab_size"),
-    key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
-)
+# All that FT computes a GPT-J with.
+_GELU_NEW = {
+    name: each for name, each in HUGGINGFACE_ACTIVATIONS.items() if each == ("Gelu", False)
+}
 
 
-def _config(facts: Facts) -> GPTJConfig:
-    """Return the config of a Hugging Face GPT-J.
-
-    Raises:
-        CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
-    """
-    settings = huggingface_settings(facts.config)
-    if settings.activation("activation_function", default="gelu_new") != ("Gelu", False):
-        name = facts.config["activation_function"]
-        settings.problems.append(
-            f"config.json: activation_function = {name} cannot be represented: FT computes GPT-J "
-            "with gelu_new"
-        )
-    values = decoder_values(facts, settings, _KEYS, name="gptj", bos=50256, eos=50256)
+def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    settings.activation("activation_function", default="gelu_new", known=_GELU_NEW)
     # transformers rotates whole heads where the key is null, and 64 dimensions where it is absent.
-    usual = values["size_per_head"] if "rotary_dim" in facts.config else 64
-    rotary_dims = settings.integer("rotary_dim", default=usual, least=2)
-    check_rotary(settings, "rotary_dim", rotary_dims, values["size_per_head"])
-    settings.finish()
-    return GPTJConfig(**values, rotary_embedding=rotary_dims)
+    usual = values["size_per_head"] if "rotary_dim" in settings.source else 64
+    dims = settings.integer("rotary_dim", default=usual, least=2)
+    check_rotary(settings, "rotary_dim", dims, values["size_per_head"])
+    return {"rotary_embedding": dims}
 
 
-def _written(config: GPTJConfig, is_tied: bool) -> list[dict[str, Any]]:
-    return [
-        written_decoder("gptj", "GPTJForCausalLM", _KEYS, config)
-        | {
-            "activation_function": "gelu_new",
-            "rotary_dim": config.rotary_embedding,
-            "tie_word_embeddings": is_tied,
-        }
-    ]
-
-
-_H = "transformer.h.{layer}."
-WTE = "transformer.wte.weight"
-
-
-def _weights(facts: Facts, _: GPTJConfig) -> Mapping[str, TensorSource]:
-    """Return each tensor's source; a tied head may be stored as the embedding alone."""
-    q, k, v = (f"{_H}attn.{part}_proj.weight" for part in "qkv")
-    return {
-        "model.wte": Copy(WTE),
-        LAYER + "input_layernorm.weight": Copy(_H + "ln_1.weight"),
-        LAYER + "input_layernorm.bias": Copy(_H + "ln_1.bias"),
-        LAYER + "attention.query_key_value.weight": StackQKV(q, k, v),
-        LAYER + "attention.dense.weight": Transpose(_H + "attn.out_proj.weight"),
-        LAYER + "mlp.dense_h_to_4h.weight": Transpose(_H + "mlp.fc_in.weight"),
-        LAYER + "mlp.dense_h_to_4h.bias": Copy(_H + "mlp.fc_in.bias"),
-        LAYER + "mlp.dense_4h_to_h.weight": Transpose(_H + "mlp.fc_out.weight"),
-        LAYER + "mlp.dense_4h_to_h.bias": Copy(_H + "mlp.fc_out.bias"),
-        "model.final_layernorm.weight": Copy("transformer.ln_f.weight"),
-        "model.final_layernorm.bias": Copy("transformer.ln_f.bias"),
-        "model.lm_head.weight": Copy(stored_head(facts, ("lm_head.weight",), WTE)),
-        "model.lm_head.bias": Copy("lm_head.bias"),
-    }
-
-
-GPTJ_HUGGINGFACE = with_prompts(
-    SourceMapping(
-        name="huggingface-gptj",
-        title="Hugging Face GPT-J",
-        family=GPTJ,
-        format="huggingface",
-        matches=lambda facts: facts.config.get("model_type") == "gptj",
-        config=_config,
-        written=_written,
-        positions="n_positions",
-        weights=_weights,
-        ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions"),
-        prefix="transformer.",
-    )
-)
+GPTJ_HUGGINGFACE = HuggingFaceDecoder(
+    model_type="gptj",
+    model="GPTJForCausalLM",
+    title="GPT-J",
+    family=GPTJ,
+    keys=(
+        key("head_num", "n_head", "num_attention_heads"),
+        key("hidden", "n_embd", "hidden_size"),
+        key("inter_size", "n_inner", default=lambda known: 4 * known["hidden"]),
+        key("num_layer", "n_layer", "num_hidden_layers"),
+        key("vocab_size", "vocab_size"),
+        key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
+    ),
+    names={
+        "model.wte": "transformer.wte",
+        "model.final_layernorm": "transformer.ln_f",
+        "model.lm_head": "lm_head",
+        **in_layers(
+            "transformer.h.{layer}.",
+            {
+                "input_layernorm": "ln_1",
+                "attention.query_key_value": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+                "attention.dense": "attn.out_proj",
+                "mlp.dense_h_to_4h": "mlp.fc_in",
+                "mlp.dense_4h_to_h": "mlp.fc_out",
+            },
+        ),
+    },
+    read=_read,
+    written=lambda config: {
+        "activation_function": "gelu_new",
+        "rotary_dim": config.rotary_embedding,
+    },
+    stores_head=True,
+    bos=50256,
+    eos=50256,
+    positions="n_positions",
+    ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions"),
+    prefix="transformer.",
+).mapping()

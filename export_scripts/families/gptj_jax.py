@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.gptj import GPTJ, LAYER, GPTJConfig, check_rotary
-from export_scripts.families.mapping.prompts import with_prompts
+from export_scripts.families.gptj import GPTJ, GPTJConfig, check_rotary
+from export_scripts.families.layout.decoder import LAYER
+from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
@@ -51,19 +52,21 @@ def _config(facts: Facts) -> GPTJConfig:
         check_rotary(settings, "rotary_embedding (pe_rotary_dims)", rotary, size_per_head)
     settings.finish()
     ids, keys = facts.special_ids(), facts.keys()
+    vocab_size = facts.rows("wte.weight")
     return GPTJConfig(
         model_name="gptj-6B" if hidden == _RELEASED["hidden"] else "gptj",
         head_num=head_num,
         size_per_head=size_per_head,
         inter_size=facts.rows("h.0.c_fc.bias"),
         num_layer=sum(key.endswith(".q.weight") for key in keys),
-        vocab_size=facts.rows("wte.weight"),
+        vocab_size=vocab_size,
         rotary_embedding=rotary,
         start_id=ids.bos if ids and ids.bos is not None else _END_OF_TEXT,
         end_id=ids.eos if ids and ids.eos is not None else _END_OF_TEXT,
         layernorm_eps=1e-5,
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
+        **prompt_fields(facts, start_id=vocab_size),
     )
 
 
@@ -150,17 +153,17 @@ WEIGHTS: Mapping[str, TensorSource] = {
     "model.final_layernorm.bias": _on_every_shard(_norm_bias, "ln_f.bias"),
     "model.lm_head.weight": Adjusted(Transpose("lm_head.weight", cut=1), _rounded),
     "model.lm_head.bias": Adjusted(Copy("lm_head.bias", cut=0), _rounded),
+    **PROMPT_SOURCES,
 }
 
-GPTJ_JAX = with_prompts(
-    SourceMapping(
-        name="jax-gptj",
-        title="GPT-J, mesh-transformer-jax slim release (step_*/shard_*/*.npz)",
-        family=GPTJ,
-        format="jax",
-        matches=lambda facts: facts.has("wte.bias"),
-        config=_config,
-        weights=lambda *_: WEIGHTS,
-        warnings=_warnings,
-    )
+GPTJ_JAX = SourceMapping(
+    name="jax-gptj",
+    title="GPT-J, mesh-transformer-jax slim release (step_*/shard_*/*.npz)",
+    family=GPTJ,
+    format="jax",
+    matches=lambda facts: facts.has("wte.bias"),
+    config=_config,
+    weights=lambda *_: WEIGHTS,
+    accepts=("prompt",),
+    warnings=_warnings,
 )

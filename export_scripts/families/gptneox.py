@@ -13,34 +13,25 @@ from typing import Any, ClassVar
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.config import ini_field
-from export_scripts.families.layout.decoder import PROMPT_WEIGHTS, DecoderConfig
+from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
-from export_scripts.families.mapping.keys import (
-    activation_name,
-    decoder_values,
-    key,
-    written_decoder,
-)
-from export_scripts.families.mapping.prompts import with_prompts
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
+from export_scripts.families.mapping.keys import activation_name, key
+from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.rotary import FT_BASE, plain_rotary_dims, rotary_fraction
 from export_scripts.families.mapping.settings import (
-    half_precision_warnings,
-    huggingface_settings,
-    stored_head,
+    HUGGINGFACE_ACTIVATIONS,
+    Settings,
 )
-from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import (
     Adjusted,
     Compute,
     Constant,
     Copy,
-    SplitQKV,
     TensorSource,
-    Transpose,
 )
 from export_scripts.families.mapping.tensors import rounded
-
-LAYER = "model.layers.{layer}."
 
 # NVIDIA's GPT-NeoX runtime always computes with this epsilon.
 FT_LAYERNORM_EPS = 1e-5
@@ -152,112 +143,88 @@ def _share(config: GPTNeoXConfig, bias: Any) -> Any:
     return rounded(rounded(bias, kind) / config.tensor_para_size, kind)
 
 
-def output_bias(config: GPTNeoXConfig, key: str) -> TensorSource:
-    """Return the source of an output bias: whole, or the share of a rank that adds it."""
-    if config.has_sequential_residual or config.tensor_para_size == 1:
-        return Copy(key)
-    return Compute(_share, (key,))
-
-
-_KEYS = (
-    key("head_num", "num_attention_heads"),
-    key("hidden", "hidden_size"),
-    key("inter_size", "intermediate_size"),
-    key("num_layer", "num_hidden_layers"),
-    key("vocab_size", "vocab_size"),
-    key("use_gptj_residual", "use_parallel_residual", kind="flag", default=True),
-    key("layernorm_eps", "layer_norm_eps", kind="number", default=1e-5),
-)
-
-
-def _config(facts: Facts) -> GPTNeoXConfig:
-    """Return the config of a Hugging Face GPT-NeoX.
-
-    Raises:
-        CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
-    """
-    settings = huggingface_settings(facts.config)
-    spelling, exact_gelu = settings.activation("hidden_act", default="gelu")
-    if spelling != "Gelu":
-        settings.problems.append(
-            f"config.json: hidden_act = {facts.config['hidden_act']} cannot be represented: FT "
-            "computes GPT-NeoX with gelu"
-        )
-    values = decoder_values(facts, settings, _KEYS, name="gptneox", bos=0, eos=2)
-    rotary_dims = plain_rotary_dims(settings, values["size_per_head"], fraction=0.25)
-    settings.finish()
-    return GPTNeoXConfig(**values, rotary_embedding=rotary_dims, exact_gelu=exact_gelu)
-
-
-def _written(config: GPTNeoXConfig, is_tied: bool) -> list[dict[str, Any]]:
-    fraction = rotary_fraction(config.rotary_embedding, config.size_per_head)
-    return [
-        written_decoder("gpt_neox", "GPTNeoXForCausalLM", _KEYS, config)
-        | {
-            "hidden_act": activation_name("Gelu", exact_gelu=config.exact_gelu),
-            "rotary_pct": fraction,
-            "rotary_emb_base": FT_BASE,
-            "attention_bias": True,
-            "tie_word_embeddings": is_tied,
+def _sources(facts: Facts, config: GPTNeoXConfig) -> dict[str, TensorSource]:
+    """Return the sources of output biases: whole, or the share of each rank that adds them."""
+    attention, mlp = (f"{_L}{name}.bias" for name in ("attention.dense", "mlp.dense_4h_to_h"))
+    has_bias = facts.config.get("attention_bias", True)
+    table: dict[str, TensorSource] = {
+        _SUM: Compute(divided_bias_sum, (attention, mlp) if has_bias else (mlp,))
+    }
+    if not config.has_sequential_residual and config.tensor_para_size > 1:
+        table |= {
+            name: Compute(_share, (key,))
+            for name, key in zip(_SHARES, (attention, mlp), strict=True)
         }
-    ]
+    if not has_bias:
+        table |= {
+            LAYER + "attention.query_key_value.bias": Constant((3, "hidden")),
+            LAYER + "attention.dense.bias": Constant(("hidden",)),
+        }
+    return table
+
+
+# All that FT computes a GPT-NeoX with, or by erf.
+_GELUS = {name: each for name, each in HUGGINGFACE_ACTIVATIONS.items() if each[0] == "Gelu"}
+
+
+def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    _, exact_gelu = settings.activation("hidden_act", default="gelu", known=_GELUS)
+    dims = plain_rotary_dims(settings, values["size_per_head"], fraction=0.25)
+    return {"rotary_embedding": dims, "exact_gelu": exact_gelu}
+
+
+def _written(config: GPTNeoXConfig) -> dict[str, Any]:
+    return {
+        "hidden_act": activation_name("Gelu", exact_gelu=config.exact_gelu),
+        "rotary_pct": rotary_fraction(config.rotary_embedding, config.size_per_head),
+        "rotary_emb_base": FT_BASE,
+        "attention_bias": True,
+    }
 
 
 _L = "gpt_neox.layers.{layer}."
-EMBEDDING = "gpt_neox.embed_in.weight"
-# transformers renamed it in version 5.
-HEADS = ("embed_out.weight", "lm_head.weight")
-
-
-def _weights(facts: Facts, config: GPTNeoXConfig) -> Mapping[str, TensorSource]:
-    """Return each tensor's source."""
-    has_bias = facts.config.get("attention_bias", True)
-    mlp_out = _L + "mlp.dense_4h_to_h"
-    out_biases = (_L + "attention.dense.bias",) if has_bias else ()
-    qkv = "attention.query_key_value."
-    copied = {
-        LAYER + "input_layernorm": _L + "input_layernorm",
-        LAYER + "post_attention_layernorm": _L + "post_attention_layernorm",
-        "model.final_layernorm": "gpt_neox.final_layer_norm",
-    }
-    return {
-        "model.wte": Copy(EMBEDDING),
-        "model.lm_head.weight": Copy(stored_head(facts, HEADS, EMBEDDING)),
-        **{f"{ours}.weight": Copy(f"{theirs}.weight") for ours, theirs in copied.items()},
-        **{f"{ours}.bias": Copy(f"{theirs}.bias") for ours, theirs in copied.items()},
-        LAYER + qkv + "weight": SplitQKV(_L + qkv + "weight"),
-        LAYER + qkv + "bias": SplitQKV(_L + qkv + "bias") if has_bias else Constant((3, "hidden")),
-        LAYER + "attention.dense.weight": Transpose(_L + "attention.dense.weight"),
-        LAYER + "attention.dense.bias": output_bias(config, _L + "attention.dense.bias")
-        if has_bias
-        else Constant(("hidden",)),
-        LAYER + "mlp.dense_h_to_4h.weight": Transpose(_L + "mlp.dense_h_to_4h.weight"),
-        LAYER + "mlp.dense_h_to_4h.bias": Copy(_L + "mlp.dense_h_to_4h.bias"),
-        LAYER + "mlp.dense_4h_to_h.weight": Transpose(mlp_out + ".weight"),
-        LAYER + "mlp.dense_4h_to_h.bias": output_bias(config, mlp_out + ".bias"),
-        LAYER + "mlp.attention.bias.sum": Compute(
-            divided_bias_sum, (*out_biases, mlp_out + ".bias")
-        ),
-    }
-
-
-GPTNEOX_HUGGINGFACE = with_prompts(
-    SourceMapping(
-        name="huggingface-gptneox",
-        title="Hugging Face GPT-NeoX, Pythia",
-        family=GPTNEOX,
-        format="huggingface",
-        matches=lambda facts: facts.config.get("model_type") == "gpt_neox",
-        config=_config,
-        written=_written,
-        positions="max_position_embeddings",
-        weights=_weights,
-        ignored=(
-            "*.attention.bias",
-            "*.attention.masked_bias",
-            "*rotary_emb.inv_freq",
-        ),
-        prefix="gpt_neox.",
-        warnings=lambda facts, config: half_precision_warnings(facts, config, EMBEDDING),
+# Modules that both the library and its ancestor name as the layout does.
+LAYER_MODULES = {
+    name: name
+    for name in (
+        "input_layernorm",
+        "attention.query_key_value",
+        "attention.dense",
+        "post_attention_layernorm",
+        "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h",
     )
-)
+}
+
+GPTNEOX_HUGGINGFACE = HuggingFaceDecoder(
+    model_type="gpt_neox",
+    model="GPTNeoXForCausalLM",
+    title="GPT-NeoX, Pythia",
+    name="gptneox",
+    family=GPTNEOX,
+    keys=(
+        key("head_num", "num_attention_heads"),
+        key("hidden", "hidden_size"),
+        key("inter_size", "intermediate_size"),
+        key("num_layer", "num_hidden_layers"),
+        key("vocab_size", "vocab_size"),
+        key("use_gptj_residual", "use_parallel_residual", kind="flag", default=True),
+        key("layernorm_eps", "layer_norm_eps", kind="number", default=1e-5),
+    ),
+    names={
+        "model.wte": "gpt_neox.embed_in",
+        "model.final_layernorm": "gpt_neox.final_layer_norm",
+        **in_layers(_L, LAYER_MODULES),
+    },
+    sources=_sources,
+    read=_read,
+    written=_written,
+    heads=("embed_out.weight", "lm_head.weight"),  # transformers renamed it in version 5
+    stores_head=True,
+    bos=0,
+    eos=2,
+    positions="max_position_embeddings",
+    ignored=("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq"),
+    prefix="gpt_neox.",
+    warns_of_fp16=True,
+).mapping()

@@ -14,12 +14,14 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.gptneox import GPTNEOX, LAYER, GPTNeoXConfig, divided_bias_sum
-from export_scripts.families.mapping.prompts import with_prompts
+from export_scripts.families.gptneox import GPTNEOX, LAYER_MODULES, GPTNeoXConfig, divided_bias_sum
+from export_scripts.families.layout.decoder import LAYER
+from export_scripts.families.mapping.names import in_layers, named_sources
+from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
 from export_scripts.families.mapping.rotary import FT_BASE
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Compute, Copy, SplitQKV, TensorSource, Transpose
+from export_scripts.families.mapping.sources import Compute, Copy, TensorSource
 from export_scripts.families.mapping.tensors import float32
 
 WTE = "embedding.word_embeddings.weight"
@@ -42,6 +44,7 @@ def _config(facts: Facts) -> GPTNeoXConfig:
     _refuse_other_models(settings)
     assumed = not _is_whole(settings.source)
     hidden = facts.pieces(WTE)[0].shape[1]
+    vocab_size = facts.rows(WTE)
     given_heads = facts.given_int("head_num")
     heads = given_heads if given_heads is not None else settings.integer("num-attention-heads")
     size_per_head = settings.divide(hidden, heads, "hidden size by heads")
@@ -52,7 +55,7 @@ def _config(facts: Facts) -> GPTNeoXConfig:
         size_per_head=size_per_head,
         inter_size=facts.rows("layers.0.mlp.dense_h_to_4h.bias"),
         num_layer=sum(key.endswith(".input_layernorm.weight") for key in keys),
-        vocab_size=facts.rows(WTE),
+        vocab_size=vocab_size,
         rotary_embedding=_rotary_dims(facts, settings, size_per_head),
         start_id=ids.bos if ids and ids.bos is not None else _START_ID,
         end_id=ids.eos if ids and ids.eos is not None else _END_ID,
@@ -62,6 +65,7 @@ def _config(facts: Facts) -> GPTNeoXConfig:
         exact_gelu=not settings.flag("bias-gelu-fusion", default=assumed),
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
+        **prompt_fields(facts, start_id=vocab_size),
     )
     settings.finish()
     return config
@@ -135,32 +139,24 @@ def _everywhere(function: Any, *keys: str) -> TensorSource:
     return Compute(function, keys, cuts=(0,) * len(keys))
 
 
-_NORMS = {
-    LAYER + "input_layernorm": _L + "input_layernorm",
-    LAYER + "post_attention_layernorm": _L + "post_attention_layernorm",
-    "model.final_layernorm": "final.norm",
-}
-_QKV = "attention.query_key_value."
 _ATTENTION_BIAS = _L + "attention.dense.bias"
 _MLP_BIAS = _L + "mlp.dense_4h_to_h.bias"
+_NAMES = {
+    "model.wte": WTE.removesuffix(".weight"),
+    "model.final_layernorm": "final.norm",
+    "model.lm_head": HEAD.removesuffix(".weight"),
+    **in_layers(_L, LAYER_MODULES),
+}
 
 WEIGHTS: Mapping[str, TensorSource] = {
-    "model.wte": Copy(WTE, cut=0),
-    "model.lm_head.weight": Copy(HEAD, cut=0),
     **{
-        f"{ours}.{kind}": _everywhere(_mean, f"{theirs}.{kind}")
-        for ours, theirs in _NORMS.items()
-        for kind in ("weight", "bias")
+        name: _everywhere(_mean, source.reads[0][0]) if "layernorm" in name else source
+        for name, source in named_sources(_NAMES, GPTNEOX.layout).items()
     },
-    LAYER + _QKV + "weight": SplitQKV(_L + _QKV + "weight"),
-    LAYER + _QKV + "bias": SplitQKV(_L + _QKV + "bias"),
-    LAYER + "attention.dense.weight": Transpose(_L + "attention.dense.weight", cut=1),
     LAYER + "attention.dense.bias": _everywhere(_output_bias, _ATTENTION_BIAS),
-    LAYER + "mlp.dense_h_to_4h.weight": Transpose(_L + "mlp.dense_h_to_4h.weight", cut=0),
-    LAYER + "mlp.dense_h_to_4h.bias": Copy(_L + "mlp.dense_h_to_4h.bias", cut=0),
-    LAYER + "mlp.dense_4h_to_h.weight": Transpose(_L + "mlp.dense_4h_to_h.weight", cut=1),
     LAYER + "mlp.dense_4h_to_h.bias": _everywhere(_output_bias, _MLP_BIAS),
     LAYER + "mlp.attention.bias.sum": _everywhere(_divided_sum, _ATTENTION_BIAS, _MLP_BIAS),
+    **PROMPT_SOURCES,
 }
 
 
@@ -183,16 +179,15 @@ def _warnings(facts: Facts, config: GPTNeoXConfig) -> list[str]:
     return assumed + half_precision_warnings(facts, config, WTE)
 
 
-GPTNEOX_ELEUTHER = with_prompts(
-    SourceMapping(
-        name="eleuther-gptneox",
-        title="GPT-NeoX, EleutherAI layer files (layer_*-model_*-model_states.pt)",
-        family=GPTNEOX,
-        format="eleuther",
-        matches=lambda facts: facts.has(WTE),
-        config=_config,
-        weights=_weights,
-        ignored=("*.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
-        warnings=_warnings,
-    )
+GPTNEOX_ELEUTHER = SourceMapping(
+    name="eleuther-gptneox",
+    title="GPT-NeoX, EleutherAI layer files (layer_*-model_*-model_states.pt)",
+    family=GPTNEOX,
+    format="eleuther",
+    matches=lambda facts: facts.has(WTE),
+    config=_config,
+    weights=_weights,
+    ignored=("*.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
+    accepts=("prompt",),
+    warnings=_warnings,
 )

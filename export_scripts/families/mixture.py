@@ -16,16 +16,17 @@ from export_scripts.families.dense.huggingface import (
     HF_LAYER,
     NAMES,
     RMS_KEYS,
-    HuggingFaceDecoder,
+    DenseDecoder,
 )
-from export_scripts.families.dense.layout import LAYER, LAYOUT, DenseConfig, dense_architecture
+from export_scripts.families.dense.layout import LAYOUT, DenseConfig, dense_architecture
 from export_scripts.families.dense.llama import all_attention_biases
-from export_scripts.families.dense.names import in_layers
-from export_scripts.families.gpt.core import core_traits, is_core
+from export_scripts.families.gpt.core import CORE_LAYER, core_names, core_traits, is_core
 from export_scripts.families.gpt.megatron import assumed_tokens_warning
 from export_scripts.families.layout.architecture import DecoderArchitecture
+from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.keys import Setting, key
+from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
@@ -121,21 +122,21 @@ _MIXTRAL = _names("block_sparse_moe", "w1", "w3", "w2")
 _QWEN3_MOE = _names("mlp", "gate_proj", "up_proj", "down_proj")
 
 MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
-    HuggingFaceDecoder(
+    DenseDecoder(
         model_type="mixtral",
         model="MixtralForCausalLM",
         title="Mixtral",
         family=MIXTURE,
         keys=_keys("intermediate_size", "num_local_experts"),
-        names=lambda _: _MIXTRAL,
+        names=_MIXTRAL,
         expected=_EXPECTED,
         read=lambda settings, _: _window(settings, in_use=True),
         written=lambda config: {"sliding_window": config.sliding_window},
         bos=1,
         eos=2,
-        warnings=lambda *_: [],
+        warns_of_fp16=False,
     ).mapping(),
-    HuggingFaceDecoder(
+    DenseDecoder(
         model_type="qwen3_moe",
         model="Qwen3MoeForCausalLM",
         title="Qwen3-MoE",
@@ -146,7 +147,7 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
             key("normalized_routing", "norm_topk_prob", kind="flag", default=False),
         ),
         fixed={"query_key_norm": "head"},
-        names=lambda _: _QWEN3_MOE,
+        names=_QWEN3_MOE,
         expected=_EXPECTED,
         read=lambda settings, values: {
             **all_attention_biases(settings, values),
@@ -159,7 +160,7 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
             "use_sliding_window": config.sliding_window is not None,
             "sliding_window": config.sliding_window,
         },
-        warnings=lambda *_: [],
+        warns_of_fp16=False,
     ).mapping(),
 )
 
@@ -223,10 +224,10 @@ def _core_config(facts: Facts) -> MixtureConfig:
 def _core_weights(facts: Facts, _: MixtureConfig) -> Mapping[str, TensorSource]:
     # Not fused, as the router reads its output too; megatron-core's own layers still name it so.
     norm = "pre_mlp_layernorm"
-    if not facts.has(f"{core.CORE_LAYER}{norm}.weight".format(layer=0)):
+    if not facts.has(f"{CORE_LAYER}{norm}.weight".format(layer=0)):
         norm = "mlp.linear_fc1.layer_norm_"
-    names = core.core_names(facts) | in_layers(
-        core.CORE_LAYER,
+    names = core_names(facts) | in_layers(
+        CORE_LAYER,
         {
             "post_attention_layernorm": norm,
             "mlp.router": "mlp.router",

@@ -10,24 +10,24 @@ from typing import Any
 
 from export_scripts.families.dense.huggingface import GATED, rotary_fields
 from export_scripts.families.dense.layout import DENSE, DenseConfig
-from export_scripts.families.dense.names import dense_sources, in_layers
 from export_scripts.families.gpt.core import (
     CORE_HEAD,
+    CORE_LAYER,
     CORE_WTE,
     core_is_tied,
-    core_norm_keys,
+    core_names,
     core_traits,
     is_core,
 )
 from export_scripts.families.gpt.megatron import assumed_tokens_warning, start_and_end
 from export_scripts.families.layout.spec import WeightSpec
 from export_scripts.families.mapping.megatron_traits import MegatronTraits, foreign_settings
+from export_scripts.families.mapping.names import named_sources
 from export_scripts.families.mapping.nemo2_traits import unknown_model
 from export_scripts.families.mapping.rotary import RotarySettings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Adjusted, TensorSource
 
-CORE_LAYER = "model.decoder.layers.{layer}."
 _QKV = CORE_LAYER + "self_attention.linear_qkv."
 _FC1 = CORE_LAYER + "mlp.linear_fc1."
 
@@ -189,38 +189,13 @@ def _core_rotary(traits: MegatronTraits) -> RotarySettings:
     return RotarySettings("default", base, fraction)
 
 
-def core_names(facts: Facts) -> dict[str, str]:
-    """Return the modules of the layout and of megatron-core, whose norms may be fused."""
-    layer = {
-        **{
-            ours: theirs.removeprefix(CORE_LAYER).removesuffix(".")
-            for ours, theirs in core_norm_keys(facts).items()
-        },
-        "attention.query": "self_attention.linear_qkv",
-        "attention.key": "self_attention.linear_qkv",
-        "attention.value": "self_attention.linear_qkv",
-        "attention.query_norm": "self_attention.q_layernorm",
-        "attention.key_norm": "self_attention.k_layernorm",
-        "attention.dense": "self_attention.linear_proj",
-        "mlp.dense_h_to_4h": "mlp.linear_fc1",
-        **({"mlp.dense_h_to_4h_2": "mlp.linear_fc1"} if core_traits(facts).gated else {}),
-        "mlp.dense_4h_to_h": "mlp.linear_fc2",
-    }
-    return {
-        "model.wte": "model.embedding.word_embeddings",
-        "model.lm_head": "model.output_layer",
-        "model.final_layernorm": "model.decoder.final_layernorm",
-        **in_layers(CORE_LAYER, layer),
-    }
-
-
 def core_sources(
     facts: Facts, names: Mapping[str, str], layout: Sequence[WeightSpec] = DENSE.layout
 ) -> dict[str, TensorSource]:
     """Return the source of each tensor of a layout."""
     # A distributed checkpoint keeps whole tensors.
     of_each = not facts.reader.is_distributed
-    table = dense_sources(names, layout, rows="groups", halves_of_each=of_each)
+    table = named_sources(names, layout, rows="groups", halves_of_each=of_each)
     if core_traits(facts).normalization != "rmsnorm1p":
         return table
     # Scales are stored as their distance from 1; of the models in transformers, those with such

@@ -9,34 +9,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.dense.huggingface import HuggingFaceDecoder
-from export_scripts.families.dense.layout import DenseConfig
-from export_scripts.families.dense.names import in_layers
+from export_scripts.families.dense.huggingface import DenseDecoder
+from export_scripts.families.dense.layout import LAYOUT, DenseConfig
 from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.names import QUERY_KEY_VALUE, in_layers, named_sources
 from export_scripts.families.mapping.settings import Settings
 
-_QKV = dict.fromkeys(
-    ("attention.query", "attention.key", "attention.value"), "self_attention.query_key_value"
-)
-
-
-def _names(config: DenseConfig) -> dict[str, str]:
-    """Return the names; with two norms, those of attention and MLP have names of their own."""
-    has_two = config.residual == "parallel"
-    layer = {
-        "input_layernorm": "ln_attn" if has_two else "input_layernorm",
-        **_QKV,
-        "attention.dense": "self_attention.dense",
-        "post_attention_layernorm": "ln_mlp" if has_two else "post_attention_layernorm",
-        "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",
-        "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
-    }
-    return {
-        "model.wte": "transformer.word_embeddings",
-        "model.final_layernorm": "transformer.ln_f",
-        "model.lm_head": "lm_head",
-        **in_layers("transformer.h.{layer}.", layer),
-    }
+_LAYER = "transformer.h.{layer}."
+_NAMES = {
+    "model.wte": "transformer.word_embeddings",
+    "model.final_layernorm": "transformer.ln_f",
+    "model.lm_head": "lm_head",
+    **in_layers(
+        _LAYER,
+        {
+            "input_layernorm": "input_layernorm",
+            **dict.fromkeys(
+                QUERY_KEY_VALUE,
+                "self_attention.query_key_value",
+            ),
+            "attention.dense": "self_attention.dense",
+            "post_attention_layernorm": "post_attention_layernorm",
+            "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",
+            "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
+        },
+    ),
+}
+_TWO_NORMS = in_layers(_LAYER, {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"})
 
 
 def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +76,7 @@ def _written(config: DenseConfig) -> dict[str, Any]:
     }
 
 
-FALCON_HUGGINGFACE = HuggingFaceDecoder(
+FALCON_HUGGINGFACE = DenseDecoder(
     model_type="falcon",
     model="FalconForCausalLM",
     title="Falcon",
@@ -95,7 +94,11 @@ FALCON_HUGGINGFACE = HuggingFaceDecoder(
     expected={
         "alibi": ((False, None), "its scores are rounded to bf16 and scaled, unlike other ALiBi")
     },
-    names=_names,
+    names=_NAMES,
+    # Norms of attention and MLP have names of their own where both read the same input.
+    sources=lambda _, config: (
+        named_sources(_TWO_NORMS, LAYOUT) if config.residual == "parallel" else {}
+    ),
     rows="groups",
     read=_read,
     written=_written,

@@ -10,13 +10,13 @@ from export_scripts.families.dense.huggingface import (
     HF_LAYER,
     KEYS,
     NAMES,
-    HuggingFaceDecoder,
+    DenseDecoder,
     window_fields,
     written_windows,
 )
 from export_scripts.families.dense.llama import all_attention_biases
-from export_scripts.families.dense.names import in_layers
 from export_scripts.families.mapping.keys import inverse_root, key
+from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.settings import Settings
 
 _NAMES = {
@@ -72,7 +72,7 @@ def _read(settings: Settings, values: Mapping[str, Any], pattern: int) -> dict[s
 
 
 _COMMON: dict[str, Any] = {
-    "names": lambda _: _NAMES,
+    "names": _NAMES,
     "expected": {
         "use_bidirectional_attention": ((None, False), "attention is causal"),
     },
@@ -83,7 +83,7 @@ _COMMON: dict[str, Any] = {
     "eos": 1,
 }
 
-GEMMA2_HUGGINGFACE = HuggingFaceDecoder(
+GEMMA2_HUGGINGFACE = DenseDecoder(
     model_type="gemma2",
     model="Gemma2ForCausalLM",
     title="Gemma 2",
@@ -93,7 +93,7 @@ GEMMA2_HUGGINGFACE = HuggingFaceDecoder(
     **_COMMON,
 ).mapping()
 
-GEMMA3_HUGGINGFACE = HuggingFaceDecoder(
+GEMMA3_HUGGINGFACE = DenseDecoder(
     model_type="gemma3_text",
     model="Gemma3ForCausalLM",
     title="Gemma 3 text",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from export_scripts.families.dense.huggingface import RMS_KEYS, HuggingFaceDecoder
+from export_scripts.families.dense.huggingface import RMS_KEYS, DenseDecoder
 from export_scripts.families.dense.llama import BIAS_KEYS, all_attention_biases
 from export_scripts.families.mapping.keys import key, reciprocal
 
-GRANITE_HUGGINGFACE = HuggingFaceDecoder(
+GRANITE_HUGGINGFACE = DenseDecoder(
     model_type="granite",
     model="GraniteForCausalLM",
     title="Granite",

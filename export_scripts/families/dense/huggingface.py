@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from export_scripts.families.dense.layout import DENSE, SCALING_FIELDS, DenseConfig
-from export_scripts.families.dense.names import dense_sources, in_layers
-from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.keys import Setting, key, read_keys, written_decoder
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
+from export_scripts.families.mapping.keys import Setting, key
+from export_scripts.families.mapping.names import Names, in_layers
 from export_scripts.families.mapping.rotary import (
     FT_BASE,
     RotarySettings,
     rotary_fraction,
     rotary_settings,
 )
-from export_scripts.families.mapping.settings import (
-    Settings,
-    half_precision_warnings,
-    head_is_tied,
-    huggingface_settings,
-    model_name,
-)
-from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.settings import Settings
 
 HF_LAYER = "model.layers.{layer}."
 
@@ -70,102 +63,45 @@ GATED = {"silu": "gated-silu", "gelu": "geglu", "relu": "reglu", "relu2": "gated
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFaceDecoder:
-    """A family of dense decoders: its settings and the names of its tensors.
+class DenseDecoder(HuggingFaceDecoder):
+    """A family of dense decoders.
 
     Attributes:
-        model_type: In config.json.
-        model: Class of transformers.
-        title: For the support table.
-        family: Its layout.
-        keys: The settings that are one field of the config each.
-        fixed: Fields that all models of the family have alike; a function is one of the values
-            read before.
-        names: Modules of the layout and of the source, for a config.
-        rows: How rows of a fused projection are nested, as `AttentionHeads` calls it.
-        expected: Settings with the only values that the layout holds, the library's default first,
-            and why.
-        read: Further fields, from the settings and the values read before.
-        written: The settings of which `read` makes its fields.
         head_dim: Size of a head where the configuration names none; None: hidden size by heads.
         is_gated: Whether the MLP is.
-        is_tied: The library's default of tie_word_embeddings.
-        bos: The library's default of bos_token_id.
-        eos: The library's default of eos_token_id.
         rotary_base: The library's default of rope_theta.
         rotary_local_base: That of layers with a sliding window, where it is another.
         rotary_fraction: The library's default of partial_rotary_factor; None where it always
             rotates whole heads.
-        prefix: Of names in a model saved without its head.
-        warnings: Warnings about a model that converts.
     """
 
-    model_type: str
-    model: str
-    title: str
     family: ModelFamily = DENSE
     keys: Sequence[Setting] = RMS_KEYS
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    names: Callable[[DenseConfig], Mapping[str, str]] = lambda _: NAMES
-    rows: str = "own"
-    expected: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
-    read: Callable[[Settings, Mapping[str, Any]], Mapping[str, Any]] = lambda *_: {}
-    written: Callable[[DenseConfig], Mapping[str, Any]] = lambda _: {}
+    names: Names = field(default_factory=lambda: NAMES)
     head_dim: int | None = None
     is_gated: bool = True
-    is_tied: bool = False
-    bos: int | None = None
-    eos: int | None = None
     rotary_base: float = FT_BASE
     rotary_local_base: float | None = None
     rotary_fraction: float | None = None
-    prefix: str = "model."
-    warnings: Callable[[Facts, DenseConfig], list[str]] = lambda facts, config: (
-        half_precision_warnings(facts, config, "model.embed_tokens.weight")
-    )
+    ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
+    warns_of_fp16: bool = True
 
-    def config(self, facts: Facts) -> FTConfig:
-        """Return the config of a checkpoint.
-
-        Raises:
-            CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
-        """
-        settings = huggingface_settings(facts.config)
-        for name, (allowed, why) in self.expected.items():
-            settings.expect(name, *allowed, why=why)
-        values = read_keys(settings, self.keys)
+    def derived(self, settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
+        """Return sizes of heads, the activation and rotary positions."""
         heads, hidden = values["head_num"], values["hidden_size"]
         kv_heads = values.setdefault("kv_head_num", heads)
         settings.divide(heads, kv_heads, "num_attention_heads by num_key_value_heads")
-        values["size_per_head"] = size = (
+        size = (
             settings.integer("head_dim", default=self.head_dim)
-            if self.head_dim or facts.config.get("head_dim") is not None
+            if self.head_dim or settings.source.get("head_dim") is not None
             else settings.divide(hidden, heads, "hidden_size by num_attention_heads")
         )
         activation = values["activation_type"].lower()
-        values["activation_type"] = GATED[activation] if self.is_gated else activation
-        values |= rotary_fields(self._rotary(settings), size)
-        values |= {
-            name: value(values) if callable(value) else value for name, value in self.fixed.items()
+        return {
+            "size_per_head": size,
+            "activation_type": GATED[activation] if self.is_gated else activation,
+            **rotary_fields(self._rotary(settings), size),
         }
-        values |= self.read(settings, values)
-        values["start_id"], values["end_id"] = settings.token_ids(facts, bos=self.bos, eos=self.eos)
-        head, embedding = (f"{NAMES[name]}.weight" for name in ("model.lm_head", "model.wte"))
-        values["tie_word_embeddings"] = head_is_tied(
-            facts, settings, head, embedding, default=self.is_tied
-        )
-        build: Callable[..., FTConfig] = self.family.config
-        try:
-            config = build(
-                **values,
-                model_name=model_name(facts.config, self.model_type),
-                weight_data_type=facts.weight_data_type,
-                tensor_para_size=facts.tp_size,
-            )
-        except ValueError as error:
-            settings.problems += str(error).split("\n")
-        settings.finish()
-        return config
 
     def _rotary(self, settings: Settings) -> RotarySettings:
         rotary = rotary_settings(
@@ -181,37 +117,9 @@ class HuggingFaceDecoder:
             )
         return rotary
 
-    def settings(self, config: DenseConfig, is_tied: bool) -> list[dict[str, Any]]:  # noqa: ARG002
-        """Return the config.json that may describe a model."""
-        return [
-            {
-                **written_decoder(self.model_type, self.model, self.keys, config),
-                "head_dim": config.size_per_head,
-                "tie_word_embeddings": config.tie_word_embeddings,
-                **written_rotary(config),
-                **self.written(config),
-            }
-        ]
-
-    def mapping(self) -> SourceMapping:
-        """Return the mapping from and to Hugging Face folders."""
-        head = f"{NAMES['model.lm_head']}.weight"
-        return SourceMapping(
-            name=f"huggingface-{self.model_type}",
-            title=f"Hugging Face {self.title}",
-            family=self.family,
-            format="huggingface",
-            matches=lambda facts: facts.config.get("model_type") == self.model_type,
-            config=self.config,
-            written=self.settings,
-            weights=lambda _, config: dense_sources(
-                self.names(config), self.family.layout, rows=self.rows
-            ),
-            ignored=("*rotary_emb.inv_freq",),
-            copies=lambda _, config: (head,) if config.tie_word_embeddings else (),
-            prefix=self.prefix,
-            warnings=self.warnings,
-        )
+    def written_derived(self, config: DenseConfig) -> dict[str, Any]:
+        """Return the size of a head and rotary positions."""
+        return {"head_dim": config.size_per_head, **written_rotary(config)}
 
 
 def rotary_fields(rotary: RotarySettings, size_per_head: int) -> dict[str, Any]:

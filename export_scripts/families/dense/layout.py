@@ -16,11 +16,9 @@ from export_scripts.families.layout.architecture import (
     activation_choice,
 )
 from export_scripts.families.layout.config import ini_field
-from export_scripts.families.layout.decoder import DecoderConfig
+from export_scripts.families.layout.decoder import LAYER, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.sources import Copy, Get, Parts, TensorSource
-
-LAYER = "model.layers.{layer}."
 
 _CHOICES = {
     "norm_type": ("rmsnorm", "layernorm"),

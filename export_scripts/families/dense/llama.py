@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.dense.huggingface import RMS_KEYS, HuggingFaceDecoder
+from export_scripts.families.dense.huggingface import RMS_KEYS, DenseDecoder
 from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.families.mapping.keys import key
 from export_scripts.families.mapping.source_mapping import Facts
@@ -22,14 +22,13 @@ def all_attention_biases(_: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _warnings(facts: Facts, _: DenseConfig) -> list[str]:
-    # Served in fp16 everywhere.
     window = facts.config.get("sliding_window")
     if window is None:
         return []
     return [f"config.json: sliding_window = {window} is left out: a Llama has none in transformers"]
 
 
-LLAMA_HUGGINGFACE = HuggingFaceDecoder(
+LLAMA_HUGGINGFACE = DenseDecoder(
     model_type="llama",
     model="LlamaForCausalLM",
     title="Llama",
@@ -38,4 +37,5 @@ LLAMA_HUGGINGFACE = HuggingFaceDecoder(
     bos=1,
     eos=2,
     warnings=_warnings,
+    warns_of_fp16=False,  # served in fp16 everywhere
 ).mapping()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.dense.huggingface import HuggingFaceDecoder, window_fields
+from export_scripts.families.dense.huggingface import DenseDecoder, window_fields
 from export_scripts.families.mapping.settings import Settings
 
 
@@ -24,7 +24,7 @@ def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-MISTRAL_HUGGINGFACE = HuggingFaceDecoder(
+MISTRAL_HUGGINGFACE = DenseDecoder(
     model_type="mistral",
     model="MistralForCausalLM",
     title="Mistral",
@@ -32,5 +32,5 @@ MISTRAL_HUGGINGFACE = HuggingFaceDecoder(
     written=lambda config: {"sliding_window": config.sliding_window},
     bos=1,
     eos=2,
-    warnings=lambda *_: [],  # served in fp16 everywhere
+    warns_of_fp16=False,  # served in fp16 everywhere
 ).mapping()

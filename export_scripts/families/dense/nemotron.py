@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from export_scripts.families.dense.huggingface import HF_LAYER, KEYS, NAMES, HuggingFaceDecoder
+from export_scripts.families.dense.huggingface import HF_LAYER, KEYS, NAMES, DenseDecoder
 from export_scripts.families.dense.llama import BIAS_KEYS, all_attention_biases
-from export_scripts.families.dense.names import in_layers
 from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.names import in_layers
 
 _NAMES = {
     **{name: theirs for name, theirs in NAMES.items() if not name.endswith("_2")},
     **in_layers(HF_LAYER, {"mlp.dense_h_to_4h": "mlp.up_proj"}),
 }
 
-NEMOTRON_HUGGINGFACE = HuggingFaceDecoder(
+NEMOTRON_HUGGINGFACE = DenseDecoder(
     model_type="nemotron",
     model="NemotronForCausalLM",
     title="Nemotron",
@@ -23,7 +23,7 @@ NEMOTRON_HUGGINGFACE = HuggingFaceDecoder(
         key("activation_type", "hidden_act", kind="any_activation", default="relu2"),
     ),
     fixed={"norm_type": "layernorm", "norm_one_plus": True},
-    names=lambda _: _NAMES,
+    names=_NAMES,
     read=all_attention_biases,
     is_gated=False,
     bos=2,

@@ -6,11 +6,11 @@ from export_scripts.families.dense.huggingface import (
     HF_LAYER,
     KEYS,
     NAMES,
-    HuggingFaceDecoder,
+    DenseDecoder,
 )
 from export_scripts.families.dense.llama import all_attention_biases
-from export_scripts.families.dense.names import in_layers
 from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.names import in_layers
 
 _NAMES = {
     **NAMES,
@@ -23,7 +23,7 @@ _NAMES = {
     ),
 }
 
-OLMO2_HUGGINGFACE = HuggingFaceDecoder(
+OLMO2_HUGGINGFACE = DenseDecoder(
     model_type="olmo2",
     model="Olmo2ForCausalLM",
     title="OLMo 2",
@@ -34,7 +34,7 @@ OLMO2_HUGGINGFACE = HuggingFaceDecoder(
         key("has_qkv_bias", "attention_bias", kind="flag", default=False),
     ),
     fixed={"has_input_norms": False, "has_output_norms": True, "query_key_norm": "all"},
-    names=lambda _: _NAMES,
+    names=_NAMES,
     read=all_attention_biases,
     eos=50279,
 ).mapping()

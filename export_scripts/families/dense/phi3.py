@@ -9,12 +9,12 @@ from export_scripts.families.dense.huggingface import (
     HF_LAYER,
     KEYS,
     NAMES,
-    HuggingFaceDecoder,
+    DenseDecoder,
     window_fields,
 )
 from export_scripts.families.dense.layout import DenseConfig
-from export_scripts.families.dense.names import in_layers
 from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.names import QUERY_KEY_VALUE, in_layers
 from export_scripts.families.mapping.settings import Settings
 
 _NAMES = {
@@ -22,9 +22,7 @@ _NAMES = {
     **in_layers(
         HF_LAYER,
         {
-            **dict.fromkeys(
-                ("attention.query", "attention.key", "attention.value"), "self_attn.qkv_proj"
-            ),
+            **dict.fromkeys(QUERY_KEY_VALUE, "self_attn.qkv_proj"),
             **dict.fromkeys(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"), "mlp.gate_up_proj"),
         },
     ),
@@ -53,7 +51,7 @@ def _written(config: DenseConfig) -> dict[str, Any]:
     }
 
 
-PHI3_HUGGINGFACE = HuggingFaceDecoder(
+PHI3_HUGGINGFACE = DenseDecoder(
     model_type="phi3",
     model="Phi3ForCausalLM",
     title="Phi-3, Phi-4",
@@ -62,7 +60,7 @@ PHI3_HUGGINGFACE = HuggingFaceDecoder(
         key("layernorm_eps", "rms_norm_eps", kind="number", default=1e-5),
         key("activation_type", "hidden_act", kind="activation", default="silu"),
     ),
-    names=lambda _: _NAMES,
+    names=_NAMES,
     rows="blocks",
     read=_read,
     written=_written,

@@ -7,7 +7,7 @@ from typing import Any
 
 from export_scripts.families.dense.huggingface import (
     RMS_KEYS,
-    HuggingFaceDecoder,
+    DenseDecoder,
     window_fields,
     written_windows,
 )
@@ -30,7 +30,7 @@ def _written(config: DenseConfig) -> dict[str, Any]:
     return {"use_sliding_window": config.sliding_window is not None, **written_windows(config)}
 
 
-QWEN2_HUGGINGFACE = HuggingFaceDecoder(
+QWEN2_HUGGINGFACE = DenseDecoder(
     model_type="qwen2",
     model="Qwen2ForCausalLM",
     title="Qwen2, Qwen2.5",
@@ -39,7 +39,7 @@ QWEN2_HUGGINGFACE = HuggingFaceDecoder(
     written=_written,
 ).mapping()
 
-QWEN3_HUGGINGFACE = HuggingFaceDecoder(
+QWEN3_HUGGINGFACE = DenseDecoder(
     model_type="qwen3",
     model="Qwen3ForCausalLM",
     title="Qwen3",

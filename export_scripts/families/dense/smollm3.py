@@ -7,7 +7,7 @@ from typing import Any
 
 from export_scripts.families.dense.huggingface import (
     RMS_KEYS,
-    HuggingFaceDecoder,
+    DenseDecoder,
     window_fields,
     written_windows,
 )
@@ -49,7 +49,7 @@ def _written(config: DenseConfig) -> dict[str, Any]:
     }
 
 
-SMOLLM3_HUGGINGFACE = HuggingFaceDecoder(
+SMOLLM3_HUGGINGFACE = DenseDecoder(
     model_type="smollm3",
     model="SmolLM3ForCausalLM",
     title="SmolLM3",

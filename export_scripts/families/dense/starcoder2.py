@@ -9,11 +9,11 @@ from export_scripts.families.dense.huggingface import (
     HF_LAYER,
     KEYS,
     NAMES,
-    HuggingFaceDecoder,
+    DenseDecoder,
     window_fields,
 )
-from export_scripts.families.dense.names import in_layers
 from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.settings import Settings
 
 _NAMES = {
@@ -33,7 +33,7 @@ def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-STARCODER2_HUGGINGFACE = HuggingFaceDecoder(
+STARCODER2_HUGGINGFACE = DenseDecoder(
     model_type="starcoder2",
     model="Starcoder2ForCausalLM",
     title="StarCoder2",
@@ -44,7 +44,7 @@ STARCODER2_HUGGINGFACE = HuggingFaceDecoder(
         key("has_qkv_bias", "use_bias", kind="flag", default=True),
     ),
     fixed={"norm_type": "layernorm"},
-    names=lambda _: _NAMES,
+    names=_NAMES,
     read=_read,
     written=lambda config: {"sliding_window": config.sliding_window},
     is_gated=False,

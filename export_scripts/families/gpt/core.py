@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
-from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, GPTConfig
+from export_scripts.families.gpt.layout import GPT, GPTConfig
 from export_scripts.families.gpt.limits import not_gpt
 from export_scripts.families.gpt.megatron import (
     assumed_tokens_warning,
     gpt_config,
-    linear_sources,
-    norm_sources,
     tuned_keys,
     with_bias_and_norm,
 )
@@ -23,9 +22,10 @@ from export_scripts.families.mapping.megatron_traits import (
     megatron_traits,
     nemo_traits,
 )
+from export_scripts.families.mapping.names import QUERY_KEY_VALUE, in_layers, named_sources
 from export_scripts.families.mapping.nemo2_traits import bridge_traits, nemo2_traits, unknown_model
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, SplitQKV, TensorSource
+from export_scripts.families.mapping.sources import TensorSource
 
 # Format -> reader of its configuration.
 _TRAITS = {
@@ -35,33 +35,42 @@ _TRAITS = {
     "bridge": bridge_traits,
 }
 
-_CORE = "model."
-_CORE_LAYER = _CORE + "decoder.layers.{layer}."
-CORE_WTE = _CORE + "embedding.word_embeddings.weight"
-CORE_HEAD = _CORE + "output_layer.weight"
+CORE_LAYER = "model.decoder.layers.{layer}."
+CORE_WTE = "model.embedding.word_embeddings.weight"
+CORE_HEAD = "model.output_layer.weight"
 
 
-def core_norm_keys(facts: Facts) -> dict[str, str]:
-    """Return the keys of a layer's two norms: separate, or fused into the following linear.
+def core_names(facts: Facts) -> dict[str, Any]:
+    """Return the modules of a layout and of megatron-core, whose norms may be fused.
 
     Transformer Engine's fused modules keep `layer_norm_weight` and `layer_norm_bias` inside.
     """
-    fused = facts.has(_CORE_LAYER.format(layer=0) + "self_attention.linear_qkv.layer_norm_weight")
-    if fused:
-        return {
-            "input_layernorm": _CORE_LAYER + "self_attention.linear_qkv.layer_norm_",
-            "post_attention_layernorm": _CORE_LAYER + "mlp.linear_fc1.layer_norm_",
-        }
+    qkv, fc1 = "self_attention.linear_qkv", "mlp.linear_fc1"
+    fused = facts.has(f"{CORE_LAYER}{qkv}.layer_norm_weight".format(layer=0))
+    layer = {
+        "input_layernorm": f"{qkv}.layer_norm_" if fused else "input_layernorm",
+        **dict.fromkeys(("attention.query_key_value", *QUERY_KEY_VALUE), qkv),
+        "attention.query_norm": "self_attention.q_layernorm",
+        "attention.key_norm": "self_attention.k_layernorm",
+        "attention.dense": "self_attention.linear_proj",
+        "post_attention_layernorm": f"{fc1}.layer_norm_" if fused else "pre_mlp_layernorm",
+        "mlp.dense_h_to_4h": fc1,
+        **({"mlp.dense_h_to_4h_2": fc1} if core_traits(facts).gated else {}),
+        "mlp.dense_4h_to_h": "mlp.linear_fc2",
+    }
     return {
-        "input_layernorm": _CORE_LAYER + "input_layernorm.",
-        "post_attention_layernorm": _CORE_LAYER + "pre_mlp_layernorm.",
+        "model.wte": "model.embedding.word_embeddings",
+        "model.wpe": "model.embedding.position_embeddings",
+        "model.final_layernorm": "model.decoder.final_layernorm",
+        "model.lm_head": "model.output_layer",
+        **in_layers(CORE_LAYER, layer),
     }
 
 
 def is_core(facts: Facts) -> bool:
     """Return whether a checkpoint has megatron-core's names."""
     return facts.has(CORE_WTE) and facts.has(
-        _CORE_LAYER.format(layer=0) + "self_attention.linear_qkv.weight"
+        CORE_LAYER.format(layer=0) + "self_attention.linear_qkv.weight"
     )
 
 
@@ -91,27 +100,7 @@ def _core_config(facts: Facts) -> GPTConfig:
 
 
 def _core_weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
-    qkv = _CORE_LAYER + "self_attention.linear_qkv"
-    table: dict[str, TensorSource] = {
-        "model.wte": Copy(CORE_WTE, cut=0),
-        "model.wpe": Copy(_CORE + "embedding.position_embeddings.weight"),
-        LAYER + "attention.query_key_value.weight": SplitQKV(f"{qkv}.weight"),
-        LAYER + "attention.query_key_value.bias": SplitQKV(f"{qkv}.bias"),
-        **linear_sources(
-            LAYER + "attention.dense", _CORE_LAYER + "self_attention.linear_proj", row_split=True
-        ),
-        **linear_sources(
-            LAYER + "mlp.dense_h_to_4h", _CORE_LAYER + "mlp.linear_fc1", row_split=False
-        ),
-        **linear_sources(
-            LAYER + "mlp.dense_4h_to_h", _CORE_LAYER + "mlp.linear_fc2", row_split=True
-        ),
-        **norm_sources("model.final_layernorm", _CORE + "decoder.final_layernorm"),
-        HEAD: Copy(CORE_HEAD, cut=0),
-    }
-    for target, source in core_norm_keys(facts).items():
-        for part in ("weight", "bias"):
-            table[f"{LAYER}{target}.{part}"] = Copy(f"{source}{part}")
+    table = named_sources(core_names(facts), GPT.layout)
     return with_bias_and_norm(table, core_traits(facts), facts)
 
 
@@ -127,7 +116,7 @@ def _core_mapping(source_format: str, title: str) -> SourceMapping:
         unsupported=_core_reasons,
         ignored=("*._extra_state", "*.rotary_pos_emb.inv_freq"),
         copies=lambda _, config: (CORE_HEAD,) if config.tie_word_embeddings else (),
-        prefix=_CORE,
+        prefix="model.",
         accepts=("prompt",),
         warnings=assumed_tokens_warning,
     )

@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, activation_choice
 from export_scripts.families.layout.config import Sections
-from export_scripts.families.layout.decoder import PROMPT_WEIGHTS, DecoderConfig
+from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 
-LAYER = "model.layers.{layer}."
 HEAD = "model.lm_head.weight"
 
 

@@ -10,22 +10,20 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, LAYOUT, GPTConfig
+from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
 from export_scripts.families.gpt.limits import not_gpt
 from export_scripts.families.mapping.megatron_traits import (
     MegatronTraits,
     megatron_traits,
     nemo_traits,
 )
+from export_scripts.families.mapping.names import in_layers, named_sources
 from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Adjusted,
     Constant,
-    Copy,
-    SplitQKV,
     TensorSource,
-    Transpose,
 )
 
 # GPT-2's end of text, which Megatron's converters assume without a vocabulary.
@@ -129,43 +127,35 @@ def with_bias_and_norm(
     return out | dict(PROMPT_SOURCES)
 
 
-def linear_sources(target: str, source: str, *, row_split: bool) -> dict[str, TensorSource]:
-    """Return the sources of a weight (out, in) and its bias, which is whole when rows are split."""
-    return {
-        f"{target}.weight": Transpose(f"{source}.weight", cut=1 if row_split else 0),
-        f"{target}.bias": Copy(f"{source}.bias", cut=None if row_split else 0),
+def _names(root: str, stack: str, attention: str) -> dict[str, str]:
+    """Return the modules of the layout and of Megatron before megatron-core.
+
+    Adapters are NVIDIA's own, of Megatron-LM alone.
+    """
+    layer = {
+        "input_layernorm": "input_layernorm",
+        "attention.query_key_value": f"{attention}.query_key_value",
+        "attention.dense": f"{attention}.dense",
+        "post_attention_layernorm": "post_attention_layernorm",
+        "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
+        "after_attention_adapter.dense_h_to_4h": "adaptor1.dense_h_to_4h",
+        "after_attention_adapter.dense_4h_to_h": "adaptor1.dense_4h_to_h",
+        "after_ffn_adapter.dense_h_to_4h": "adaptor2.dense_h_to_4h",
+        "after_ffn_adapter.dense_4h_to_h": "adaptor2.dense_4h_to_h",
     }
-
-
-def norm_sources(target: str, source: str) -> dict[str, TensorSource]:
-    """Return the sources of a layernorm's scale and bias."""
-    return {f"{target}.{part}": Copy(f"{source}.{part}") for part in ("weight", "bias")}
-
-
-def layer_table(layer: str, attention: str, order: str) -> dict[str, TensorSource]:
-    """Return the sources of one layer in Megatron's names before megatron-core."""
-    qkv = f"{layer}{attention}.query_key_value"
     return {
-        **norm_sources(LAYER + "input_layernorm", layer + "input_layernorm"),
-        LAYER + "attention.query_key_value.weight": SplitQKV(f"{qkv}.weight", order),
-        LAYER + "attention.query_key_value.bias": SplitQKV(f"{qkv}.bias", order),
-        **linear_sources(LAYER + "attention.dense", f"{layer}{attention}.dense", row_split=True),
-        **norm_sources(LAYER + "post_attention_layernorm", layer + "post_attention_layernorm"),
-        **linear_sources(LAYER + "mlp.dense_h_to_4h", layer + "mlp.dense_h_to_4h", row_split=False),
-        **linear_sources(LAYER + "mlp.dense_4h_to_h", layer + "mlp.dense_4h_to_h", row_split=True),
+        "model.wte": f"{root}embedding.word_embeddings",
+        "model.wpe": f"{root}embedding.position_embeddings",
+        "model.final_layernorm": f"{root}{stack}.final_layernorm",
+        "model.lm_head": f"{root}output_layer",
+        **in_layers(f"{root}{stack}.layers.{{layer}}.", layer),
     }
 
 
 _NEMO = "model.language_model."
 _NEMO_WTE = _NEMO + "embedding.word_embeddings.weight"
 _NEMO_HEAD = _NEMO + "output_layer.weight"
-_NEMO_TABLE: Mapping[str, TensorSource] = {
-    "model.wte": Copy(_NEMO_WTE, cut=0),
-    "model.wpe": Copy(_NEMO + "embedding.position_embeddings.weight"),
-    **layer_table(_NEMO + "encoder.layers.{layer}.", "self_attention", "nkd"),
-    **norm_sources("model.final_layernorm", _NEMO + "encoder.final_layernorm"),
-    HEAD: Copy(_NEMO_HEAD, cut=0),
-}
 
 
 def _is_nemo_gpt(facts: Facts) -> bool:
@@ -196,7 +186,8 @@ def _nemo_config(facts: Facts) -> GPTConfig:
 
 
 def _nemo_weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
-    return with_bias_and_norm(_NEMO_TABLE, nemo_traits(facts.config), facts)
+    table = named_sources(_names(_NEMO, "encoder", "self_attention"), LAYOUT)
+    return with_bias_and_norm(table, nemo_traits(facts.config), facts)
 
 
 NEMO_GPT = SourceMapping(
@@ -276,22 +267,8 @@ def _lm_config(facts: Facts) -> GPTConfig:
 
 
 def _lm_weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
-    stack = f"{_LM}{_stack_name(facts)}."
-    layer = stack + "layers.{layer}."
-    table: dict[str, TensorSource] = {
-        "model.wte": Copy(_LM_WTE, cut=0),
-        "model.wpe": Copy(_LM + "embedding.position_embeddings.weight"),
-        **layer_table(layer, _attention_name(facts), _QKV_ORDER[_lm_version(facts)]),
-        **norm_sources("model.final_layernorm", stack + "final_layernorm"),
-        HEAD: Copy(_LM_HEAD, cut=0),
-    }
-    for target, source in (
-        ("after_attention_adapter", "adaptor1"),
-        ("after_ffn_adapter", "adaptor2"),
-    ):
-        up, down = f"{target}.dense_h_to_4h", f"{target}.dense_4h_to_h"
-        table |= linear_sources(LAYER + up, f"{layer}{source}.dense_h_to_4h", row_split=False)
-        table |= linear_sources(LAYER + down, f"{layer}{source}.dense_4h_to_h", row_split=True)
+    names = _names(_LM, _stack_name(facts), _attention_name(facts))
+    table = named_sources(names, LAYOUT, order=_QKV_ORDER[_lm_version(facts)])
     return with_bias_and_norm(table, _lm_traits(facts), facts)
 
 

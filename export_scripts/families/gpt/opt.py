@@ -6,21 +6,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, GPTConfig
+from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
 from export_scripts.families.gpt.opt_int8 import check_ranges, int8_weights
-from export_scripts.families.mapping.keys import decoder_values, key, written_decoder
-from export_scripts.families.mapping.prompts import with_prompts
-from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings
-from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.huggingface import HEAD, HuggingFaceDecoder
+from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.names import in_layers
+from export_scripts.families.mapping.settings import Settings, stored_head
+from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import (
     Compute,
     Constant,
-    Copy,
     Mapped,
     PerIndex,
-    StackQKV,
     TensorSource,
-    Transpose,
     View,
     same,
 )
@@ -28,7 +26,6 @@ from export_scripts.families.mapping.tensors import float32
 
 # OPT has no key for it; transformers takes torch's default.
 LAYERNORM_EPS = 1e-5
-
 # The table of positions begins with two unused rows.
 POSITION_OFFSET = 2
 
@@ -38,55 +35,24 @@ PROJECT_OUT = "model.decoder.project_out.weight"
 LM_HEAD = "lm_head.weight"
 
 
-_KEYS = (
-    key("head_num", "num_attention_heads"),
-    key("hidden", "hidden_size"),
-    key("inter_size", "ffn_dim"),
-    key("num_layer", "num_hidden_layers"),
-    key("vocab_size", "vocab_size"),
-    key("max_pos_seq_len", "max_position_embeddings"),
-    key("activation_type", "activation_function", kind="activation", default="relu"),
-)
-
-
-def _config(facts: Facts) -> GPTConfig:
-    """Return the GPT config of an OPT.
-
-    Its folder always holds a separate head, as NVIDIA's converter writes it.
-
-    Raises:
-        CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
-    """
-    settings = huggingface_settings(facts.config)
+def _read(settings: Settings, _: Any) -> dict[str, Any]:
     norm_before = settings.flag("do_layer_norm_before", default=True)
     removed = settings.flag("_remove_final_layer_norm", default=False)
-    config = GPTConfig(
-        **decoder_values(facts, settings, _KEYS, name="opt", bos=2, eos=2),
-        layernorm_eps=LAYERNORM_EPS,
-        layernorm_type="pre_layernorm" if norm_before else "post_layernorm",
-        has_post_decoder_layernorm=norm_before and not removed,
-        int8=facts.activation_ranges is not None,
-        tie_word_embeddings=False,
-    )
-    settings.finish()
-    if facts.activation_ranges is not None:
-        check_ranges(facts.activation_ranges, config.num_layer)
-    return config
+    return {
+        "layernorm_type": "pre_layernorm" if norm_before else "post_layernorm",
+        "has_post_decoder_layernorm": norm_before and not removed,
+    }
 
 
-def _written(config: GPTConfig, is_tied: bool) -> list[dict[str, Any]]:
+def _written(config: GPTConfig) -> dict[str, Any]:
     norm_before = config.layernorm_type == "pre_layernorm"
-    return [
-        written_decoder("opt", "OPTForCausalLM", _KEYS, config)
-        | {
-            "word_embed_proj_dim": config.hidden,
-            "do_layer_norm_before": norm_before,
-            "_remove_final_layer_norm": norm_before and not config.has_post_decoder_layernorm,
-            "enable_bias": True,
-            "layer_norm_elementwise_affine": True,
-            "tie_word_embeddings": is_tied,
-        }
-    ]
+    return {
+        "word_embed_proj_dim": config.hidden,
+        "do_layer_norm_before": norm_before,
+        "_remove_final_layer_norm": norm_before and not config.has_post_decoder_layernorm,
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+    }
 
 
 def _embed_in(_: GPTConfig, table: Any, project: Any) -> Any:
@@ -109,82 +75,87 @@ def _with_offset(shape: tuple[int, ...]) -> View:
     return dataclasses.replace(same(shape, stored=stored), zero_rows=POSITION_OFFSET)
 
 
-_L = "model.decoder.layers.{layer}."
-_NORMS = {
-    LAYER + "input_layernorm": _L + "self_attn_layer_norm",
-    LAYER + "post_attention_layernorm": _L + "final_layer_norm",
-    "model.final_layernorm": "model.decoder.final_layer_norm",
-}
-_LINEAR = {
-    "attention.dense": ("self_attn.out_proj", "hidden"),
-    "mlp.dense_h_to_4h": ("fc1", "inter_size"),
-    "mlp.dense_4h_to_h": ("fc2", "hidden"),
-}
-
-
-def _weights(facts: Facts, _: GPTConfig) -> Mapping[str, TensorSource | PerIndex]:
-    """Return each GPT tensor's source."""
+def _neutral(facts: Facts) -> dict[str, TensorSource]:
+    """Return the biases and the norms' parameters of models that store none."""
     bias = facts.config.get("enable_bias", True)
     affine = facts.config.get("layer_norm_elementwise_affine", True)
-    q, k, v = (f"{_L}self_attn.{part}_proj." for part in "qkv")
-    qkv = LAYER + "attention.query_key_value."
     return {
-        **_embeddings(facts),
-        **(int8_weights(facts.activation_ranges) if facts.activation_ranges is not None else {}),
-        "model.wpe": Mapped(
-            "model.decoder.embed_positions.weight", _without_offset, view=_with_offset
+        spec.name: Constant(spec.shape, float(spec.name.endswith(".weight")))
+        for spec in LAYOUT
+        if not (affine if "layernorm" in spec.name else bias or not spec.name.endswith(".bias"))
+    }
+
+
+def _sources(facts: Facts, _: GPTConfig) -> Mapping[str, TensorSource | PerIndex]:
+    """Return what has no name of its own; opt-350m stores narrow tables, with projections."""
+    positions = "model.decoder.embed_positions.weight"
+    table: dict[str, TensorSource | PerIndex] = {
+        **_neutral(facts),
+        "model.wpe": Mapped(positions, _without_offset, view=_with_offset),
+    }
+    if facts.has(PROJECT_IN):
+        table["model.wte"] = Compute(_embed_in, (EMBEDDING, PROJECT_IN))
+    if facts.has(PROJECT_OUT):
+        head = stored_head(facts, (LM_HEAD,), EMBEDDING, default=True)
+        table[HEAD] = Compute(_embed_out, (head, PROJECT_OUT))
+    if facts.activation_ranges is not None:
+        table |= int8_weights(facts.activation_ranges)
+    return table
+
+
+_OPT = HuggingFaceDecoder(
+    model_type="opt",
+    model="OPTForCausalLM",
+    title="OPT",
+    family=GPT,
+    keys=(
+        key("head_num", "num_attention_heads"),
+        key("hidden", "hidden_size"),
+        key("inter_size", "ffn_dim"),
+        key("num_layer", "num_hidden_layers"),
+        key("vocab_size", "vocab_size"),
+        key("max_pos_seq_len", "max_position_embeddings"),
+        key("activation_type", "activation_function", kind="activation", default="relu"),
+    ),
+    # NVIDIA's converter always writes a separate head.
+    fixed={"layernorm_eps": LAYERNORM_EPS, "tie_word_embeddings": False},
+    names={
+        "model.wte": "model.decoder.embed_tokens",
+        "model.final_layernorm": "model.decoder.final_layer_norm",
+        **in_layers(
+            "model.decoder.layers.{layer}.",
+            {
+                "input_layernorm": "self_attn_layer_norm",
+                "attention.query_key_value": (
+                    "self_attn.q_proj",
+                    "self_attn.k_proj",
+                    "self_attn.v_proj",
+                ),
+                "attention.dense": "self_attn.out_proj",
+                "post_attention_layernorm": "final_layer_norm",
+                "mlp.dense_h_to_4h": "fc1",
+                "mlp.dense_4h_to_h": "fc2",
+            },
         ),
-        **{
-            f"{ours}.{kind}": Copy(f"{theirs}.{kind}") if affine else _neutral(kind)
-            for ours, theirs in _NORMS.items()
-            for kind in ("weight", "bias")
-        },
-        qkv + "weight": StackQKV(q + "weight", k + "weight", v + "weight"),
-        qkv + "bias": StackQKV(q + "bias", k + "bias", v + "bias")
-        if bias
-        else Constant((3, "hidden")),
-        **{f"{LAYER}{o}.weight": Transpose(f"{_L}{t}.weight") for o, (t, _) in _LINEAR.items()},
-        **{
-            f"{LAYER}{ours}.bias": Copy(f"{_L}{theirs}.bias") if bias else Constant((width,))
-            for ours, (theirs, width) in _LINEAR.items()
-        },
-    }
-
-
-def _is_tied(facts: Facts) -> bool:
-    settings = huggingface_settings(facts.config)
-    return head_is_tied(facts, settings, LM_HEAD, EMBEDDING, default=True)
-
-
-def _embeddings(facts: Facts) -> dict[str, TensorSource]:
-    """Return embedding and head; opt-350m stores both narrow, with a projection each."""
-    head = EMBEDDING if _is_tied(facts) else LM_HEAD
-    return {
-        "model.wte": Compute(_embed_in, (EMBEDDING, PROJECT_IN))
-        if facts.has(PROJECT_IN)
-        else Copy(EMBEDDING),
-        HEAD: Compute(_embed_out, (head, PROJECT_OUT)) if facts.has(PROJECT_OUT) else Copy(head),
-    }
-
-
-def _neutral(kind: str) -> TensorSource:
-    """Return a neutral layernorm parameter, for models that store none."""
-    return Constant(("hidden",)) if kind == "bias" else Constant(("hidden",), 1.0)
-
-
-OPT_HUGGINGFACE = with_prompts(
-    SourceMapping(
-        name="huggingface-opt",
-        title="Hugging Face OPT",
-        family=GPT,
-        format="huggingface",
-        matches=lambda facts: facts.config.get("model_type") == "opt",
-        config=_config,
-        written=_written,
-        weights=_weights,
-        ignored=("*decoder.version",),
-        copies=lambda facts, _: (LM_HEAD,) if _is_tied(facts) else (),
-        prefix="model.",
-        accepts=("activation_ranges",),
-    )
+    },
+    sources=_sources,
+    read=_read,
+    written=_written,
+    is_tied=True,
+    stores_head=True,
+    bos=2,
+    eos=2,
+    ignored=("*decoder.version",),
+    accepts=("activation_ranges",),
 )
+
+
+def _config(facts: Facts) -> GPTConfig:
+    config, ranges = _OPT.config(facts), facts.activation_ranges
+    assert isinstance(config, GPTConfig)
+    if ranges is not None:
+        check_ranges(ranges, config.num_layer)
+    return dataclasses.replace(config, int8=ranges is not None)
+
+
+OPT_HUGGINGFACE = dataclasses.replace(_OPT.mapping(), config=_config)

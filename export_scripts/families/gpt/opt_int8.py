@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.gpt.layout import LAYER, GPTConfig
+from export_scripts.families.gpt.layout import GPTConfig
+from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.mapping.sources import Compute, PerIndex, TensorSource
 from export_scripts.families.mapping.tensors import ShapeTensor, constant, float32, stacked
 

@@ -14,6 +14,9 @@ from export_scripts.families.layout.spec import WeightSpec
 
 _SIZES = ("head_num", "size_per_head", "hidden", "inter_size", "num_layer", "vocab_size")
 
+LAYER = "model.layers.{layer}."
+PROMPT_TABLE = "model.prompt_table.{task}.weight"
+
 # prompt_learning_type of keys and values that precede the prompt in every layer.
 PREFIX_PROMPT = 2
 
@@ -54,7 +57,7 @@ class DecoderConfig(FTConfig):
 
 PROMPT_WEIGHTS = (
     WeightSpec(
-        "model.prompt_table.{task}.weight",
+        PROMPT_TABLE,
         ("prompt_length", "hidden"),
         when=("has_prompt_tables",),
     ),

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.families.layout.architecture import activation_choice
-from export_scripts.families.mapping.settings import ALL_ACTIVATIONS, Settings, model_name
-from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.families.mapping.settings import ALL_ACTIVATIONS, Settings
 
 
 def _rounded(value: float) -> float:
@@ -69,43 +68,6 @@ def read_keys(settings: Settings, keys: Sequence[Setting]) -> dict[str, Any]:
     return values
 
 
-def decoder_values(
-    facts: Facts,
-    settings: Settings,
-    keys: Sequence[Setting],
-    *,
-    name: str,
-    bos: int | None = None,
-    eos: int | None = None,
-) -> dict[str, Any]:
-    """Return what every decoder's config has, from a Hugging Face configuration.
-
-    Args:
-        facts: The source.
-        settings: Its configuration, which notes problems.
-        keys: Its settings, `hidden` and `head_num` among them.
-        name: Name of the model where the source has none.
-        bos: The library's default of bos_token_id.
-        eos: The library's default of eos_token_id.
-    """
-    values = read_keys(settings, keys)
-    start_id, end_id = settings.token_ids(facts, bos=bos, eos=eos)
-    width, heads = (
-        next(each.names[0] for each in keys if each.field == field)
-        for field in ("hidden", "head_num")
-    )
-    hidden = values.pop("hidden")
-    values["size_per_head"] = settings.divide(hidden, values["head_num"], f"{width} by {heads}")
-    return {
-        **values,
-        "model_name": model_name(facts.config, name),
-        "start_id": start_id,
-        "end_id": end_id,
-        "weight_data_type": facts.weight_data_type,
-        "tensor_para_size": facts.tp_size,
-    }
-
-
 def activation_name(spelling: str, *, exact_gelu: bool, usual: str = "") -> str:
     """Return transformers' name of an activation of config.ini, without its gate.
 
@@ -131,16 +93,3 @@ def written_keys(keys: Sequence[Setting], config: Any) -> dict[str, Any]:
             value = each.inverse[1](value)
         out[each.names[0]] = value
     return out
-
-
-def written_decoder(
-    model_type: str, model: str, keys: Sequence[Setting], config: Any
-) -> dict[str, Any]:
-    """Return config.json of a decoder: its class in transformers, settings and special tokens."""
-    return {
-        "model_type": model_type,
-        "architectures": [model],
-        **written_keys(keys, config),
-        "bos_token_id": config.start_id,
-        "eos_token_id": config.end_id,
-    }

@@ -6,21 +6,20 @@ lists task_templates, the weights hold one table per task.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, Piece
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.layout.config import FTConfig, PromptTask
-from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.layout.config import PromptTask
+from export_scripts.families.layout.decoder import PROMPT_TABLE
+from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import Copy, TensorSource
 
 # FasterTransformer's prompt_learning_type of tables chosen by task name.
 P_PROMPT_TUNING = 3
 
-PROMPT_TABLE = "model.prompt_table.{task}.weight"
 PROMPT_SOURCES: Mapping[str, TensorSource] = {PROMPT_TABLE: Copy("prompt:{task}")}
 
 _TABLE = re.compile(r"(?:^|\.)prompt_table\.(?P<task>[^.]+)\.prompt_embeddings\.weight$")
@@ -89,25 +88,6 @@ def prompt_fields(facts: Facts, *, start_id: int) -> dict[str, Any]:
         "prompt_learning_start_id": start_id if given is None else given,
         "prompt_learning_type": P_PROMPT_TUNING,
     }
-
-
-def with_prompts(mapping: SourceMapping) -> SourceMapping:
-    """Return a mapping of a decoder that also takes prompt tables, its first virtual id V.
-
-    The tables of a prompt archive are embeddings of the model's width, whatever trained the model.
-    """
-
-    def config(facts: Facts) -> FTConfig:
-        made = mapping.config(facts)
-        start_id = int(made.vocab_size)  # type: ignore[attr-defined]
-        return dataclasses.replace(made, **prompt_fields(facts, start_id=start_id))
-
-    return dataclasses.replace(
-        mapping,
-        config=config,
-        weights=lambda facts, made: {**mapping.weights(facts, made), **PROMPT_SOURCES},
-        accepts=(*mapping.accepts, "prompt"),
-    )
 
 
 def _templates(archive: CheckpointReader, problems: list[str]) -> list[Mapping[str, Any]]:

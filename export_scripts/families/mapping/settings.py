@@ -269,12 +269,18 @@ def head_is_tied(
     return tied and (not facts.has(embedding) or facts.same_values(head, embedding))
 
 
-def stored_head(facts: Facts, names: Sequence[str], embedding: str) -> str:
-    """Return the key that holds the head: the first name stored, or a tied model's embedding."""
+def stored_head(
+    facts: Facts, names: Sequence[str], embedding: str, *, default: bool = False
+) -> str:
+    """Return the key that holds the head: the first name stored, or a tied model's embedding.
+
+    `default` is the library's of tie_word_embeddings.
+    """
     for name in names:
         if facts.has(name):
             return name
-    return embedding if facts.config.get("tie_word_embeddings") else names[0]
+    stated = facts.config.get("tie_word_embeddings")
+    return embedding if (default if stated is None else stated) else names[0]
 
 
 def model_name(source: Mapping[str, Any], family: str) -> str:

@@ -1,4 +1,4 @@
-"""The tensors of a dense decoder in a source: its modules, by those of the layout."""
+"""The tensors of a decoder in a source: its modules, by those of the layout."""
 
 from __future__ import annotations
 
@@ -6,22 +6,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from export_scripts.families.dense.layout import LAYER, LAYOUT
+from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import WeightSpec
 from export_scripts.families.mapping.sources import (
     AttentionHeads,
     Copy,
     Get,
     Half,
+    Mapped,
     Parts,
+    SplitQKV,
+    StackQKV,
     TensorSource,
     Transpose,
+    View,
+    same,
 )
 
-_HEADS = ("attention.query", "attention.key", "attention.value")
+# Modules of the layout and of a source; of a fused projection, those of its three parts.
+Names = Mapping[str, str | tuple[str, str, str]]
+
+_FUSED = LAYER + "attention.query_key_value"
+QUERY_KEY_VALUE = ("attention.query", "attention.key", "attention.value")
 _SECOND = "dense_h_to_4h_2"
-# Matrices that are stored as sources have them, [out, in].
-_AS_STORED = ("model.wte", "model.lm_head", LAYER + "mlp.router")
+# Modules whose rows are the vocabulary, which training ranks share; with others that are stored
+# as sources have them.
+_VOCABULARY = ("model.wte", "model.lm_head")
+_AS_STORED = (*_VOCABULARY, "model.wpe", LAYER + "mlp.router")
 
 
 @dataclass(frozen=True)
@@ -38,19 +49,35 @@ class _KeyScales(Copy):
         return Parts(parts.axis, tuple(each.reshape(each.shape[0] * d) for each in heads))
 
 
-def in_layers(layer: str, names: Mapping[str, str]) -> dict[str, str]:
+def _in_thirds(columns: Any, config: Any) -> Any:
+    """Return (in, 3, hidden) of (in, 3 * hidden), or (3, hidden) of a bias."""
+    return columns.reshape(*columns.shape[:-1], 3, config.hidden)
+
+
+def _side_by_side(shape: tuple[int, ...]) -> View:
+    return same(shape, stored=(*shape[:-2], shape[-2] * shape[-1]))
+
+
+def in_layers(layer: str, names: Names) -> dict[str, Any]:
     """Return names of modules within a layer as names in the whole model."""
-    return {LAYER + ours: layer + theirs for ours, theirs in names.items()}
+    return {
+        LAYER + ours: layer + theirs
+        if isinstance(theirs, str)
+        else tuple(layer + part for part in theirs)
+        for ours, theirs in names.items()
+    }
 
 
-def dense_sources(
-    names: Mapping[str, str],
-    layout: Sequence[WeightSpec] = LAYOUT,
+def named_sources(
+    names: Names,
+    layout: Sequence[WeightSpec],
     *,
     rows: str = "own",
+    order: str = "nkd",
+    in_out: bool = False,
     halves_of_each: bool = False,
 ) -> dict[str, TensorSource]:
-    """Return the source of each tensor of a layout.
+    """Return the source of each tensor of a layout that has a name.
 
     Training ranks, where a source has several, cut each as ranks of the layout do, and embedding
     and head by rows.
@@ -60,7 +87,11 @@ def dense_sources(
             of one name are the halves of one tensor; a name that ends in "_" is a part of the
             tensor's own.
         layout: The layout.
-        rows: How the rows of queries, keys and values are nested, as `AttentionHeads` calls it.
+        rows: How the rows of separate queries, keys and values are nested, as `AttentionHeads`
+            calls it.
+        order: How those of a projection that the layout fuses too are, as `SplitQKV` calls it.
+        in_out: Whether matrices are (in, out), as in the layout; queries, keys and values are
+            then three blocks of columns.
         halves_of_each: Whether each training rank has a part of both halves of an MLP.
     """
     halves = {
@@ -74,20 +105,27 @@ def dense_sources(
         module, _, kind = spec.name.rpartition(".")
         if spec.name in names:
             module, kind = spec.name, "weight"
-        if module not in names:
+        if module not in names or kind not in ("weight", "bias"):
             continue
         theirs, bare = names[module], module.removeprefix(LAYER)
+        if not isinstance(theirs, str):
+            q, k, v = (f"{part}.{kind}" for part in theirs)
+            out[spec.name] = StackQKV(q, k, v)
+            continue
         key = f"{theirs}{kind}" if theirs.endswith("_") else f"{theirs}.{kind}"
-        if bare in _HEADS:
+        if module == _FUSED:
+            fused = Mapped(key, _in_thirds, view=_side_by_side)
+            out[spec.name] = fused if in_out else SplitQKV(key, order)
+        elif bare in QUERY_KEY_VALUE:
             cut = None if rows == "blocks" else 0
-            out[spec.name] = AttentionHeads(key, _HEADS.index(bare), rows, cut)
+            out[spec.name] = AttentionHeads(key, QUERY_KEY_VALUE.index(bare), rows, cut)
         elif module in halves:
             out[spec.name] = Half(key, halves[module], halves_of_each)
         elif module in _AS_STORED:
-            out[spec.name] = Copy(key, cut=None if module.startswith(LAYER) else 0)
+            out[spec.name] = Copy(key, cut=0 if module in _VOCABULARY else None)
         elif bare == "attention.key_norm":
             out[spec.name] = _KeyScales(key, cut=spec.split)
-        elif len(spec.shape) == 2:
+        elif len(spec.shape) == 2 and not in_out:
             out[spec.name] = Transpose(key, cut=None if spec.split is None else 1 - spec.split)
         else:
             out[spec.name] = Copy(key, cut=spec.split)

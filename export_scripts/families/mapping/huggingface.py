@@ -1,0 +1,192 @@
+"""Decoders in Hugging Face's form: one record a family, read in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.decoder import PROMPT_TABLE
+from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.families.mapping.keys import Setting, read_keys, written_keys
+from export_scripts.families.mapping.names import Names, named_sources
+from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
+from export_scripts.families.mapping.settings import (
+    Settings,
+    half_precision_warnings,
+    head_is_tied,
+    huggingface_settings,
+    model_name,
+    stored_head,
+)
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Copy, PerIndex, TensorSource
+
+HEAD = "model.lm_head.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceDecoder:
+    """A family of decoders: its settings and the names of its tensors.
+
+    Attributes:
+        model_type: In config.json.
+        model: Class of transformers.
+        title: For the support table.
+        name: Of a model without one; that of its mapping ends so too. `model_type` if empty.
+        family: Its layout.
+        keys: The settings that are one field of the config each, and `hidden`, whose quotient by
+            `head_num` is the size of a head.
+        fixed: Fields that all models of the family have alike; a function is one of the values
+            read before.
+        names: Modules of the layout and of the source, the embedding among them.
+        rows: How rows of a fused projection are nested, as `AttentionHeads` calls it.
+        in_out: Whether matrices are (in, out).
+        sources: Sources of tensors that have none by their names, or another one.
+        expected: Settings with the only values that the layout holds, the library's default first,
+            and why.
+        read: Further fields, from the settings and the values read before.
+        written: The settings of which `read` makes its fields.
+        heads: Names of the head, of which the first stored one counts.
+        is_tied: The library's default of tie_word_embeddings.
+        stores_head: Whether a folder holds the head of a tied model too.
+        bos: The library's default of bos_token_id.
+        eos: The library's default of eos_token_id.
+        positions: Key of the longest sequence, where the config has none.
+        ignored: Patterns of source tensors without anything to convert.
+        prefix: Of names in a model saved without its head.
+        accepts: Kinds of added archives, next to prompts where the layout has their tables.
+        warnings: Warnings about a model that converts.
+        warns_of_fp16: Whether one trained in bf16 may overflow in fp16.
+    """
+
+    model_type: str
+    model: str
+    title: str
+    name: str = ""
+    family: ModelFamily
+    keys: Sequence[Setting]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    names: Names
+    rows: str = "own"
+    in_out: bool = False
+    sources: Callable[[Facts, Any], Mapping[str, TensorSource | PerIndex]] = lambda *_: {}
+    expected: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    read: Callable[[Settings, dict[str, Any]], Mapping[str, Any]] = lambda *_: {}
+    written: Callable[[Any], Mapping[str, Any]] = lambda _: {}
+    heads: tuple[str, ...] = ("lm_head.weight",)
+    is_tied: bool = False
+    stores_head: bool = False
+    bos: int | None = None
+    eos: int | None = None
+    positions: str | None = None
+    ignored: tuple[str, ...] = ()
+    prefix: str = "model."
+    accepts: tuple[str, ...] = ()
+    warnings: Callable[[Facts, Any], list[str]] = lambda *_: []
+    warns_of_fp16: bool = False
+
+    @property
+    def embedding(self) -> str:
+        """Key of the embedding."""
+        return f"{self.names['model.wte']}.weight"
+
+    def config(self, facts: Facts) -> FTConfig:
+        """Return the config of a checkpoint.
+
+        Raises:
+            CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
+        """
+        settings = huggingface_settings(facts.config)
+        for name, (allowed, why) in self.expected.items():
+            settings.expect(name, *allowed, why=why)
+        values = read_keys(settings, self.keys)
+        values |= self.derived(settings, values)
+        values |= {
+            name: value(values) if callable(value) else value for name, value in self.fixed.items()
+        }
+        values |= self.read(settings, values)
+        values["start_id"], values["end_id"] = settings.token_ids(facts, bos=self.bos, eos=self.eos)
+        if not self.stores_head:
+            values["tie_word_embeddings"] = head_is_tied(
+                facts, settings, self.heads[0], self.embedding, default=self.is_tied
+            )
+        build: Callable[..., FTConfig] = self.family.config
+        try:
+            config = build(
+                **values,
+                **prompt_fields(facts, start_id=values["vocab_size"]),
+                model_name=model_name(facts.config, self.name or self.model_type),
+                weight_data_type=facts.weight_data_type,
+                tensor_para_size=facts.tp_size,
+            )
+        except ValueError as error:
+            settings.problems += str(error).split("\n")
+        settings.finish()
+        return config
+
+    def derived(self, settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
+        """Return fields made of several settings; `values` keeps only fields of the config."""
+        width, heads = (
+            next(each.names[0] for each in self.keys if each.field == field)
+            for field in ("hidden", "head_num")
+        )
+        hidden = values.pop("hidden")
+        size = settings.divide(hidden, values["head_num"], f"{width} by {heads}")
+        return {"size_per_head": size}
+
+    def written_derived(self, config: Any) -> dict[str, Any]:  # noqa: ARG002 - of a subclass
+        """Return the settings, other than `keys`, of which `derived` makes its fields."""
+        return {}
+
+    def settings(self, config: Any, is_tied: bool) -> list[dict[str, Any]]:
+        """Return the config.json that may describe a model."""
+        return [
+            {
+                "model_type": self.model_type,
+                "architectures": [self.model],
+                **written_keys(self.keys, config),
+                "bos_token_id": config.start_id,
+                "eos_token_id": config.end_id,
+                "tie_word_embeddings": is_tied if self.stores_head else config.tie_word_embeddings,
+                **self.written_derived(config),
+                **self.written(config),
+            }
+        ]
+
+    def weights(self, facts: Facts, config: Any) -> Mapping[str, TensorSource | PerIndex]:
+        """Return the source of each tensor."""
+        layout = self.family.layout
+        table = named_sources(self.names, layout, rows=self.rows, in_out=self.in_out)
+        if self.stores_head:
+            key = stored_head(facts, self.heads, self.embedding, default=self.is_tied)
+            table[HEAD] = Copy(key, cut=0)
+        return {**table, **PROMPT_SOURCES, **self.sources(facts, config)}
+
+    def _warnings(self, facts: Facts, config: Any) -> list[str]:
+        own = self.warnings(facts, config)
+        fp16 = self.warns_of_fp16
+        return own + (half_precision_warnings(facts, config, self.embedding) if fp16 else [])
+
+    def mapping(self) -> SourceMapping:
+        """Return the mapping from and to Hugging Face folders."""
+        takes_prompts = any(spec.name == PROMPT_TABLE for spec in self.family.layout)
+        return SourceMapping(
+            name=f"huggingface-{self.name or self.model_type}",
+            title=f"Hugging Face {self.title}",
+            family=self.family,
+            format="huggingface",
+            matches=lambda facts: facts.config.get("model_type") == self.model_type,
+            config=self.config,
+            written=self.settings,
+            weights=self.weights,
+            ignored=self.ignored,
+            copies=lambda _, config: (
+                self.heads if not self.stores_head and config.tie_word_embeddings else ()
+            ),
+            prefix=self.prefix,
+            accepts=(*self.accepts, *(("prompt",) if takes_prompts else ())),
+            warnings=self._warnings,
+            positions=self.positions,
+        )
