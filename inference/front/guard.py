@@ -36,6 +36,16 @@ class RequestRefusedError(Exception):
         return str(self.args[1])
 
 
+class MalformedError(RequestRefusedError):
+    """A request of a form that is not passed on."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(HTTPStatus.BAD_REQUEST, reason)
+
+    def __reduce__(self) -> tuple[type[MalformedError], tuple[str]]:
+        return MalformedError, (str(self),)
+
+
 class Guard:
     """The checks of one server's clients.
 

@@ -16,6 +16,7 @@ import grpc
 
 from inference.front.access import Access
 from inference.front.guard import RequestRefusedError
+from inference.front.infer_messages import check_infer_message, without_raw_tensors
 from inference.front.rules import (
     CLOSED,
     INDEX_CALL,
@@ -30,7 +31,6 @@ from inference.front.rules import (
 )
 from inference.front.sessions import Namespace
 from inference.front.upstream import FrontContext, Upstream
-from inference.front.validation import check_infer_message, without_raw_tensors
 
 _ERROR_FIELD = b"\x0a"  # of a ModelStreamInferResponse; answers have none
 # Before the token is read; by itself gRPC (1.67) refuses at random between 8 and 16 KiB.

@@ -13,7 +13,7 @@ from aiohttp import web
 from yarl import URL
 
 from inference.front.access import Access
-from inference.front.guard import RequestRefusedError
+from inference.front.guard import MalformedError, RequestRefusedError
 from inference.front.link import LONGEST_REQUEST_S
 from inference.front.rules import (
     CLOSED,
@@ -25,15 +25,9 @@ from inference.front.rules import (
     without_internal_names,
 )
 from inference.front.sessions import Namespace
+from inference.front.strict_json import parse_json
 from inference.front.upstream import FrontContext, Upstream
-from inference.front.validation import (
-    MalformedError,
-    check_generate,
-    check_infer,
-    check_json,
-    length_of_json,
-    parse_json,
-)
+from inference.front.validation import check_generate, check_index, check_infer, length_of_json
 
 # A connection that does not send the whole head of a request is closed after this.
 IDLE_S = 600.0
@@ -138,7 +132,7 @@ class KServeHttp:
         elif request.path.endswith("/register"):
             _check_own_memory(body)
         elif body:
-            await workers.check(check_json, body, size_bytes=len(body))
+            await workers.check(check_index, body, size_bytes=len(body))
         return await _passed_on(upstream.http, request, body, headers)
 
     def _namespace(self, request: web.BaseRequest, owner: str | None) -> Namespace:

@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from inference.supervision import CANARY_PARAMETER
+
 MOST_SEQUENCE_ID_BYTES = 128  # of one that is a text
 _MOST_NUMBER = (1 << 64) - 1
 Check = tuple[Callable[[Any], bool], str]  # whether a value passes, and what is expected
@@ -23,12 +25,11 @@ def _is_number(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MOST_NUMBER
 
 
-def is_sequence_text(value: Any) -> bool:
-    """Return whether a text can be the id of a sequence."""
+def _is_sequence_text(value: Any) -> bool:
     return _is_text(value) and len(value.encode()) <= MOST_SEQUENCE_ID_BYTES
 
 
-SEQUENCE_TEXT = f"a text of up to {MOST_SEQUENCE_ID_BYTES} bytes without a null character"
+_SEQUENCE_TEXT = f"a text of up to {MOST_SEQUENCE_ID_BYTES} bytes without a null character"
 _TEXT: Check = (_is_text, "a text without a null character")
 _NUMBER: Check = (_is_number, f"a whole number from 0 to {_MOST_NUMBER}")
 _FLAG: Check = (lambda value: isinstance(value, bool), "true or false")
@@ -37,14 +38,21 @@ _MEMORY: Mapping[str, Check] = {
     "shared_memory_offset": _NUMBER,
     "shared_memory_byte_size": _NUMBER,
 }
+# A model answers its owner's canaries out of turn, and does not count them.
+OWN_PARAMETERS: Mapping[str, Check] = {
+    CANARY_PARAMETER: (lambda _: False, "none, which is for the server's owner"),
+}
 REQUEST_FIELDS: Mapping[str, Check] = {"id": _TEXT}
+MODEL_FIELDS: Mapping[str, Check] = dict.fromkeys(("model_name", "model_version"), _TEXT)  # gRPC
+INDEX_FIELDS: Mapping[str, Check] = {"ready": _FLAG}
 REQUEST_PARAMETERS: Mapping[str, Check] = {
     "sequence_id": (
-        lambda value: _is_number(value) or is_sequence_text(value),
-        f"{_NUMBER[1]}, or {SEQUENCE_TEXT}",
+        lambda value: _is_number(value) or _is_sequence_text(value),
+        f"{_SEQUENCE_TEXT}, or {_NUMBER[1]}",
     ),
     **dict.fromkeys(("sequence_start", "sequence_end", "binary_data_output"), _FLAG),
     **dict.fromkeys(("priority", "timeout"), _NUMBER),
+    **OWN_PARAMETERS,
 }
 INPUT_FIELDS: Mapping[str, Check] = {"name": _TEXT, "datatype": _TEXT}
 INPUT_PARAMETERS: Mapping[str, Check] = {"binary_data_size": _NUMBER, **_MEMORY}

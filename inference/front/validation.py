@@ -13,30 +13,26 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from http import HTTPStatus
-from typing import Any, NoReturn
+from typing import Any
 
-from export_scripts.wire_format import WireFormatError, wire_fields
 from inference.front.declared_inputs import DeclaredInputs
-from inference.front.guard import RequestRefusedError
+from inference.front.guard import MalformedError
 from inference.front.protocol_fields import (
+    INDEX_FIELDS,
     INPUT_FIELDS,
     INPUT_PARAMETERS,
     OUTPUT_FIELDS,
     OUTPUT_PARAMETERS,
+    OWN_PARAMETERS,
     REQUEST_FIELDS,
     REQUEST_PARAMETERS,
-    SEQUENCE_TEXT,
     Check,
     field_problem,
-    is_sequence_text,
 )
 from inference.front.sessions import Namespace
+from inference.front.strict_json import parse_json
 
-MOST_JSON_MB = 8
-_MOST_JSON_BYTES = MOST_JSON_MB << 20
-_MOST_ENTRIES = 256  # inputs, outputs or parameters of a request
-_MOST_LEVELS = 32
+MOST_ENTRIES = 256  # inputs, outputs or parameters of a request
 _MOST_DIMENSIONS = 16
 # Of one tensor: a text without a character takes four bytes here and some hundred in a model.
 MOST_TEXTS = 1 << 16
@@ -56,20 +52,6 @@ _FLOATS = ("FP32", "FP64")  # those that `infer` takes in JSON
 _NUMBER: tuple[tuple[type, ...], str] = ((int, float), "a number")
 _MEMORY = "shared_memory_region"
 _CLASSES = "classification"
-# Of gRPC: service_pb2.ModelInferRequest.
-_MOST_FIELDS = 4 * _MOST_ENTRIES + 16
-_RAW_INPUT_CONTENTS = 7
-_NOT_A_REQUEST = "the message is not a ModelInferRequest"
-
-
-class MalformedError(RequestRefusedError):
-    """A request of a form that is not passed on."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(HTTPStatus.BAD_REQUEST, reason)
-
-    def __reduce__(self) -> tuple[type[MalformedError], tuple[str]]:
-        return MalformedError, (str(self),)
 
 
 def length_of_json(header: str | None, size_bytes: int) -> int:
@@ -110,9 +92,23 @@ def check_infer(
         MalformedError: It has another form.
     """
     request = parse_json(data)
-    _check_fields("the request", request, REQUEST_FIELDS)
-    asked = _entry(request, "parameters", dict)
-    _check_parameters("the request", asked, REQUEST_PARAMETERS)
+    check_form(request, size_bytes, limit=limit, model=model)
+    for each in request.get("inputs", ()):
+        if "data" in each:
+            _check_data(each)
+    asked = request.get("parameters", {})
+    if not asked.get("sequence_id"):
+        return data
+    asked["sequence_id"] = sessions.inside(asked["sequence_id"])
+    return json.dumps(request, ensure_ascii=False).encode()
+
+
+def check_form(
+    request: dict[str, Any], size_bytes: int, *, limit: int, model: DeclaredInputs | None
+) -> None:
+    """Check a request to `infer` but for the values of its tensors; see `check_infer`."""
+    check_fields("the request", request, REQUEST_FIELDS)
+    _check_parameters("the request", _entry(request, "parameters", dict), REQUEST_PARAMETERS)
     _check_count("outputs", _entry(request, "outputs", list))
     names = []
     for name, each, parameters in _tensors(request, "inputs", INPUT_FIELDS, INPUT_PARAMETERS):
@@ -120,17 +116,13 @@ def check_infer(
         shape = _entry(each, "shape", list)
         if not all(type(size) is int for size in shape):
             raise MalformedError(f"the shape of input {name} is not a list of integers")
-        most = limit if _MEMORY in parameters else size_bytes
-        check_shape(name, shape, each["datatype"], most=most)
-        if "data" in each:
-            _check_data(each, shape)
+        _check_shape(name, shape, most=limit if _MEMORY in parameters else size_bytes)
+        if each["datatype"] == "BYTES":
+            check_texts(name, math.prod(shape))
     _check_required(model, names)
     for name, _, parameters in _tensors(request, "outputs", OUTPUT_FIELDS, OUTPUT_PARAMETERS):
-        _check_classes(name, parameters)
-    if not asked.get("sequence_id"):
-        return data
-    asked["sequence_id"] = sessions.inside(asked["sequence_id"])
-    return json.dumps(request, ensure_ascii=False).encode()
+        if _CLASSES in parameters:  # which no model here has
+            raise MalformedError(f"output {name} has the parameter {_CLASSES}; leave it out")
 
 
 def _tensors(
@@ -142,40 +134,37 @@ def _tensors(
     for each in entries:
         if not isinstance(each, dict):
             raise MalformedError(f"an {kind} is not an object of JSON")
-        name = _short(each)
+        name = repr(each.get("name"))[:40]
         required = ("name", "datatype", "shape") if kind == "input" else ("name",)
         if missing := [field for field in required if field not in each]:
             raise MalformedError(f"{kind} {name} has no {missing[0]}")
-        _check_fields(f"{kind} {name}", each, fields)
+        check_fields(f"{kind} {name}", each, fields)
         # null stands for none, as in the server
         parameters = {} if each.get("parameters") is None else _entry(each, "parameters", dict)
         _check_parameters(f"{kind} {name}", parameters, known)
         yield name, each, parameters
 
 
-def _check_fields(of: str, values: dict[str, Any], checks: Mapping[str, Check]) -> None:
+def check_fields(of: str, values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
+    """Check the types of some values of a request. Raises MalformedError."""
     if problem := field_problem(values, checks):
         raise MalformedError(f"{of}: {problem}")
 
 
 def _check_parameters(of: str, parameters: dict[str, Any], checks: Mapping[str, Check]) -> None:
     _check_count("parameters", parameters)
+    if any("\0" in key for key in parameters):
+        raise MalformedError(f"{of}: the name of a parameter has a null character")
     if problem := field_problem(parameters, checks):
         raise MalformedError(f"{of}: parameter {problem}")
 
 
-def _check_classes(name: str, parameters: Any) -> None:
-    """Check that an output is not asked for as classes, which no model here has."""
-    if _CLASSES in parameters:
-        raise MalformedError(f"output {name} has the parameter {_CLASSES}; leave it out")
-
-
-def _check_data(tensor: dict[str, Any], shape: Sequence[int]) -> None:
+def _check_data(tensor: dict[str, Any]) -> None:
     """Check that the values of a tensor are as many as its shape says, and fit its type.
 
     Of an integer that does not fit, tritonserver would keep the low bits.
     """
-    name, datatype = _short(tensor), tensor["datatype"]
+    name, datatype, shape = repr(tensor["name"])[:40], tensor["datatype"], tensor["shape"]
     values = list(_leaves(_entry(tensor, "data", list)))
     if len(values) != math.prod(shape):
         text = str(list(shape))[:100]
@@ -197,12 +186,6 @@ def _leaves(data: list[Any]) -> Iterator[Any]:
                 yield value
 
 
-def _check_range(name: str, value: int, datatype: str) -> None:
-    least, most = _INTEGERS[datatype]
-    if not least <= value <= most:
-        raise MalformedError(f"input {name} has {str(value)[:40]}, which {datatype} cannot hold")
-
-
 def _check_required(model: DeclaredInputs | None, given: Collection[Any]) -> None:
     missing = [name for name in model.required if name not in given] if model else []
     if missing:
@@ -211,9 +194,9 @@ def _check_required(model: DeclaredInputs | None, given: Collection[Any]) -> Non
         )
 
 
-def check_json(data: bytes) -> None:
-    """Check that data is an object of JSON. Raises MalformedError."""
-    parse_json(data)
+def check_index(data: bytes) -> None:
+    """Check the body of a request for the list of models. Raises MalformedError."""
+    check_fields("the request", parse_json(data), INDEX_FIELDS)
 
 
 def check_generate(data: bytes, model: DeclaredInputs | None) -> None:
@@ -227,10 +210,10 @@ def check_generate(data: bytes, model: DeclaredInputs | None) -> None:
         MalformedError: It has another form, or a value of another type than its input.
     """
     request = parse_json(data)
-    _check_fields("the request", request, REQUEST_FIELDS)
+    check_fields("the request", request, {**REQUEST_FIELDS, **OWN_PARAMETERS})
     parameters = _entry(request, "parameters", dict)
     _check_count("inputs", request)
-    _check_count("parameters", parameters)
+    _check_parameters("the request", parameters, OWN_PARAMETERS)
     if model is None:
         return
     _check_required(model, request.keys() | parameters.keys())
@@ -251,195 +234,34 @@ def _check_kinds(name: str, data: Any, datatype: str) -> None:
 
 def _check_values(name: str, values: Collection[Any], datatype: str) -> None:
     kinds, expected = _KINDS.get(datatype, _NUMBER)
+    least, most = _INTEGERS.get(datatype, (-math.inf, math.inf))
     for value in values:
         if type(value) not in kinds:
             text = json.dumps(value)[:40]
             raise MalformedError(f"input {name} has {text}; {datatype} takes {expected}")
-        if datatype in _INTEGERS:
-            _check_range(name, value, datatype)
+        if datatype in _INTEGERS and not least <= value <= most:
+            text = str(value)[:40]
+            raise MalformedError(f"input {name} has {text}, which {datatype} cannot hold")
 
 
-def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
-    """Return a ModelInferRequest of gRPC without its raw tensors, and the places of these.
-
-    No field is parsed: two bytes of a message can take a hundred bytes of memory.
-
-    Raises:
-        MalformedError: It is something else, or has more fields or more bytes outside of raw
-            tensors than a request needs.
-    """
-    kept, raw = bytearray(), []
-    try:
-        for count, field in enumerate(wire_fields(data), start=1):
-            if count > _MOST_FIELDS:
-                raise MalformedError(f"the request has more than {_MOST_FIELDS} fields")
-            if field.number == _RAW_INPUT_CONTENTS:
-                raw.append(field.place)
-            else:
-                kept += data[field.place]
-            if len(kept) > _MOST_JSON_BYTES:
-                raise MalformedError(
-                    f"a request may have {MOST_JSON_MB} MiB outside of raw_input_contents; send "
-                    "large tensors there"
-                )
-    except WireFormatError:
-        raise MalformedError(_NOT_A_REQUEST) from None
-    return bytes(kept), raw
-
-
-def check_infer_message(
-    data: bytes,
-    size_bytes: int,
-    limit: int,
-    models: Mapping[str, DeclaredInputs],
-    sessions: Namespace,
-) -> bytes | None:
-    """Check a ModelInferRequest of gRPC `without_raw_tensors`, as `check_infer` does.
-
-    Returns:
-        The message with the server's own id of its session, None if it has no session.
-
-    Raises:
-        MalformedError: It has another form.
-    """
-    from google.protobuf.message import DecodeError
-    from tritonclient.grpc import service_pb2
-
-    try:
-        message = service_pb2.ModelInferRequest.FromString(data)
-    except DecodeError:
-        raise MalformedError(_NOT_A_REQUEST) from None
-    check_message(message, size_bytes, limit=limit)
-    _check_required(models.get(message.model_name), [each.name for each in message.inputs])
-    return _with_own_session(message, sessions)
-
-
-def _with_own_session(message: Any, sessions: Namespace) -> bytes | None:
-    if "sequence_id" not in message.parameters:
-        return None
-    parameter = message.parameters["sequence_id"]
-    kind = parameter.WhichOneof("parameter_choice")
-    own = sessions.inside(getattr(parameter, kind)) if kind else 0
-    if isinstance(own, str):
-        parameter.string_param = own
-    else:
-        parameter.int64_param = own
-    return bytes(message.SerializeToString())
-
-
-def check_message(message: Any, size_bytes: int, *, limit: int) -> None:
-    """Check a parsed ModelInferRequest, of `size_bytes` with raw tensors. Raises MalformedError."""
-    for name in ("inputs", "outputs", "parameters"):
-        _check_count(name, getattr(message, name))
-    for each in (*message.inputs, *message.outputs):
-        _check_count("parameters", each.parameters)
-    if "sequence_id" in message.parameters:
-        text = message.parameters["sequence_id"].string_param
-        if not is_sequence_text(text):
-            raise MalformedError(
-                f"the request: parameter sequence_id is {json.dumps(text)[:40]}; expected "
-                f"{SEQUENCE_TEXT}"
-            )
-    for each in message.outputs:
-        _check_classes(repr(each.name[:40]), each.parameters)
-    for each in message.inputs:
-        name = repr(each.name[:40])
-        most = limit if _MEMORY in each.parameters else size_bytes
-        check_shape(name, each.shape, each.datatype, most=most)
-        _check_texts(name, len(each.contents.bytes_contents))
-
-
-def check_shape(name: str, shape: Sequence[int], datatype: str, *, most: int) -> None:
-    """Check the shape of an input against the number of elements that can have been sent.
-
-    Raises:
-        MalformedError: It has too many dimensions or elements, or none in the first dimension.
-    """
+def _check_shape(name: str, shape: Sequence[int], *, most: int) -> None:
+    """Check a shape against the number of elements that can have been sent."""
     if len(shape) > _MOST_DIMENSIONS:
         raise MalformedError(
             f"input {name} has {len(shape)} dimensions, {_MOST_DIMENSIONS} at most"
         )
+    text = str(list(shape))[:100]
     if any(size < 0 for size in shape) or (shape and shape[0] == 0):
-        text = str(list(shape))[:100]
         raise MalformedError(f"input {name} has the shape {text}; sizes are positive")
     # An empty tensor has sizes too, by which a reader may multiply or loop.
     if math.prod(size or 1 for size in shape) > most:
-        text = str(list(shape))[:100]
         raise MalformedError(f"input {name} has the shape {text}, and fewer elements were sent")
-    if datatype == "BYTES":
-        _check_texts(name, math.prod(shape))
 
 
-def _check_texts(name: str, count: int) -> None:
+def check_texts(name: str, count: int) -> None:
+    """Check the number of texts of an input. Raises MalformedError."""
     if count > MOST_TEXTS:
         raise MalformedError(f"input {name} has {count} texts, {MOST_TEXTS} at most")
-
-
-def parse_json(data: bytes) -> dict[str, Any]:
-    """Return an object of JSON that every parser reads alike.
-
-    Raises:
-        MalformedError: It is something else, larger than MOST_JSON_MB or too deep.
-    """
-    if len(data) > _MOST_JSON_BYTES:
-        raise MalformedError(
-            f"the JSON of a request may have {MOST_JSON_MB} MiB; send large tensors as binary data"
-        )
-    too_deep = MalformedError(f"the JSON has more than {_MOST_LEVELS} levels")
-    hooks: dict[str, Any] = {"parse_float": _finite, "parse_constant": _refuse}
-    try:
-        value = json.loads(data.decode(), object_pairs_hook=_object, **hooks)
-    except RecursionError:
-        raise too_deep from None
-    except ValueError as error:
-        raise MalformedError(f"the body is not JSON: {str(error)[:200]}") from None
-    if not isinstance(value, dict):
-        raise MalformedError("the body is not an object of JSON")
-    if b"\\u" in data:
-        _check_surrogates(value)
-    containers: list[Any] = [value]
-    for _ in range(_MOST_LEVELS):
-        containers = [
-            inner
-            for outer in containers
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, (dict, list))
-        ]
-    if containers:
-        raise too_deep
-    return value
-
-
-def _check_surrogates(request: dict[str, Any]) -> None:
-    """Check that no text has half of a character that UTF-16 writes as two."""
-    key = ""
-    try:
-        for key, value in request.items():
-            json.dumps([key, value], ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        name = json.dumps(key)[:100]
-        raise MalformedError(f"{name} has half of a surrogate pair") from None
-    except RecursionError:
-        raise MalformedError(f"the JSON has more than {_MOST_LEVELS} levels") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key is given twice")  # parsers differ in which one counts
-    if any("\0" in key for key in made):
-        raise ValueError("a key has a null character")  # at which tritonserver ends it
-    return made
-
-
-def _finite(number: str) -> float:
-    if math.isinf(value := float(number)):
-        raise ValueError(f"{number[:40]} is out of range")
-    return value
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number of JSON")
 
 
 def _entry(of: dict[str, Any], key: str, kind: type[Any]) -> Any:
@@ -450,9 +272,5 @@ def _entry(of: dict[str, Any], key: str, kind: type[Any]) -> Any:
 
 
 def _check_count(name: str, entries: Any) -> None:
-    if len(entries) > _MOST_ENTRIES:
-        raise MalformedError(f"the request has {len(entries)} {name}, {_MOST_ENTRIES} at most")
-
-
-def _short(of: dict[str, Any]) -> str:
-    return repr(of.get("name"))[:40]
+    if len(entries) > MOST_ENTRIES:
+        raise MalformedError(f"the request has {len(entries)} {name}, {MOST_ENTRIES} at most")

@@ -34,8 +34,8 @@ from inference.front.openai.served import (
     served_models,
     until_ready,
 )
+from inference.front.strict_json import MOST_JSON_BYTES
 from inference.front.upstream import FrontContext, Upstream
-from inference.front.validation import MOST_JSON_MB
 from inference.front.workers import Workers
 
 HEALTH_PATH = "/health"
@@ -197,7 +197,7 @@ class OpenAIEndpoint:
         return web.Response(body=body, content_type="application/json")
 
     async def _read(self, request: web.BaseRequest, work: Callable[..., Any], *args: Any) -> Any:
-        data = await self._guard.body(request, limit=MOST_JSON_MB << 20)
+        data = await self._guard.body(request, limit=MOST_JSON_BYTES)
         return await self._workers.run(work, self._texts, *args, data, size_bytes=len(data))
 
     async def _tokenizer_info(self, request: web.BaseRequest) -> web.Response:

@@ -28,7 +28,7 @@ from inference.front.openai.requests import (
     TokenizeRequest,
     read_request,
 )
-from inference.front.validation import parse_json
+from inference.front.strict_json import parse_json
 
 # Between the seeds of a request's candidates: odd, and far from the numbers that people choose.
 _SEED_STEP = 0x9E3779B97F4A7C15

@@ -14,7 +14,14 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from inference.front import guard, protocol_fields, validation, workers
+from inference.front import (
+    guard,
+    infer_messages,
+    protocol_fields,
+    strict_json,
+    validation,
+    workers,
+)
 from inference.front.guard import RequestRefusedError, decompressed
 from inference.front.kserve_grpc import MOST_METADATA_BYTES, SERVER_OPTIONS
 from inference.front.openai import requests
@@ -42,7 +49,7 @@ def infer_json(size_bytes: int) -> None:
 
 
 def levels(count: int) -> None:
-    validation.parse_json(b'{"a":' + b"[" * (count - 1) + b"]" * (count - 1) + b"}")
+    strict_json.parse_json(b'{"a":' + b"[" * (count - 1) + b"]" * (count - 1) + b"}")
 
 
 def tensor(shape: list[int], datatype: str = "BYTES", data: Any = ()) -> dict[str, Any]:
@@ -52,14 +59,14 @@ def tensor(shape: list[int], datatype: str = "BYTES", data: Any = ()) -> dict[st
 def message(fields: int) -> None:
     request = service_pb2.ModelInferRequest(model_name="m")
     request.raw_input_contents.extend([b""] * (fields - 1))
-    validation.without_raw_tensors(request.SerializeToString())
+    infer_messages.without_raw_tensors(request.SerializeToString())
 
 
 def outside_raw(size_bytes: int) -> None:
     empty = service_pb2.ModelInferRequest(id="a" * (1 << 22)).ByteSize() - (1 << 22)
     request = service_pb2.ModelInferRequest(id="a" * (size_bytes - empty))
     assert request.ByteSize() == size_bytes
-    validation.without_raw_tensors(request.SerializeToString())
+    infer_messages.without_raw_tensors(request.SerializeToString())
 
 
 def expanded(excess: int) -> None:
@@ -91,7 +98,7 @@ def biases(count: int) -> dict[str, int]:
 # The limit, as the table has it; what is tried; whether the argument of that is the limit.
 ROWS: dict[str, tuple[int, Callable[[int], object]]] = {
     "compressed body": (0, expanded),
-    "JSON of `infer`": (validation.MOST_JSON_MB << 20, infer_json),
+    "JSON of `infer`": (strict_json.MOST_JSON_MB << 20, infer_json),
     "levels of JSON": (32, levels),
     "inputs": (256, lambda n: infer({"inputs": [tensor([0 + 1], data=["a"])] * n})),
     "outputs": (256, lambda n: infer({"inputs": [], "outputs": [{"name": "y"}] * n})),
@@ -106,7 +113,7 @@ ROWS: dict[str, tuple[int, Callable[[int], object]]] = {
         lambda n: infer({"inputs": [], "parameters": {"sequence_id": "a" * n}}),
     ),
     "fields of a message": (1040, message),
-    "message without raw tensors": (validation.MOST_JSON_MB << 20, outside_raw),
+    "message without raw tensors": (strict_json.MOST_JSON_MB << 20, outside_raw),
     "prompts": (requests.MOST_PROMPTS, lambda n: completion(prompt=["a"] * n)),
     "`n`": (requests.MOST_CHOICES, lambda n: completion(n=n)),
     "`best_of`": (requests.MOST_CHOICES, lambda n: completion(best_of=n)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,22 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from inference.front.declared_inputs import DeclaredInputs, read_declared_inputs
-from inference.front.sessions import Namespace
-from inference.front.validation import (
-    MOST_JSON_MB,
-    MOST_TEXTS,
-    MalformedError,
-    check_generate,
-    check_infer,
+from inference.front.guard import MalformedError
+from inference.front.infer_messages import (
     check_infer_message,
     check_message,
-    length_of_json,
-    parse_json,
     without_raw_tensors,
 )
+from inference.front.sessions import Namespace
+from inference.front.strict_json import MOST_JSON_MB, parse_json
+from inference.front.validation import (
+    MOST_TEXTS,
+    check_generate,
+    check_index,
+    check_infer,
+    length_of_json,
+)
+from inference.supervision import CANARY_PARAMETER
 
 MINE = Namespace("me", b"key")
 LIMIT = 1 << 20
@@ -34,6 +38,7 @@ MODEL = DeclaredInputs(
     {"x": "UINT32", "y": "INT8", "text": "BYTES", "scale": "FP32", "stream": "BOOL"}, ()
 )
 TWO_REQUIRED = DeclaredInputs({"x": "UINT32", "text": "BYTES", "y": "INT8"}, ("x", "text"))
+FLAG = service_pb2.InferParameter(bool_param=True)
 X: dict[str, Any] = {"name": "x", "shape": [1, 2], "datatype": "UINT32", "data": [[1, 2]]}
 
 
@@ -410,3 +415,58 @@ def test_empty_tensors_have_no_huge_sizes() -> None:
         message.inputs.add(name="x", shape=shape, datatype="UINT32")
         with pytest.raises(MalformedError, match="fewer elements were sent"):
             check_message(message, 100, limit=LIMIT)
+
+
+def test_no_name_of_a_message_has_a_second_reading() -> None:
+    """Tritonserver ends a text at a null character: `a\\0b` is its model `a`."""
+    named = service_pb2.ModelInferRequest(model_name="two")
+    named.inputs.add(name="x", datatype="UINT32", shape=[1])
+    named.outputs.add(name="y")
+    changes: dict[str, Callable[[Any], object]] = {
+        "model_name is ": lambda each: setattr(each, "model_name", "two\0a"),
+        "model_version is ": lambda each: setattr(each, "model_version", "1\0"),
+        "id is ": lambda each: setattr(each, "id", "\0"),
+        "name is ": lambda each: setattr(each.inputs[0], "name", "x\0"),
+        "datatype is ": lambda each: setattr(each.inputs[0], "datatype", "UINT32\0"),
+        "output 'y.x00': name is ": lambda each: setattr(each.outputs[0], "name", "y\0"),
+        "name of a parameter has a null": lambda each: each.parameters["a\0"].MergeFrom(FLAG),
+        "input 'x': the name of": lambda each: each.inputs[0].parameters["a\0"].MergeFrom(FLAG),
+        "output 'y': the name of": lambda each: each.outputs[0].parameters["a\0"].MergeFrom(FLAG),
+        "sequence_id is true": lambda each: each.parameters["sequence_id"].MergeFrom(FLAG),
+        "sequence_id is null": lambda each: each.parameters["sequence_id"].Clear(),
+        "priority is true": lambda each: each.parameters["priority"].MergeFrom(FLAG),
+    }
+    for said, change in changes.items():
+        message = service_pb2.ModelInferRequest.FromString(named.SerializeToString())
+        check_message(message, 100, limit=LIMIT)
+        change(message)
+        with pytest.raises(MalformedError, match=said):
+            check_message(message, 100, limit=LIMIT)
+
+
+def test_canaries_are_the_servers_own() -> None:
+    """A model answers them out of turn; strangers' ones would make it seem to stand still."""
+    parameters = {CANARY_PARAMETER: True}
+    message = service_pb2.ModelInferRequest(model_name="m")
+    message.parameters[CANARY_PARAMETER].MergeFrom(FLAG)
+    for check in (
+        lambda: check_body(json.dumps({"inputs": [X], "parameters": parameters}).encode()),
+        lambda: check_generate(json.dumps(parameters).encode(), model=None),
+        lambda: check_generate(json.dumps({"parameters": parameters}).encode(), model=None),
+        lambda: check_message(message, 100, limit=LIMIT),
+    ):
+        with pytest.raises(MalformedError, match="slipway_canary is true; expected none"):
+            check()
+
+
+def test_the_list_of_models_is_asked_for_in_its_own_form() -> None:
+    for body in (b"{}", b'{"ready": true}', b'{"ready": false, "own": [1]}'):
+        check_index(body)
+    with pytest.raises(MalformedError, match='ready is "yes"; expected true or false'):
+        check_index(b'{"ready": "yes"}')
+
+
+def test_a_number_of_too_many_digits_is_refused_in_words_for_clients() -> None:
+    with pytest.raises(MalformedError, match=r"limit \(4300 digits\)") as caught:
+        parse_json(b'{"a":' + b"9" * 5000 + b"}")
+    assert "sys." not in str(caught.value)

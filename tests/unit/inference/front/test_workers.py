@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from inference.front.guard import RequestRefusedError
-from inference.front.validation import MalformedError, check_json
+from inference.front.guard import MalformedError, RequestRefusedError
+from inference.front.validation import check_index
 from inference.front.workers import INLINE_BYTES, MEMORY_BYTES, QUICK_BYTES, Workers
 from inference.server.supervisor import descendants
 
@@ -42,7 +42,7 @@ def process_id() -> int:
 def test_others_are_answered_while_a_large_request_is_checked() -> None:
     async def turns_of_others() -> int:
         workers, turns = Workers(), 0
-        task = asyncio.ensure_future(workers.check(check_json, LARGE, size_bytes=len(LARGE)))
+        task = asyncio.ensure_future(workers.check(check_index, LARGE, size_bytes=len(LARGE)))
         while not task.done():
             turns += 1
             await asyncio.sleep(0.001)
@@ -60,7 +60,7 @@ def test_reasons_come_back_and_small_requests_need_no_process() -> None:
         workers = Workers()
         for body in (b"[1]", b"[" + b"1," * INLINE_BYTES + b"1]"):
             with pytest.raises(MalformedError, match="not an object"):
-                await workers.check(check_json, body, size_bytes=len(body))
+                await workers.check(check_index, body, size_bytes=len(body))
             assert (set(descendants(os.getpid())) == before) == (len(body) <= INLINE_BYTES)
         workers.close()
 

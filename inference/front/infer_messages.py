@@ -1,0 +1,108 @@
+"""Check a ModelInferRequest of gRPC: what is not data has the form that it has in JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from export_scripts.wire_format import WireFormatError, wire_fields
+from inference.front.declared_inputs import DeclaredInputs
+from inference.front.guard import MalformedError
+from inference.front.protocol_fields import MODEL_FIELDS
+from inference.front.sessions import Namespace
+from inference.front.strict_json import MOST_JSON_BYTES, MOST_JSON_MB
+from inference.front.validation import MOST_ENTRIES, check_fields, check_form, check_texts
+
+_MOST_FIELDS = 4 * MOST_ENTRIES + 16
+_RAW_INPUT_CONTENTS = 7  # of service_pb2.ModelInferRequest
+_NOT_A_REQUEST = "the message is not a ModelInferRequest"
+
+
+def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
+    """Return a ModelInferRequest of gRPC without its raw tensors, and the places of these.
+
+    No field is parsed: two bytes of a message can take a hundred bytes of memory.
+
+    Raises:
+        MalformedError: It is something else, or has more fields or more bytes outside of raw
+            tensors than a request needs.
+    """
+    kept, raw = bytearray(), []
+    try:
+        for count, field in enumerate(wire_fields(data), start=1):
+            if count > _MOST_FIELDS:
+                raise MalformedError(f"the request has more than {_MOST_FIELDS} fields")
+            if field.number == _RAW_INPUT_CONTENTS:
+                raw.append(field.place)
+            else:
+                kept += data[field.place]
+            if len(kept) > MOST_JSON_BYTES:
+                raise MalformedError(
+                    f"a request may have {MOST_JSON_MB} MiB outside of raw_input_contents; send "
+                    "large tensors there"
+                )
+    except WireFormatError:
+        raise MalformedError(_NOT_A_REQUEST) from None
+    return bytes(kept), raw
+
+
+def check_infer_message(
+    data: bytes,
+    size_bytes: int,
+    limit: int,
+    models: Mapping[str, DeclaredInputs],
+    sessions: Namespace,
+) -> bytes | None:
+    """Check a ModelInferRequest of gRPC `without_raw_tensors`, as `check_infer` does.
+
+    Returns:
+        The message with the server's own id of its session, None if it has no session.
+
+    Raises:
+        MalformedError: It has another form.
+    """
+    from google.protobuf.message import DecodeError
+    from tritonclient.grpc import service_pb2
+
+    try:
+        message = service_pb2.ModelInferRequest.FromString(data)
+    except DecodeError:
+        raise MalformedError(_NOT_A_REQUEST) from None
+    check_message(message, size_bytes, limit=limit, model=models.get(message.model_name))
+    if "sequence_id" not in message.parameters:
+        return None
+    parameter = message.parameters["sequence_id"]
+    own = sessions.inside(getattr(parameter, parameter.WhichOneof("parameter_choice")))
+    setattr(parameter, "string_param" if isinstance(own, str) else "int64_param", own)
+    return bytes(message.SerializeToString())
+
+
+def check_message(
+    message: Any, size_bytes: int, *, limit: int, model: DeclaredInputs | None = None
+) -> None:
+    """Check a parsed ModelInferRequest, of `size_bytes` with raw tensors. Raises MalformedError."""
+    check_fields("the request", {key: getattr(message, key) for key in MODEL_FIELDS}, MODEL_FIELDS)
+    inputs = [
+        {**_tensor(each), "datatype": each.datatype, "shape": list(each.shape)}
+        for each in message.inputs
+    ]
+    outputs = [_tensor(each) for each in message.outputs]
+    request = {"id": message.id, "parameters": _parameters(message)}
+    request |= {"inputs": inputs, "outputs": outputs}
+    check_form(request, size_bytes, limit=limit, model=model)
+    for each in message.inputs:
+        check_texts(repr(each.name)[:40], len(each.contents.bytes_contents))
+
+
+def _tensor(message: Any) -> dict[str, Any]:
+    return {"name": message.name, "parameters": _parameters(message)}
+
+
+def _parameters(message: Any) -> dict[str, Any]:
+    found = {}
+    for name, parameter in message.parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        value = getattr(parameter, kind) if kind else None
+        # The server reads a negative number as the one of 64 bits with the same digits.
+        found[name] = value % (1 << 64) if type(value) is int else value
+    return found
