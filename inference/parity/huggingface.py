@@ -237,15 +237,18 @@ def _modules(plan: ConversionPlan, model: Any) -> dict[str, str]:
     return out
 
 
-def import_transformers() -> Any:
-    """Return the library. Raises NoLibraryError where it is not installed."""
+def import_transformers(source: str = "a Hugging Face checkpoint") -> Any:
+    """Return the library, silenced. Raises NoLibraryError where it is not installed."""
     try:
         import transformers
     except ImportError as error:
         raise NoLibraryError(
-            "a Hugging Face checkpoint is computed by transformers, which is not installed (pip "
-            "install transformers)"
+            f"{source} is computed by transformers, which is not installed (pip install "
+            "transformers)"
         ) from error
+    # What it reports of keys is checked.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     return transformers
 
 
@@ -257,10 +260,6 @@ def load_transformers_model(
     Raises:
         ValueError: It cannot load the folder, or would fill in weights that the folder lacks.
     """
-    transformers = import_transformers()
-    # Its report of keys is checked below.
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     try:
         model, info = kind.from_pretrained(
             path, dtype=dtype, local_files_only=True, output_loading_info=True, **options

@@ -17,8 +17,7 @@ from export_scripts.checkpoints.base import FileMaps
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.families.gptj import GPTJConfig
 from export_scripts.numeric.arrays import Array, round_to
-from inference.parity.activations import NoLibraryError
-from inference.parity.huggingface import HuggingFaceSource
+from inference.parity.huggingface import HuggingFaceSource, import_transformers
 
 # Part of a layer in the release -> its name in transformers, and the axis that shards cut.
 _MATRICES = {
@@ -62,13 +61,7 @@ def load_mesh_transformer(plan: ConversionPlan) -> HuggingFaceSource:
     Raises:
         NoLibraryError: transformers is not installed.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise NoLibraryError(
-            "a release of mesh-transformer-jax is computed by transformers, which is not installed "
-            "(pip install transformers); its tensors were compared"
-        ) from error
+    transformers = import_transformers("a release of mesh-transformer-jax")
     config = plan.config
     assert isinstance(config, GPTJConfig)
     settings = transformers.GPTJConfig(
@@ -81,8 +74,6 @@ def load_mesh_transformer(plan: ConversionPlan) -> HuggingFaceSource:
         layer_norm_epsilon=config.layernorm_eps,
         tie_word_embeddings=False,
     )
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     state = dict(_weights(_Release(plan), config.num_layer))
     model, info = transformers.GPTJForCausalLM.from_pretrained(
         None,

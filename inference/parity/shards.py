@@ -7,6 +7,7 @@ The layers are loaded and run by the code that serves, on the CPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
 )
 from export_scripts.ft.reader import FTReader
-from inference.model.decoder import DecoderLayer
 from inference.model.decoder_weights import load_decoder
 from inference.model.encoder import Encoder
 from inference.model.encoder_decoder import (
@@ -36,12 +36,7 @@ from inference.parallel.layout import ParallelLayout
 from inference.parallel.linear import AllReduce
 from inference.parity.activations import Activations, ModelInputs, Place
 from inference.parity.ranks import Notes, on_ranks
-from inference.parity.taps import (
-    tapped_bert_layer,
-    tapped_decoder_layer,
-    tapped_t5_decoder_layer,
-    tapped_t5_encoder_layer,
-)
+from inference.parity.taps import tapped
 from inference.ranks.base import rank_weights
 
 _CPU = torch.device("cpu")
@@ -90,12 +85,7 @@ class _Rank:
     def run_decoder(self, architecture: DecoderArchitecture, inputs: ModelInputs) -> None:
         """Run a decoder-only model over all tokens at once."""
         model = load_decoder(self.weights, architecture, reduce=self.reduce)
-        layers: list[Any] = [
-            tapped_decoder_layer(layer, f"layer {number}", self.notes)
-            for number, layer in enumerate(model.layers)
-            if isinstance(layer, DecoderLayer)  # as every layer on CPU is
-        ]
-        model.layers = layers
+        model.layers = self._tapped(model.layers, "layer")
         count = len(inputs.ids)
         step = make_step(
             torch.tensor(inputs.ids),
@@ -123,10 +113,7 @@ class _Rank:
     ) -> None:
         """Run a T5: the encoder over all its tokens, then the decoder."""
         model = EncoderDecoder(self.weights, architecture, reduce=self.reduce)
-        model.encoder = [
-            tapped_t5_encoder_layer(layer, f"encoder layer {number}", self.notes)
-            for number, layer in enumerate(model.encoder)
-        ]
+        model.encoder = self._tapped(model.encoder, "encoder layer")
         rows = ragged_rows([len(inputs.ids)], _CPU)
         batch = EncoderBatch(torch.tensor(inputs.ids), rows)
         x = model.embed_rows(batch)
@@ -147,10 +134,7 @@ class _Rank:
     ) -> None:
         stack = model.architecture.decoder
         assert stack is not None
-        model.decoder = [
-            tapped_t5_decoder_layer(layer, f"decoder layer {number}", self.notes)
-            for number, layer in enumerate(model.decoder)
-        ]
+        model.decoder = self._tapped(model.decoder, "decoder layer")
         count, length = len(inputs.decoder_ids), len(inputs.ids)
         sizes = stack.num_layer, stack.head_num, stack.size_per_head
         cache = self._cache(*sizes, max_len=max(count, length), parts=2)
@@ -176,13 +160,12 @@ class _Rank:
     def run_encoder(self, architecture: EncoderArchitecture, states: torch.Tensor) -> None:
         """Run a BERT over one row of hidden states (N, E)."""
         model = Encoder(self.weights, architecture, reduce=self.reduce)
-        layers: list[Any] = [
-            tapped_bert_layer(layer, f"layer {number}", self.notes)
-            for number, layer in enumerate(model.layers)
-        ]
-        model.layers = layers
+        model.layers = self._tapped(model.layers, "layer")
         self.notes.add(Place("embedding"), states)
         model.run_layers(states.to(model.dtype), ragged_rows([len(states)], _CPU))
+
+    def _tapped(self, layers: Sequence[Any], where: str) -> list[Any]:
+        return [tapped(each, f"{where} {i}", self.notes) for i, each in enumerate(layers)]
 
     def _note_logits(self, part: torch.Tensor, vocab_size: int) -> None:
         """Note this rank's slice of the logits (N, slice), without what fills the last one up."""

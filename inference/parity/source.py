@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Protocol
 
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.families.gpt.core import is_core
 from export_scripts.families.layout.architecture import Architecture
-from inference.parity.activations import Activations, ModelInputs, NoLibraryError
-from inference.parity.huggingface import load_huggingface
-from inference.parity.megatron import load_megatron
+from inference.parity.activations import NoLibraryError
+from inference.parity.huggingface import HuggingFaceSource, load_huggingface
+from inference.parity.megatron import MegatronSource, load_megatron
 from inference.parity.mesh_transformer import load_mesh_transformer
 
 # Who computes the formats whose library is not run here.
@@ -22,24 +21,9 @@ _OTHERS: Mapping[str, str] = {
 }
 
 
-class SourceModel(Protocol):
-    """A loaded source model."""
-
-    @property
-    def title(self) -> str:
-        """Library, version and class, for people."""
-        ...
-
-    def default_inputs(self, ids: tuple[int, ...] = ()) -> ModelInputs:
-        """Return `ids`, or ids from all over the vocabulary, with an answer for a decoder."""
-        ...
-
-    def run(self, inputs: ModelInputs) -> Activations:
-        """Return what every layer computes; raises ValueError for ids that do not fit."""
-        ...
-
-
-def load_source(plan: ConversionPlan, architecture: Architecture) -> SourceModel:
+def load_source(
+    plan: ConversionPlan, architecture: Architecture
+) -> HuggingFaceSource | MegatronSource:
     """Load a source in fp32.
 
     Args:
