@@ -16,6 +16,7 @@ from inference.evaluation.gate import (
     EXIT_NOT_EVALUATED,
     INSUFFICIENT,
 )
+from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
 from inference.evaluation.run.checks import check_evaluation, detectable_drops
@@ -300,8 +301,6 @@ def _tokenizer_problems(folder: str | None) -> list[str]:
 
 def _is_address(text: str, protocol: str) -> bool:
     if protocol == OPENAI:
-        from inference.evaluation.run.openai_model import base_url
-
         try:
             base_url(text, uses_tls=False)
         except ValueError:

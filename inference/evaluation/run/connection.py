@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.tokenizer_files import find_tokenizer
+from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.run.requests import ServedTokenizer
-from inference.evaluation.run.served_model import ServedModel, TextCodec
+from inference.evaluation.run.served_model import ServedModel
 from inference.evaluation.run.task_run import EvaluationError
 from inference.evaluation.task import TextGenerator
-
-if TYPE_CHECKING:
-    from inference.server.client import TritonClient
+from inference.server.client import TritonClient
 
 
 @contextmanager
@@ -30,9 +28,6 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
     if options.protocol == OPENAI:
         yield open_model(options)[0]
         return
-    from inference.backend.tokenizer import load_tokenizer
-    from inference.server.client import TritonClient
-
     with TritonClient(
         options.url,
         protocol=options.protocol,
@@ -40,7 +35,7 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
         credentials=options.credentials,
     ) as client:
         _check_ready(client, options)
-        tokenizer: TextCodec = ServedTokenizer(client)
+        tokenizer: Tokenizer | ServedTokenizer = ServedTokenizer(client)
         if options.tokenizer_dir is not None and _needs_tokenizer(options, options.tokenizer_dir):
             tokenizer = load_tokenizer(options.tokenizer_dir)
         yield ServedModel(

@@ -6,18 +6,12 @@ a metric needs is therefore tried once, on a short text, before the first sample
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
-import ssl
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
+from inference.evaluation.openai_client import OpenAIClient, choices_of
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.task_run import EvaluationError
 from inference.evaluation.task import (
@@ -33,95 +27,13 @@ from inference.evaluation.task import (
 )
 
 if TYPE_CHECKING:
-    from inference.evaluation.run.served_model import TextCodec
+    from inference.backend.tokenizer import Tokenizer
 
 UNKNOWN_TOKEN = -1  # of an answer that came as text; only the number of tokens is known
-_MOST_BYTES = 64 << 20
-_SHOWN = 300
 _PROBE = "The old lighthouse stood at the end of the point"
 _GREEDY = {"temperature": 0, "n": 1}
 # Parameters of vLLM and others, which a server may refuse: its own defaults could be a model's.
 _EXTRAS = {"return_token_ids": True, "repetition_penalty": 1.0}
-
-
-class OpenAIClient:
-    """Requests to one server; a connection for each, so threads may share a client."""
-
-    def __init__(self, options: EvaluationOptions) -> None:
-        self.url = base_url(options.url, uses_tls=options.credentials.uses_tls)
-        self._timeout_s = options.request_timeout_s
-        self._credentials = options.credentials
-        ca = options.credentials.ca
-        tls = ssl.create_default_context(cafile=None if ca is None else str(ca))
-        # Neither a proxy nor a redirection to elsewhere gets the token.
-        handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls))
-        self._opener = urllib.request.build_opener(*handlers, _NoRedirection())
-
-    def get(self, path: str) -> Any:
-        """Return the JSON at a path below the base URL. Raises RequestFailedError."""
-        return self._json(path, None)
-
-    def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the answer to a request for completions. Raises RequestFailedError."""
-        answer = self._json("/completions", body)
-        if not isinstance(answer, dict) or not _choices(answer):
-            raise RequestFailedError(f"{self.url}: an answer without choices")
-        return answer
-
-    def stream(self, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """Yield the events of a streamed answer as they come. Raises RequestFailedError."""
-        with self._answer("/completions", {**body, "stream": True}) as response:
-            while line := response.readline(_MOST_BYTES):
-                if not line.startswith(b"data:"):
-                    continue
-                data = line.removeprefix(b"data:").strip()
-                if data == b"[DONE]":
-                    return
-                event = json.loads(data)
-                if not isinstance(event, dict) or "error" in event:
-                    raise RequestFailedError(f"{self.url}: {str(event)[:_SHOWN]}")
-                yield event
-
-    def _json(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        with self._answer(path, body) as response:
-            data = response.read(_MOST_BYTES + 1)
-            if len(data) > _MOST_BYTES:
-                raise RequestFailedError(f"{self.url}: an answer of more than {_MOST_BYTES} bytes")
-            return json.loads(data)
-
-    @contextmanager
-    def _answer(self, path: str, body: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Yield an answer of status 200, open; what fails until it is read is a failed request."""
-        headers = {"content-type": "application/json", **self._credentials.headers()}
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
-        try:
-            with self._opener.open(request, timeout=self._timeout_s) as response:
-                yield response
-        except urllib.error.HTTPError as error:
-            reason = error.read(_SHOWN).decode("utf-8", "replace")
-            raise RequestFailedError(f"{self.url}{path}: {error.code}: {reason}") from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise RequestFailedError(f"{self.url}{path}: {error!r}") from error
-
-
-class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def base_url(server: str, *, uses_tls: bool) -> str:
-    """Return the base URL of a server: as given, or of `host:port`.
-
-    Raises:
-        ValueError: It is not an address.
-    """
-    url = server if "://" in server else f"{'https' if uses_tls else 'http'}://{server}"
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        raise ValueError(f"{server} is not http://host:port/v1 or host:port")
-    _ = parts.port  # raises ValueError if it is none
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
 
 
 @dataclass(frozen=True)
@@ -154,7 +66,7 @@ class Abilities:
         return found
 
 
-def probe_abilities(client: OpenAIClient, model: str, tokenizer: TextCodec) -> Abilities:
+def probe_abilities(client: OpenAIClient, model: str, tokenizer: Tokenizer) -> Abilities:
     """Return the abilities of a server.
 
     Raises:
@@ -173,7 +85,7 @@ def probe_abilities(client: OpenAIClient, model: str, tokenizer: TextCodec) -> A
     echoed = _tried(client, echo) if takes_ids else None
     scores = echoed is not None and _prompt_scores(echoed, len(ids)) is not None
     try:
-        streams = sum(bool(_choices(each)) for each in client.stream({**plain, **extras})) > 1
+        streams = sum(bool(choices_of(each)) for each in client.stream({**plain, **extras})) > 1
     except RequestFailedError:
         streams = False
     return Abilities(extras, takes_ids, gives_ids, scores, streams)
@@ -187,21 +99,15 @@ def _tried(client: OpenAIClient, body: Mapping[str, Any]) -> Mapping[str, Any] |
         return None
 
 
-def _choices(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    choices = answer.get("choices")
-    found = choices if isinstance(choices, list) else []
-    return [each for each in found if isinstance(each, dict)]
-
-
 def _text(answer: Mapping[str, Any], row: int = 0) -> str:
-    text = _choices(answer)[row].get("text")
+    text = choices_of(answer)[row].get("text")
     if not isinstance(text, str):
         raise RequestFailedError("an answer without text")
     return text
 
 
 def _answer_ids(answer: Mapping[str, Any], row: int = 0) -> tuple[int, ...] | None:
-    ids = _choices(answer)[row].get("token_ids")
+    ids = choices_of(answer)[row].get("token_ids")
     if not isinstance(ids, list) or not ids or any(type(each) is not int for each in ids):
         return None
     return tuple(ids)
@@ -219,7 +125,7 @@ def _prompt_tokens(answer: Mapping[str, Any]) -> int | None:
 
 def _prompt_scores(answer: Mapping[str, Any], count: int) -> list[float] | None:
     """Return the log probabilities of a prompt's tokens but the first; None without them."""
-    found = _choices(answer)[0].get("logprobs")
+    found = choices_of(answer)[0].get("logprobs")
     values = found.get("token_logprobs") if isinstance(found, dict) else None
     if not isinstance(values, list) or not count <= len(values) <= count + 1:
         return None
@@ -233,7 +139,7 @@ class OpenAIModel(TextGenerator):
     """Meets TextGenerator over a client of OpenAI's protocol."""
 
     def __init__(
-        self, client: OpenAIClient, model: str, tokenizer: TextCodec, abilities: Abilities
+        self, client: OpenAIClient, model: str, tokenizer: Tokenizer, abilities: Abilities
     ) -> None:
         self._client = client
         self._model = model
@@ -299,7 +205,7 @@ class OpenAIModel(TextGenerator):
         count = (_count(answer, "completion_tokens") or 0) // len(rows)
         return [
             _answer_ids(answer, row) or (UNKNOWN_TOKEN,) * count
-            for row in range(len(_choices(answer)))
+            for row in range(len(choices_of(answer)))
         ]
 
     def _streamed(self, body: Mapping[str, Any], each_frame: Callable[[], None]) -> tuple[int, ...]:
@@ -307,7 +213,7 @@ class OpenAIModel(TextGenerator):
         frames, count = 0, None
         usage = {"stream_options": {"include_usage": True}} if self._abilities.extras else {}
         for event in self._client.stream({**body, **usage}):
-            if _choices(event) and (_answer_ids(event) or _choices(event)[0].get("text")):
+            if choices_of(event) and (_answer_ids(event) or choices_of(event)[0].get("text")):
                 each_frame()
                 frames += 1
                 ids += _answer_ids(event) or ()
@@ -348,7 +254,7 @@ def open_model(options: EvaluationOptions) -> tuple[OpenAIModel, Abilities]:
     """
     from inference.backend.tokenizer import load_tokenizer
 
-    client = OpenAIClient(options)
+    client = OpenAIClient(options.url, options.credentials, timeout_s=options.request_timeout_s)
     if options.tokenizer_dir is None:
         raise EvaluationError(
             "evaluate.protocol=openai needs the model's tokenizer: set evaluate.tokenizer to its "

@@ -1,58 +1,26 @@
-"""Requests to the server one by one: what is needed of a client, and the served tokenizer."""
+"""Requests to the server one by one, and the served tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
 
-import numpy as np
+from tritonclient.utils import InferenceServerException
 
 from inference.evaluation.task import RequestFailedError
+from inference.server.client import Outputs, Tensors, TritonClient
+from inference.server.tensors import as_tensor, as_texts
 
-Tensors = Mapping[str, "np.ndarray[Any, Any]"]
-Arrays = dict[str, "np.ndarray[Any, Any]"]
 _REMEMBERED = 4096
-# Triton's names of the types that requests hold, in numpy's.
-NUMPY_TYPES: dict[str, Any] = {
-    "BOOL": np.bool_,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "INT32": np.int32,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-}
-
-
-class InferenceClient(Protocol):
-    """The part of the Triton client that is needed here; safe to use from several threads."""
-
-    def infer(self, model: str, inputs: Tensors, *, outputs: Sequence[str] | None = None) -> Arrays:
-        """Send one request and return its outputs by name."""
-        ...
-
-    def stream(
-        self, model: str, inputs: Tensors, *, outputs: Sequence[str] | None = None
-    ) -> Iterator[Arrays]:
-        """Yield the responses of one request to a model that streams, outputs by name."""
-        ...
-
-    def streams(self, model: str) -> bool:
-        """Return whether `model` answers in several responses."""
-        ...
-
-    def input_types(self, model: str) -> Mapping[str, str]:
-        """Return the inputs that `model` declares and their Triton types."""
-        ...
 
 
 def ask(
-    client: InferenceClient,
+    client: TritonClient,
     model: str,
     inputs: Tensors,
     *names: str,
     each_frame: Callable[[], None] | None = None,
-) -> Arrays:
+) -> Outputs:
     """Send one request and return the outputs called `names`; of a stream, the last of them.
 
     `each_frame` is called for every response of a model that streams, as it comes.
@@ -60,12 +28,10 @@ def ask(
     Raises:
         RequestFailedError: the server refused, failed or did not answer in time.
     """
-    from tritonclient.utils import InferenceServerException
-
     try:
         if each_frame is None or not client.streams(model):
             return client.infer(model, inputs, outputs=names)
-        last: Arrays = {}
+        last: Outputs = {}
         for frame in client.stream(model, inputs, outputs=names):
             each_frame()
             last = frame
@@ -74,22 +40,12 @@ def ask(
         raise RequestFailedError(f"{model}: {error}") from error
 
 
-def first_text(tensor: np.ndarray[Any, Any]) -> str:
-    """Return the first text of a tensor of bytes."""
-    return bytes(tensor.reshape(-1)[0]).decode("utf-8", "replace")
-
-
-def text_tensor(text: str) -> np.ndarray[Any, Any]:
-    """Return one row of text, (1, 1)."""
-    return np.array([[text.encode("utf-8")]], dtype=object)
-
-
 class ServedTokenizer:
     """The server's own preprocessing and postprocessing; what was asked lately is remembered."""
 
     def __init__(
         self,
-        client: InferenceClient,
+        client: TritonClient,
         *,
         preprocessing: str = "preprocessing",
         postprocessing: str = "postprocessing",
@@ -105,10 +61,10 @@ class ServedTokenizer:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         inputs = {
-            "QUERY": text_tensor(text),
-            "BAD_WORDS_DICT": text_tensor(""),
-            "STOP_WORDS_DICT": text_tensor(""),
-            "REQUEST_OUTPUT_LEN": np.array([[1]], np.uint32),
+            "QUERY": as_tensor([text], "BYTES"),
+            "BAD_WORDS_DICT": as_tensor([""], "BYTES"),
+            "STOP_WORDS_DICT": as_tensor([""], "BYTES"),
+            "REQUEST_OUTPUT_LEN": as_tensor([1], "UINT32"),
         }
         outputs = ask(self._client, self._preprocessing, inputs, "INPUT_ID", "REQUEST_INPUT_LEN")
         count = int(outputs["REQUEST_INPUT_LEN"].reshape(-1)[0])
@@ -117,5 +73,6 @@ class ServedTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids; end tokens at the end give no text."""
         declared = self._client.input_types(self._postprocessing)["TOKENS_BATCH"]
-        inputs = {"TOKENS_BATCH": np.array([[ids]], NUMPY_TYPES[declared])}
-        return first_text(ask(self._client, self._postprocessing, inputs, "OUTPUT")["OUTPUT"])
+        inputs = {"TOKENS_BATCH": as_tensor([[ids]], declared)}
+        outputs = ask(self._client, self._postprocessing, inputs, "OUTPUT")
+        return as_texts(outputs["OUTPUT"])[0][0]

@@ -11,19 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from tritonclient.utils import triton_to_np_dtype
 
-from inference.evaluation.run.requests import (
-    NUMPY_TYPES,
-    Arrays,
-    InferenceClient,
-    ServedTokenizer,
-    ask,
-    first_text,
-    text_tensor,
-)
+from inference.backend.tokenizer import Tokenizer
+from inference.evaluation.run.requests import ServedTokenizer, ask
 from inference.evaluation.task import (
     NO_WORDS,
     Completion,
@@ -32,6 +26,8 @@ from inference.evaluation.task import (
     TextGenerator,
     WordLists,
 )
+from inference.server.client import Outputs, TritonClient
+from inference.server.tensors import as_tensor, as_texts
 
 _LOG_PROBS = ("cum_log_probs", "output_log_probs")
 
@@ -53,18 +49,6 @@ _GREEDY_WITH_LOG_PROBS = {
 }
 
 
-class TextCodec(Protocol):
-    """Text to token ids and back, as the served pre- and postprocessing do it."""
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Return the token ids of `text`, without special tokens."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        ...
-
-
 class ServedModel(TextGenerator):
     """Meets TextGenerator over a Triton client.
 
@@ -73,8 +57,8 @@ class ServedModel(TextGenerator):
 
     def __init__(
         self,
-        client: InferenceClient,
-        tokenizer: TextCodec,
+        client: TritonClient,
+        tokenizer: Tokenizer | ServedTokenizer,
         *,
         model_name: str = "fastertransformer",
         ensemble_name: str | None = "ensemble",
@@ -127,10 +111,10 @@ class ServedModel(TextGenerator):
                 raise RequestFailedError("word lists are encoded by the ensemble; there is none.")
             return self._complete_encoded(prompt, output_len, score_prompt=score_prompt)
         inputs = {
-            "INPUT_0": text_tensor(prompt),
-            "INPUT_1": np.array([[output_len]], np.uint32),
-            "INPUT_2": text_tensor(words.bad),
-            "INPUT_3": text_tensor(words.stop),
+            "INPUT_0": as_tensor([prompt], "BYTES"),
+            "INPUT_1": as_tensor([output_len], "UINT32"),
+            "INPUT_2": as_tensor([words.bad], "BYTES"),
+            "INPUT_3": as_tensor([words.stop], "BYTES"),
             **(_GREEDY_WITH_LOG_PROBS if score_prompt else _GREEDY),
         }
         names = ("OUTPUT_0", "sequence_length", *(_LOG_PROBS if score_prompt else ()))
@@ -138,7 +122,7 @@ class ServedModel(TextGenerator):
         length = int(outputs["sequence_length"].reshape(-1)[0])
         prompt_len = 0 if self.is_encoder_decoder else len(self.encode(prompt))
         return Completion(
-            text=self._answer(first_text(outputs["OUTPUT_0"]), prompt),
+            text=self._answer(as_texts(outputs["OUTPUT_0"])[0][0], prompt),
             generated=length - prompt_len,
             context_log_prob=_context_log_prob(outputs) if score_prompt else None,
         )
@@ -222,7 +206,7 @@ class ServedModel(TextGenerator):
             )
         ]
 
-    def _prompts(self, rows: Sequence[Sequence[int]], output_len: int) -> Arrays:
+    def _prompts(self, rows: Sequence[Sequence[int]], output_len: int) -> Outputs:
         """Return prompts, (B, S), each padded on the right with its last token."""
         width = max(map(len, rows))
         ids = np.array([[*row, *[row[-1]] * (width - len(row))] for row in rows], np.uint32)
@@ -233,7 +217,7 @@ class ServedModel(TextGenerator):
         return {"input_ids": ids, "input_lengths": lengths, "request_output_len": wanted}
 
     def _places(
-        self, rows: Sequence[Sequence[int]], outputs: Arrays
+        self, rows: Sequence[Sequence[int]], outputs: Outputs
     ) -> tuple[list[int], list[int]]:
         """Return where each answer starts in output_ids and how many tokens it has.
 
@@ -253,7 +237,7 @@ class ServedModel(TextGenerator):
         """Return a value or array as the tensor `name`, repeated for every row."""
         if name not in self._types:
             raise RequestFailedError(f"{self._model_name} takes no input {name}.")
-        array = np.asarray(value, NUMPY_TYPES[self._types[name]])
+        array = np.asarray(value, triton_to_np_dtype(self._types[name]))
         return np.repeat(array.reshape(1, *(array.shape or (1,))), rows, axis=0)
 
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
@@ -271,13 +255,13 @@ class ServedModel(TextGenerator):
             raise RequestFailedError(f"{self._model_name} takes no input {', '.join(unknown)}.")
         # The client itself narrows to types that numpy does not have.
         arrays = {
-            name: np.asarray(value, NUMPY_TYPES.get(self._types[name]))
+            name: np.asarray(value, triton_to_np_dtype(self._types[name]))
             for name, value in tensors.items()
         }
         return ask(self._client, self._model_name, arrays, *outputs)
 
 
-def _context_log_prob(outputs: Arrays) -> float:
+def _context_log_prob(outputs: Outputs) -> float:
     """Return the prompt's part of the sum, which also holds the generated tokens."""
     whole = float(outputs["cum_log_probs"].reshape(-1)[0])
     return whole - math.fsum(float(each) for each in outputs["output_log_probs"].reshape(-1))

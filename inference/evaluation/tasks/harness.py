@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import ssl
 import threading
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from inference.evaluation.openai_client import OpenAIClient
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import (
@@ -190,15 +189,15 @@ class HarnessTask:
     def _model_arguments(self) -> dict[str, Any]:
         options, url = self.options, self.options.openai_url
         assert url is not None, "checked before the start"
-        headers = options.credentials.headers()
-        token = headers.get("authorization", "").removeprefix("Bearer ")
-        context_len = _context_len(url, options.model_name, headers, options.ca)
+        token = options.credentials.headers().get("authorization", "").removeprefix("Bearer ")
+        client = OpenAIClient(url, options.credentials, timeout_s=_TIMEOUT_S)
+        model = client.get(f"/models/{options.model_name}")
         arguments = {
             "model": options.model_name,
             "base_url": f"{url}/completions",
             "num_concurrent": options.concurrency,
             "timeout": int(options.request_timeout_s),
-            "max_length": context_len,
+            "max_length": int(model["max_model_len"]),  # of a prompt and its answer
             "tokenizer_backend": "remote",
             "seed": options.seed,
         }
@@ -241,14 +240,3 @@ def _check(name: str, options: EvaluationOptions) -> list[str]:
     if folder is not None and not Path(folder).is_dir():
         problems.append(f"evaluate.harness.include_path={folder} is not a folder.")
     return problems
-
-
-def _context_len(url: str, model: str, headers: Mapping[str, str], ca: str | None) -> int:
-    """Return the tokens that a prompt and its answer may have together."""
-    context = ssl.create_default_context(cafile=ca) if url.startswith("https") else None
-    request = urllib.request.Request(f"{url}/models/{model}", headers=dict(headers))
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-    )
-    with opener.open(request, timeout=_TIMEOUT_S) as answer:
-        return int(json.load(answer)["max_model_len"])

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import EvaluationOptions, LatencyOptions
 from inference.evaluation.record import RunFacts
 from inference.evaluation.run import openai_model
 from inference.evaluation.run.evaluator import evaluate
-from inference.evaluation.run.openai_model import base_url, open_model
+from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.run.task_run import EvaluationError
 from inference.evaluation.task import RequestFailedError
 
