@@ -3,10 +3,8 @@
 A drop is oriented so that positive is worse. Two hypotheses are tested against a margin: that the
 drop is at most the margin (rejected: breached), and that it is at least that (rejected: held).
 
-Scores of 0 and 1 are tested exactly. With the margin 0 that is McNemar's test. With another it is
-the unconditional test ordered by the score statistic (T. Tango, Statistics in Medicine 17, 1998):
-the largest tail over the unknown rate of changed answers, enumerated. Other scores are tested by
-Student's t on each sample's influence on the metric and by a bootstrap; the weaker of both counts.
+Scores of 0 and 1 are tested exactly (exact_tests.py). Other scores are tested by Student's t on
+each sample's influence on the metric and by a bootstrap; the weaker of both counts.
 """
 
 # Shapes: N samples, R resamples
@@ -16,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +31,6 @@ ASSUMED_CHANGE = 0.02
 _NORMAL = NormalDist()
 _RESAMPLES = 5000
 _CHUNK_VALUES = 1 << 22  # drawn at a time
-_WINDOW = 6.0  # standard deviations of a count that are enumerated; beyond lie 2e-9
-_MOST_GAINS = 100.0  # expected gains up to which tails are enumerated; beyond, they are normal
 _TIE = 1e-9
 
 
@@ -123,7 +119,9 @@ def smallest_drop(
             return None
         both = _t_quantile(1 - alpha, count - 1) + _NORMAL.inv_cdf(POWER)
         return margin + both * deviation / math.sqrt(count)
-    caught = partial(_power, count, margin, alpha, deviation**2)
+    from inference.evaluation.exact_tests import power
+
+    caught = partial(power, count, margin, alpha, deviation**2)
     if caught(1.0) < POWER:
         return None
     return _root(lambda drop: caught(drop) - POWER, margin, 1.0)
@@ -140,32 +138,16 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def mcnemar(losses: int, gains: int) -> tuple[float, float]:
-    """Return the exact chances of at least, and of at most, so many losses among the changed.
-
-    Where nothing changed for the worse on the whole, a changed answer is a loss half of the time
-    (Q. McNemar, Psychometrika 12, 1947).
-    """
-    import numpy as np
-
-    total = losses + gains
-    logs = _log_factorials(total)
-    ks = np.arange(total + 1)
-    chances = np.exp(logs[total] - logs[ks] - logs[total - ks] - total * math.log(2))
-    return (
-        min(1.0, float(chances[losses:].sum())),
-        min(1.0, float(chances[: losses + 1].sum())),
-    )
-
-
 def _check_binary(pairs: Pairs, margin: float, alpha: float) -> DropTest:
+    from inference.evaluation.exact_tests import exact_p_values, signed_score
+
     losses, gains, count = pairs.losses, pairs.gains, len(pairs.new)
     drop = (losses - gains) / count
-    breached, held = _exact(losses, gains, count, margin)
+    breached, held = exact_p_values(losses, gains, count, margin)
     far = _NORMAL.inv_cdf(1 - alpha)
     # Tango's limits, on the side of the margin on which the exact test is.
-    low = _root(lambda tried: far - _signed_score(losses, gains, count, tried), -1.0, drop)
-    high = _root(lambda tried: -far - _signed_score(losses, gains, count, tried), drop, 1.0)
+    low = _root(lambda tried: far - signed_score(losses, gains, count, tried), -1.0, drop)
+    high = _root(lambda tried: -far - signed_score(losses, gains, count, tried), drop, 1.0)
     return DropTest(
         drop=drop,
         p_breached=breached,
@@ -175,140 +157,6 @@ def _check_binary(pairs: Pairs, margin: float, alpha: float) -> DropTest:
         count=count,
         deviation=math.sqrt(max(0.0, (losses + gains) / count - drop * drop)),
     )
-
-
-def _signed_score(losses: int, gains: int, count: int, margin: float) -> float:
-    """Return the score of one table at any margin."""
-    import numpy as np
-
-    if margin < 0:
-        return -_signed_score(gains, losses, count, -margin)
-    return float(_score(np.array([losses]), np.array([gains]), count, margin)[0])
-
-
-def _exact(losses: int, gains: int, count: int, margin: float) -> tuple[float, float]:
-    """Return the p-values of breached and held."""
-    if margin == 0:
-        return mcnemar(losses, gains)
-    if margin >= 1:
-        return 1.0, 0.0
-    import numpy as np
-
-    seen = _signed_score(losses, gains, count, margin)
-    above, below = 1 - _NORMAL.cdf(seen), _NORMAL.cdf(seen)
-    if gains <= _MOST_GAINS:
-        above = below = 0.0
-    for scores, cumulative in _null(count, margin):
-        at_least = np.searchsorted(scores, seen - _TIE, side="left")
-        up_to = np.searchsorted(scores, seen + _TIE, side="right")
-        above = max(above, float(1 - cumulative[at_least]))
-        below = max(below, float(cumulative[up_to]))
-    return min(1.0, above), min(1.0, below)
-
-
-def _score(losses: Any, gains: Any, count: int, margin: float) -> Floats:
-    """Return Tango's statistic of tables: how far the drop is above the margin, in its errors."""
-    import numpy as np
-
-    changed = losses + gains
-    linear = changed + margin * (losses - gains) - 2 * count * margin
-    root = np.sqrt(linear**2 + 8 * count * gains * margin * (1 - margin))
-    rate = (linear + root) / (4 * count)  # of gains, the likeliest at a drop of `margin`
-    variance = count * (2 * rate + margin - margin**2)
-    found: Floats = (losses - gains - count * margin) / np.sqrt(np.maximum(variance, 1e-300))
-    return found
-
-
-@lru_cache(maxsize=64)
-def _null(count: int, margin: float) -> list[tuple[Floats, Floats]]:
-    """Return the score's distribution at a drop of `margin`, for each of a range of rates of gains.
-
-    Each is the sorted scores of all tables, and the chance of less than each, then 1.
-    """
-    import numpy as np
-
-    most = min((1 - margin) / 2, _MOST_GAINS / count)
-    rates = [*np.geomspace(0.02 / count, most, 25), *np.linspace(0, most, 40)]
-    found = []
-    for rate in rates:
-        losses, gains, chances = _tables(count, rate + margin, rate)
-        scores = _score(losses, gains, count, margin)
-        order = np.argsort(scores)
-        found.append((scores[order], np.concatenate([[0.0], np.cumsum(chances[order])])))
-    return found
-
-
-def _tables(count: int, lost: float, gained: float) -> tuple[Any, Any, Floats]:
-    """Return the tables of losses and gains that are not too rare, and their chances."""
-    import numpy as np
-
-    def window(rate: float) -> Any:
-        width = _WINDOW * math.sqrt(count * rate * (1 - rate)) + _WINDOW * (rate > 0)
-        middle = count * rate
-        return np.arange(
-            max(0, math.floor(middle - width)), min(count, math.ceil(middle + width)) + 1
-        )
-
-    losses, gains = (each.ravel() for each in np.meshgrid(window(lost), window(gained)))
-    same = count - losses - gains
-    losses, gains, same = losses[same >= 0], gains[same >= 0], same[same >= 0]
-    logs = _log_factorials(count)
-    chances = logs[count] - logs[losses] - logs[gains] - logs[same]
-    for number, rate in ((losses, lost), (gains, gained), (same, 1 - lost - gained)):
-        chances = chances + np.where(number > 0, number * math.log(max(rate, 1e-300)), 0.0)
-    return losses, gains, np.exp(chances)
-
-
-@lru_cache(maxsize=64)
-def _log_factorials(count: int) -> Floats:
-    import numpy as np
-
-    return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1, dtype=np.float64)))])
-
-
-@lru_cache(maxsize=64)
-def _critical_score(count: int, margin: float, alpha: float) -> float:
-    """Return the score from which on a drop is found to exceed the margin."""
-    import numpy as np
-
-    found = _NORMAL.inv_cdf(1 - alpha) if _MOST_GAINS / count < (1 - margin) / 2 else -math.inf
-    for scores, cumulative in _null(count, margin):
-        # The first score with a tail of alpha or less, past all that tie with the one before it.
-        first = int(np.searchsorted(-(1 - cumulative), -alpha, side="left"))
-        if first < len(scores):
-            tie = first > 0 and scores[first] - scores[first - 1] < _TIE
-            found = max(found, float(scores[first]) + (2 * _TIE if tie else 0.0))
-        else:
-            found = max(found, float(scores[-1]) + 2 * _TIE)
-    return found
-
-
-def _power(count: int, margin: float, alpha: float, changed: float, drop: float) -> float:
-    """Return the share of runs in which a true drop is found to exceed the margin.
-
-    `changed` is the share of answers that change without any drop, as many to the better.
-    """
-    gained = max(0.0, min(changed / 2, (1 - drop) / 2))
-    losses, gains, chances = _tables(count, min(1.0, gained + drop), gained)
-    if margin:
-        caught = _score(losses, gains, count, margin) >= _critical_score(count, margin, alpha)
-    else:
-        caught = losses >= _critical_losses(count, alpha)[losses + gains]
-    return float(chances[caught].sum())
-
-
-@lru_cache(maxsize=64)
-def _critical_losses(count: int, alpha: float) -> Any:
-    """Return, by the number of changed answers, the losses from which on McNemar's test rejects."""
-    import numpy as np
-
-    found = np.empty(count + 1, np.int64)
-    losses = 0
-    for changed in range(count + 1):  # grows by at most one with each more
-        while losses <= changed and mcnemar(losses, changed - losses)[0] > alpha:
-            losses += 1
-        found[changed] = losses
-    return found
 
 
 def _check_mean(pairs: Pairs, margin: float, alpha: float, *, bounded: bool) -> DropTest:

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from inference.evaluation.exact_tests import mcnemar
 from inference.evaluation.paired_tests import (
     ASSUMED_CHANGE,
     Pairs,
     check_drop,
     holm,
-    mcnemar,
     samples_needed,
     smallest_drop,
 )
