@@ -1,4 +1,4 @@
-"""Intervals, standard errors and percentiles, from the standard library alone."""
+"""Intervals and standard errors, from the standard library alone."""
 
 from __future__ import annotations
 
@@ -53,18 +53,3 @@ def mean_and_stderr(
 def growth(log_ratio: float) -> float:
     """Return exp(x) - 1, infinity where a double does not hold it."""
     return math.expm1(log_ratio) if log_ratio < _LARGEST_LOG else math.inf
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile (0..100) with linear interpolation between the two nearest values.
-
-    Raises:
-        ValueError: there are no values, or `percent` lies outside 0..100.
-    """
-    if not values or not 0 <= percent <= 100:
-        raise ValueError(f"percentile {percent} of {len(values)} values is not defined")
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

@@ -18,12 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 from inference.evaluation.options import LatencyOptions, RequestShape, parse_shape
 from inference.evaluation.record import LatencyPoint
 from inference.evaluation.run.task_run import EvaluationError, EvaluationProgress, ProgressCallback
 from inference.evaluation.run.timing import distribution
-from inference.evaluation.statistics import percentile
 from inference.evaluation.task import RequestFailedError, RequestTensors, TextGenerator, generates
 
 _PHASE = "latency"
@@ -139,17 +139,18 @@ def _loads(
 def _point(load: Load, measured: dict[_Place, Answered]) -> LatencyPoint:
     answered = measured[load.place]
     latency = distribution(answered.durations_s)
-    first_s: list[float] = []
+    first_s: Sequence[float] = ()
     per_token_ms = None
     if answered.arrivals_s:
         first_s = [each[0] for each in answered.arrivals_s]
         per_token_ms = _per_token_ms(answered.arrivals_s)
     elif load.shape.output_len:
         first = measured[RequestShape(load.shape.input_len, 1), load.batch_size, load.concurrency]
-        first_s = list(first.durations_s)
+        first_s = first.durations_s
         further = answered.generated / (len(answered.durations_s) * load.batch_size) - 1
-        rest_ms = latency.p50_ms - 1000 * percentile(first_s, 50)
+        rest_ms = latency.p50_ms - distribution(first_s).p50_ms
         per_token_ms = rest_ms / further if further > 0 and rest_ms > 0 else None
+    first_token = distribution(first_s)
     counted = answered.generated
     if not load.shape.output_len:
         counted = len(answered.durations_s) * load.batch_size * load.shape.input_len
@@ -162,8 +163,8 @@ def _point(load: Load, measured: dict[_Place, Answered]) -> LatencyPoint:
         generated=answered.generated,
         latency=latency,
         tokens_per_s=counted / answered.seconds,
-        first_token_ms=1000 * percentile(first_s, 50) if first_s else None,
-        first_token_p95_ms=1000 * percentile(first_s, 95) if first_s else None,
+        first_token_ms=first_token.p50_ms if first_s else None,
+        first_token_p95_ms=first_token.p95_ms if first_s else None,
         per_token_ms=per_token_ms,
         streamed=bool(answered.arrivals_s),
     )
@@ -174,7 +175,7 @@ def _per_token_ms(arrivals_s: Sequence[Sequence[float]]) -> float | None:
     steps_ms = [
         1000 * (each[-1] - each[0]) / (len(each) - 1) for each in arrivals_s if len(each) > 1
     ]
-    return percentile(steps_ms, 50) if steps_ms else None
+    return median(steps_ms) if steps_ms else None
 
 
 def cut_prompts(ids: Sequence[int], *, input_len: int) -> tuple[tuple[int, ...], ...]:

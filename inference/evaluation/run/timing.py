@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, cast
 
 from inference.evaluation.record import Distribution, RequestStatistics
-from inference.evaluation.statistics import percentile
 from inference.evaluation.task import TextGenerator
 
 _MAX_INTERVALS = 120
@@ -97,32 +96,22 @@ def distribution(durations_s: Sequence[float]) -> Distribution:
 
     The histogram reaches to the 99th percentile; its last bin holds everything above.
     """
-    values = [duration * 1000 for duration in durations_s]
-    if not values:
+    import numpy as np
+
+    if not durations_s:
         return Distribution(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    p99 = percentile(values, 99)
-    edges, counts = _histogram(values, top=p99)
+    values = 1000 * np.array(durations_s)
+    low, p50, p95, p99, high = np.percentile(values, (0, 50, 95, 99, 100)).tolist()
+    bins = min(_HISTOGRAM_BINS, math.ceil(math.sqrt(len(values)))) if p99 > low else 1
+    counts, edges = np.histogram(np.minimum(values, p99), bins, (low, p99))
     return Distribution(
         count=len(values),
-        mean_ms=math.fsum(values) / len(values),
-        min_ms=min(values),
-        p50_ms=percentile(values, 50),
-        p95_ms=percentile(values, 95),
+        mean_ms=float(values.mean()),
+        min_ms=low,
+        p50_ms=p50,
+        p95_ms=p95,
         p99_ms=p99,
-        max_ms=max(values),
-        edges_ms=edges,
-        counts=counts,
+        max_ms=high,
+        edges_ms=tuple(edges.tolist()) if p99 > low else (low, p99),
+        counts=tuple(counts.tolist()),
     )
-
-
-def _histogram(values: Sequence[float], *, top: float) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    low = min(values)
-    bins = max(1, min(_HISTOGRAM_BINS, math.ceil(math.sqrt(len(values)))))
-    width = (top - low) / bins
-    if width <= 0:
-        return (low, top), (len(values),)
-    counts = [0] * bins
-    for value in values:
-        counts[min(int((value - low) / width), bins - 1)] += 1
-    edges = [low + width * index for index in range(bins)]
-    return (*edges, top), tuple(counts)

@@ -1,4 +1,4 @@
-"""Intervals and percentiles against values worked out elsewhere."""
+"""Intervals against values worked out elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from inference.evaluation.statistics import (
     mean_and_stderr,
-    percentile,
     wilson_interval,
 )
 
@@ -40,9 +39,3 @@ def test_a_weighted_mean_repeats_its_values():
     mean, stderr = mean_and_stderr([6.0, 2.0, 4.0], [3.0, 1.0, 2.0])
     assert (mean, stderr) == (2.0, 0.0)
     assert mean_and_stderr([9.0, 1.0], [2.0, 2.0])[0] == 2.5
-
-
-def test_percentile_interpolates():
-    assert percentile([4.0, 1.0, 2.0, 3.0], 50) == 2.5
-    assert percentile([1.0, 2.0, 3.0], 100) == 3.0
-    assert percentile([7.0], 99) == 7.0
