@@ -33,7 +33,7 @@ from inference.engine.capacity import available_bytes
 from inference.engine.engine import Engine, EngineOptions, Placement
 from inference.evaluation.options import RequestShape, parse_shape
 from inference.evaluation.report.formatting import milliseconds_text
-from inference.evaluation.report.page import render_table_page
+from inference.evaluation.report.page import render_page
 from inference.evaluation.report.svg import Frame, dot, legend, log_ticks, polyline, text
 
 _END = 51199
@@ -161,11 +161,14 @@ def report(measured: Sequence[Measured], args: argparse.Namespace) -> str:
         f"{args.device}, TP {args.tensor_para_size} x PP {args.pipeline_para_size}, "
         f"{args.weight_data_type} weights, computed in {args.data_type}"
     )
-    rows = [(each.name, *map(milliseconds_text, each.latency_ms.values())) for each in measured]
-    title, names = "Latency by model size", tuple(map(_name, args.shapes))
-    charts = [(title, chart(measured, args.shapes))]
-    return render_table_page(
-        title, charts, ("size", *names), rows, lead=where, footer="benchmarks.model_sizes"
+    return render_page(
+        "page.html",
+        title="Latency by model size",
+        charts=[("Latency by model size", chart(measured, args.shapes))],
+        head=("size", *map(_name, args.shapes)),
+        rows=[(each.name, *map(milliseconds_text, each.latency_ms.values())) for each in measured],
+        lead=where,
+        footer="benchmarks.model_sizes",
     )
 
 

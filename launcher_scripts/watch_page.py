@@ -7,7 +7,7 @@ from markupsafe import Markup
 from inference.evaluation.record import HistoryPoint
 from inference.evaluation.report.charts import history_chart
 from inference.evaluation.report.formatting import metric_title
-from inference.evaluation.report.page import render_table_page
+from inference.evaluation.report.page import render_page
 from inference.evaluation.task import Metric
 from launcher_scripts.watch_state import Watched, WatchState
 
@@ -28,11 +28,12 @@ def watch_page(state: WatchState, metrics: dict[int, tuple[Metric, ...]]) -> str
         for step in sorted(metrics)
     ]
     names = dict.fromkeys(name for point in points for name in point.metrics)
-    return render_table_page(
-        f"Checkpoints of {state.run}",
-        [(metric_title(name), history_chart(points, name)) for name in names],
-        _HEAD,
-        [_row(state.watched[step], state, points) for step in sorted(state.watched)],
+    return render_page(
+        "page.html",
+        title=f"Checkpoints of {state.run}",
+        charts=[(metric_title(name), history_chart(points, name)) for name in names],
+        head=_HEAD,
+        rows=[_row(state.watched[step], state, points) for step in sorted(state.watched)],
         numbers=(0,),
         footer=f"This page loads itself again every {_RELOAD_S} seconds.",
         reload_s=_RELOAD_S,

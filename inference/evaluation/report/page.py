@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,9 @@ def render_page(
 ) -> str:
     """Return a whole page; values are escaped, unless they are Markup.
 
+    `page.html` itself takes `charts` with their titles, `head` and `rows` of a table, and `footer`;
+    if wanted, a `lead`, and the columns of `numbers`, which are all but the first unless given.
+
     `data`, if any, is embedded as JSON for the page's script. A page with `reload_s` loads itself
     again after so many seconds.
     """
@@ -69,35 +71,7 @@ def render_page(
         script=script,
         data=data,
         reload_s=reload_s,
-        **values,
-    )
-
-
-def render_table_page(
-    title: str,
-    charts: Sequence[tuple[str, Markup]],
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    numbers: Sequence[int] | None = None,
-    lead: str = "",
-    footer: str,
-    reload_s: int | None = None,
-) -> str:
-    """Return a page of charts with their titles, and one table.
-
-    Columns of `numbers`, all but the first, are right-aligned.
-    """
-    return render_page(
-        "page.html",
-        title=title,
-        charts=charts,
-        head=head,
-        rows=rows,
-        numbers=numbers,
-        lead=lead,
-        footer=footer,
-        reload_s=reload_s,
+        **{"lead": "", "numbers": None, **values},
     )
 
 
