@@ -47,8 +47,8 @@ class ModelInputs:
     decoder_ids: tuple[int, ...] = ()
 
 
-def input_problems(inputs: ModelInputs, *, vocab_size: int, positions: int | None) -> list[str]:
-    """Return what is wrong with token ids for a model of so many ids and positions."""
+def check_inputs(inputs: ModelInputs, *, vocab_size: int, positions: int | None) -> None:
+    """Raise ValueError, with all that is wrong, for token ids that a model does not take."""
     problems = [
         f"token id {token} is not below vocab_size={vocab_size}"
         for token in (*inputs.ids, *inputs.decoder_ids)
@@ -58,7 +58,8 @@ def input_problems(inputs: ModelInputs, *, vocab_size: int, positions: int | Non
         problems.append(
             f"{len(inputs.ids)} token ids exceed max_position_embeddings={positions}; give fewer"
         )
-    return problems
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def spread_ids(vocab_size: int, count: int) -> tuple[int, ...]:

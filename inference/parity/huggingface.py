@@ -24,7 +24,7 @@ from inference.parity.activations import (
     ModelInputs,
     NoLibraryError,
     Place,
-    input_problems,
+    check_inputs,
     spread_ids,
 )
 
@@ -108,13 +108,8 @@ class HuggingFaceSource:
             ValueError: a token id lies outside the vocabulary, or there are too many of them.
         """
         config = self.model.config
-        problems = input_problems(
-            inputs,
-            vocab_size=config.vocab_size,
-            positions=getattr(config, "max_position_embeddings", None),
-        )
-        if problems:
-            raise ValueError("\n".join(problems))
+        positions = getattr(config, "max_position_embeddings", None)
+        check_inputs(inputs, vocab_size=config.vocab_size, positions=positions)
         noted: dict[Place, torch.Tensor] = {}
         handles = [handle for stack in self._stacks() for handle in self._watch(stack, noted)]
         ids = {"input_ids": torch.tensor([inputs.ids])}

@@ -29,7 +29,7 @@ from inference.parity.activations import (
     Activations,
     ModelInputs,
     Place,
-    input_problems,
+    check_inputs,
     spread_ids,
 )
 
@@ -70,13 +70,8 @@ class MegatronSource:
             ValueError: A token id lies outside the vocabulary, or there are too many of them; or
                 megatron-core does not take such a model.
         """
-        problems = input_problems(
-            inputs,
-            vocab_size=self.model["vocab_size"],
-            positions=self.model["max_sequence_length"],
-        )
-        if problems:
-            raise ValueError("\n".join(problems))
+        vocab_size, positions = self.model["vocab_size"], self.model["max_sequence_length"]
+        check_inputs(inputs, vocab_size=vocab_size, positions=positions)
         count = len(inputs.ids)
         noted: dict[Place, torch.Tensor] = {}
         with _one_rank(), torch.no_grad():

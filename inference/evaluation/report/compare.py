@@ -14,10 +14,8 @@ from inference.evaluation.record import (
     Report,
     RequestStatistics,
     TaskReport,
-    read_predictions,
-    read_report,
 )
-from inference.evaluation.report.files import PREDICTIONS
+from inference.evaluation.report.files import read_run
 from inference.evaluation.task import Metric
 
 Pair = tuple[Prediction, Prediction]  # the same sample in the first and in the second run
@@ -87,10 +85,8 @@ def load_comparison(first: Path, second: Path) -> RunComparison:
     Raises:
         ValueError: a file is not a report, or the runs have no metric in common.
     """
-    reports = [read_report(path) for path in (first, second)]
-    paths = [path.with_name(PREDICTIONS) for path in (first, second)]
-    predictions = [read_predictions(path) if path.is_file() else [] for path in paths]
-    return compare_runs(reports[0], reports[1], predictions[0], predictions[1])
+    (old, old_predictions), (new, new_predictions) = read_run(first), read_run(second)
+    return compare_runs(old, new, old_predictions, new_predictions)
 
 
 def compare_runs(

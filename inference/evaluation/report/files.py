@@ -12,7 +12,14 @@ from typing import Any
 
 from export_scripts.files.replace import replace_file
 from inference.evaluation.gate import CRITICAL, HELD
-from inference.evaluation.record import Prediction, Report, TaskReport, to_json
+from inference.evaluation.record import (
+    Prediction,
+    Report,
+    TaskReport,
+    read_predictions,
+    read_report,
+    to_json,
+)
 from inference.evaluation.report.html_page import render_html
 from inference.evaluation.report.markdown import render_changes, render_markdown
 from inference.evaluation.report.page import render_text
@@ -76,6 +83,16 @@ def junit_text(report: Report) -> str:
 def junit_error_text(message: str) -> str:
     """Return junit.xml of an evaluation that could not be completed."""
     return render_text("junit.xml", name="slipway", tasks=(), verdicts=(), error=message)
+
+
+def read_run(path: Path) -> tuple[Report, list[Prediction]]:
+    """Read a report.json, and the predictions next to it where there are any.
+
+    Raises:
+        ValueError: one of the files is damaged, or of a schema that this version does not read.
+    """
+    predictions = path.with_name(PREDICTIONS)
+    return read_report(path), read_predictions(predictions) if predictions.is_file() else []
 
 
 def write_report(output_dir: Path, report: Report, predictions: Sequence[Prediction]) -> None:

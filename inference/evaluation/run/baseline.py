@@ -19,11 +19,9 @@ from inference.evaluation.record import (
     Prediction,
     Report,
     from_json,
-    read_predictions,
-    read_report,
     to_json,
 )
-from inference.evaluation.report.files import PREDICTIONS
+from inference.evaluation.report.files import PREDICTIONS, read_run
 from inference.evaluation.run.task_run import TaskRun
 from inference.evaluation.task import Dataset, Metric, Sample, sample_ids
 
@@ -205,15 +203,14 @@ def read_baseline(path: Path) -> Baseline:
 
 def _of_report(path: Path) -> Baseline:
     """Return the baseline that a report is. Raises ValueError where its predictions are not."""
-    report = read_report(path)
-    predictions = path.with_name(PREDICTIONS)
-    if not predictions.is_file():
+    report, predictions = read_run(path)
+    if not predictions:
         raise ValueError(f"{path} cannot be a baseline without {PREDICTIONS} next to it; {_REMEDY}")
     return Baseline(
         source=f"run {report.run_id} of {report.started_at}",
         metrics={metric.name: metric for metric in report.metrics},
         samples={task.name: _samples(task.dataset) for task in report.tasks},
-        scores=scores_of(report, read_predictions(predictions)),
+        scores=scores_of(report, predictions),
     )
 
 

@@ -20,9 +20,8 @@ from inference.evaluation.record import (
     Prediction,
     ReferenceComparison,
     RequestStatistics,
-    read_predictions,
-    read_report,
 )
+from inference.evaluation.report.files import read_run
 from inference.evaluation.run.task_run import TaskRun
 from inference.evaluation.task import Dataset, Score
 
@@ -98,13 +97,11 @@ def _from_recorded(path: Path, values: Mapping[str, Any]) -> Reference:
 
 
 def _from_report(path: Path, task: str) -> Reference:
-    report = read_report(path)
+    report, predictions = read_run(path)
     found = [each for each in report.tasks if each.name == task]
     if not found:
         names = ", ".join(each.name for each in report.tasks)
         raise ValueError(f"report {path} has no task {task}; it has {names or 'none'}.")
-    predictions_path = path.with_name("predictions.jsonl")
-    predictions = read_predictions(predictions_path) if predictions_path.is_file() else []
     return Reference(
         source=f"run {report.run_id}",
         dataset_sha256=found[0].dataset.sha256,

@@ -25,7 +25,7 @@ from inference.evaluation.task import (
     WordLists,
 )
 from inference.evaluation.tasks.datasets import drawn
-from inference.evaluation.tasks.metrics import accuracy_metric
+from inference.evaluation.tasks.metrics import mean_metric
 
 PROMPTS = (
     "The old lighthouse stood at the end of the point, and every evening",
@@ -90,9 +90,7 @@ class EndToEnd:
         """Return the share of prompts for which each statement holds."""
         del samples
         return tuple(
-            accuracy_metric(
-                name, scores, key=name.removeprefix(f"{self.name}_"), method=_METHODS[name]
-            )
+            mean_metric(name, scores, key=name.removeprefix(f"{self.name}_"), method=_METHODS[name])
             for name in _METRICS
         )
 

@@ -38,7 +38,7 @@ from inference.evaluation.task import (
     TextGenerator,
 )
 from inference.evaluation.tasks.datasets import drawn
-from inference.evaluation.tasks.metrics import accuracy_metric
+from inference.evaluation.tasks.metrics import mean_metric
 from inference.parity.tolerances import tolerance_of
 
 if TYPE_CHECKING:
@@ -118,9 +118,7 @@ class Identity:
         del samples
         found = [_largest(RELATIVE, scores), _largest(LARGEST, scores), _mean(scores)]
         if all(TOKENS in score.values for score in scores):
-            found.append(
-                accuracy_metric(TOKENS, scores, key="same_tokens", method=_METHODS[TOKENS])
-            )
+            found.append(mean_metric(TOKENS, scores, key="same_tokens", method=_METHODS[TOKENS]))
         return tuple(found)
 
 

@@ -44,7 +44,7 @@ from inference.evaluation.task import (
     TextGenerator,
 )
 from inference.evaluation.tasks.datasets import drawn_from_file, ensure_dataset, missing_files
-from inference.evaluation.tasks.metrics import accuracy_metric
+from inference.evaluation.tasks.metrics import mean_metric
 from inference.evaluation.tasks.rows import read_rows
 
 LAST_WORD, LAST_TOKEN, PERPLEXITY, TOKEN_PERPLEXITY = LAMBADA_METRICS
@@ -165,7 +165,7 @@ class Lambada:
         return tuple(
             _perplexity(name, scores)
             if name in _PARTS
-            else accuracy_metric(name, scores, key=_KEYS[name], method=self._method(name))
+            else mean_metric(name, scores, key=_KEYS[name], method=self._method(name))
             for name in LAMBADA_METRICS
             if name in self.options.lambada.metrics
         )

@@ -12,40 +12,32 @@ from inference.evaluation.statistics import (
 from inference.evaluation.task import Metric, Score
 
 
-def accuracy_metric(
-    name: str, scores: Sequence[Score], *, key: str, method: str, value: str = "", group: str = ""
-) -> Metric:
-    """Return the share of samples whose quantity `value` (`name` unless given) is 1."""
-    right = [float(score.values[value or name] == 1.0) for score in scores]
-    share, stderr = mean_and_stderr(right)
-    low, high = wilson_interval(int(sum(right)), len(right))
-    return Metric(
-        name=name,
-        key=key,
-        value=share,
-        stderr=stderr,
-        low=low,
-        high=high,
-        count=len(scores),
-        method=method,
-        sample_value=value or name,
-        scale="mean",
-        group=group,
-    )
-
-
 def mean_metric(
-    name: str, scores: Sequence[Score], *, key: str, method: str, value: str = "", group: str = ""
+    name: str,
+    scores: Sequence[Score],
+    *,
+    key: str,
+    method: str,
+    value: str = "",
+    group: str = "",
+    is_share: bool = True,
 ) -> Metric:
-    """Return the mean of a quantity between 0 and 1, with the normal interval."""
-    mean, stderr = mean_and_stderr([score.values[value or name] for score in scores])
+    """Return the mean of the quantity `value` (`name` unless given), which lies between 0 and 1.
+
+    The interval is Wilson's of a share, whose samples score 0 or 1, and otherwise the normal one.
+    """
+    values = [score.values[value or name] for score in scores]
+    mean, stderr = mean_and_stderr(values)
+    low, high = max(0.0, mean - Z_95 * stderr), min(1.0, mean + Z_95 * stderr)
+    if is_share:
+        low, high = wilson_interval(int(sum(values)), len(values))
     return Metric(
         name=name,
         key=key,
         value=mean,
         stderr=stderr,
-        low=max(0.0, mean - Z_95 * stderr),
-        high=min(1.0, mean + Z_95 * stderr),
+        low=low,
+        high=high,
         count=len(scores),
         method=method,
         sample_value=value or name,

@@ -35,7 +35,7 @@ from inference.evaluation.tasks.datasets import (
     missing_files,
     unpacked,
 )
-from inference.evaluation.tasks.metrics import accuracy_metric, mean_metric
+from inference.evaluation.tasks.metrics import mean_metric
 from inference.evaluation.tasks.rows import Row
 from inference.evaluation.tasks.served_folder import prompt_of
 
@@ -193,9 +193,9 @@ class TextTask:
             own = [score for sample, score in pairs if group in ("", sample.group)]
             for each in self.kind.measures:
                 value = f"{self.name}_{each.name}"
-                kind = accuracy_metric if each.is_share else mean_metric
-                words = {"key": each.key + end, "method": each.method + of}
-                found.append(kind(value + end, own, value=value, group=group, **words))
+                words = {"key": each.key + end, "method": each.method + of, "group": group}
+                share = each.is_share
+                found.append(mean_metric(value + end, own, value=value, is_share=share, **words))
         return tuple(found)
 
     def _own_template(self) -> str:
