@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from export_scripts.tables import text_table
 from inference.evaluation.record import Comparison, LatencyPoint, Report
-from inference.evaluation.report import charts
 from inference.evaluation.report.compare import ChangedSample, RunComparison, TaskComparison
 from inference.evaluation.report.formatting import (
     difference_text,
@@ -19,6 +18,11 @@ from inference.evaluation.report.formatting import (
     value_text,
 )
 from inference.evaluation.report.page import render_page
+from inference.evaluation.report.row_charts import (
+    comparison_chart,
+    latency_comparison_chart,
+    responsive,
+)
 
 _ON_PAGE, _IN_TERMINAL = 500, 14  # changed samples that are listed
 _MOST_TEXT = 32  # characters of an answer in the terminal
@@ -110,12 +114,10 @@ def render_comparison(comparison: RunComparison) -> str:
         title=f"{second.run.name}: comparison",
         runs=(_described(first), _described(second)),
         comparison=comparison,
-        accuracies=pairs
-        and charts.responsive(lambda width: charts.comparison_chart(pairs, width=width)),
+        accuracies=pairs and responsive(comparison_chart, pairs),
         metrics=(_METRIC_HEAD, [_metric_row(comparison, each) for each in comparison.metrics]),
         tasks=(_TASK_HEAD, [_task_row(each) for each in comparison.tasks]),
-        latency_chart=latency
-        and charts.responsive(lambda width: charts.latency_comparison_chart(latency, width=width)),
+        latency_chart=latency and responsive(latency_comparison_chart, latency),
         latency=(_LATENCY_HEAD, [_latency_row(*pair) for pair in latency]),
         most=_ON_PAGE,
     )

@@ -5,7 +5,7 @@ Functions named `..._text` and `..._title` are filters of the templates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from inference.evaluation.gate import INSUFFICIENT
 from inference.evaluation.record import (
@@ -120,6 +120,18 @@ def interval_text(metric: Metric) -> str:
     """Return the 95% interval of a metric."""
     low, high = value_text(metric.low, metric.unit), value_text(metric.high, metric.unit)
     return f"{low} to {high}"
+
+
+def interval_hint(metric: Metric) -> str:
+    """Return a metric's value with its 95% interval."""
+    return f"{value_text(metric.value, metric.unit)} (95%: {interval_text(metric)})"
+
+
+def percent_axis(ticks: Sequence[float]) -> Callable[[float], str]:
+    """Return the text of an axis of fractions, with as many digits as its steps need."""
+    step = 100 * (ticks[1] - ticks[0])
+    digits = 0 if step >= 1 - 1e-9 else 1 if step >= 0.1 - 1e-9 else 2
+    return lambda tick: f"{100 * tick:.{digits}f}%"
 
 
 def seconds_text(seconds: float) -> str:

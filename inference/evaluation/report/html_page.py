@@ -21,6 +21,7 @@ from inference.evaluation.report.formatting import (
     value_text,
 )
 from inference.evaluation.report.page import render_page
+from inference.evaluation.report.row_charts import accuracy_chart, responsive, stages_chart
 from inference.evaluation.task import Metric
 
 _METRIC_HEAD = (
@@ -45,9 +46,7 @@ def render_html(report: Report, predictions: Sequence[Prediction]) -> str:
         metric_head=_METRIC_HEAD,
         metric_rows=_metric_rows,
         charts=charts,
-        stages=charts.responsive(lambda width: charts.stages_chart(stages, width=width))
-        if stages
-        else "",
+        stages=stages and responsive(stages_chart, stages),
         marked=_marked(report),
         has_reference=any(prediction.reference for prediction in predictions),
         data_facts=[
@@ -98,12 +97,8 @@ def _accuracies(report: Report, task: TaskReport) -> tuple[Markup | None, list[t
         keys.append(("baseline", f"baseline: {report.baseline_source}"))
     if names & set(report.bounds):
         keys.append(("bound", "lower bound of the gate"))
-    marks: dict[str, Any] = {
-        "references": references,
-        "baselines": baselines,
-        "bounds": report.bounds,
-    }
-    return charts.responsive(lambda width: charts.accuracy_chart(shown, width=width, **marks)), keys
+    marks = {"references": references, "baselines": baselines, "bounds": report.bounds}
+    return responsive(accuracy_chart, shown, **marks), keys
 
 
 def _metric_rows(task: TaskReport) -> list[tuple[str, ...]]:

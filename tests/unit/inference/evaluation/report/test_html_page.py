@@ -14,15 +14,13 @@ import pytest
 
 from inference.evaluation.options import Bound
 from inference.evaluation.record import LatencyPoint, RequestStatistics, StageTiming
-from inference.evaluation.report.charts import (
+from inference.evaluation.report.charts import latency_histogram, sweep_charts, throughput_chart
+from inference.evaluation.report.html_page import render_html
+from inference.evaluation.report.row_charts import (
     accuracy_chart,
     latency_comparison_chart,
-    latency_histogram,
     stages_chart,
-    sweep_charts,
-    throughput_chart,
 )
-from inference.evaluation.report.html_page import render_html
 from inference.evaluation.report.svg import Frame, legend, legend_height, log_ticks, nice_ticks
 from inference.evaluation.run.timing import distribution
 
