@@ -21,6 +21,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 from benchmarks.program import Cell, percentile, run
+from inference.ports import FREE_PORTS
 from inference.server.server import TritonServer
 
 CONFIG = """
@@ -82,7 +83,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         (version / "model.py").write_text(SCRIPT)
         (version.parent / "config.pbtxt").write_text(CONFIG)
         with TritonServer(
-            version.parents[1], http_port=0, grpc_port=0, metrics_port=0,
+            version.parents[1], ports=FREE_PORTS,
             log_path=Path(name) / "log",
         ) as server:  # fmt: skip
             server.start(timeout_s=120)

@@ -26,6 +26,7 @@ from export_scripts.triton.repository import build_repository
 from export_scripts.triton.repository_request import RepositoryRequest
 from inference.decoding.request import parse_request
 from inference.engine.engine import Engine, EngineOptions, Placement
+from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
 
@@ -85,7 +86,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         engine = stack.enter_context(Engine(model.ft_dir, placement, options=EngineOptions(**room)))
         server = stack.enter_context(
             TritonServer(
-                repository, http_port=0, grpc_port=0, metrics_port=0,
+                repository, ports=FREE_PORTS,
                 log_path=args.work_dir / "tritonserver.log",
             )
         )  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 
 TRITON_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 DEFAULT_PORTS = {**TRITON_PORTS, "openai": 8003}
+FREE_PORTS = dict.fromkeys(TRITON_PORTS, 0)  # chosen at the start
 _LOWEST, _TRIES = 10_000, 1000  # of the ports that are picked
 _CONNECT_S = 1.0
 _LISTEN = "0A"  # state column of /proc/net/tcp

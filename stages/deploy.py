@@ -146,9 +146,8 @@ class DeployStage(Stage):
         from inference.server.options import old_server_options
 
         config = self.config
-        ports = {"http": config.http_port, "grpc": config.grpc_port, "metrics": config.metrics_port}
         variables = [f"{name}={value}" for name, value in server_environment(config).items()]
-        options = old_server_options(config.source, ports, host=config.host)
+        options = old_server_options(config.source, config.ports, host=config.host)
         return [*variables, *server_prefix(config), "tritonserver", *options]
 
     def run(self, progress: Progress) -> Summary:

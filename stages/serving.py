@@ -203,9 +203,7 @@ def _server(
         source = str(repository)
     return TritonServer(
         source,
-        http_port=config.http_port,
-        grpc_port=config.grpc_port,
-        metrics_port=config.metrics_port,
+        ports=config.ports,
         host=config.host,
         log_path=log_path,
         env=environment,

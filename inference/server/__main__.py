@@ -83,9 +83,7 @@ def server_of(
         raise ValueError("\n".join(problems))
     return TritonServer(
         repository,
-        http_port=arguments.http_port,
-        grpc_port=arguments.grpc_port,
-        metrics_port=arguments.metrics_port,
+        ports={name: getattr(arguments, f"{name}_port") for name in TRITON_PORTS},
         host=arguments.host,
         log_path=log_path,
         port_keys={name: f"--{name}-port" for name in DEFAULT_PORTS},

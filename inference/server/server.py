@@ -64,9 +64,7 @@ class TritonServer(ServedProcess):
         self,
         model_repository: Path | str,
         *,
-        http_port: int = TRITON_PORTS["http"],
-        grpc_port: int = TRITON_PORTS["grpc"],
-        metrics_port: int = TRITON_PORTS["metrics"],
+        ports: Mapping[str, int] = TRITON_PORTS,
         host: str = "127.0.0.1",
         log_path: Path,
         env: Mapping[str, str] | None = None,
@@ -79,9 +77,8 @@ class TritonServer(ServedProcess):
         former: TritonServer | None = None,
     ) -> None:
         assert openai is None or not is_old, "the endpoint needs the front"
-        ports = {"http": http_port, "grpc": grpc_port, "metrics": metrics_port}
         if openai is not None:
-            ports["openai"] = openai.port
+            ports = {**ports, "openai": openai.port}
         super().__init__(host=host, ports=ports, log_path=log_path, env=env, port_keys=port_keys)
         self.model_repository = str(model_repository)
         self._repository = PlainFolder(self.model_repository)
@@ -101,29 +98,9 @@ class TritonServer(ServedProcess):
         self._has_successor = False
 
     @property
-    def http_port(self) -> int:
-        """Port of HTTP requests and health checks."""
-        return self._ports["http"]
-
-    @property
-    def grpc_port(self) -> int:
-        """Port of gRPC requests."""
-        return self._ports["grpc"]
-
-    @property
-    def metrics_port(self) -> int:
-        """Port of the Prometheus metrics."""
-        return self._ports["metrics"]
-
-    @property
-    def openai_port(self) -> int | None:
-        """Port of the endpoint that speaks OpenAI's protocol, None without one."""
-        return self._ports.get("openai")
-
-    @property
     def openai_url(self) -> str | None:
-        """Base URL of that endpoint for clients on this machine, None without one."""
-        if self.openai_port is None:
+        """Base URL of OpenAI's protocol for clients on this machine, None without it."""
+        if "openai" not in self._ports:
             return None
         scheme = "http" if self._access.tls_cert is None else "https"
         return f"{scheme}://{self.address('openai')}/v1"
@@ -132,11 +109,6 @@ class TritonServer(ServedProcess):
     def http_url(self) -> str:
         """`host:port` for HTTP clients on this machine."""
         return self.address("http")
-
-    @property
-    def metrics_url(self) -> str:
-        """`host:port` of the metrics for clients on this machine."""
-        return self.address("metrics")
 
     @property
     def grpc_url(self) -> str:
@@ -460,7 +432,7 @@ class TritonServer(ServedProcess):
         uses_tls = self._access.tls_cert is not None
         try:
             status, _ = ask_locally(
-                self.connect_host, self.http_port, READY_PATH, timeout_s=1.0, uses_tls=uses_tls
+                self.connect_host, self._ports["http"], READY_PATH, timeout_s=1.0, uses_tls=uses_tls
             )
         except OSError:
             return False

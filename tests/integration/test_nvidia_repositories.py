@@ -14,6 +14,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from inference.decoding.rows import SessionTurn
+from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
 from tests.ft_folders import unpack_case
@@ -75,9 +76,7 @@ def server(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
     add_text_models(repository)
     with TritonServer(
         repository,
-        http_port=0,
-        grpc_port=0,
-        metrics_port=0,
+        ports=FREE_PORTS,
         log_path=home / "triton.log",
         work_dir=home,
     ) as running:

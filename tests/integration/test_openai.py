@@ -23,6 +23,7 @@ from tritonclient.grpc import model_config_pb2
 from inference.backend.tokenizer import load_tokenizer
 from inference.front.access import Access, OpenAIOptions
 from inference.front.credentials import Credentials
+from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
 from tests.conftest import ROOT
@@ -61,9 +62,7 @@ def server(
     (repository / "preprocessing" / "1" / "tokenizer_config.json").write_text(json.dumps(settings))
     running = TritonServer(
         repository,
-        http_port=0,
-        grpc_port=0,
-        metrics_port=0,
+        ports=FREE_PORTS,
         log_path=tmp_path_factory.mktemp("log") / "triton.log",
         access=Access(token_file=token_file),
         openai=OpenAIOptions(port=0),

@@ -15,6 +15,7 @@ from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from export_scripts.triton.repository import RepositoryRequest, build_repository
+from inference.ports import FREE_PORTS
 from inference.server.installation import find_triton
 from inference.server.server import TritonServer
 from tests.ft_folders import unpack_case
@@ -52,9 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     repository = add_model(tmp_path_factory.mktemp("repository"), "double", DOUBLE)
     with _WithoutOwnBackends(
         repository,
-        http_port=0,
-        grpc_port=0,
-        metrics_port=0,
+        ports=FREE_PORTS,
         log_path=tmp_path_factory.mktemp("log") / "triton.log",
     ) as running:
         running.start(timeout_s=240)

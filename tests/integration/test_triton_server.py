@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
 from inference.server.server import ServerStartError, TritonServer
 from tests.integration.triton_process import (
@@ -61,7 +62,7 @@ def test_server_serves_on_chosen_ports_and_leaves_nothing_behind(tmp_path: Path)
         server.start(timeout_s=240, progress=messages.append)
         assert messages == ["loading double", "double loaded (1 of 1)", "ready"]
         assert server.models == ("double",)
-        assert len({server.http_port, server.grpc_port, server.metrics_port, 0}) == 4
+        assert len({*server.ports.values(), 0}) == 4
         assert _ask(server) == [[2, 4]]
         assert server.failure() is None
         running = processes(server)
@@ -106,9 +107,7 @@ def test_ports_in_use_are_named_with_key_and_holder(tmp_path: Path) -> None:
         port = holder.getsockname()[1]
         server = TritonServer(
             tmp_path,
-            http_port=port,
-            grpc_port=0,
-            metrics_port=port,
+            ports={"http": port, "grpc": 0, "metrics": port},
             log_path=tmp_path / "log",
             port_keys={"http": "deploy.http_port", "metrics": "deploy.metrics_port"},
         )
@@ -136,7 +135,7 @@ def test_repository_may_have_any_name(tmp_path: Path) -> None:
 def test_server_listens_on_loopback_by_default(tmp_path: Path) -> None:
     with new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path) as server:
         server.start(timeout_s=240)
-        listening = _listening_addresses({server.http_port, server.grpc_port, server.metrics_port})
+        listening = _listening_addresses(set(server.ports.values()))
     assert listening == {"127.0.0.1"}
 
 
@@ -146,9 +145,7 @@ def test_only_the_owner_may_unload_models_of_a_server_that_others_can_reach(
     repository = add_model(tmp_path / "repo", "double", DOUBLE)
     server = TritonServer(
         repository,
-        http_port=0,
-        grpc_port=0,
-        metrics_port=0,
+        ports=FREE_PORTS,
         host="0.0.0.0",
         log_path=tmp_path / "log",
     )

@@ -149,7 +149,7 @@ def test_instances_share_sessions_out_and_each_stays_where_it_began(
 
 def _completed(server: TritonServer) -> dict[str, float]:
     """Return the answers of each instance of the model that streams."""
-    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics") as answer:
+    with urllib.request.urlopen(f"http://{server.address('metrics')}/metrics") as answer:
         text = answer.read().decode()
     found = {}
     for labels, value in re.findall(r"^slipway_requests_total\{(.*)\} (.*)$", text, re.MULTILINE):

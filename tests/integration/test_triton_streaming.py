@@ -129,7 +129,7 @@ def test_a_request_without_a_required_input_is_refused_by_name(
         ("ensemble", "generate", {"INPUT_0": "a", "INPUT_1": 1 << 32}, "UINT32 cannot hold"),
         (MODEL, "generate", {"input_ids": [5, 1 << 32]}, "'input_lengths', 'request_output_len'"),
     ):
-        url = f"http://127.0.0.1:{server.http_port}/v2/models/{model}/{action}"
+        url = f"http://127.0.0.1:{server.ports['http']}/v2/models/{model}/{action}"
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(url, data=json.dumps(request).encode(), timeout=60)
         assert caught.value.code == 400
@@ -228,7 +228,9 @@ def settled_metrics(server: TritonServer) -> dict[str, float]:
 
 def metrics(server: TritonServer) -> dict[str, float]:
     """Return the model's metrics by name and, where they have one, by a further label."""
-    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(
+        f"http://{server.address('metrics')}/metrics", timeout=10
+    ) as answer:
         lines = answer.read().decode().splitlines()
     found = {}
     for line in lines:

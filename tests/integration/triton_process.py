@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from inference.ports import FREE_PORTS
 from inference.server.server import TritonServer
 from inference.server.supervisor import descendants
 
@@ -35,9 +36,7 @@ def add_model(repository: Path, name: str, script: str) -> Path:
 
 
 def new_server(repository: Path | str, log_folder: Path) -> TritonServer:
-    return TritonServer(
-        repository, http_port=0, grpc_port=0, metrics_port=0, log_path=log_folder / "triton.log"
-    )
+    return TritonServer(repository, ports=FREE_PORTS, log_path=log_folder / "triton.log")
 
 
 def processes(server: TritonServer) -> list[int]:

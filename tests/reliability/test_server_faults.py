@@ -364,7 +364,7 @@ def served_alone(
     lines: list[str] = []
     assert command.stdout is not None
     threading.Thread(target=lines.extend, args=(command.stdout,), daemon=True).start()
-    address = TritonServer(repository, http_port=ports[0], log_path=Path(os.devnull))
+    address = TritonServer(repository, ports={"http": ports[0]}, log_path=Path(os.devnull))
     until(lambda: is_ready(address.http_url) or command.poll() is not None, "the server")
     assert command.poll() is None, "".join(lines)
     return command, address, lines

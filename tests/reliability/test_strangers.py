@@ -35,6 +35,7 @@ from inference.decoding.rows import SessionTurn
 from inference.front.access import Access
 from inference.front.credentials import Credentials
 from inference.front.rules import SHARED_MEMORY_PREFIX
+from inference.ports import FREE_PORTS
 from inference.server import supervisor
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
@@ -155,9 +156,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
 def _server(repository: Path, folder: Path, access: Access) -> TritonServer:
     return TritonServer(
         repository,
-        http_port=0,
-        grpc_port=0,
-        metrics_port=0,
+        ports=FREE_PORTS,
         log_path=folder / "triton.log",
         access=access,
     )
@@ -422,7 +421,7 @@ def test_who_has_no_token_makes_nobody_decompress(
     headers = {"Content-Encoding": coding}
     before = _cpu_s(server)
     for _ in range(4):
-        connection = HTTPSConnection("localhost", server.http_port, timeout=30, context=trust)
+        connection = HTTPSConnection("localhost", server.ports["http"], timeout=30, context=trust)
         with contextlib.closing(connection):
             connection.request("POST", "/v2/models/double/infer", body, headers)
             assert connection.getresponse().status == 401
@@ -434,7 +433,9 @@ def test_who_has_no_token_makes_nobody_read_a_message(guarded: tuple[TritonServe
     trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
     zeros = bytes(64 << 20)
     options = [("grpc.max_send_message_length", -1)]
-    with grpc.secure_channel(f"localhost:{server.grpc_port}", trust, options=options) as channel:
+    with grpc.secure_channel(
+        f"localhost:{server.ports['grpc']}", trust, options=options
+    ) as channel:
         before = _cpu_s(server)
         for name in ("ServerLive", "ServerReady"):  # which need none
             call = channel.unary_unary(CALLS + name)
@@ -467,7 +468,7 @@ def test_a_session_is_nobody_elses(guarded: tuple[TritonServer, Path], session_i
     trust = ssl.create_default_context(cafile=str(folder / "cert.pem"))
 
     def ask(token: str, value: int, **flags: bool) -> Any:
-        connection = HTTPSConnection("localhost", server.http_port, timeout=30, context=trust)
+        connection = HTTPSConnection("localhost", server.ports["http"], timeout=30, context=trust)
         headers = {"Authorization": f"Bearer {token}"}
         with contextlib.closing(connection):
             body = json.dumps(_turn(session_id, value, **flags))
@@ -719,7 +720,7 @@ def _client(
     guarded: tuple[TritonServer, Path], protocol: str, token: str | None, ca: str | None
 ) -> TritonClient:
     server, folder = guarded
-    port = server.grpc_port if protocol == "grpc" else server.http_port
+    port = server.ports["grpc"] if protocol == "grpc" else server.ports["http"]
     credentials = Credentials(
         uses_tls=ca is not None,
         ca=None if ca is None else folder / ca,
@@ -747,7 +748,7 @@ def test_https_asks_for_the_token(guarded: tuple[TritonServer, Path], token: str
     server, folder = guarded
     trust = ssl.create_default_context(cafile=str(folder / "cert.pem"))
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    connection = HTTPSConnection("localhost", server.http_port, timeout=30, context=trust)
+    connection = HTTPSConnection("localhost", server.ports["http"], timeout=30, context=trust)
     with contextlib.closing(connection):
         for path, is_open in (("/v2/health/ready", True), ("/v2/models/double", token == TOKEN)):
             connection.request("GET", path, headers=headers)
@@ -803,7 +804,7 @@ def test_the_command_of_clients_takes_ca_and_token(
 
     server, folder = guarded
     keys = ["--ca", str(folder / "cert.pem"), "--token-file", str(folder / "token")]
-    ports = {"grpcs": server.grpc_port, "https": server.http_port}
+    ports = {"grpcs": server.ports["grpc"], "https": server.ports["http"]}
     urls = [f"{scheme}://localhost:{port}" for scheme, port in ports.items()][: len(PROTOCOLS)]
     for url in urls:
         assert main(["health", "--url", url, *keys]) == 0
@@ -823,7 +824,7 @@ def test_clients_share_memory_of_their_own_alone(guarded: tuple[TritonServer, Pa
         options = [("grpc.ssl_target_name_override", "localhost")]
         trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
         metadata = [("authorization", f"Bearer {TOKEN}")]
-        address = f"localhost:{server.grpc_port}"
+        address = f"localhost:{server.ports['grpc']}"
         with grpc.secure_channel(address, trust, options=options) as channel:
             register = channel.unary_unary(f"{CALLS}SystemSharedMemoryRegister")
 

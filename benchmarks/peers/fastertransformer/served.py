@@ -14,6 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from export_scripts.triton.repository import build_repository
 from export_scripts.triton.repository_request import RepositoryRequest
+from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
 from inference.server.server_log import ServerStartError
@@ -73,9 +74,7 @@ def both(work_dir: Path, served: Mapping[str, Served]) -> Iterator[dict[str, Tri
             engine: stack.enter_context(
                 TritonServer(
                     build(work_dir / engine, engine, served),
-                    http_port=0,
-                    grpc_port=0,
-                    metrics_port=0,
+                    ports=FREE_PORTS,
                     log_path=work_dir / f"{engine}.log",
                     is_old=engine == THEIRS,
                 )

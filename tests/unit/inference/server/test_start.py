@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from inference.front.sockets import ServerSockets
+from inference.ports import FREE_PORTS
 from inference.server.__main__ import serve_until_signal
 from inference.server.admin import Admin, ModelStatus
 from inference.server.server import ServerStartError, TritonServer
@@ -36,9 +37,7 @@ class Starts:
         self._monkeypatch = monkeypatch
         self.server = TritonServer(
             add_model(folder / "repository", "double", DOUBLE),
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
+            ports=FREE_PORTS,
             log_path=folder / "triton.log",
             is_old=True,
             env={"FAKE_SERVER_TOLD": str(folder / "reported"), "PYTHONPATH": str(ROOT)},
