@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export_scripts.commands import ProgressLine
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
-from export_scripts.ft.layout import ft_directory
-from inference.control_groups import usable_cores
 
 logger = logging.getLogger(__name__)
 
-_MAX_WORKERS = 8
 # Words of this command in the converter's messages.
 _OPTION_NAMES = {
     "checkpoint_path": "--hf-model-name",
@@ -75,83 +72,48 @@ def parse_model_name(text: str) -> ModelName:
     return ModelName(text, repository=repository, file=file or None)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The files that must exist before ranks can load.
+def prepare_weights(
+    name: ModelName, request: ConversionRequest, *, stored_type: str | None = None
+) -> Path:
+    """Return the folder of a model's weights, downloaded and converted if they are not there.
 
-    Attributes:
+    Args:
         name: The model.
-        output_dir: Folder of converted models.
-        tp_size: Tensor-parallel size.
-        pp_size: Pipeline-parallel size.
-        weight_data_type: How weights are stored; None for fp32, or whatever is there already.
-        overwrite: Convert again even if something is there.
-        vocab_path: Vocabulary in place of the checkpoint's.
-        merges_path: Merges in place of the checkpoint's.
-    """
-
-    name: ModelName
-    output_dir: Path
-    tp_size: int
-    pp_size: int
-    weight_data_type: str | None = None
-    overwrite: bool = False
-    vocab_path: Path | None = None
-    merges_path: Path | None = None
-
-
-def prepare_weights(wanted: Wanted) -> Path:
-    """Return the folder of the model's weights, downloaded and converted if they are not there.
+        request: How it is converted; the checkpoint is found here.
+        stored_type: Type of weights that are there already; None for any.
 
     Raises:
         ValueError: They are unavailable; the message names every reason.
     """
-    path = wanted.name.path
+    path, ft_dir = name.path, request.folder
     if path is not None and (path / "config.ini").is_file():
-        return _checked(path, wanted)  # converted already
-    ft_dir = ft_directory(wanted.output_dir / wanted.name.key, wanted.tp_size)
-    if path is None and ft_dir.is_dir() and not wanted.overwrite:
-        return _checked(ft_dir, wanted)  # needs no network
-    if path is None:
-        path = _download(wanted.name, ft_dir)
-    return _convert(path, wanted)
-
-
-def _checked(ft_dir: Path, wanted: Wanted) -> Path:
-    _, config = read_config(ft_dir)
-    problems = []
-    if config.tensor_para_size not in (None, wanted.tp_size):
-        problems.append(
-            f"{ft_dir} is cut for {config.tensor_para_size} ranks, not for --tp={wanted.tp_size}"
-        )
-    if wanted.weight_data_type not in (None, config.weight_data_type):
-        problems.append(
-            f"{ft_dir} holds {config.weight_data_type} weights, not --weight-data-type="
-            f"{wanted.weight_data_type}; leave that out, or convert again with --overwrite"
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
-    return ft_dir
-
-
-def _convert(path: Path, wanted: Wanted) -> Path:
-    request = ConversionRequest(
-        checkpoint_path=path,
-        output_dir=wanted.output_dir / wanted.name.key,
-        tp_size=wanted.tp_size,
-        pp_size=wanted.pp_size,
-        weight_data_type=wanted.weight_data_type or "fp32",
-        processes=min(_MAX_WORKERS, usable_cores()),
-        overwrite=wanted.overwrite,
-        vocab_path=wanted.vocab_path,
-        merges_path=wanted.merges_path,
-    )
+        return _checked(path, request.tp_size, stored_type)  # converted already
+    if path is None and ft_dir.is_dir() and not request.overwrite:
+        return _checked(ft_dir, request.tp_size, stored_type)  # needs no network
+    request = replace(request, checkpoint_path=path or _download(name, ft_dir))
     if problems := check_conversion(request, names=_OPTION_NAMES):
         raise CheckpointMismatchError(problems)
     summary = convert(request, progress=ProgressLine(), names=_OPTION_NAMES)
     for remark in summary.remarks:
         logger.warning("%s", remark)
     return summary.ft_dir
+
+
+def _checked(ft_dir: Path, tp_size: int, stored_type: str | None) -> Path:
+    _, config = read_config(ft_dir)
+    problems = []
+    if config.tensor_para_size not in (None, tp_size):
+        problems.append(
+            f"{ft_dir} is cut for {config.tensor_para_size} ranks, not for --tp={tp_size}"
+        )
+    if stored_type not in (None, config.weight_data_type):
+        problems.append(
+            f"{ft_dir} holds {config.weight_data_type} weights, not --weight-data-type="
+            f"{stored_type}; leave that out, or convert again with --overwrite"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+    return ft_dir
 
 
 def _download(name: ModelName, ft_dir: Path) -> Path:

@@ -16,7 +16,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from export_scripts.conversion.request import ConversionRequest
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+from inference.control_groups import usable_cores
 from inference.launch_environment import (
     DEFAULT_PORT,
     KEY_FILE_VARIABLE,
@@ -27,7 +29,7 @@ from inference.launch_environment import (
     rendezvous_address,
 )
 from inference.private_folder import PrivateFolder
-from inference.pytriton.model_source import Wanted, parse_model_name, prepare_weights
+from inference.pytriton.model_source import parse_model_name, prepare_weights
 from inference.pytriton.repository import INTERFACES, NEMO_NAME, write_text_repository
 from inference.ranks.launched_rank import main as serve_rank
 from inference.server.__main__ import add_server_options, serve_until_signal, server_of
@@ -38,6 +40,7 @@ On several nodes the ranks meet at MASTER_ADDR:MASTER_PORT (srun: the first node
 torch|pmi selects the launcher whose variables count where several are set.
 """
 _READY_S = 3600.0
+_MAX_WORKERS = 8
 _DRAIN_S = 25.0
 _ENGINE = ("device", "max_seq_len", "max_lanes", "kv_cache_bytes")
 
@@ -105,16 +108,19 @@ def _lead(arguments: argparse.Namespace) -> int:
         if problems := server.port_problems():
             raise ValueError("\n".join(problems))
         weights = prepare_weights(
-            Wanted(
-                name=name,
-                output_dir=arguments.output_dir,
-                tp_size=arguments.tp,
+            name,
+            ConversionRequest(
+                Path(name.text),
+                arguments.output_dir / name.key,
+                arguments.tp,
+                arguments.weight_data_type or "fp32",
                 pp_size=arguments.pp,
-                weight_data_type=arguments.weight_data_type,
+                processes=min(_MAX_WORKERS, usable_cores()),
                 overwrite=arguments.overwrite,
                 vocab_path=arguments.vocab_file,
                 merges_path=arguments.merges_file,
-            )
+            ),
+            stored_type=arguments.weight_data_type,
         )
         write_text_repository(
             folder.path / "repository",

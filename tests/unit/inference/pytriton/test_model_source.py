@@ -15,7 +15,6 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.validation import validate_directory
 from inference.pytriton.model_source import (
     ModelName,
-    Wanted,
     parse_model_name,
     prepare_weights,
     wanted_files,
@@ -31,9 +30,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_gpt2(tmp_path_factory.mktemp("tiny") / "my-gpt.2")
 
 
-def wanted(name: str | Path, output_dir: Path, **more: Any) -> Wanted:
-    fields: dict[str, Any] = {"tp_size": 2, "pp_size": 1} | more
-    return Wanted(name=parse_model_name(str(name)), output_dir=output_dir, **fields)
+def prepared(source: Path, output_dir: Path, *, stored: str | None = None, **more: Any) -> Path:
+    name = parse_model_name(str(source))
+    fields: dict[str, Any] = {"tp_size": 2, "weight_data_type": "fp32"} | more
+    request = ConversionRequest(source, output_dir / name.key, **fields)
+    return prepare_weights(name, request, stored_type=stored)
 
 
 @pytest.mark.parametrize(
@@ -101,32 +102,32 @@ def test_a_named_file_that_is_not_there_is_reported_with_those_that_are() -> Non
 
 
 def test_local_folder_is_converted_once(source: Path, tmp_path: Path) -> None:
-    ft_dir = prepare_weights(wanted(source, tmp_path))
+    ft_dir = prepared(source, tmp_path)
     assert ft_dir == tmp_path / "my_gpt_2" / "2-gpu"
     assert not validate_directory(ft_dir)
     assert read_config(ft_dir)[1].weight_data_type == "fp32"
     written = (ft_dir / "config.ini").stat().st_mtime_ns
-    assert prepare_weights(wanted(source, tmp_path)) == ft_dir
+    assert prepared(source, tmp_path) == ft_dir
     assert (ft_dir / "config.ini").stat().st_mtime_ns == written
 
 
 def test_another_model_of_the_same_name_is_not_served_in_its_place(
     source: Path, tmp_path: Path
 ) -> None:
-    prepare_weights(wanted(source, tmp_path))
+    prepared(source, tmp_path)
     other = write_tiny_gpt2(tmp_path / "other" / "my-gpt.2", seed=1)
     with pytest.raises(ValueError, match=r"--output-dir: .*holds another conversion.*--overwrite"):
-        prepare_weights(wanted(other, tmp_path))
-    prepare_weights(wanted(other, tmp_path, overwrite=True))
+        prepared(other, tmp_path)
+    prepared(other, tmp_path, overwrite=True)
 
 
 def test_converted_folder_is_used_as_it_is(source: Path, tmp_path: Path) -> None:
     request = ConversionRequest(source, tmp_path, tp_size=2, weight_data_type="fp16")
     ft_dir = convert(request).ft_dir
-    assert prepare_weights(wanted(ft_dir, tmp_path / "unused")) == ft_dir
+    assert prepared(ft_dir, tmp_path / "unused") == ft_dir
     assert not (tmp_path / "unused").exists()
     with pytest.raises(ValueError, match="cut for 2 ranks") as caught:
-        prepare_weights(wanted(ft_dir, tmp_path, tp_size=4, weight_data_type="fp32"))
+        prepared(ft_dir, tmp_path, tp_size=4, stored="fp32")
     assert "holds fp16 weights, not --weight-data-type=fp32" in str(caught.value)
 
 
@@ -134,9 +135,9 @@ def test_sizes_that_do_not_divide_are_reported_in_the_words_of_the_command(
     source: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="--tp=3"):
-        prepare_weights(wanted(source, tmp_path, tp_size=3))
+        prepared(source, tmp_path, tp_size=3)
     with pytest.raises(ValueError, match="--pp=3"):
-        prepare_weights(wanted(source, tmp_path, pp_size=3))
+        prepared(source, tmp_path, pp_size=3)
 
 
 def run_download(
@@ -145,9 +146,11 @@ def run_download(
     """Prepare in a process of its own: the library reads its variables when it is imported."""
     program = f"""
 from pathlib import Path
-from inference.pytriton.model_source import Wanted, parse_model_name, prepare_weights
+from export_scripts.conversion.request import ConversionRequest
+from inference.pytriton.model_source import parse_model_name, prepare_weights
+name = parse_model_name({name!r})
 try:
-    print(prepare_weights(Wanted(parse_model_name({name!r}), Path("models"), 1, 1)))
+    print(prepare_weights(name, ConversionRequest(Path(), Path("models") / name.key, 1, "fp32")))
 except ValueError as error:
     print("refused:", error)
 """
