@@ -50,11 +50,6 @@ class DeployStage(Stage):
         """The file with the address of the running server."""
         return self.job.folder / ENDPOINT_NAME
 
-    @property
-    def stop_path(self) -> Path:
-        """The file that asks the server to end."""
-        return self.job.folder / STOP_NAME
-
     def check(self) -> list[str]:
         """Return the problems of engine, ports and times."""
         problems = check_deploy(self.config)
@@ -113,7 +108,9 @@ class DeployStage(Stage):
 
     def ask_to_stop(self) -> bool:
         """Ask the server to end, through the file that it watches."""
-        self.stop_path.write_text(job_id_here())  # its predecessor or successor goes on
+        (self.job.folder / STOP_NAME).write_text(
+            job_id_here()
+        )  # its predecessor or successor goes on
         return True
 
     def other_logs(self, job_id: str) -> list[Path]:
@@ -158,13 +155,12 @@ class DeployStage(Stage):
             ServerStartError: it did not become ready in the first place.
         """
         started = time.monotonic()
-        reload_path = self.job.folder / RELOAD_NAME
         config = self.config
         if self.predecessor:
             config = _on_free_ports(config)
         else:
-            for stale in (self.endpoint_path, self.stop_path, reload_path):
-                stale.unlink(missing_ok=True)
+            for stale in (ENDPOINT_NAME, STOP_NAME, RELOAD_NAME):
+                (self.job.folder / stale).unlink(missing_ok=True)
         serving_s = self.serving_s
         if config.uptime_s is not None:
             left_s = config.uptime_s if self.ends_at is None else self.ends_at - time.time()
@@ -173,9 +169,6 @@ class DeployStage(Stage):
             config,
             self.job.folder,
             progress,
-            endpoint_path=self.endpoint_path,
-            stop_path=self.stop_path,
-            reload_path=reload_path,
             until=started + serving_s,
             published=Progress(self.job.progress_path),
         )

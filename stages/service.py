@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, cast
 from inference.server.server_log import put_aside
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
-from stages.endpoint import ServerEndpoint, publish, read_endpoint, withdraw
+from stages.endpoint import (
+    ENDPOINT_NAME,
+    RELOAD_NAME,
+    STOP_NAME,
+    ServerEndpoint,
+    publish,
+    read_endpoint,
+    withdraw,
+)
 from stages.job_process import job_id_here
 from stages.progress import Progress
 from stages.server_starts import announce_failure, losses
@@ -49,9 +57,6 @@ class Service:
         folder: Path,
         progress: Progress,
         *,
-        endpoint_path: Path,
-        stop_path: Path,
-        reload_path: Path,
         until: float,
         published: Progress | None = None,
     ) -> None:
@@ -59,11 +64,9 @@ class Service:
 
         Args:
             config: Of the server.
-            folder: Of the job, for logs and server starts.
+            folder: Of the job, for logs, server starts, the address of a server that is ready, and
+                requests to end or to reload it (`stages.endpoint`).
             progress: Receives what the service is doing.
-            endpoint_path: Holds the server's address while it is ready.
-            stop_path: A file there asks for the end.
-            reload_path: A file there asks for a server of the repository as it is now.
             until: On the monotonic clock, when the job's time is over.
             published: Receives it once the address is published.
         """
@@ -72,9 +75,9 @@ class Service:
         self._config = config
         self._folder = folder
         self._progress = progress
-        self._endpoint_path = endpoint_path
-        self._stop_path = stop_path
-        self._reload_path = reload_path
+        self._endpoint_path = folder / ENDPOINT_NAME
+        self._stop_path = folder / STOP_NAME
+        self._reload_path = folder / RELOAD_NAME
         self._until = until
         self._published = published or progress
         self._is_published = False

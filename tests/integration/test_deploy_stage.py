@@ -205,9 +205,6 @@ def test_time_that_is_over_before_the_server_is_ready_is_a_failure(
         config,
         tmp_path,
         Progress(),
-        endpoint_path=tmp_path / "endpoint.json",
-        stop_path=tmp_path / "stop_requested",
-        reload_path=tmp_path / "reload_requested",
         until=time.monotonic(),
     )
     with pytest.raises(StageError, match=r"over before the server was ready; raise deploy\.time"):

@@ -15,7 +15,7 @@ from inference.server.server import ServerStartError
 from stages import service
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
-from stages.endpoint import ServerEndpoint
+from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, ServerEndpoint
 from stages.progress import Progress, write_json
 
 
@@ -41,15 +41,7 @@ class FakeServer:
 
 
 def new_service(folder: Path, config: DeployConfig) -> service.Service:
-    return service.Service(
-        config,
-        folder,
-        Progress(),
-        endpoint_path=folder / "endpoint",
-        stop_path=folder / "stop",
-        reload_path=folder / "reload",
-        until=time.monotonic() + 600,
-    )
+    return service.Service(config, folder, Progress(), until=time.monotonic() + 600)
 
 
 @pytest.mark.parametrize(("nodes", "starts"), [(1, 1), (2, 2)])
@@ -78,15 +70,14 @@ def test_first_start_that_crashes_is_announced_again_to_further_nodes(
 def test_server_that_should_end_while_another_loads_finishes_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = {name: tmp_path / name for name in ("endpoint", "stop", "reload")}
     servers: list[FakeServer] = []
 
     @contextmanager
     def serving(*_: Any, check: Callable[[], None], **__: Any) -> Iterator[Any]:
         if servers:  # the one that should take over is still loading
-            paths["stop"].touch()
+            (tmp_path / STOP_NAME).touch()
         else:
-            paths["reload"].touch()
+            (tmp_path / RELOAD_NAME).touch()
         check()
         servers.append(FakeServer(tmp_path / "log"))
         yield servers[-1], ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
@@ -95,7 +86,7 @@ def test_server_that_should_end_while_another_loads_finishes_its_requests(
     kept = new_service(tmp_path, DeployConfig(folder=tmp_path, model_name="m", drain_s=17.0))
     assert kept.run() == "no longer needed"
     assert [server.drain_s for server in servers] == [17.0]
-    assert not paths["endpoint"].exists()
+    assert not (tmp_path / ENDPOINT_NAME).exists()
 
 
 @pytest.mark.parametrize(("steady_s", "starts"), [(600.0, 3), (0.0, 8)])
@@ -117,7 +108,7 @@ def test_failures_before_sound_service_are_forgotten(
     def serving(*_: Any, **__: Any) -> Iterator[Any]:
         servers.append(Failing(tmp_path / "log"))
         if len(servers) == 8:
-            (tmp_path / "stop").touch()
+            (tmp_path / STOP_NAME).touch()
         yield servers[-1], ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
 
     monkeypatch.setattr(service, "serving", serving)
@@ -136,13 +127,13 @@ def test_server_with_a_successor_stays_for_those_who_still_use_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLIPWAY_JOB_ID", "7")
-    endpoint = tmp_path / "endpoint"
+    endpoint = tmp_path / ENDPOINT_NAME
     mine = ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
     server = FakeServer(tmp_path / "log")
     until = time.time() + 1.5
 
     def used() -> float:
-        (tmp_path / "stop").touch()  # it is for the successor
+        (tmp_path / STOP_NAME).touch()  # it is for the successor
         return min(time.time(), until)
 
     @contextmanager
@@ -161,7 +152,7 @@ def test_server_with_a_successor_stays_for_those_who_still_use_it(
     assert server.drain_s is not None
     assert server.drain_s > 500  # all that is left of its time
     assert endpoint.exists()
-    assert (tmp_path / "stop").exists()
+    assert (tmp_path / STOP_NAME).exists()
 
 
 @pytest.mark.parametrize(("for_job", "ends"), [("", False), ("8", False), ("7", True)])
@@ -170,8 +161,8 @@ def test_request_to_end_is_for_the_job_that_serves_or_the_one_it_names(
 ) -> None:
     monkeypatch.setenv("SLIPWAY_JOB_ID", "7")
     serves = ServerEndpoint("here", 1, 2, 3, "m", None, "6", 1, 1, "now")
-    write_json(tmp_path / "endpoint", asdict(serves))
-    (tmp_path / "stop").write_text(for_job)
+    write_json(tmp_path / ENDPOINT_NAME, asdict(serves))
+    (tmp_path / STOP_NAME).write_text(for_job)
     config = DeployConfig(folder=tmp_path, model_name="m", uptime_s=9e9)
     assert (new_service(tmp_path, config)._ended() == "no longer needed") is ends
-    assert (tmp_path / "stop").exists() is not ends
+    assert (tmp_path / STOP_NAME).exists() is not ends
