@@ -30,7 +30,7 @@ from inference.launch_environment import RENDEZVOUS_VARIABLE
 from inference.process_memory import keep_loaded
 from inference.ranks.launched_rank import open_rendezvous, started_place
 from inference.ranks.processes import early_workers
-from inference.supervision import BUSY, CANARY_PARAMETER, SUPERVISED_VARIABLE
+from inference.supervision import BUSY, CANARY_PARAMETER, report_end
 
 if TYPE_CHECKING:
     from inference.engine.base import EngineBase
@@ -279,8 +279,9 @@ class EngineModel:
         """
         import triton_python_backend_utils as pb_utils
 
-        pb_utils.Logger.log_error(f"{self.name} is out of service: {reason}")
-        if os.environ.get(SUPERVISED_VARIABLE):
+        text = f"{self.name} is out of service: {reason}"
+        pb_utils.Logger.log_error(text)
+        if report_end(text):
             flushed = threading.Event()
             self.later(flushed.set)
             flushed.wait(_FLUSH_S)

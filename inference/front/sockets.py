@@ -53,6 +53,11 @@ class ServerSockets:
         """Socket of tritonserver's metrics."""
         return self.folder / "metrics"
 
+    @property
+    def reports(self) -> Path:
+        """Socket at which models report to the server's supervisor why they end."""
+        return self.folder / "reports"
+
     def note_use(self) -> None:
         """Note a request for a model, in the time of the folder."""
         with contextlib.suppress(OSError):  # it goes with the server

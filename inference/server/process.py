@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, TypeVar
@@ -51,7 +53,8 @@ class ServedProcess:
         self._port_keys = {name: f"{name}_port" for name in ports} | dict(port_keys or {})
         self._env = dict(env or {})
         self._process: subprocess.Popen[bytes] | None = None
-        self._lifeline = -1
+        self._link: Connection | None = None
+        self._losses: list[str] = []
         self._silent_since: float | None = None
 
     @property
@@ -103,7 +106,7 @@ class ServedProcess:
         if self.poll() is None and drain_s > 0:
             self._drain(time.monotonic() + drain_s)
         if self.poll() is None:
-            self._process.send_signal(signal.SIGQUIT)
+            self._order(supervisor.KILL)
             self._process.send_signal(signal.SIGCONT)  # it may have been stopped
             self._ended_within(_KILL_WAIT_S)
         if self.poll() is None:
@@ -111,9 +114,8 @@ class ServedProcess:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
+        if self._link is not None:
+            self._link.close()
         self._release()
 
     def _prepare_end(self) -> None:
@@ -121,8 +123,7 @@ class ServedProcess:
 
     def _drain(self, deadline: float) -> None:
         """Ask the server to end, and wait until it has, or no request needs it any more."""
-        assert self._process is not None
-        self._process.terminate()
+        self._order(supervisor.END)
         self._ended_within(deadline - time.monotonic())
 
     def _release(self) -> None:
@@ -156,28 +157,42 @@ class ServedProcess:
         segments: str,
         env: Mapping[str, str],
         cwd: Path | None = None,
+        reports: str = "",
     ) -> None:
         """Start the command under a supervisor.
 
         `segments` is the prefix of its shared memory's names, "" for a server that clears its own.
+        Its models report to a socket of the path `reports`, "" for none, why they end.
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        lifeline, self._lifeline = os.pipe()
-        try:
-            self.log_path.write_bytes(b"")
-            with self.log_path.open("ab") as log:  # to which others may append
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", supervisor.__file__, str(lifeline), segments, *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **env, **self._env},
-                    cwd=cwd,
-                    pass_fds=[lifeline],
-                    start_new_session=True,
-                )
-        finally:
-            os.close(lifeline)
+        self._link, other = Pipe()
+        self.log_path.write_bytes(b"")
+        words = [str(other.fileno()), reports, segments, *command]
+        with other, self.log_path.open("ab") as log:  # to which others may append
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", supervisor.__file__, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env, **self._env},
+                cwd=cwd,
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+            )
+
+    def _order(self, what: bytes) -> None:
+        """Send the supervisor an order."""
+        assert self._link is not None
+        with contextlib.suppress(OSError):  # its exit status reports its end
+            self._link.send_bytes(what)
+
+    def _lost(self) -> str:
+        """Return what the supervisor has reported as lost, empty for nothing."""
+        assert self._link is not None
+        with contextlib.suppress(EOFError, OSError):
+            while self._link.poll():
+                self._losses.append(os.fsdecode(self._link.recv_bytes()))
+        return "; ".join(self._losses)
 
     def _is_silent(self, patience_s: float) -> bool:
         """Note that the server does not answer; return whether that lasts for too long."""

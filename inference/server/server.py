@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +33,9 @@ from inference.server.server_log import (
     crash_message,
     crash_of,
     last_lines,
-    losses_of,
     put_aside,
 )
-from inference.supervision import SUPERVISED_VARIABLE
+from inference.supervision import REPORTS_VARIABLE
 
 __all__ = ["ModelStatus", "ServerStartError", "TritonServer"]
 
@@ -172,8 +170,7 @@ class TritonServer(ServedProcess):
                 elif not (0 in self._wanted_ports.values() and log.port_was_taken()):
                     raise
             else:
-                assert self._process is not None
-                self._process.send_signal(signal.SIGUSR1)
+                self._order(supervisor.READY)
                 return
 
     def watch_answers(
@@ -220,7 +217,7 @@ class TritonServer(ServedProcess):
         A server that runs but does not answer, such as one that is very busy, gets `patience_s`.
         """
         if (status := self.poll()) is not None:
-            return "; ".join(losses_of(self.log_path)) or f"tritonserver ended with status {status}"
+            return self._lost() or f"tritonserver ended with status {status}"
         if fault := crash_of(self.log_path) or self._stopped_process():
             return fault
         if self._front is not None and (status := self._front.poll()) is not None:
@@ -228,16 +225,14 @@ class TritonServer(ServedProcess):
         try:
             lost = [name for name in self.models if not self.admin.is_model_ready(name)]
         except (OSError, RefusalError) as error:
-            if losses := losses_of(self.log_path):  # the server is about to end
-                return "; ".join(losses)
+            if loss := self._lost():  # the server is about to end
+                return loss
             if not self._is_silent(patience_s):
                 return None
             return f"tritonserver does not answer on {self.http_url}: {error}"
         self._silent_since = None
         if lost:
-            return "; ".join(
-                losses_of(self.log_path) or [f"model {name} is not ready" for name in lost]
-            )
+            return self._lost() or "; ".join(f"model {name} is not ready" for name in lost)
         return self._health.failure() if self._health is not None else None
 
     def _stopped_process(self) -> str | None:
@@ -276,8 +271,14 @@ class TritonServer(ServedProcess):
             self._wanted_ports = self._former._ports
         self._choose_ports()
         command, environment = self._command()
-        environment[SUPERVISED_VARIABLE] = "1"
-        self._spawn(command, segments=self._shm_prefix, env=environment, cwd=self._work_dir)
+        reports = "" if self._sockets is None else str(self._sockets.reports)
+        self._spawn(
+            command,
+            segments=self._shm_prefix,
+            env={**environment, REPORTS_VARIABLE: reports},
+            cwd=self._work_dir,
+            reports=reports,
+        )
         if self._sockets is not None and self._former is None:
             self._front = FrontProcess(
                 self._served(self._sockets),
@@ -451,10 +452,9 @@ class TritonServer(ServedProcess):
         tritonserver is asked to end only once the front has answered its requests: it would refuse
         the steps of ensembles that have begun, and never end their streams (2.51).
         """
-        assert self._process is not None
         if not self._has_sessions():
             self._finish_requests(deadline)
-        self._process.terminate()
+        self._order(supervisor.END)
         while time.monotonic() < deadline and not self._ended_within(_POLL_S):
             tail = last_lines(self.log_path, 5)
             if any(_DRAINED in line for line in tail):

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from inference.server.supervisor import LOSS_MARK
-
 LOG_TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _MANY = 1000
@@ -28,8 +26,6 @@ _BROKEN = re.compile(
     r"(?!\"?Failed to set config modification time)(?P<reason>.*)",
     re.DOTALL,
 )
-# A model's own message, see engine_model.py; the next record starts a line like `I0102 `.
-_OUT = re.compile(r"\S+ is out of service: .*(?:\n(?![EWIF]\d{4} ).*)*")
 # Of the handler of crashes, which can hang while it looks for the names of functions.
 _CRASH = re.compile(r"Signal \((?P<number>\d+)\) received\.")
 CRASH_SIGNALS = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
@@ -99,13 +95,6 @@ def short_reason(text: str) -> str:
     """Return a model's failure without quoting and without the trace of the model file."""
     plain = text.strip().strip('"').replace("\\n", "\n").replace('\\"', '"')
     return _TRACE.sub("", plain).strip()
-
-
-def losses_of(path: Path) -> list[str]:
-    """Return why a server lost its models: their own reasons, else the supervisor's."""
-    lines = last_lines(path, _MANY)
-    left = list(dict.fromkeys(each.strip() for each in _OUT.findall("\n".join(lines))))
-    return left or [line.removeprefix(LOSS_MARK) for line in lines if line.startswith(LOSS_MARK)]
 
 
 def crash_of(path: Path) -> str | None:

@@ -1,11 +1,12 @@
 """Supervisor of one server: it ends the server with its owner, or when a part of it is lost.
 
-A small process, standard library only: `supervisor.py LIFELINE_FD SHM_PREFIX COMMAND...`. The owner
-holds the other end of the lifeline pipe. When that closes, or the command ends, every descendant of
-the command is stopped, and the shared memory whose names begin with the prefix is removed. SIGTERM
-asks the command to end by itself, SIGQUIT ends it at once. SIGUSR1 states that the server is ready:
-from then on the supervisor ends it if the process of a model is gone or one of its processes stays
-stopped, neither of which Triton notices.
+A small process, standard library only: `supervisor.py LINK_FD REPORTS SHM_PREFIX COMMAND...`. The
+owner holds the other end of the link. When that closes, or the command ends, every descendant of
+the command is stopped, and the shared memory whose names begin with the prefix is removed. The
+owner sends END or SIGTERM to ask the command to end by itself, KILL to end it at once. READY states
+that the server is ready: from then on the supervisor ends it if the process of a model is gone or
+one of its processes stays stopped, neither of which Triton notices. It sends the owner the reason:
+that of the model, which has reported it at the socket REPORTS, or what it has seen itself.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ import contextlib
 import ctypes
 import fcntl
 import os
-import selectors
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+READY, END, KILL = b"ready", b"end", b"kill"  # from the owner
 OWNER_LOST_GRACE_S = 5.0  # between SIGTERM and SIGKILL once the owner is gone
 LEFTOVER_GRACE_S = 2.0  # for processes that an orderly end of the command left behind
 STOPPED_LIMIT_S = 3.0  # how long a process may stay stopped by SIGSTOP
-LOSS_MARK = "supervisor: "  # before the reason in the server's log
 SHM_FOLDER = Path("/dev/shm")
 _POLL_S = 0.05
 _LOOK_S = 0.25  # between looks at the known processes
@@ -35,6 +37,7 @@ _SCAN_S = 2.0  # between searches for new ones, which read all of /proc
 _SCAN_WHILE_LOADING_S = 0.5
 _STUB = "triton_python_backend_stub"  # the program of a model's process
 _LOCK_SUFFIX = ".lock"
+_LONGEST_REPORT = 64 * 1024
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 # linux/prctl.h
@@ -323,49 +326,57 @@ def _stop_leftovers(grace_s: float) -> None:
 
 
 class _Run:
-    """The command, and the signals passed on to it."""
+    """The command, what its models report, and the orders for it."""
 
-    def __init__(self, command: list[str], prefix: str) -> None:
+    def __init__(self, command: list[str], prefix: str, owner: Connection, reports: str) -> None:
         self._prefix = prefix
+        self._owner = owner
+        self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        if reports:
+            self._reports.bind(reports)
         self._kill_at: float | None = None
         self._child = subprocess.Popen(command, preexec_fn=_die_with_parent)
         self._watch: ServerWatch | None = ServerWatch(self._child.pid)
         signal.signal(signal.SIGTERM, lambda *_: self._end(self._child.terminate))
-        signal.signal(signal.SIGQUIT, lambda *_: self._end(self._child.kill))
-        signal.signal(signal.SIGUSR1, lambda *_: self._note_ready())
 
-    def wait(self, lifeline: int) -> int:
-        """Wait for the command, or for the end of the lifeline and then for the command."""
+    def wait(self) -> int:
+        """Wait for the command, or for the end of the owner and then for the command."""
         while (status := self._child.poll()) is None:
             if self._kill_at is None:
-                self._look(lifeline)
+                self._look()
                 continue
             if time.monotonic() > self._kill_at:
                 self._child.kill()
             time.sleep(_POLL_S)
         return status
 
-    def _look(self, lifeline: int) -> None:
+    def _look(self) -> None:
         close_segments(self._prefix)
-        if self._lifeline_ended(lifeline):
+        is_loading = self._watch is not None and not self._watch.is_ready
+        try:
+            if self._owner.poll(_POLL_S if is_loading else 4 * _POLL_S):
+                self._obey(self._owner.recv_bytes())
+            if self._watch is not None and (loss := self._watch.loss()):
+                reason = "; ".join(self._reported()) or loss
+                sys.stdout.write(f"supervisor: {reason}; ending the server\n")
+                sys.stdout.flush()
+                self._owner.send_bytes(os.fsencode(reason))
+                # A lost process never answers the requests it held: close their connections.
+                self._end(self._child.kill)
+        except (EOFError, OSError):  # there is no owner any more
             self._end(self._child.terminate)
             self._kill_at = time.monotonic() + OWNER_LOST_GRACE_S
-        elif self._watch is not None and (loss := self._watch.loss()):
-            # A lost process never answers the requests it held: close their connections.
-            sys.stdout.write(f"{LOSS_MARK}{loss}; ending the server\n")
-            sys.stdout.flush()
-            self._end(self._child.kill)
 
-    def _lifeline_ended(self, lifeline: int) -> bool:
-        is_loading = self._watch is not None and not self._watch.is_ready
-        # Not select(): it refuses descriptors from 1024 on, which a parent with many files passes.
-        with selectors.DefaultSelector() as selector:
-            selector.register(lifeline, selectors.EVENT_READ)
-            return bool(selector.select(_POLL_S if is_loading else 4 * _POLL_S))
-
-    def _note_ready(self) -> None:
-        if self._watch is not None:
+    def _obey(self, order: bytes) -> None:
+        if order != READY:
+            self._end(self._child.kill if order == KILL else self._child.terminate)
+        elif self._watch is not None:
             self._watch.is_ready = True
+
+    def _reported(self) -> Iterator[str]:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                yield os.fsdecode(self._reports.recv(_LONGEST_REPORT))
 
     def _end(self, how: Callable[[], None]) -> None:
         self._watch = None  # from now on the end of a process is expected
@@ -373,14 +384,14 @@ class _Run:
 
 
 def main(argv: list[str]) -> int:
-    """Run `argv[2:]` under the lifeline `argv[0]`; return its status, 128 + n for signal n."""
-    lifeline, prefix, command = int(argv[0]), argv[1], argv[2:]
+    """Run a command for the owner of a link; return its status, 128 + n for signal n."""
+    owner, reports, prefix, command = Connection(int(argv[0])), argv[1], argv[2], argv[3:]
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with shared_memory_of(prefix):
         status = -signal.SIGKILL
         try:
-            status = _Run(command, prefix).wait(lifeline)
+            status = _Run(command, prefix, owner, reports).wait()
         finally:
             # Processes whose server was killed have nothing to save.
             _stop_leftovers(LEFTOVER_GRACE_S if status != -signal.SIGKILL else 0.0)

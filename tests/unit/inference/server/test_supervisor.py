@@ -7,11 +7,17 @@ import resource
 import signal
 import subprocess
 import sys
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
+
 from inference.server import supervisor
+from inference.supervision import REPORTS_VARIABLE, report_end
 from tests.waiting import LIMIT_S, lives, until
 
+STUB = "triton_python_backend_stub"
 # A command that leaves a grandchild in a session of its own, out of reach of group signals.
 FAMILY = """
 import subprocess, sys, time
@@ -23,42 +29,42 @@ sys.exit(7)
 """
 
 
-def _run(command: list[str], *, lifeline: int | None = None) -> tuple[subprocess.Popen[bytes], int]:
-    read_end, write_end = os.pipe()
-    if lifeline is not None:
-        os.dup2(read_end, lifeline)
-        os.close(read_end)
-        read_end = lifeline
+def _run(
+    command: list[str], *, number: int | None = None, reports: str = ""
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    link, other = Pipe()
+    number = os.dup(other.fileno()) if number is None else os.dup2(other.fileno(), number)
+    other.close()
     process = subprocess.Popen(
-        [sys.executable, supervisor.__file__, str(read_end), "", *command],
-        pass_fds=[read_end],
+        [sys.executable, supervisor.__file__, str(number), reports, "", *command],
+        pass_fds=[number],
         start_new_session=True,
     )
-    os.close(read_end)
-    return process, write_end
+    os.close(number)
+    return process, link
 
 
-def _family(tmp_path: Path, seconds: float) -> tuple[subprocess.Popen[bytes], int, int]:
+def _family(tmp_path: Path, seconds: float) -> tuple[subprocess.Popen[bytes], Connection, int]:
     path = tmp_path / "pid"
-    process, lifeline = _run([sys.executable, "-c", FAMILY, str(path), str(seconds)])
+    process, link = _run([sys.executable, "-c", FAMILY, str(path), str(seconds)])
     until(lambda: path.exists() and path.read_text() != "")
-    return process, lifeline, int(path.read_text())
+    return process, link, int(path.read_text())
 
 
-def _sleeping(tmp_path: Path, first: str = "") -> tuple[subprocess.Popen[bytes], int]:
+def _sleeping(tmp_path: Path, first: str = "") -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a command and return once it has done what comes first, and sleeps."""
     path = tmp_path / "sleeps"
     script = f"import signal, sys, time\n{first}\nopen(sys.argv[1], 'w')\ntime.sleep(60)"
-    process, lifeline = _run([sys.executable, "-c", script, str(path)])
+    process, link = _run([sys.executable, "-c", script, str(path)])
     until(path.exists)
-    return process, lifeline
+    return process, link
 
 
 def test_status_is_passed_on_and_grandchildren_end(tmp_path: Path) -> None:
-    process, lifeline, grandchild = _family(tmp_path, 0.1)
+    process, link, grandchild = _family(tmp_path, 0.1)
     assert process.wait(LIMIT_S) == 7
     assert not lives(grandchild)
-    os.close(lifeline)
+    link.close()
 
 
 def test_a_process_may_have_any_bytes_for_a_name() -> None:
@@ -75,55 +81,51 @@ def test_a_process_may_have_any_bytes_for_a_name() -> None:
         process.kill()
 
 
-def test_closed_lifeline_ends_command_and_grandchildren(tmp_path: Path) -> None:
-    process, lifeline, grandchild = _family(tmp_path, 60)
-    os.close(lifeline)
+def test_closed_link_ends_command_and_grandchildren(tmp_path: Path) -> None:
+    process, link, grandchild = _family(tmp_path, 60)
+    link.close()
     assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert not lives(grandchild)
 
 
-def test_a_lifeline_of_an_owner_with_many_files(tmp_path: Path) -> None:
+def test_a_link_of_an_owner_with_many_files() -> None:
     """select() refuses descriptors from 1024 on."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     try:
-        process, lifeline = _run(
-            [sys.executable, "-c", "import time; time.sleep(60)"], lifeline=1500
-        )
+        process, link = _run([sys.executable, "-c", "import time; time.sleep(60)"], number=1500)
         until(lambda: len(supervisor.descendants(process.pid)) == 1)
-        os.close(lifeline)
+        link.close()
         assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_command_that_ignores_sigterm_is_killed_on_sigquit(tmp_path: Path) -> None:
-    process, lifeline = _sleeping(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
-    process.send_signal(signal.SIGQUIT)
+def test_command_that_ignores_sigterm_is_killed_by_order(tmp_path: Path) -> None:
+    process, link = _sleeping(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    link.send_bytes(supervisor.KILL)
     assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
-    os.close(lifeline)
+    link.close()
+
+
+def test_order_to_a_supervisor_that_is_still_starting_is_obeyed() -> None:
+    process, link = _run([sys.executable, "-c", "import time; time.sleep(60)"])
+    link.send_bytes(supervisor.KILL)
+    assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
+    link.close()
 
 
 def test_killed_supervisor_takes_the_command_along(tmp_path: Path) -> None:
-    process, lifeline = _sleeping(tmp_path)
+    process, link = _sleeping(tmp_path)
     (command,) = supervisor.descendants(process.pid)
     process.kill()
     process.wait(LIMIT_S)
     until(lambda: not lives(command))
-    os.close(lifeline)
+    link.close()
 
 
-def _stub(tmp_path: Path) -> subprocess.Popen[bytes]:
-    """Start what looks like the process of a model `gpt`."""
-    script = tmp_path / "repository" / "gpt" / "1" / "model.py"
-    script.parent.mkdir(parents=True, exist_ok=True)
-    name = "open('/proc/self/comm', 'w').write('triton_python_b')"
-    script.write_text(f"import time; {name}; time.sleep(60)")
-    return subprocess.Popen(["triton_python_backend_stub", str(script)], executable=sys.executable)
-
-
-def _program(process: subprocess.Popen[bytes]) -> str:
-    return getattr(supervisor.process_state(process.pid), "program", "")
+def _program(pid: int) -> str:
+    return getattr(supervisor.process_state(pid), "program", "")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -134,6 +136,44 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _knows(watch: supervisor.ServerWatch, process: subprocess.Popen[bytes]) -> bool:
     watch.loss()
     return process.pid in watch._models
+
+
+def _model(tmp_path: Path) -> Path:
+    """Write the script of a model `gpt`, whose process has the name of Triton's."""
+    script = tmp_path / "repository" / "gpt" / "1" / "model.py"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    name = "open('/proc/self/comm', 'w').write('triton_python_b')"
+    script.write_text(f"import time; {name}; time.sleep(60)")
+    return script
+
+
+def _stub(tmp_path: Path) -> subprocess.Popen[bytes]:
+    """Start what looks like the process of a model `gpt`."""
+    return subprocess.Popen([STUB, str(_model(tmp_path))], executable=sys.executable)
+
+
+@pytest.mark.parametrize("has_reported", [False, True])
+def test_owner_is_sent_why_a_model_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_reported: bool
+) -> None:
+    reports = tmp_path / "reports"
+    words = [STUB, str(_model(tmp_path))]
+    script = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen({words!r}, executable=sys.executable)\ntime.sleep(60)"
+    )
+    process, link = _run([sys.executable, "-c", script], reports=str(reports))
+    until(lambda: "triton_python_b" in map(_program, supervisor.descendants(process.pid)))
+    model = supervisor.descendants(process.pid)[-1]
+    link.send_bytes(supervisor.READY)
+    if has_reported:
+        monkeypatch.setenv(REPORTS_VARIABLE, str(reports))
+        assert report_end("gpt is out of service: rank 1 has gone")
+    os.kill(model, signal.SIGKILL)
+    said = os.fsdecode(link.recv_bytes())
+    wanted = "gpt is out of service: rank 1 has gone" if has_reported else f"process {model} of"
+    assert said.startswith(wanted)
+    assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
 
 
 def test_process_that_completed_a_configuration_is_not_missed(tmp_path: Path) -> None:
@@ -196,7 +236,7 @@ def test_model_that_ended_before_the_first_scan_is_reported(tmp_path: Path) -> N
     watch = supervisor.ServerWatch(os.getpid())
     assert watch.loss() is None
     process = _stub(tmp_path)
-    until(lambda: _program(process) == "triton_python_b")
+    until(lambda: _program(process.pid) == "triton_python_b")
     process.kill()
     until(lambda: getattr(supervisor.process_state(process.pid), "letter", "") == "Z")
     watch.is_ready = True
