@@ -182,7 +182,7 @@ class TritonServer(ServedProcess):
     ) -> None:
         """Make `failure` report models that are loaded but do not answer.
 
-        Each idle model gets a small request now and then. `hidden` is the width of the hidden
+        Each model gets a small request every few seconds. `hidden` is the width of the hidden
         states that an encoder takes; an encoder of unknown width gets none. `interval_s` and
         `timeout_s` are those of `Health`.
         """
