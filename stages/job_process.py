@@ -15,6 +15,7 @@ from types import FrameType
 
 from export_scripts.files.disk import full_disk
 from inference.launch_environment import LaunchEnvironment
+from inference.server.supervisor import process_state
 from stages.base import Stage, StageError, Summary
 
 # The id of the job, for every process that it starts; the launcher sets it.
@@ -149,23 +150,11 @@ def watching_owner() -> Iterator[None]:
 
 def _start_ticks(pid: int) -> str:
     """Return when a process started, so that a recycled id is not mistaken for it."""
-    values = _stat(pid)
-    return values[19] if values and values[0] != "Z" else ""
+    state = process_state(pid)
+    return str(state.started) if state is not None and state.letter != "Z" else ""
 
 
 def ancestors(pid: int) -> Iterator[int]:
     """Yield the process that started this one, the one that started that, and so on."""
-    while (values := _stat(pid)) and (pid := int(values[1])) > 1:
+    while (state := process_state(pid)) is not None and (pid := state.parent) > 1:
         yield pid
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the state on; empty when the process is gone.
-
-    The parent follows the state; the start time is 18 fields further on.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()  # the command in parentheses may hold spaces

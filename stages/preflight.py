@@ -34,15 +34,9 @@ _MPI_VARIABLES = {"pmix": "PMIX_RANK", "pmi2": "PMI_RANK"}
 
 
 def check_mpi(kind: str | None) -> None:
-    """Check that this cluster's srun has the MPI.
-
-    Raises:
-        StageError: it lacks the MPI.
-    """
-    if kind is None:
-        return
+    """Raise StageError if this cluster's srun lacks the MPI."""
     try:
-        problem = mpi_problem(kind, timeout_s=_ASK_S)
+        problem = None if kind is None else mpi_problem(kind, timeout_s=_ASK_S)
     except subprocess.TimeoutExpired as error:
         raise StageError(f"srun --mpi=list did not answer within {_ASK_S:g} s") from error
     if problem is not None:

@@ -122,10 +122,9 @@ def _probe(
             raise ProbeError(f"tritonserver ended with status {status} at its first request")
 
     outermost = _TEXT_ENCODER if _TEXT_ENCODER in server.models else endpoint.model
-    models = [endpoint.ensemble or outermost]
-    hidden = hidden_size(config.weights_dir)
+    model, hidden = endpoint.ensemble or outermost, hidden_size(config.weights_dir)
     try:
-        probe(server.control_address, models, hidden=hidden, timeout_s=timeout_s, check=look)
+        probe(server.control_address, model, hidden=hidden, timeout_s=timeout_s, check=look)
     except ProbeError as error:
         raise ServerStartError(
             "tritonserver is ready, but does not answer:",

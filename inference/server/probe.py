@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -72,57 +72,43 @@ def probe_tensors(config: Any, *, hidden: int | None) -> dict[str, np.ndarray[An
 
 def probe(
     target: str,
-    models: Sequence[str],
+    model: str,
     *,
     hidden: int | None,
     timeout_s: float,
     check: Callable[[], None],
 ) -> None:
-    """Send each model a small request, and wait for the answers.
+    """Send a model a small request, and wait for the answer.
 
     Args:
         target: Of the server, see `Admin`.
-        models: Their names.
-        hidden: See `probe_tensors`; a model that needs it is skipped where it is unknown.
-        timeout_s: Longest wait for all of them.
+        model: Its name.
+        hidden: See `probe_tensors`; a model that needs it is not asked where it is unknown.
+        timeout_s: Longest wait.
         check: Called repeatedly; an exception that it raises ends the wait.
 
     Raises:
-        ProbeError: Some model answered with an error, or not in time.
+        ProbeError: The model answered with an error, or not in time.
     """
-    admin = Admin(target)
+    admin, deadline = Admin(target), time.monotonic() + timeout_s
     # In a thread, since a server may accept a request and not answer; it ends with the server.
     pool = ThreadPoolExecutor(1, thread_name_prefix="probe")
-    answered = pool.submit(lambda: [_failure(admin, each, hidden, timeout_s) for each in models])
+    answered = pool.submit(_ask, admin, model, hidden, timeout_s)
     pool.shutdown(wait=False)
-    deadline = time.monotonic() + timeout_s
     try:
-        while not answered.done():
+        while not answered.done() and time.monotonic() <= deadline:
             check()
-            if time.monotonic() > deadline:
-                raise ProbeError(_silence(", ".join(models), timeout_s))
             wait([answered], timeout=_POLL_S)
     finally:
         admin.close()
-    if failures := [failure for failure in answered.result() if failure]:
-        raise ProbeError("\n".join(failures))
+    error = answered.exception() if answered.done() else NoAnswerError()
+    if isinstance(error, NoAnswerError) and time.monotonic() >= deadline:
+        raise ProbeError(f"{model}: no answer to a first small request in {timeout_s:g} s")
+    if error is not None:
+        raise ProbeError(f"model {model} did not answer a first small request: {error}") from error
 
 
-def _failure(admin: Admin, model: str, hidden: int | None, timeout_s: float) -> str:
-    """Return the reason why a model has not answered, empty if it has."""
-    began = time.monotonic()
-    try:
-        config = admin.config(model)
-        if (tensors := probe_tensors(config, hidden=hidden)) is not None:
-            admin.ask(model, config, tensors, timeout_s=timeout_s)
-    except NoAnswerError as error:
-        if time.monotonic() - began >= timeout_s:
-            return _silence(model, timeout_s)
-        return f"model {model} did not answer a first small request: {error}"
-    except ValueError as error:
-        return f"model {model} did not answer a first small request: {error}"
-    return ""
-
-
-def _silence(models: str, timeout_s: float) -> str:
-    return f"{models}: no answer to a first small request in {timeout_s:g} s"
+def _ask(admin: Admin, model: str, hidden: int | None, timeout_s: float) -> None:
+    config = admin.config(model)
+    if (tensors := probe_tensors(config, hidden=hidden)) is not None:
+        admin.ask(model, config, tensors, timeout_s=timeout_s)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, TypeVar
 
 from inference.ports import pick_free_ports, ports_problems
@@ -132,12 +131,7 @@ class ServedProcess:
     def __enter__(self: _Server) -> _Server:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.stop(drain_s=30.0 if error is None else 0)
 
     def _check_ports(self) -> None:

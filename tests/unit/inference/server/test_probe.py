@@ -81,7 +81,7 @@ def test_request_of_a_session_says_how_much_it_holds() -> None:
 
 
 def ask(address: str, *, timeout_s: float = 20.0, check: Callable[[], None] = lambda: None) -> None:
-    probe(address, ["m"], hidden=None, timeout_s=timeout_s, check=check)
+    probe(address, "m", hidden=None, timeout_s=timeout_s, check=check)
 
 
 def fake(infer: Infer, **options: Any) -> FakeTriton:
