@@ -67,9 +67,7 @@ def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
     with socket.socket() as probe:
         probe.bind((host, 0))
         port = int(probe.getsockname()[1])
-    start = ServerStart(job_id, number, host, port, life=_life())
-    _write(folder, start)
-    return start
+    return _announce(folder, ServerStart(job_id, number, host, port, life=_life()))
 
 
 def rendezvous_variables(folder: Path, start: ServerStart) -> dict[str, str]:
@@ -80,12 +78,12 @@ def rendezvous_variables(folder: Path, start: ServerStart) -> dict[str, str]:
 
 def announce_failure(folder: Path, job_id: str, number: int) -> None:
     """Announce that a start has failed: its other processes may end without a report."""
-    _write(folder, ServerStart(job_id, number, is_over=True, life=_life()))
+    _announce(folder, ServerStart(job_id, number, is_over=True, life=_life()))
 
 
 def announce_end(folder: Path, job_id: str) -> None:
     """Announce that no start follows, which ends the other processes."""
-    _write(folder, ServerStart(job_id, 0, life=_life()))
+    _announce(folder, ServerStart(job_id, 0, life=_life()))
 
 
 def read_start(folder: Path, job_id: str) -> ServerStart | None:
@@ -99,8 +97,9 @@ def read_start(folder: Path, job_id: str) -> ServerStart | None:
     return ServerStart(**values)
 
 
-def _write(folder: Path, start: ServerStart) -> None:
+def _announce(folder: Path, start: ServerStart) -> ServerStart:
     write_json(folder / _START_NAME.format(job=start.job_id), asdict(start))
+    return start
 
 
 def _life() -> str:
