@@ -8,11 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from multiprocessing import Pipe
 from pathlib import Path
 
-from inference.front.access import Access, OpenAIOptions
 from inference.front.link import LEFT, FrontSettings, Readiness, Served
 
 _END_S = 5.0  # for the last answers to be sent
@@ -21,16 +19,7 @@ _END_S = 5.0  # for the last answers to be sent
 class FrontProcess:
     """A front, started; it ends with this process."""
 
-    def __init__(
-        self,
-        served: Served,
-        *,
-        host: str,
-        ports: Mapping[str, int],
-        access: Access,
-        openai: OpenAIOptions | None,
-        log_path: Path,
-    ) -> None:
+    def __init__(self, settings: FrontSettings, *, log_path: Path) -> None:
         self._link, other = Pipe()
         self._sending = threading.Lock()
         self._serves: set[str] = set()  # folders of sockets
@@ -45,7 +34,7 @@ class FrontProcess:
                 pass_fds=[other.fileno()],
                 start_new_session=True,
             )
-        self._send(FrontSettings(served, host, ports, access, openai, Path.cwd()))
+        self._send(settings)
 
     @property
     def pid(self) -> int:

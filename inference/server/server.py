@@ -10,7 +10,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from inference.front.access import OPEN_ACCESS, Access, OpenAIOptions
-from inference.front.link import Served
+from inference.front.link import FrontSettings, Served
 from inference.front.rules import READY_PATH
 from inference.front.sockets import ServerSockets, new_sockets
 from inference.plain_path import PlainFolder
@@ -280,14 +280,11 @@ class TritonServer(ServedProcess):
             reports=reports,
         )
         if self._sockets is not None and self._former is None:
-            self._front = FrontProcess(
-                self._served(self._sockets),
-                host=self.host,
-                ports=self._ports,
-                access=self._access,
-                openai=self._openai,
-                log_path=self.log_path,
+            served = self._served(self._sockets)
+            settings = FrontSettings(
+                served, self.host, self._ports, self._access, self._openai, Path.cwd()
             )
+            self._front = FrontProcess(settings, log_path=self.log_path)
         configs = Path(self.model_repository).glob("*/config.pbtxt")  # none at a URL
         return ServerLog(self.log_path, (path.parent.name for path in configs))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from inference.front.access import OPEN_ACCESS
-from inference.front.link import Served
+from inference.front.link import FrontSettings, Served
 from inference.front.sockets import ServerSockets
 from inference.ports import TRITON_PORTS, pick_free_ports
 from inference.server.client import TritonClient
@@ -23,14 +23,8 @@ def test_no_client_sees_readiness_before_the_owner_says_so(tmp_path: Path) -> No
         served(FakeTriton({}), f"unix:{ServerSockets(tmp_path).grpc}"),
         TritonClient(f"{HOST}:{ports['grpc']}") as client,
     ):
-        front = FrontProcess(
-            Served(tmp_path, None),
-            host=HOST,
-            ports=ports,
-            access=OPEN_ACCESS,
-            openai=None,
-            log_path=tmp_path / "log",
-        )
+        settings = FrontSettings(Served(tmp_path, None), HOST, ports, OPEN_ACCESS, None, tmp_path)
+        front = FrontProcess(settings, log_path=tmp_path / "log")
         try:
             until(lambda: front.serves(tmp_path))
             assert not client.is_ready()
