@@ -86,7 +86,6 @@ class TritonClient:
         self._is_grpc = protocol == "grpc"
         # A connection of HTTP serves one thread at a time, a channel of gRPC any number.
         self._held: Any = SimpleNamespace() if self._is_grpc else threading.local()
-        self._places = threading.BoundedSemaphore(max_in_flight)
         self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="triton-client")
         self._configs: dict[str, dict[str, Any]] = {}
 
@@ -117,15 +116,8 @@ class TritonClient:
     def infer_async(
         self, model: str, inputs: Tensors, *, outputs: Sequence[str] | None = None
     ) -> Future[Outputs]:
-        """Send one request without waiting for the answer; blocks while too many are in flight."""
-        self._places.acquire()
-        try:
-            future = self._pool.submit(self.infer, model, inputs, outputs=outputs)
-        except BaseException:
-            self._places.release()
-            raise
-        future.add_done_callback(lambda _: self._places.release())
-        return future
+        """Send one request without waiting for the answer; `max_in_flight` are sent at a time."""
+        return self._pool.submit(self.infer, model, inputs, outputs=outputs)
 
     def stream(
         self,
