@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from inference.front.openai.errors import ApiError
-from inference.front.openai.requests import ChatRequest, CompletionRequest, read_request
+from inference.front.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    read_request,
+)
 from inference.ports import DEFAULT_PORTS
 from tests.conftest import ROOT
 from tests.documents import commands, run
@@ -43,8 +48,9 @@ def test_the_fields_are_those_that_requests_may_have() -> None:
         for line in table.splitlines()
         for name in re.findall(r"`(\w+)`", line.split("|")[1] if line.count("|") > 1 else "")
     }
-    chat = {"messages", "top_logprobs"}
+    kinds = dict.fromkeys(("messages", "top_logprobs"), ChatRequest)
+    kinds |= dict.fromkeys(("input", "encoding_format"), EmbeddingRequest)
     for name in named:
-        kind = ChatRequest if name in chat else CompletionRequest
+        kind = kinds.get(name, CompletionRequest)
         with pytest.raises(ApiError, match=rf"\b{name}: (?!is not a field)"):
             read_request(kind, {name: object()})

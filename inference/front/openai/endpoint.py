@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import time
@@ -19,21 +20,18 @@ from inference.front.guard import Guard, RequestRefusedError
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun
 from inference.front.openai.errors import ApiError, error_body
+from inference.front.openai.generation import Array
 from inference.front.openai.prepare import (
     detokenize,
     load_codec,
     model_facts,
     prepare_chat,
     prepare_completion,
+    prepare_embeddings,
     tokenize,
 )
-from inference.front.openai.served import (
-    PREPROCESSING,
-    TritonModel,
-    is_ready,
-    served_models,
-    until_ready,
-)
+from inference.front.openai.requests import EmbeddingRequest
+from inference.front.openai.served import TritonModel, is_ready, served_models, until_ready
 from inference.front.strict_json import MOST_JSON_BYTES
 from inference.front.upstream import FrontContext, Upstream
 from inference.front.workers import Workers
@@ -74,7 +72,9 @@ class OpenAIEndpoint:
         is_ready: Callable[[], Awaitable[bool]],
     ) -> None:
         self._models = dict(models)
-        self._facts = {name: model.facts for name, model in models.items()}
+        facts = {name: model.facts for name, model in models.items()}
+        self._generators = {name: each for name, each in facts.items() if not each.encodes}
+        self._encoders = {name: each for name, each in facts.items() if each.encodes}
         self._texts = texts
         self._codec = texts.codec()
         self._guard = guard
@@ -86,6 +86,7 @@ class OpenAIEndpoint:
             ("GET", _MODELS_PATH): self._list,
             ("POST", "/v1/completions"): self._completions,
             ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/embeddings"): self._embeddings,
             # As vLLM has them; lm-evaluation-harness then needs no tokenizer of its own.
             ("GET", "/tokenizer_info"): self._tokenizer_info,
             ("POST", "/tokenize"): self._tokenize,
@@ -155,12 +156,12 @@ class OpenAIEndpoint:
 
     async def _model(self, request: web.BaseRequest) -> web.Response:
         name = request.path.removeprefix(f"{_MODELS_PATH}/")
-        model_facts(self._facts, name)
+        model_facts(self._models, name)
         return web.json_response(self._described(name))
 
     def _described(self, name: str) -> dict[str, Any]:
         about = {"id": name, "object": "model", "created": self._created, "owned_by": _OWNER}
-        return about | {"max_model_len": self._facts[name].context_len}
+        return about | {"max_model_len": self._models[name].facts.context_len}
 
     async def _completions(self, request: web.BaseRequest) -> web.StreamResponse:
         return await self._generated(request, prepare_completion, "cmpl", ("text_completion",) * 2)
@@ -176,7 +177,7 @@ class OpenAIEndpoint:
         prefix: str,
         kinds: tuple[str, str],
     ) -> web.StreamResponse:
-        prepared = await self._read(request, prepare, self._facts)
+        prepared = await self._read(request, prepare, self._generators)
         asked = prepared.sampling
         run = CompletionRun(self._models[asked.model], self._codec, prepared)
         about = {
@@ -196,6 +197,22 @@ class OpenAIEndpoint:
         body = _opened(about) + b", ".join(choices) + b"], " + rest[1:]
         return web.Response(body=body, content_type="application/json")
 
+    async def _embeddings(self, request: web.BaseRequest) -> web.Response:
+        asked, rows = await self._read(request, prepare_embeddings, self._encoders)
+        vectors = await self._models[asked.model].embed(rows)
+        count = sum(map(len, rows))
+
+        def body() -> bytes:
+            data = [
+                {"object": "embedding", "index": number, "embedding": _written(asked, vector)}
+                for number, vector in enumerate(vectors)
+            ]
+            usage = {"prompt_tokens": count, "total_tokens": count}
+            answer = {"object": "list", "data": data, "model": asked.model, "usage": usage}
+            return json.dumps(answer).encode()
+
+        return web.Response(body=await asyncio.to_thread(body), content_type="application/json")
+
     async def _read(self, request: web.BaseRequest, work: Callable[..., Any], *args: Any) -> Any:
         data = await self._guard.body(request, limit=MOST_JSON_BYTES)
         return await self._workers.run(work, self._texts, *args, data, size_bytes=len(data))
@@ -210,6 +227,12 @@ class OpenAIEndpoint:
 
     async def _detokenize(self, request: web.BaseRequest) -> web.Response:
         return web.json_response({"prompt": await self._read(request, detokenize)})
+
+
+def _written(asked: EmbeddingRequest, vector: Array) -> str | list[float]:
+    if asked.encoding_format == "float":
+        return [float(each) for each in vector]
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
 def _opened(about: Mapping[str, Any]) -> bytes:
@@ -276,11 +299,13 @@ async def open_endpoint(
     """
     channel, repository = upstream.channel, upstream.repository
     await until_ready(channel)
-    models, parameters = await served_models(channel, repository, context.cancellations)
+    models, text_model, parameters = await served_models(channel, repository, context.cancellations)
     if not models:
-        raise ValueError("the repository has no model that completes token ids without sessions")
-    if tokenizer is None and repository is not None:
-        tokenizer = repository / PREPROCESSING / "1" / parameters.get("tokenizer_path", ".")
+        raise ValueError(
+            "the repository has no model that completes or encodes token ids without sessions"
+        )
+    if tokenizer is None and repository is not None and text_model:
+        tokenizer = repository / text_model / "1" / parameters.get("tokenizer_path", ".")
     if tokenizer is None or not tokenizer.is_dir():
         raise ValueError(
             "the repository has no folder with a tokenizer that could be read here; export it with "

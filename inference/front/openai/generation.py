@@ -23,6 +23,7 @@ class ModelFacts:
         context_len: most tokens of prompt and answer together, as far as the files say.
         encoder_decoder: the prompt is not part of what it returns.
         streams: answers come token by token.
+        encodes: it answers with hidden states.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ModelFacts:
     context_len: int
     encoder_decoder: bool = False
     streams: bool = False
+    encodes: bool = False
 
 
 @dataclass(frozen=True)

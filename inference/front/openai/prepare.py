@@ -24,6 +24,7 @@ from inference.front.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     Sampling,
     TokenizeRequest,
     read_request,
@@ -112,6 +113,24 @@ def prepare_chat(
     stops = (*_single_tokens(codec, request), *ends)
     asked = request.model_copy(update={"messages": ()})
     return _checked(facts, PreparedRequest(asked, (prompt,), stops, ends, is_chat=True))
+
+
+def prepare_embeddings(
+    texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
+) -> tuple[EmbeddingRequest, list[array[int]]]:
+    """Return what a body of /v1/embeddings asks for, and its rows. Raises RequestRefusedError."""
+    request = read_request(EmbeddingRequest, parse_json(data))
+    facts, codec = model_facts(models, request.model), texts.codec()
+    rows = [array("I", codec.encode(e) if isinstance(e, str) else e) for e in request.input]
+    for number, row in enumerate(rows):
+        if not 0 < len(row) <= facts.context_len:
+            raise ApiError(
+                f"input {number} has {len(row)} tokens. This model's maximum context length is "
+                f"{facts.context_len} tokens, and the least is 1",
+                param="input",
+                code="context_length_exceeded" if row else None,
+            )
+    return request.model_copy(update={"input": ()}), rows
 
 
 def tokenize(texts: CodecFiles, data: bytes) -> list[int]:

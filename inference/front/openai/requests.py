@@ -6,7 +6,7 @@ A field that is null is as good as absent. Every wrong field is reported in one 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -290,6 +290,17 @@ class ChatRequest(Sampling):
             name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
             found[name] = "must be at least 1"
         return found
+
+
+class EmbeddingRequest(_Record):
+    """A request of /v1/embeddings; each input is a text or token ids."""
+
+    unsupported: ClassVar[_Fields] = {
+        "dimensions": ((), "is not supported: a vector is as long as the model's hidden states"),
+    }
+    input: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
+    model: str = Field("", description="a string")
+    encoding_format: Literal["float", "base64"] = Field("float", description='"float" or "base64"')
 
 
 class TokenizeRequest(_Record):

@@ -1,6 +1,6 @@
 """Models that Triton serves, reached over gRPC."""
 
-# Shapes: n candidates, S prompt, L prompt and answer, W best tokens of a place
+# Shapes: n candidates, S prompt, L prompt and answer, W best tokens of a place; B rows, E hidden
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from tritonclient.grpc import service_pb2 as schema
 from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 
 from export_scripts.ft.config_ini import read_config
+from inference.backend.text_tensors import pad_rows
 from inference.front.openai.errors import ApiError
 from inference.front.openai.generation import Array, Candidate, GenerationJob, ModelFacts
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL, without_internal_names
 from inference.front.upstream import Cancellations
 
-PREPROCESSING = "preprocessing"
+_TEXT_MODELS = ("preprocessing", "tokenizer")  # of models that generate, and of encoders
+_HIDDEN = "output_hidden_state"
 _READY_TIMEOUT_S = 2.0
 _POLL_S = 0.2
 _OPENING_S = 30.0  # a machine that has just loaded models may be slow
@@ -80,6 +82,26 @@ class TritonModel:
         except grpc.aio.AioRpcError as error:
             raise api_error(error) from error
 
+    async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
+        """Return a vector of length 1 for each row: its mean hidden state, (B, E). Raises ApiError.
+
+        An encoder's hidden states are zero beyond a row's tokens.
+        """
+        found = []
+        for first in range(0, len(rows), self.facts.max_rows):
+            ids, lengths = pad_rows(rows[first : first + self.facts.max_rows], pad_id=0)
+            tensors = {"input_ids": ids, "sequence_length": lengths}
+            request = infer_request(self.facts.name, tensors, [_HIDDEN]).SerializeToString()
+            try:
+                answer = schema.ModelInferResponse.FromString(await self._infer(request))
+            except grpc.aio.AioRpcError as error:
+                raise api_error(error) from error
+            hidden = output_arrays(answer)[_HIDDEN]  # (B, S, E)
+            found.append(hidden.sum(1, dtype=np.float32) / lengths)
+        means = np.concatenate(found)
+        norms = np.linalg.norm(means, axis=1, keepdims=True)
+        return np.asarray(means / np.maximum(norms, np.finfo(np.float32).tiny))
+
     def _request(self, job: GenerationJob) -> Any:
         rows = job.candidates
         output_name = "max_output_len" if self.facts.encoder_decoder else "request_output_len"
@@ -123,9 +145,14 @@ def output_arrays(answer: Any) -> dict[str, Array]:
     """Return the outputs of a ModelInferResponse, which are not texts, by name."""
     pairs = zip(answer.outputs, answer.raw_output_contents, strict=True)
     return {
-        output.name: np.frombuffer(raw, triton_to_np_dtype(output.datatype)).reshape(output.shape)
-        for output, raw in pairs
+        output.name: _array(raw, output.datatype).reshape(output.shape) for output, raw in pairs
     }
+
+
+def _array(raw: bytes, datatype: str) -> Array:
+    if datatype == "BF16":  # the upper half of an FP32
+        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(raw, triton_to_np_dtype(datatype))
 
 
 async def _ask(
@@ -154,8 +181,8 @@ async def is_ready(channel: grpc.aio.Channel, models: Sequence[str]) -> bool:
 
 async def served_models(
     channel: grpc.aio.Channel, repository: Path | None, cancellations: Cancellations
-) -> tuple[list[TritonModel], dict[str, str]]:
-    """Return the models that complete token ids without sessions, and the parameters of texts.
+) -> tuple[list[TritonModel], str, dict[str, str]]:
+    """Return the models that complete or encode token ids, without sessions, and a text model.
 
     Args:
         channel: To a server that is ready.
@@ -163,18 +190,21 @@ async def served_models(
         cancellations: Ends the streams that clients leave.
 
     Returns:
-        The models by name, and the parameters of the one that encodes texts, none without it.
+        The models by name; the name of the model that encodes texts, or "", and its parameters.
     """
     index = await _ask(channel, "RepositoryIndex", timeout_s=_OPENING_S)
-    found, texts = [], {}
+    found: list[TritonModel] = []
+    texts: dict[str, dict[str, str]] = {}
     for name in sorted({model.name for model in index.models}):
         reply = await _ask(channel, "ModelConfig", timeout_s=_OPENING_S, name=name)
         config = reply.config
-        if name == PREPROCESSING:
-            texts = {key: value.string_value for key, value in config.parameters.items()}
+        if name in _TEXT_MODELS:
+            texts[name] = {key: value.string_value for key, value in config.parameters.items()}
         inputs = frozenset(tensor.name for tensor in config.input)
         lengths = {"request_output_len", "max_output_len"} & inputs
-        if "input_ids" not in inputs or not lengths or config.HasField("sequence_batching"):
+        encodes = _HIDDEN in (tensor.name for tensor in config.output)
+        is_known = "input_ids" in inputs and (lengths or encodes)
+        if not is_known or config.HasField("sequence_batching"):
             continue
         facts = ModelFacts(
             name=name,
@@ -183,9 +213,11 @@ async def served_models(
             context_len=_context_len(config, repository),
             encoder_decoder="max_output_len" in inputs,
             streams=config.model_transaction_policy.decoupled,
+            encodes=encodes,
         )
         found.append(TritonModel(channel, facts, cancellations))
-    return found, texts
+    text_model = next((name for name in _TEXT_MODELS if name in texts), "")
+    return found, text_model, texts.get(text_model, {})
 
 
 def _context_len(config: Any, repository: Path | None) -> int:

@@ -464,7 +464,7 @@ def test_unknown_models_and_paths_are_not_found() -> None:
         error = await refused(client, 404, {**ASKED, "model": "gpt-4"})
         assert (error["type"], error["code"]) == ("invalid_request_error", "model_not_found")
         assert "letters" in error["message"]
-        await refused(client, 404, ASKED, "/v1/embeddings")
+        await refused(client, 404, ASKED, "/v1/edits")
         async with client.get("/v1/models/letters") as response:
             assert (await response.json())["id"] == "letters"
         async with client.get("/v1/models/others") as response:
