@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from export_scripts.ft.tokenizer_files import (
     TOKENIZER_KINDS,
@@ -34,37 +34,6 @@ _BLANK = "\u2581"
 _BEFORE = "!"
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-class Tokenizer(Protocol):
-    """Interface of a tokenizer to the text models.
-
-    Attributes:
-        most_text_bytes: of a text that it encodes within seconds, whatever its words.
-        special_ids: markers, not text.
-        prefix_ids: the markers that `encode` puts before a text if `special`.
-    """
-
-    vocab_size: int
-    most_text_bytes: int
-    special_ids: frozenset[int]
-    prefix_ids: tuple[int, ...]
-
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids of `text`, with the model's own start and end markers if `special`."""
-
-    def word_forms(self, word: str) -> list[list[int]]:
-        """Return the token sequences of `word` in a text: at its start, and after other words.
-
-        They differ where a tokenizer puts a space before each text and the word follows its
-        neighbour without one, as a full stop or a line break does.
-        """
-
-    def decode(self, ids: Sequence[int], *, partial: bool = False) -> str:
-        """Return the text of `ids`; unknown ids give the replacement character.
-
-        With `partial`, further ids follow, and an incomplete last character is left out.
-        """
 
 
 def load_tokenizer(folder: Path, *, kind: str | None = None) -> Tokenizer:
@@ -99,17 +68,23 @@ def _start_marker(found: TokenizerFiles) -> str | None:
     return (token.get("content") if isinstance(token, dict) else token) or None
 
 
-class _WholeTextTokenizer:
-    """Base of tokenizers from libraries, which decode known ids; unknown ids are handled here.
+class Tokenizer:
+    """Base of the tokenizers, whose libraries decode known ids; unknown ones are handled here.
 
-    `_bytes` maps the tokens of single bytes, for characters outside the vocabulary.
+    Attributes:
+        most_text_bytes: of a text that it encodes within seconds, whatever its words.
+        special_ids: markers, not text.
+        prefix_ids: the markers that `encode` puts before a text if `special`.
     """
 
     vocab_size: int
     most_text_bytes = MOST_TEXT_BYTES
-    _bytes: Mapping[int, int]  # id -> byte
+    special_ids: frozenset[int]
+    prefix_ids: tuple[int, ...]
+    _bytes: Mapping[int, int]  # tokens of single bytes, for characters outside the vocabulary
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the ids of `text`, with the model's own start and end markers if `special`."""
         raise NotImplementedError
 
     def _piece(self, index: int) -> str:
@@ -120,7 +95,11 @@ class _WholeTextTokenizer:
         raise NotImplementedError
 
     def word_forms(self, word: str) -> list[list[int]]:
-        """Return the token sequences of `word`, see `Tokenizer`."""
+        """Return the token sequences of `word` in a text: at its start, and after other words.
+
+        They differ where a tokenizer puts a space before each text and the word follows its
+        neighbour without one, as a full stop or a line break does.
+        """
         alone = self.encode(word)
         before, together = self.encode(_BEFORE), self.encode(_BEFORE + word)
         adds_blank = bool(before) and self._piece(before[0]).startswith(_BLANK)
@@ -130,7 +109,10 @@ class _WholeTextTokenizer:
         return [alone] if inside in (alone, []) else [alone, inside]
 
     def decode(self, ids: Sequence[int], *, partial: bool = False) -> str:
-        """Return the text of `ids`, see `Tokenizer`."""
+        """Return the text of `ids`; unknown ids give the replacement character.
+
+        With `partial`, further ids follow, and an incomplete last character is left out.
+        """
         text = "".join(self._pieces(self._mended(ids, partial=partial)))
         # A token of several bytes can end within a character, which decodes to one of these.
         return text.removesuffix(REPLACEMENT) if partial else text
@@ -162,7 +144,7 @@ class _WholeTextTokenizer:
             yield self._decode_known(group) if known else REPLACEMENT * len(group)
 
 
-class HuggingFaceTokenizer(_WholeTextTokenizer):
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json of the tokenizers library, of any model.
 
     `start_marker` comes before each text, if the file itself does not put it there.
@@ -215,7 +197,7 @@ def _falls_back_to_bytes(backend: Any) -> bool:
     return index is not None and backend.decode([index]) == "A"
 
 
-class SentencePieceTokenizer(_WholeTextTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model. `start_marker` is a token before each text; None for none."""
 
     def __init__(self, model_path: Path, *, start_marker: str | None = None) -> None:
