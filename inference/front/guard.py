@@ -22,6 +22,11 @@ _FREE_EXPANSION_BYTES = 1 << 20
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
 # First bytes of what is so compressed, with which no message that is passed on begins.
 _BEGINNINGS = {b"\x1f": "gzip", b"\x78": "deflate"}
+# Of these the body may not have been read.
+_UNREAD = (
+    HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+)  # fmt: skip
 _NO_TOKEN = "this server requires `authorization: Bearer <token>`"
 
 
@@ -194,6 +199,18 @@ def decompressed(body: bytes, coding: str, limit: int) -> bytes:
         f"the body expands to more than 1 MiB and {MOST_EXPANSION} times its size; send it plain"
     )
     raise RequestRefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+
+
+def refusal(error: RequestRefusedError, body: object) -> web.Response:
+    """Return the answer to a request that is refused."""
+    response = web.json_response(body, status=error.status)
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        response.headers["Retry-After"] = "1"
+    if error.status in _UNREAD:
+        response.force_close()  # what is left of the body is not read
+    return response
 
 
 def _host_name(host: str) -> str:

@@ -13,7 +13,7 @@ from aiohttp import web
 from yarl import URL
 
 from inference.front.access import Access
-from inference.front.guard import MalformedError, RequestRefusedError
+from inference.front.guard import MalformedError, RequestRefusedError, refusal
 from inference.front.link import LONGEST_REQUEST_S
 from inference.front.rules import (
     CLOSED,
@@ -82,7 +82,7 @@ class KServeHttp:
                     return await _passed_on(upstream.http, request, None, {})
                 return await self._posted(upstream, request, body, owner)
         except RequestRefusedError as error:
-            return _refusal(error)
+            return refusal(error, {"error": str(error)})
 
     async def answer_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request for metrics."""
@@ -93,7 +93,7 @@ class KServeHttp:
                 answer = await _passed_on(upstream.metrics, request, None, {})
             return _with_durations(answer)
         except RequestRefusedError as error:
-            return _refusal(error)
+            return refusal(error, {"error": str(error)})
 
     def _admitted(self, request: web.BaseRequest, *, is_open: bool) -> str | None:
         """Return the holder of a request's token; refuse it where its body does not matter."""
@@ -252,12 +252,3 @@ def _with_durations(answer: web.StreamResponse) -> web.StreamResponse:
     if isinstance(answer, web.Response) and isinstance(answer.body, bytes):
         answer.body = with_engine_durations(answer.body.decode(errors="replace")).encode()
     return answer
-
-
-def _refusal(error: RequestRefusedError) -> web.Response:
-    response = web.json_response({"error": str(error)}, status=error.status)
-    if error.status == HTTPStatus.UNAUTHORIZED:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
-        response.force_close()  # what is left of the body is not read
-    return response

@@ -34,8 +34,6 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise MalformedError(f"the body is not JSON: {reason[:200]}") from None
     if not isinstance(value, dict):
         raise MalformedError("the body is not an object of JSON")
-    if b"\\u" in data:
-        _check_surrogates(value)
     containers: list[Any] = [value]
     for _ in range(_MOST_LEVELS):
         containers = [
@@ -46,6 +44,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
         ]
     if containers:
         raise too_deep
+    if b"\\u" in data:
+        _check_surrogates(value)
     return value
 
 
@@ -58,8 +58,6 @@ def _check_surrogates(request: dict[str, Any]) -> None:
     except UnicodeEncodeError:
         name = json.dumps(key)[:100]
         raise MalformedError(f"{name} has half of a surrogate pair") from None
-    except RecursionError:
-        raise MalformedError(f"the JSON has more than {_MOST_LEVELS} levels") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

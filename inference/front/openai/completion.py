@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -239,10 +240,7 @@ class _Sent:
 
 
 def _moved(tokens: Sequence[ScoredToken], by: int) -> list[ScoredToken]:
-    return [
-        ScoredToken(each.index, each.piece, each.first + by, each.last + by, each.place, each.names)
-        for each in tokens
-    ]
+    return [replace(each, first=each.first + by, last=each.last + by) for each in tokens]
 
 
 async def _together(jobs: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from inference.front.guard import Guard, RequestRefusedError
+from inference.front.guard import Guard, RequestRefusedError, refusal
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun
 from inference.front.openai.errors import ApiError, error_body
@@ -39,13 +39,10 @@ from inference.front.workers import Workers
 HEALTH_PATH = "/health"
 _MODELS_PATH = "/v1/models"
 _OWNER = "slipway"
-_RETRY_AFTER_S = "1"
 _PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
-# Of these the body may not have been read.
-_UNREAD = (
-    HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_TIMEOUT,
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-)  # fmt: skip
+# What reads a request, what its id begins with, and the kinds of a whole answer and of a chunk.
+_COMPLETION = (prepare_completion, "cmpl", "text_completion", "text_completion")
+_CHAT = (prepare_chat, "chatcmpl", "chat.completion", "chat.completion.chunk")
 
 logger = logging.getLogger(__name__)
 Answer = Awaitable[web.StreamResponse]
@@ -84,8 +81,8 @@ class OpenAIEndpoint:
         self._routes: dict[tuple[str, str], Callable[[web.BaseRequest], Answer]] = {
             ("GET", HEALTH_PATH): self._health,
             ("GET", _MODELS_PATH): self._list,
-            ("POST", "/v1/completions"): self._completions,
-            ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/completions"): partial(self._generated, _COMPLETION),
+            ("POST", "/v1/chat/completions"): partial(self._generated, _CHAT),
             ("POST", "/v1/embeddings"): self._embeddings,
             # As vLLM has them; lm-evaluation-harness then needs no tokenizer of its own.
             ("GET", "/tokenizer_info"): self._tokenizer_info,
@@ -125,11 +122,12 @@ class OpenAIEndpoint:
                 self._guard.token_owner(request.headers.get("Authorization"))
             return await self._handler(request)(request)
         except RequestRefusedError as error:
-            return _refusal(error)
+            return refusal(error, error_body(error))
         except Exception:  # an error of this program, whose text is for the log alone
             logger.exception("a request failed")
             status = HTTPStatus.INTERNAL_SERVER_ERROR
-            return _refusal(ApiError("the endpoint failed; its log says why", status=status))
+            failure = ApiError("the endpoint failed; its log says why", status=status)
+            return refusal(failure, error_body(failure))
 
     def _handler(self, request: web.BaseRequest) -> Callable[[web.BaseRequest], Answer]:
         method, path = request.method, request.path
@@ -163,26 +161,16 @@ class OpenAIEndpoint:
         about = {"id": name, "object": "model", "created": self._created, "owned_by": _OWNER}
         return about | {"max_model_len": self._models[name].facts.context_len}
 
-    async def _completions(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self._generated(request, prepare_completion, "cmpl", ("text_completion",) * 2)
-
-    async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
-        kinds = ("chat.completion", "chat.completion.chunk")
-        return await self._generated(request, prepare_chat, "chatcmpl", kinds)
-
     async def _generated(
-        self,
-        request: web.BaseRequest,
-        prepare: Callable[..., Any],
-        prefix: str,
-        kinds: tuple[str, str],
+        self, kind: tuple[Callable[..., Any], str, str, str], request: web.BaseRequest
     ) -> web.StreamResponse:
+        prepare, prefix, whole_object, chunk_object = kind
         prepared = await self._read(request, prepare, self._generators)
         asked = prepared.sampling
         run = CompletionRun(self._models[asked.model], self._codec, prepared)
         about = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
-            "object": kinds[asked.stream],
+            "object": chunk_object if asked.stream else whole_object,
             "created": int(time.time()),
             "model": asked.model,
             "system_fingerprint": None,
@@ -275,17 +263,6 @@ async def _event_stream(request: web.BaseRequest, headers: Mapping[str, str]) ->
     kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     response = web.StreamResponse(headers=kind | dict(headers))
     await response.prepare(request)
-    return response
-
-
-def _refusal(error: RequestRefusedError) -> web.Response:
-    response = web.json_response(error_body(error), status=error.status)
-    if error.status == HTTPStatus.UNAUTHORIZED:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        response.headers["Retry-After"] = _RETRY_AFTER_S
-    if error.status in _UNREAD:
-        response.force_close()  # what is left of the body is not read
     return response
 
 

@@ -29,10 +29,12 @@ MOST_STOP_CHARACTERS = 256
 MOST_BIASES = 1024
 MOST_TEXT_BYTES = 1 << 20  # of one prompt, as of the text models
 MOST_TOKENS = 1 << 18  # to decode
+MOST_FIELDS = 256  # each wrong one is named in the answer
 # Products of what one request asks for.
 MOST_SEQUENCES = 2048
 MOST_SCORES = 1 << 19
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
+_MOST_DIGITS = 10  # of a token id
 _TEXT_ONLY = "is not supported: this server answers with text"
 BAN = -100.0  # a token with this bias is never chosen
 # These concern the account and the service, not the answer.
@@ -74,12 +76,15 @@ def _biases(value: Any) -> Any:
     if not isinstance(value, dict) or len(value) > MOST_BIASES:
         raise ValueError(f"must be an object with at most {MOST_BIASES} token ids")
     for token, bias in value.items():
-        is_id = token.isascii() and token.isdigit()
-        if not is_id or int(token[:11]) > _INT32:
+        is_id = token.isascii() and token.isdigit() and len(token) <= _MOST_DIGITS
+        if not is_id or int(token) > _INT32:
             raise ValueError(f"{token[:20]!r} is not a token id")
         if type(bias) not in (int, float) or not BAN <= bias <= -BAN:
             raise ValueError(f"{token}: {str(bias)[:20]} is not a number from {BAN:g} to {-BAN:g}")
-    return {int(token): float(bias) for token, bias in value.items()}
+    found = {int(token): float(bias) for token, bias in value.items()}
+    if len(found) != len(value):
+        raise ValueError("a token id is given twice")
+    return found
 
 
 def _prompts(value: Any) -> Any:
@@ -326,6 +331,8 @@ class DetokenizeRequest(_Record):
 
 def read_request(kind: type[_T], body: Mapping[str, Any]) -> _T:
     """Return the request that a JSON object states. Raises ApiError with every problem."""
+    if len(body) > MOST_FIELDS:
+        raise ApiError(f"the request has {len(body)} fields, {MOST_FIELDS} at most")
     given = {k: v for k, v in body.items() if v is not None and k not in _WITHOUT_EFFECT}
     values = {name: value for name, value in given.items() if name not in kind.unsupported}
     problems: dict[str, str] = {}

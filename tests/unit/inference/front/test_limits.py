@@ -114,6 +114,10 @@ ROWS: dict[str, tuple[int, Callable[[int], object]]] = {
     ),
     "fields of a message": (1040, message),
     "message without raw tensors": (strict_json.MOST_JSON_MB << 20, outside_raw),
+    "fields": (
+        requests.MOST_FIELDS,
+        lambda n: completion(**dict.fromkeys(map(str, range(n - 2)))),
+    ),
     "prompts": (requests.MOST_PROMPTS, lambda n: completion(prompt=["a"] * n)),
     "`n`": (requests.MOST_CHOICES, lambda n: completion(n=n)),
     "`best_of`": (requests.MOST_CHOICES, lambda n: completion(best_of=n)),

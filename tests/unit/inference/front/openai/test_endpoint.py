@@ -280,6 +280,9 @@ def test_all_problems_of_a_request_are_reported_in_one_error() -> None:
         ({"logprobs": 1}, "takes no num_log_probs, which logprobs needs"),
         ({"presence_penalty": 1, "repetition_penalty": 2}, "repetition_penalty: must be 1"),
         ({"logit_bias": {"a": -100}}, "is not a token id"),
+        ({"logit_bias": {"0" * 5000 + "5": 1}}, "is not a token id"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias: a token id is given twice"),
+        (dict.fromkeys(map(str, range(300_000)), 1), "300003 fields, 256 at most"),
         ({"frequency_penalty": 1}, "takes no frequency_penalty, which frequency_penalty needs"),
     ],
 )
