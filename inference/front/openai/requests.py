@@ -8,14 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from inference.front.openai.errors import ApiError
 
@@ -48,28 +41,27 @@ _T = TypeVar("_T", bound="_Record")
 
 
 def _whole(default: int | None, least: int, most: int) -> Any:
-    words = f"a whole number from {least} to {most}"
-    return Field(default, ge=least, le=most, description=words)
+    return Field(default, ge=least, le=most, description=f"a whole number from {least} to {most}")
 
 
 def _number(default: float, least: float, most: float) -> Any:
-    words = f"a number from {least:g} to {most:g}"
-    return Field(default, ge=least, le=most, description=words)
+    return Field(default, ge=least, le=most, description=f"a number from {least:g} to {most:g}")
 
 
 def _flag(*, default: bool = False) -> Any:
     return Field(default, description="true or false")
 
 
-def _stops(value: Any) -> Any:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
-        raise ValueError("must be a string or a list of strings")
-    if len(stops) > MOST_STOPS or any(len(each) > MOST_STOP_CHARACTERS for each in stops):
-        raise ValueError(
-            f"must be at most {MOST_STOPS} strings of {MOST_STOP_CHARACTERS} characters each"
-        )
-    return tuple(each for each in stops if each)
+_Stops = Annotated[
+    list[Annotated[str, Field(max_length=MOST_STOP_CHARACTERS)]],
+    Field(
+        max_length=MOST_STOPS,
+        description=f"a string or a list of strings, at most {MOST_STOPS} of "
+        f"{MOST_STOP_CHARACTERS} characters each",
+    ),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    AfterValidator(lambda stops: [each for each in stops if each]),
+]
 
 
 def _biases(value: Any) -> Any:
@@ -92,9 +84,7 @@ def _prompts(value: Any) -> Any:
         value = [value]
     if isinstance(value, list) and 1 <= len(value) <= MOST_PROMPTS:
         if all(isinstance(each, str) for each in value):
-            for each in value:
-                _check_length(each)
-            return tuple(value)
+            return tuple(map(_check_length, value))
         if all(isinstance(each, list) and each and _are_ids(each) for each in value):
             return tuple(map(tuple, value))
     raise ValueError(
@@ -128,8 +118,7 @@ def _message(number: int, value: Any) -> Mapping[str, str]:
     if isinstance(content, list):
         is_text = [isinstance(part, dict) and part.get("type") == "text" for part in content]
         texts = [part.get("text") for part in content] if all(is_text) else [None]
-        is_whole = all(isinstance(each, str) for each in texts)
-        content = "".join(map(str, texts)) if is_whole else None
+        content = "".join(map(str, texts)) if all(isinstance(each, str) for each in texts) else None
     if not isinstance(content, str):
         raise ValueError(f"message {number}: content must be text; this server takes nothing else")
     named = {"name": value["name"]} if isinstance(value.get("name"), str) else {}
@@ -167,7 +156,7 @@ class Sampling(_Record):
     presence_penalty: float = _number(0.0, -2.0, 2.0)
     frequency_penalty: float = _number(0.0, -2.0, 2.0)
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = {}
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    stop: _Stops = []
     max_tokens: int | None = _whole(None, 0, _INT32)
     stream: bool = _flag()
     stream_options: StreamOptions = Field(StreamOptions(), description="an object")
@@ -221,6 +210,7 @@ class CompletionRequest(Sampling):
         "suffix": ((), "is not supported: the model continues a text at its end"),
     }
     prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
+    max_tokens: int | None = _whole(16, 0, _INT32)
     best_of: int | None = _whole(None, 1, MOST_CHOICES)
     echo: bool = _flag()
     logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
@@ -234,11 +224,6 @@ class CompletionRequest(Sampling):
     def best(self) -> int | None:
         """See `Sampling`."""
         return self.logprobs
-
-    @property
-    def limit(self) -> int | None:
-        """See `Sampling`."""
-        return 16 if self.max_tokens is None else self.max_tokens
 
     def problems(self) -> dict[str, str]:
         """Return the fields that do not go together, and why."""
@@ -316,16 +301,12 @@ class TokenizeRequest(_Record):
     add_special_tokens: bool = _flag(default=True)
 
 
-def _tokens(value: Any) -> Any:
-    if not isinstance(value, list) or len(value) > MOST_TOKENS or not _are_ids(value):
-        raise ValueError(f"must be at most {MOST_TOKENS} token ids")
-    return tuple(value)
-
-
 class DetokenizeRequest(_Record):
     """A request of /detokenize."""
 
-    tokens: Annotated[tuple[int, ...], BeforeValidator(_tokens)]
+    tokens: list[Annotated[int, Field(ge=0, le=_INT32)]] = Field(
+        max_length=MOST_TOKENS, description=f"at most {MOST_TOKENS} token ids", fail_fast=True
+    )
     model: str = Field("", description="a string")
 
 
