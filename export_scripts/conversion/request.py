@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export_scripts.checkpoints.hub import hub_advice
-from export_scripts.families import FAMILIES
+from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.ft.layout import ft_directory
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from export_scripts.suggest import did_you_mean
@@ -156,7 +156,8 @@ def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> li
         if path is not None and not Path(path).exists()
     ]
     problems += _output_problems(Path(request.output_dir), names["output_dir"])
-    kinds = (*MODEL_TYPES, *FAMILIES)
+    families = (mapping.family.name for mapping in SOURCE_MAPPINGS)
+    kinds = tuple(dict.fromkeys((*MODEL_TYPES, *families)))
     if request.model_type is not None and request.model_type not in kinds:
         problems.append(
             f"{names['model_type']}={request.model_type} is unknown"

@@ -119,7 +119,7 @@ def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path: Path) -> None:
         provider = "megatron.bridge.models.qwen.qwen_provider.Qwen3MoEModelProvider30B_A3B"
         run = {"model": {"_target_": provider, **CONFIG}, "tokenizer": {}}
         (source / "run_config.yaml").write_text(yaml.safe_dump(run))
-    folder = convert(request(source, tmp_path)).ft_dir
+    folder = convert(request(source, tmp_path, model_type="mixture")).ft_dir
     torch.testing.assert_close(logits(folder), logits(original), rtol=0, atol=0)
 
 
