@@ -21,15 +21,10 @@ from inference.model.layers import (
 from inference.model.rotary import RotaryTable
 from inference.model.step import AttentionRules
 from inference.model.weights import RankWeights
-from inference.parallel.epilogue import gemm_activation
+from inference.parallel.gemm import make_gemm
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.layout import undivided
-from inference.parallel.linear import (
-    AllReduce,
-    ColumnParallelLinear,
-    GatedColumnParallelLinear,
-    RowParallelLinear,
-)
+from inference.parallel.linear import AllReduce, RowParallelLinear
 
 
 def load_decoder(
@@ -39,13 +34,7 @@ def load_decoder(
     reduce: AllReduce | None,
     gemm: GemmOptions = PLAIN_GEMM,
 ) -> Decoder:
-    """Load this rank's stage of a model.
-
-    Args:
-        weights: This rank's files.
-        architecture: The choices.
-        reduce: Sums over the ranks of the stage; None for a single rank.
-        gemm: Form of the matrices.
+    """Load this rank's stage of a model; `reduce` and `gemm` as for `LayerLoader`.
 
     Raises:
         ValueError: The sizes do not divide among the ranks, or a choice is not supported.
@@ -105,7 +94,7 @@ def check_decoder(architecture: DecoderArchitecture, tp_size: int) -> None:
         raise ValueError("\n".join(problems))
 
 
-class _Loader:
+class _Loader(LayerLoader):
     """Builder of a decoder's parts from a rank's files."""
 
     def __init__(
@@ -115,27 +104,18 @@ class _Loader:
         reduce: AllReduce | None,
         gemm: GemmOptions,
     ) -> None:
-        self.weights = weights
+        super().__init__(
+            *(weights, architecture, reduce, gemm),
+            norm=architecture.norm,
+            norm_one_plus=architecture.norm_one_plus,
+        )
         self.architecture = architecture
-        self.reduce = reduce
-        self.gemm = gemm
         tp_size = weights.layout.tp_size
         # This rank's query heads, key/value heads, and their size.
         self._heads = (
             architecture.head_num // tp_size,
             architecture.kv_head_num // tp_size,
             architecture.size_per_head,
-        )
-        self._activation = gemm_activation(
-            architecture.activation, exact_gelu=architecture.exact_gelu
-        )
-        self.parts = LayerLoader(
-            weights,
-            norm=architecture.norm,
-            norm_eps=architecture.norm_eps,
-            norm_one_plus=architecture.norm_one_plus,
-            reduce=reduce,
-            gemm=gemm,
         )
         self._rotary = self._table(architecture.rotary)
         self._local_rotary = self._table(architecture.local_rotary) or self._rotary
@@ -178,11 +158,11 @@ class _Loader:
         norm = "model.pre_decoder_layernorm"
         learned = choice.position == "learned"
         return Embedding(
-            tokens=self.parts.tokens("model.wte", choice.vocab_size),
+            tokens=self.tokens("model.wte", choice.vocab_size),
             vocab_size=choice.vocab_size,
             positions=self.weights.tensor("model.wpe") if learned else None,
-            prompts=self.parts.prompts(),
-            norm=self.parts.norm(norm) if choice.pre_decoder_norm else None,
+            prompts=self.prompts(),
+            norm=self.norm(norm) if choice.pre_decoder_norm else None,
             dtype=self.weights.dtype,
             scale=float(torch.tensor(choice.embedding_scale, dtype=self.weights.dtype)),
         )
@@ -194,8 +174,8 @@ class _Loader:
         bias = "model.lm_head.bias" if choice.head_bias else None
         norm = "model.final_layernorm"
         return Head(
-            norm=self.parts.norm(norm) if choice.post_decoder_norm else None,
-            slice=self.parts.head(
+            norm=self.norm(norm) if choice.post_decoder_norm else None,
+            slice=self.vocab_head(
                 table,
                 bias,
                 choice.vocab_size,
@@ -255,10 +235,10 @@ class _Loader:
         down = weights.matrix(prefix + "mlp.dense_4h_to_h.weight")
         out_biases = [bias for bias in self._output_biases(prefix) if bias is not None]
         halves = JointHalves(
-            ColumnParallelLinear(
+            make_gemm(
                 torch.cat((key, value, query, up), dim=1),
                 torch.cat((bias.new_zeros(sum(widths)), bias)),
-                activation=self._activation,
+                activation=self.activation,
                 first_activated=sum(widths),
                 options=self.gemm,
             ),
@@ -271,7 +251,7 @@ class _Loader:
             heads=self._heads,
             rotary=self._rotary_of(number),
         )
-        return JointLayer(self.parts.norm(prefix + "input_layernorm"), halves)
+        return JointLayer(self.norm(prefix + "input_layernorm"), halves)
 
     def _output_biases(self, prefix: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the biases of attention and MLP output, whole."""
@@ -293,8 +273,8 @@ class _Loader:
         if self.architecture.separate_qkv:
             names = ["query", "key", "value"]
         return Attention(
-            self.parts.column(*(prefix + name for name in names)),
-            self.parts.row_with(prefix + "dense", out_bias, reduce),
+            self.column(*(prefix + name for name in names)),
+            self.row_with(prefix + "dense", out_bias, reduce),
             heads=self._heads,
             rotary=self._rotary_of(number),
             norm=self._query_key_norm(prefix),
@@ -312,7 +292,7 @@ class _Loader:
         if choice.query_key_norm is None:
             return None
         query_heads, kv_heads, size = self._heads
-        scales = [self.parts.scale(f"{prefix}{name}_norm") for name in ("query", "key")]
+        scales = [self.scale(f"{prefix}{name}_norm") for name in ("query", "key")]
         parts = zip(scales, (query_heads, kv_heads), strict=True)
         return QueryKeyNorm(
             # Scales of one head serve all of them.
@@ -332,16 +312,12 @@ class _Loader:
         *,
         gated: bool = False,
     ) -> MLP:
-        name, activation = prefix + "dense_h_to_4h", self._activation
-        up: ColumnParallelLinear | GatedColumnParallelLinear
-        if gated:
-            up = self.parts.gated_column(name, name + "_2", activation=activation)
-        else:
-            up = self.parts.column(name, activation=activation)
-        return MLP(up, self.parts.row_with(prefix + "dense_4h_to_h", out_bias, reduce))
+        name = prefix + "dense_h_to_4h"
+        up = self.up(name, name + "_2" if gated else None)
+        return MLP(up, self.row_with(prefix + "dense_4h_to_h", out_bias, reduce))
 
     def _norm(self, name: str, present: bool) -> Normalise | None:
-        return self.parts.norm(name) if present else None
+        return self.norm(name) if present else None
 
     def _adapter(self, prefix: str) -> MLP | None:
         if not self.architecture.adapter_inter_size:

@@ -17,7 +17,6 @@ from inference.model.layer_loader import LayerLoader
 from inference.model.layers import MLP, Normalise, RowAttention
 from inference.model.ragged import RaggedRows, RowMasks
 from inference.model.weights import RankWeights
-from inference.parallel.epilogue import gemm_activation
 from inference.parallel.layout import undivided
 from inference.parallel.linear import AllReduce
 
@@ -43,12 +42,7 @@ class Encoder:
     def __init__(
         self, weights: RankWeights, architecture: EncoderArchitecture, *, reduce: AllReduce | None
     ) -> None:
-        """Load the layers of this rank's stage.
-
-        Args:
-            weights: This rank's files.
-            architecture: The choices.
-            reduce: Sums over the ranks of the stage; None for a single rank.
+        """Load the layers of this rank's stage; `reduce` as for `LayerLoader`.
 
         Raises:
             ValueError: The sizes do not divide among the ranks.
@@ -58,9 +52,7 @@ class Encoder:
         self.architecture = architecture
         self.dtype, self.device = weights.dtype, weights.device
         self.layer_numbers = weights.layout.layers(architecture.num_layer)
-        parts = LayerLoader(
-            weights, norm="layernorm", norm_eps=architecture.norm_eps, reduce=reduce
-        )
+        parts = LayerLoader(weights, architecture, reduce)
         self.layers = [_layer(parts, architecture, number) for number in self.layer_numbers]
         weights.check()
 
@@ -91,7 +83,6 @@ def check_encoder(architecture: EncoderArchitecture, tp_size: int) -> None:
 def _layer(parts: LayerLoader, architecture: EncoderArchitecture, number: int) -> EncoderLayer:
     prefix = f"model.encoder.layer.{number}."
     projections = [prefix + f"attention.self.{name}" for name in ("query", "key", "value")]
-    activation = gemm_activation(architecture.activation, exact_gelu=architecture.exact_gelu)
     return EncoderLayer(
         attention=RowAttention(
             qkv=parts.column(*projections),
@@ -100,9 +91,6 @@ def _layer(parts: LayerLoader, architecture: EncoderArchitecture, number: int) -
             scale=1 / (math.sqrt(architecture.size_per_head) * architecture.q_scaling),
         ),
         attention_norm=parts.norm(prefix + "attention.output.LayerNorm"),
-        mlp=MLP(
-            parts.column(prefix + "intermediate.dense", activation=activation),
-            parts.row(prefix + "output.dense"),
-        ),
+        mlp=MLP(parts.up(prefix + "intermediate.dense"), parts.row(prefix + "output.dense")),
         mlp_norm=parts.norm(prefix + "output.LayerNorm"),
     )

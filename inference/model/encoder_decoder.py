@@ -143,7 +143,7 @@ class EncoderDecoder:
             self.decoder_layers = layout.layers(architecture.decoder.num_layer)
             self.decoder = [loader.decoder_layer(number) for number in self.decoder_layers]
             self.rules = AttentionRules(
-                distance_bias=loader.relative_bias("decoder"), scale=loader.scale
+                distance_bias=loader.relative_bias("decoder"), scale=loader.score_scale
             )
             if layout.is_last_stage:
                 self.decoder_norm = loader.final_norm("decoder")
@@ -191,8 +191,8 @@ class EncoderDecoder:
             index = number - self.encoder_layers.start
             layer = self.encoder[index]
             weights_out = None if attentions is None else attentions[:, index]
-            x = self._bounded(layer.attend(x, batch.rows, masks, batch.tasks, weights_out))
-            x = self._bounded(layer.feed_forward(x, batch.tasks))
+            x = layer.attention(x, batch.rows, masks, tasks=batch.tasks, weights_out=weights_out)
+            x = self._bounded(layer.mlp(self._bounded(x), tasks=batch.tasks))
         return x
 
     def encode(self, ids: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
@@ -219,7 +219,9 @@ class EncoderDecoder:
         """
         cache_rows = cache.token_rows(batch.rows.per_token(slots), batch.rows.positions)
         for index, layer in enumerate(self.decoder):
-            layer.cross.cache_encoded(encoded, cache_rows, cache, layer=index, tasks=batch.tasks)
+            layer.cross.part.cache_encoded(
+                encoded, cache_rows, cache, layer=index, tasks=batch.tasks
+            )
 
     def embed_step(self, inputs: DecoderStep) -> torch.Tensor:
         """Return the first decoder layer's input (N, E)."""
@@ -230,9 +232,9 @@ class EncoderDecoder:
         """Return the output of this stage's last decoder layer (N, E)."""
         cache = inputs.step.cache
         for index, layer in enumerate(self.decoder):
-            x = self._bounded(layer.attend(x, inputs.step, index, inputs.tasks))
-            x = self._bounded(layer.cross_attend(x, inputs.encoded, cache, index))
-            x = self._bounded(layer.feed_forward(x, inputs.tasks))
+            x = layer.attention(x, inputs.step, layer=index, tasks=inputs.tasks)
+            x = layer.cross(self._bounded(x), inputs.encoded, cache, layer=index)
+            x = self._bounded(layer.mlp(self._bounded(x), tasks=inputs.tasks))
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

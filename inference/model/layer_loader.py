@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import torch
 
-from export_scripts.families.layout.architecture import Norm
+from export_scripts.families.layout.architecture import Architecture, Norm
 from inference.model.layers import Normalise, make_norm
 from inference.model.weights import RankWeights
-from inference.parallel.epilogue import GemmActivation
+from inference.parallel.epilogue import GemmActivation, gemm_activation
+from inference.parallel.gemm import Product, make_gated_gemm, make_gemm
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import (
     AllReduce,
-    ColumnParallelLinear,
-    GatedColumnParallelLinear,
     RowParallelLinear,
     VocabEmbedding,
     VocabParallelHead,
@@ -31,17 +30,21 @@ class LayerLoader:
     def __init__(
         self,
         weights: RankWeights,
-        *,
-        norm: Norm,
-        norm_eps: float,
-        norm_one_plus: bool = False,
+        architecture: Architecture,
         reduce: AllReduce | None,
         gemm: GemmOptions = PLAIN_GEMM,
+        *,
+        norm: Norm = "layernorm",
+        norm_one_plus: bool = False,
     ) -> None:
         self.weights = weights
         self.reduce = reduce
-        self._norm, self._norm_eps, self._one_plus = norm, norm_eps, norm_one_plus
-        self._gemm = gemm
+        self.gemm = gemm
+        self.activation = gemm_activation(
+            architecture.activation, exact_gelu=architecture.exact_gelu
+        )
+        self._norm_kind, self._one_plus = norm, norm_one_plus
+        self._norm_eps = architecture.norm_eps
 
     def norm(self, name: str, *, kind: Norm | None = None) -> Normalise:
         """Return a norm, by default of the model's kind."""
@@ -49,7 +52,7 @@ class LayerLoader:
         if self._one_plus:
             weight = self.scale(name)
             bias = None if bias is None else bias.float()
-        return make_norm(kind or self._norm, weight, bias, eps=self._norm_eps)
+        return make_norm(kind or self._norm_kind, weight, bias, eps=self._norm_eps)
 
     def scale(self, name: str) -> torch.Tensor:
         """Return a norm's scale in fp32."""
@@ -57,28 +60,28 @@ class LayerLoader:
         # Rounded to 16 bits, a sum with 1 would lose what is stored.
         return weight + 1 if self._one_plus else weight
 
-    def column(self, *names: str, activation: GemmActivation | None = None) -> ColumnParallelLinear:
+    def column(self, *names: str, activation: GemmActivation | None = None) -> Product:
         """Return column-parallel linears as one, their outputs side by side."""
         matrices = [self.weights.matrix(f"{name}.weight") for name in names]
         biases = [self.weights.optional(f"{name}.bias") for name in names]
         present = [bias.flatten() for bias in biases if bias is not None]
-        return ColumnParallelLinear(
+        return make_gemm(
             torch.cat(matrices, dim=1) if len(matrices) > 1 else matrices[0],
             torch.cat(present) if present else None,
             activation=activation,
-            options=self._gemm,
+            options=self.gemm,
         )
 
-    def gated_column(
-        self, gate: str, linear: str, *, activation: GemmActivation
-    ) -> GatedColumnParallelLinear:
-        """Return the two column-parallel linears of a gated MLP, the activated one first."""
+    def up(self, gate: str, linear: str | None = None) -> Product:
+        """Return the activated linear of an MLP; of a gated one times its second, `linear`."""
+        if linear is None:
+            return self.column(gate, activation=self.activation)
         weights = self.weights
-        return GatedColumnParallelLinear(
+        return make_gated_gemm(
             (weights.matrix(f"{gate}.weight"), weights.matrix(f"{linear}.weight")),
             (weights.optional(f"{gate}.bias"), weights.optional(f"{linear}.bias")),
-            activation=activation,
-            options=self._gemm,
+            activation=self.activation,
+            options=self.gemm,
         )
 
     def row(self, name: str) -> RowParallelLinear:
@@ -90,7 +93,7 @@ class LayerLoader:
     ) -> RowParallelLinear:
         """Return a row-parallel linear with the given bias and all-reduce."""
         weight = self.weights.matrix(f"{name}.weight")
-        return RowParallelLinear(weight, bias, reduce=reduce, options=self._gemm)
+        return RowParallelLinear(weight, bias, reduce=reduce, options=self.gemm)
 
     def tokens(self, name: str, vocab_size: int) -> VocabEmbedding:
         """Return the embedding of tokens by the table `name` (V, E)."""
@@ -111,7 +114,7 @@ class LayerLoader:
         tables = [self.weights.tensor(name) for name in names if self.weights.has(name)]
         return torch.cat(tables) if tables else None
 
-    def head(
+    def vocab_head(
         self,
         name: str,
         bias: str | None,
@@ -133,5 +136,5 @@ class LayerLoader:
             width=layout.vocab_rows_per_rank(vocab_size),
             scale=scale,
             softcap=softcap,
-            options=self._gemm,
+            options=self.gemm,
         )

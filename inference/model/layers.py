@@ -17,14 +17,9 @@ from inference.model.cached_attention import attend_cached
 from inference.model.ragged import RaggedRows, RowMasks, attend, attend_with_weights
 from inference.model.rotary import NO_ANGLES, AnglesOf, RotaryTable
 from inference.model.step import Step
+from inference.parallel.gemm import Product
 from inference.parallel.gpu_kernels import has_gpu_kernels
-from inference.parallel.linear import (
-    AllReduce,
-    ColumnParallelLinear,
-    GatedColumnParallelLinear,
-    RowParallelLinear,
-    VocabEmbedding,
-)
+from inference.parallel.linear import AllReduce, RowParallelLinear, VocabEmbedding
 
 
 class Normalise(Protocol):
@@ -145,7 +140,7 @@ class Embedding:
 class Attention:
     """Causal self-attention over the cache."""
 
-    qkv: ColumnParallelLinear
+    qkv: Product
     out: RowParallelLinear
     heads: tuple[int, int, int]  # this rank's query heads, its key/value heads, and their size
     rotary: RotaryTable | None = None
@@ -221,11 +216,11 @@ class Attention:
 class RowAttention:
     """Attention of an encoder: each token sees its whole row."""
 
-    qkv: ColumnParallelLinear  # all queries, then all keys, then all values
+    qkv: Product  # all queries, then all keys, then all values
     out: RowParallelLinear
     heads: int
     scale: float  # on the scores
-    scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, 3, H, D)
+    scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, 3H, D)
 
     def __call__(
         self,
@@ -238,8 +233,8 @@ class RowAttention:
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return (N, E) for x (N, E); `weights_out` as for `attend_with_weights`."""
-        qkv = self.qkv(x).view(len(x), 3, self.heads, -1)  # (N, 3, H, D)
-        query, key, value = scaled(qkv, self.scalers, tasks).unbind(1)
+        qkv = self.qkv(x).view(len(x), 3 * self.heads, -1)  # (N, 3H, D)
+        query, key, value = scaled(qkv, self.scalers, tasks).chunk(3, dim=1)
         if weights_out is None:
             mixed = attend(query, key, value, rows=rows, masks=masks, scale=self.scale)
         else:
@@ -253,7 +248,7 @@ class RowAttention:
 class MLP:
     """Two linears with an activation between, which may be gated."""
 
-    up: ColumnParallelLinear | GatedColumnParallelLinear  # with its activation
+    up: Product  # with its activation
     down: RowParallelLinear
     scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, width)
 

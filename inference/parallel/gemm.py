@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,15 +16,12 @@ from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.int8 import Int8Gemm
 
+# Of a linear without a residual: (N, O) for (N, I).
+Product = Callable[[torch.Tensor], torch.Tensor]
+
 
 class Gemm(Protocol):
     """y = activation(x W + bias) + residual."""
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GemmActivation | None
-    ) -> None:
-        """Take `weight` (I, O)."""
-        ...
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return (N, O) for x (N, I)."""
@@ -70,7 +68,7 @@ def make_gated_gemm(
     *,
     activation: GemmActivation,
     options: GemmOptions = PLAIN_GEMM,
-) -> Callable[[torch.Tensor], torch.Tensor]:
+) -> Product:
     """Return the product activation(x W + b) * (x V + c) for `weights` W, V (I, O) each.
 
     GPUs take both as one, whose outputs alternate.
@@ -109,18 +107,12 @@ def _gpu_gemm(
     return kind(weight, bias, activation, first_activated)
 
 
+@dataclass(frozen=True)
 class _PlainGemm:
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: GemmActivation | None,
-        first_activated: int = 0,
-    ) -> None:
-        self.weight = weight  # (I, O)
-        self.bias = bias
-        self.activation = activation
-        self.first_activated = first_activated
+    weight: torch.Tensor  # (I, O)
+    bias: torch.Tensor | None
+    activation: GemmActivation | None
+    first_activated: int = 0
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if self.bias is None:

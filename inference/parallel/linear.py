@@ -1,4 +1,7 @@
-"""Linears and embeddings split among tensor-parallel ranks; weights keep FT's (in, out) layout."""
+"""Linears and embeddings split among tensor-parallel ranks; weights keep FT's (in, out) layout.
+
+A linear whose outputs are divided is a plain product: each rank computes its own columns.
+"""
 
 # Shapes: N rows (tokens), H hidden, V vocabulary, T tensor-parallel size
 
@@ -9,8 +12,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from inference.parallel.epilogue import GemmActivation
-from inference.parallel.gemm import make_gated_gemm, make_gemm
+from inference.parallel.gemm import make_gemm
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 
 
@@ -26,50 +28,6 @@ class AllReduce(Protocol):
     ) -> torch.Tensor:
         """Return the sum of the ranks' `x` (N, E) + bias + residual; `x` may be overwritten."""
         ...
-
-
-class ColumnParallelLinear:
-    """A linear whose outputs are divided: each rank computes its own columns."""
-
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        activation: GemmActivation | None = None,
-        first_activated: int = 0,
-        options: GemmOptions = PLAIN_GEMM,
-    ) -> None:
-        """Take this rank's `weight` (in, out/T) and `bias` (out/T).
-
-        Outputs before `first_activated` are not activated, see `make_gemm`.
-        """
-        self._gemm = make_gemm(
-            weight, bias, activation=activation, first_activated=first_activated, options=options
-        )
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (N, out/T) for x (N, in)."""
-        return self._gemm(x)
-
-
-class GatedColumnParallelLinear:
-    """The first two linears of a gated MLP, act(x W) * (x V), divided as those of one."""
-
-    def __init__(
-        self,
-        weights: tuple[torch.Tensor, torch.Tensor],
-        biases: tuple[torch.Tensor | None, torch.Tensor | None],
-        *,
-        activation: GemmActivation,
-        options: GemmOptions = PLAIN_GEMM,
-    ) -> None:
-        """Take this rank's `weights` W and V, (in, out/T) each, and `biases` (out/T)."""
-        self._gemm = make_gated_gemm(weights, biases, activation=activation, options=options)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (N, out/T) for x (N, in)."""
-        return self._gemm(x)
 
 
 class RowParallelLinear:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import torch
 
 from inference.parallel.epilogue import finish
-from inference.parallel.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabEmbedding,
-    VocabParallelHead,
-)
+from inference.parallel.gemm import make_gemm
+from inference.parallel.linear import RowParallelLinear, VocabEmbedding, VocabParallelHead
 
 RANKS = 3
 
@@ -35,7 +31,7 @@ class Sum:
 def test_columns_join_to_the_whole() -> None:
     x, weight, bias = torch.randn(5, 8), torch.randn(8, 12), torch.randn(12)
     parts = [
-        ColumnParallelLinear(w, b, activation="relu")(x)
+        make_gemm(w, b, activation="relu")(x)
         for w, b in zip(weight.chunk(RANKS, 1), bias.chunk(RANKS), strict=True)
     ]
     torch.testing.assert_close(torch.cat(parts, 1), torch.relu(x @ weight + bias))
