@@ -5,6 +5,7 @@ Groups are made directly on a store, which allows several engines in one process
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -86,13 +87,9 @@ class RankGroups:
     ) -> None:
         """Connect; every rank must do so at the same time.
 
-        Args:
-            layout: This rank's place.
-            store: Rendezvous shared by all ranks, not used by any earlier groups.
-            device: Device of hidden states and logits: NCCL on CUDA, and for the sums of few
-                tokens peer memory; on CPU shared memory, or gloo between hosts.
-            timeout_s: Longest wait for another rank.
-            shared_memory: False for gloo in any case.
+        `store` is shared by all ranks and was not used by any earlier groups. Hidden states and
+        logits travel by NCCL on CUDA, and for the sums of few tokens by peer memory; on CPU by
+        shared memory unless `shared_memory` is False, or by gloo between hosts.
 
         Raises:
             RuntimeError: A rank did not join in time.
@@ -203,38 +200,32 @@ class RankGroups:
     ) -> list[torch.Tensor]:
         """Return on rank 0 the slices of the last stage in rank order; elsewhere nothing.
 
-        Args:
-            part: This rank's slice; None outside the last stage.
-            shape: Of every slice.
+        `part` is this rank's slice of `shape`, fp32; None outside the last stage.
         """
-        layout = self.layout
+        ranks = self.layout.last_stage_ranks
+        return self._gathered(part, ranks, shape, dtype=torch.float32)
+
+    def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """Return on rank 0 the parts of all ranks in order, all of one shape; elsewhere nothing."""
+        return self._gathered(part, range(self.layout.world_size), part.shape, dtype=part.dtype)
+
+    def _gathered(
+        self, part: torch.Tensor | None, ranks: range, shape: Sequence[int], *, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
         group = self._pipe or self._stage
-        if layout.rank != 0:
+        if self.layout.rank != 0:
             if part is not None:
                 assert group is not None
                 group.send([part.contiguous()], 0, 0).wait()
             return []
-        slices = []
-        for rank in layout.last_stage_ranks:
+        parts = []
+        for rank in ranks:
             if rank == 0:
                 assert part is not None
-                slices.append(part)
+                parts.append(part)
                 continue
             assert group is not None
-            slices.append(torch.empty(shape, dtype=torch.float32, device=self._device))
-            group.recv([slices[-1]], rank, 0).wait()
-        return slices
-
-    def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Return on rank 0 the parts of all ranks in order, all of one shape; elsewhere nothing."""
-        group = self._pipe or self._stage
-        assert group is not None, "a single rank has nothing to gather"
-        if self.layout.rank != 0:
-            group.send([part.contiguous()], 0, 0).wait()
-            return []
-        parts = [part]
-        for rank in range(1, self.layout.world_size):
-            parts.append(torch.empty_like(part))
+            parts.append(torch.empty(shape, dtype=dtype, device=self._device))
             group.recv([parts[-1]], rank, 0).wait()
         return parts
 
