@@ -283,12 +283,8 @@ def attention_bias(
 
     Zero or the position bias for visible tokens, -inf elsewhere: (B, 1 or H, Q, S) fp32.
 
-    Args:
-        starts: Position of each slot's first new token (B,).
-        new_tokens: Q.
-        length: S.
-        rules: The model's, but for the windows.
-        window: Positions that a query sees, None for all.
+    `starts` (B,) are the positions of the slots' first new tokens, `window` the positions that a
+    query sees, None for all; the windows of `rules` are not looked at.
     """
     device = starts.device
     queries = starts.unsqueeze(1) + torch.arange(new_tokens, device=device)  # (B, Q)

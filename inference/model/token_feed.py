@@ -57,12 +57,8 @@ class TokenFeed:
     ) -> None:
         """Allocate `slots` entries, and one more for choices that no step reads.
 
-        Args:
-            slots: Of the cache.
-            device: Of the logits.
-            vocab: The ids whose logits this rank computes.
-            vocab_size: V; None where `vocab` is all of it.
-            gather: Returns every rank's tensor in rank order (T, ...); None for a single rank.
+        This rank computes the logits of `vocab`, all `vocab_size` ids if that is None. `gather`
+        returns every rank's tensor in rank order (T, ...); None for a single rank.
         """
         self._newest = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._vocab = vocab
@@ -80,11 +76,8 @@ class TokenFeed:
     def mark(self, slot: int, seen: Array, ids: Array, bias: Array) -> None:
         """Set the marks of a sequence that begins in a slot, and drop earlier ones.
 
-        Args:
-            slot: Its slot.
-            seen: (m,) int64, the ids that penalties act on; chosen ones join them.
-            ids: (k,) int64, the ids that have a bias.
-            bias: (k,) fp32. Those of one id add up; minus infinity bans it.
+        Penalties act on the ids `seen` (m,) int64, which chosen ones join. The ids (k,) int64 have
+        a `bias` (k,) fp32: those of one id add up, and minus infinity bans it.
         """
         device = self._bias.device
         self._seen[slot].zero_().index_fill_(0, on_device(seen, device), 1)

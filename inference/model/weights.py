@@ -28,14 +28,9 @@ class RankWeights:
         device: torch.device,
         matrix_dtype: torch.dtype | None = None,
     ) -> None:
-        """Bind the folder to a rank.
+        """Bind the folder to a rank, which computes in `dtype`.
 
-        Args:
-            reader: The folder.
-            layout: The rank's place.
-            dtype: Type of computation.
-            device: Device of the tensors.
-            matrix_dtype: Type of matrices in memory; None for `dtype`.
+        `matrix_dtype` is the type of matrices in memory, None for `dtype`.
 
         Raises:
             CheckpointMismatchError: The folder was split for another number of ranks.

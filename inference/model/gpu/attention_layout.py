@@ -54,12 +54,9 @@ def paged_attention(
 ) -> PagedAttention:
     """Return the attention of a step of any new tokens.
 
-    Args:
-        segments: (B, 3) integers: slot, place of the first new token, and how many there are. The
-            tokens of all segments follow each other in this order.
-        rules: The model's.
-        group: Query heads of a key/value head.
-        device: Of the step.
+    Segments (B, 3) are integers: slot, place of the first new token, and how many there are. The
+    tokens of all segments follow each other in this order. `group` are the query heads of a
+    key/value head.
     """
     arrays = AttentionArrays.of(segments, tile_sizes(group, rules))
     cut = [
@@ -108,11 +105,7 @@ def single_tokens(
 
     Slots, places and the cache's tables must be written before the graph runs.
 
-    Args:
-        slots: Of each sequence (B,).
-        places: Of each token (B,).
-        rules: The model's.
-        group: Query heads of a key/value head.
+    `slots` and `places` (B,) are those of the tokens; `group` as for `paged_attention`.
     """
     rows, ones = _rows_of_one(len(slots), slots.device)
     tiles = Tiles(slots, places, rows, ones, tile_sizes(group, rules)[0])

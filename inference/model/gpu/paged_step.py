@@ -27,18 +27,10 @@ def make_paged_step(
     has_virtual: bool = False,
     embeddings: torch.Tensor | None = None,
 ) -> Step:
-    """Lay out a step without waiting for the device.
+    """Lay out a `Step` without waiting for the device.
 
-    Args:
-        ids: Tokens (N,), NEWEST where the slot's last step chose them.
-        segments: Their sequences, in this order.
-        output_rows: Tokens whose logits are wanted (n,).
-        cache: Receives keys and values.
-        rules: The model's.
-        group: Query heads of a key/value head.
-        feed: Holds the newest tokens.
-        has_virtual: Whether some ids lie beyond the vocabulary.
-        embeddings: Rows for ids beyond the loaded tables.
+    Segments are in the order of their tokens; an id is NEWEST where `feed` holds what the slot's
+    last step chose. `group` are the query heads of a key/value head.
     """
     device = cache.tables.device
     places = segment_numbers(segments)

@@ -92,13 +92,8 @@ class PromptGraphs:
     ) -> None:
         """Record nothing yet.
 
-        Args:
-            model: All layers.
-            cache: Receives keys and values.
-            feed: Holds the newest tokens.
-            group: Query heads of a key/value head.
-            parameters: Of this rank's layers.
-            most: Tokens of the largest step.
+        `group` are the query heads of a key/value head, `parameters` those of this rank's layers,
+        `most` the tokens of the largest step.
         """
         self._model, self._cache, self._feed = model, cache, feed
         self._tile_sizes = tile_sizes(group, model.rules)
@@ -118,12 +113,8 @@ class PromptGraphs:
     ) -> tuple[torch.Tensor, Step]:
         """Run a step; return the last layer's output (tokens, E) and a step with the output rows.
 
-        The output is valid until the next step.
-
-        Args:
-            ids: Tokens, NEWEST where the slot's last step chose them.
-            segments: Their sequences, in this order.
-            output_rows: Tokens whose logits are wanted.
+        The output is valid until the next step. Segments are in the order of their tokens; an id is
+        NEWEST where the slot's last step chose it.
         """
         count = len(ids)
         each = self._graphs[next(size for size in self._sizes if size >= count)]

@@ -27,11 +27,9 @@ _PRODUCTS = 1e13
 
 
 def token_graph_sizes(parameters: int, *, most: int = _SIZES[-1][0]) -> list[int]:
-    """Return the sizes of graphs in tokens, ascending.
+    """Return the sizes of graphs in tokens, ascending, up to a step of `most` tokens.
 
-    Args:
-        parameters: Of a rank.
-        most: Tokens of the largest step that a graph should serve.
+    `parameters` are those of a rank.
     """
     most = min(most, int(_PRODUCTS / parameters))
     sizes = [0]
@@ -53,12 +51,10 @@ RecordedT = TypeVar("RecordedT", bound=_Recorded)
 def record_sizes(
     sizes: Sequence[int], record: Callable[[int, Any], RecordedT], what: str
 ) -> dict[int, RecordedT]:
-    """Return the graphs of all sizes, which share their memory.
+    """Return the graphs of all sizes, given ascending, which share their memory.
 
-    Args:
-        sizes: Ascending.
-        record: Records one size, in the memory pool of the others, None for the first.
-        what: Name of what is recorded, for the log.
+    `record` gets a size and the memory pool of the others, None for the first; `what` is the name
+    in the log.
     """
     began = logged = perf_counter()
     graphs: dict[int, RecordedT] = {}

@@ -155,13 +155,9 @@ def attend_rows(
 ) -> torch.Tensor:
     """Return each token's mix of the values of its own row, (N, H*D), for three (N, H, D).
 
-    Args:
-        query: Heads side by side, as in `key` and `value`.
-        key: See above.
-        value: See above.
-        tiles: From `row_tiles`, (4, T) int32; tokens that are in no tile get no result.
-        bias: Added to the scores by offset of key and query, (H, 2 * reach + 1); None for none.
-        scale: On the scores.
+    The heads of all three lie side by side. `tiles` (4, T) int32 are those of `row_tiles`; tokens
+    that are in no tile get no result. `bias` (H, 2 * reach + 1) is added to the scores, which are
+    scaled, by the offset of key and query.
     """
     count, H, D = query.shape
     width = max(_LEAST_WIDTH, triton.next_power_of_2(D))
