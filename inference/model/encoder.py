@@ -30,9 +30,9 @@ class EncoderLayer:
     mlp: MLP
     mlp_norm: Normalise
 
-    def __call__(self, x: torch.Tensor, rows: RaggedRows, masks: RowMasks) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, masks: RowMasks) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
-        x = self.attention_norm(self.attention(x, rows, masks), x)
+        x = self.attention_norm(self.attention(x, masks), x)
         return self.mlp_norm(self.mlp(x), x)
 
 
@@ -65,7 +65,7 @@ class Encoder:
         """Return the output of this stage's last layer (N, E) for its first layer's input."""
         masks = RowMasks(rows, None, self.dtype)
         for layer in self.layers:
-            x = layer(x, rows, masks)
+            x = layer(x, masks)
         return x
 
 

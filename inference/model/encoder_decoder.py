@@ -25,9 +25,6 @@ from inference.model.weights import RankWeights
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import AllReduce, VocabParallelHead
 
-# Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.
-_FP16_LIMIT = 64504.0
-
 
 @dataclass(frozen=True)
 class EncoderBatch:
@@ -59,7 +56,7 @@ class DecoderStep:
 
     step: Step
     encoded: EncodedSlots
-    tasks: torch.Tensor | None = None  # (N,)
+    tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
 
 
 def make_decoder_step(
@@ -73,17 +70,9 @@ def make_decoder_step(
     dtype: torch.dtype,
     tasks: torch.Tensor | None = None,
 ) -> DecoderStep:
-    """Lay out a decoder step.
+    """Lay out a decoder step, in which each segment reads its part of `encoded`.
 
-    Args:
-        ids: Tokens (N,).
-        segments: Their sequences, in this order, with ascending slots.
-        encoded: The encoder's output that each segment reads.
-        output_rows: Tokens whose logits are wanted.
-        cache: Keys and values of decoder and encoder.
-        rules: The model's.
-        dtype: The model's.
-        tasks: IA3 task of each token (N,), None without IA3.
+    Segments are in the order of their tokens, with ascending slots; `tasks` as in `DecoderStep`.
     """
     step = make_step(ids, segments, output_rows, cache=cache, rules=rules, dtype=dtype)
     groups = attention_groups(_reading(segments, encoded), rules.across, dtype, cache)
@@ -112,13 +101,9 @@ class EncoderDecoder:
         reduce: AllReduce | None,
         gemm: GemmOptions = PLAIN_GEMM,
     ) -> None:
-        """Load the layers of this rank's stage.
+        """Load the layers of this rank's stage; without `decoder` the encoder of a model alone.
 
-        Args:
-            weights: This rank's files.
-            architecture: The choices; `decoder` None loads the encoder of a whole model alone.
-            reduce: Sums over the ranks of the stage; None for a single rank.
-            gemm: Form of the matrices.
+        `reduce` and `gemm` are as for `LayerLoader`.
 
         Raises:
             ValueError: The sizes do not divide among the ranks.
@@ -178,21 +163,15 @@ class EncoderDecoder:
         layers: range,
         attentions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the output (N, E) of some of this stage's encoder layers.
+        """Return the output (N, E) of some of this stage's encoder layers for their input (N, E).
 
-        Args:
-            x: Their input (N, E).
-            batch: The rows.
-            masks: From `encoder_masks`.
-            layers: Global numbers of the layers.
-            attentions: If given, (rows, stage's layers, H, S, S) that receives the weights.
+        `layers` are global numbers; `attentions`, if given, (rows, stage's layers, H, S, S),
+        receives the weights.
         """
         for number in layers:
             index = number - self.encoder_layers.start
-            layer = self.encoder[index]
             weights_out = None if attentions is None else attentions[:, index]
-            x = layer.attention(x, batch.rows, masks, tasks=batch.tasks, weights_out=weights_out)
-            x = self._bounded(layer.mlp(self._bounded(x), tasks=batch.tasks))
+            x = self.encoder[index](x, masks, batch.tasks, weights_out)
         return x
 
     def encode(self, ids: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
@@ -230,11 +209,8 @@ class EncoderDecoder:
 
     def run_decoder(self, x: torch.Tensor, inputs: DecoderStep) -> torch.Tensor:
         """Return the output of this stage's last decoder layer (N, E)."""
-        cache = inputs.step.cache
         for index, layer in enumerate(self.decoder):
-            x = layer.attention(x, inputs.step, layer=index, tasks=inputs.tasks)
-            x = layer.cross(self._bounded(x), inputs.encoded, cache, layer=index)
-            x = self._bounded(layer.mlp(self._bounded(x), tasks=inputs.tasks))
+            x = layer(x, inputs.step, inputs.encoded, index, inputs.tasks)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -245,6 +221,3 @@ class EncoderDecoder:
         if self.architecture.scale_logits:
             x = x * self.architecture.hidden**-0.5
         return self._head(x)
-
-    def _bounded(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clamp_(-_FP16_LIMIT, _FP16_LIMIT) if self.dtype == torch.float16 else x

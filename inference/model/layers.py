@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from export_scripts.families.layout.architecture import Norm
 from inference.model.cached_attention import attend_cached
-from inference.model.ragged import RaggedRows, RowMasks, attend, attend_with_weights
+from inference.model.ragged import RowMasks, attend, attend_with_weights
 from inference.model.rotary import NO_ANGLES, AnglesOf, RotaryTable
 from inference.model.step import Step
 from inference.parallel.gemm import Product
@@ -159,13 +159,8 @@ class Attention:
     ) -> torch.Tensor:
         """Return (N, E) for normalised x (N, E).
 
-        Args:
-            x: See above.
-            step: The tokens.
-            layer: Number among the cache's layers.
-            angles: Those of each rotary table.
-            tasks: IA3 task of each token (N,).
-            residual: Added to the result, and perhaps overwritten.
+        `layer` numbers the cache's layers, `tasks` (N,) are the tokens' tasks of IA3; `residual` is
+        added to the result, and perhaps overwritten.
         """
         H, K, D = self.heads  # noqa: N806 - the shape legend
         qkv = scaled(self.qkv(x).view(-1, H + 2 * K, D), self.scalers, tasks)  # (N, H+2K, D)
@@ -225,7 +220,6 @@ class RowAttention:
     def __call__(
         self,
         x: torch.Tensor,
-        rows: RaggedRows,
         masks: RowMasks,
         *,
         tasks: torch.Tensor | None = None,
@@ -236,10 +230,10 @@ class RowAttention:
         qkv = self.qkv(x).view(len(x), 3 * self.heads, -1)  # (N, 3H, D)
         query, key, value = scaled(qkv, self.scalers, tasks).chunk(3, dim=1)
         if weights_out is None:
-            mixed = attend(query, key, value, rows=rows, masks=masks, scale=self.scale)
+            mixed = attend(query, key, value, masks=masks, scale=self.scale)
         else:
             mixed = attend_with_weights(
-                query, key, value, rows=rows, masks=masks, scale=self.scale, weights_out=weights_out
+                query, key, value, masks=masks, scale=self.scale, weights_out=weights_out
             )
         return self.out(mixed, residual)
 

@@ -108,13 +108,13 @@ class RowMasks:
 
     def __init__(self, rows: RaggedRows, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         """Take the bias by offset, (H, 2 * reach + 1), of `relative_position`; None for none."""
-        self.bias = bias
-        self._rows, self._dtype = rows, dtype
+        self.rows, self.bias = rows, bias
+        self._dtype = dtype
 
     @cached_property
     def groups(self) -> list[torch.Tensor | None]:
         """One for each group of rows, see `RowGroup.mask`."""
-        groups = self._rows.groups
+        groups = self.rows.groups
         if self.bias is None:
             return [group.mask(None, self._dtype) for group in groups]
         bias = square_bias(self.bias, max(group.width for group in groups))  # (1, H, S, S)
@@ -175,17 +175,16 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    rows: RaggedRows,
     masks: RowMasks,
     scale: float,
 ) -> torch.Tensor:
     """Return each token's mix of the values of its own row, (N, H*D) for three (N, H, D)."""
-    if rows.tiles is not None:
+    if masks.rows.tiles is not None:
         from inference.model.gpu.rows import attend_rows
 
-        return attend_rows(query, key, value, tiles=rows.tiles, bias=masks.bias, scale=scale)
+        return attend_rows(query, key, value, tiles=masks.rows.tiles, bias=masks.bias, scale=scale)
     parts = []
-    for group, mask in zip(rows.groups, masks.groups, strict=True):
+    for group, mask in zip(masks.rows.groups, masks.groups, strict=True):
         mixed = functional.scaled_dot_product_attention(
             group.pad(query), group.pad(key), group.pad(value), attn_mask=mask, scale=scale
         )
@@ -198,7 +197,6 @@ def attend_with_weights(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    rows: RaggedRows,
     masks: RowMasks,
     scale: float,
     weights_out: torch.Tensor,
@@ -209,7 +207,7 @@ def attend_with_weights(
     """
     parts = []
     row = 0
-    for group, mask in zip(rows.groups, masks.groups, strict=True):
+    for group, mask in zip(masks.rows.groups, masks.groups, strict=True):
         scores = group.pad(query) @ group.pad(key).transpose(2, 3) * scale  # (B, H, S, S)
         if mask is not None:
             scores = scores + mask

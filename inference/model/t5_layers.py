@@ -16,6 +16,8 @@ import torch
 from inference.model.cached_attention import EncodedSlots, attend_cached
 from inference.model.kv_cache import KVCache
 from inference.model.layers import MLP, Attention, Normalise, RowAttention, scaled
+from inference.model.ragged import RowMasks
+from inference.model.step import Step
 from inference.parallel.gemm import Product
 from inference.parallel.linear import RowParallelLinear
 
@@ -75,6 +77,9 @@ class LinearAdapter:
         return self.wo(self.wi(self.norm(y)), y)
 
 
+# Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.
+_FP16_LIMIT = 64504.0
+
 PartT = TypeVar("PartT", bound=Callable[..., torch.Tensor])
 
 
@@ -90,8 +95,10 @@ class Sublayer(Generic[PartT]):
         """Return x plus what the part makes of the normalised x and its other inputs, (N, E)."""
         h = self.norm(x)
         if self.adapter is None:
-            return self.part(h, *inputs, residual=x, **more)
-        return x + self.adapter(self.part(h, *inputs, **more))
+            x = self.part(h, *inputs, residual=x, **more)
+        else:
+            x = x + self.adapter(self.part(h, *inputs, **more))
+        return x.clamp_(-_FP16_LIMIT, _FP16_LIMIT) if x.dtype == torch.float16 else x
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,17 @@ class T5EncoderLayer:
     attention: Sublayer[RowAttention]
     mlp: Sublayer[MLP]
 
+    def __call__(
+        self,
+        x: torch.Tensor,
+        masks: RowMasks,
+        tasks: torch.Tensor | None,
+        weights_out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return (N, E) for x (N, E)."""
+        x = self.attention(x, masks, tasks=tasks, weights_out=weights_out)
+        return self.mlp(x, tasks=tasks)
+
 
 @dataclass(frozen=True)
 class T5DecoderLayer:
@@ -109,3 +127,16 @@ class T5DecoderLayer:
     attention: Sublayer[Attention]
     cross: Sublayer[CrossAttention]
     mlp: Sublayer[MLP]
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        step: Step,
+        encoded: EncodedSlots,
+        layer: int,
+        tasks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return (N, E) for x (N, E); `layer` numbers the layers of this stage."""
+        x = self.attention(x, step, layer=layer, tasks=tasks)
+        x = self.cross(x, encoded, step.cache, layer=layer)
+        return self.mlp(x, tasks=tasks)

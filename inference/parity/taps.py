@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from inference.model.t5_layers import Sublayer
 from inference.parity.activations import Place
 from inference.parity.ranks import Notes
 
@@ -40,8 +41,10 @@ def tapped(layer: Any, where: str, notes: Notes) -> Any:
     parts = {}
     for name, field, end in _PARTS:
         if (part := getattr(layer, field, None)) is not None:
-            linear = _TappedLinear(getattr(part, end), partial(note, name))
-            parts[field] = replace(part, **{end: linear})
+            inner = part.part if isinstance(part, Sublayer) else part
+            linear = _TappedLinear(getattr(inner, end), partial(note, name))
+            inner = replace(inner, **{end: linear})
+            parts[field] = replace(part, part=inner) if isinstance(part, Sublayer) else inner
     return _TappedLayer(replace(layer, **parts), partial(notes.add, Place(where)))
 
 
@@ -58,18 +61,11 @@ class _TappedLinear:
 
 @dataclass(frozen=True)
 class _TappedLayer:
-    """A layer that is called whole, or one of T5, which ends with `feed_forward`."""
-
     inner: Any
     note: _Note
 
     def __call__(self, *inputs: Any) -> torch.Tensor:
-        return self._noted(self.inner(*inputs))
-
-    def feed_forward(self, *inputs: Any) -> torch.Tensor:
-        return self._noted(self.inner.feed_forward(*inputs))
-
-    def _noted(self, y: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(*inputs)
         self.note(y)
         return y
 

@@ -39,7 +39,7 @@ def test_each_token_sees_its_own_row_alone(lengths: list[int]) -> None:
     rows = ragged_rows(lengths, CPU)
     parts = states(sum(lengths))
     masks = RowMasks(rows, None, torch.float32)
-    ours = attend(*parts, rows=rows, masks=masks, scale=0.5)
+    ours = attend(*parts, masks=masks, scale=0.5)
     assert torch.allclose(ours, attend_alone(parts, rows, 0.5), atol=1e-5)
 
 
@@ -52,7 +52,7 @@ def test_values_that_are_not_finite_stay_in_their_row(spoilt: int) -> None:
     tokens = slice(rows.starts[spoilt], rows.starts[spoilt] + rows.lengths[spoilt])
     for part in parts:
         part[tokens] = torch.nan
-    ours = attend(*parts, rows=rows, masks=masks, scale=0.5)
+    ours = attend(*parts, masks=masks, scale=0.5)
     assert ours[tokens].isnan().all()
     ours[tokens] = expected[tokens]
     assert torch.allclose(ours, expected, atol=1e-5)
@@ -65,7 +65,7 @@ def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
     masks = RowMasks(rows, None, torch.float32)
     width = max(lengths)
     weights = torch.zeros(len(lengths), 3, width, width)
-    ours = attend_with_weights(*parts, rows=rows, masks=masks, scale=0.5, weights_out=weights)
+    ours = attend_with_weights(*parts, masks=masks, scale=0.5, weights_out=weights)
     assert torch.allclose(ours, attend_alone(parts, rows, 0.5), atol=1e-5)
     for row, length in enumerate(lengths):
         assert torch.allclose(weights[row, :, :length].sum(-1), torch.ones(3, length))
@@ -78,7 +78,7 @@ def test_computed_padding_does_not_reach_true_tokens() -> None:
     padded, ragged = padded_rows(lengths, CPU), ragged_rows(lengths, CPU)
     parts = states(15)
     masks = RowMasks(padded, None, torch.float32)
-    ours = attend(*parts, rows=padded, masks=masks, scale=0.5)
+    ours = attend(*parts, masks=masks, scale=0.5)
     keep = padded.positions < padded.per_token(lengths)
     alone = attend_alone([part[keep] for part in parts], ragged, 0.5)
     assert torch.allclose(ours[keep], alone, atol=1e-5)
