@@ -32,7 +32,14 @@ _QKV = CORE_LAYER + "self_attention.linear_qkv."
 _FC1 = CORE_LAYER + "mlp.linear_fc1."
 
 # Settings that leave no trace in the tensors, and that the layout holds.
-_HELD = ("apply_embedding_scaling", "no_rope_freq", "softmax_scale", "window_attn_skip_freq")
+_HELD = (
+    "apply_embedding_scaling",
+    "no_rope_freq",
+    "qk_layernorm",
+    "softmax_scale",
+    "window_attn_skip_freq",
+    "window_size",
+)
 
 # NeMo's scale_positional_embedding and Megatron-LM's use_rope_scaling are Llama 3.1's scaling: its
 # parameters, their names in either library, and their defaults.
@@ -56,14 +63,8 @@ def _is_core_dense(facts: Facts) -> bool:
 def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
     """Return every reason the layout, or that of its mixtures, cannot hold a model."""
     traits = core_traits(facts)
-    source = traits.source
-    sizes = (traits.head_num, traits.hidden, traits.inter_size, traits.num_layer)
+    is_rms = traits.normalization.startswith("rmsnorm")
     checks = (
-        (
-            None in sizes,
-            "num_attention_heads, hidden_size, ffn_hidden_size or num_layers is missing",
-        ),
-        (traits.max_positions is None, "max_position_embeddings is missing"),
         (
             is_mixture and not traits.gated,
             f"activation = {traits.activation}: mixtures are written with a gated one alone",
@@ -73,9 +74,8 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
             traits.normalization.removesuffix("1p") not in ("rmsnorm", "layernorm"),
             f"normalization = {traits.normalization}: expected RMSNorm or LayerNorm",
         ),
-        (traits.expert_num > 1 and not is_mixture, f"{traits.expert_num} experts: expected none"),
         (
-            traits.qk_norm and not traits.normalization.startswith("rmsnorm"),
+            traits.qk_norm and not is_rms,
             f"qk_layernorm = true with normalization = {traits.normalization}: queries and keys "
             "are normalised with RMSNorm alone",
         ),
@@ -84,17 +84,12 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
             f"position_embedding_type = {traits.position}: mixtures are written with rope alone",
         ),
         (
-            is_mixture and not traits.normalization.startswith("rmsnorm"),
+            is_mixture and not is_rms,
             f"normalization = {traits.normalization}: mixtures are written with RMSNorm alone",
         ),
-        (traits.virtual_pp > 1, "an interleaved pipeline schedule's layer order is unknown"),
-        (traits.block_type != "pre_ln", f"transformer_block_type = {traits.block_type}"),
-        (not traits.normalized_scores, "normalize_attention_scores = false"),
-        (bool(source.get("rotary_interleaved")), "rotary_interleaved = true"),
     )
-    return [reason for applies, reason in checks if applies] + (
-        foreign_settings(traits, held=_HELD) + unknown_model(facts)
-    )
+    reasons = [reason for applies, reason in checks if applies]
+    return reasons + foreign_settings(traits, held=_HELD) + unknown_model(facts)
 
 
 def core_config(facts: Facts) -> DenseConfig:
@@ -104,18 +99,17 @@ def core_config(facts: Facts) -> DenseConfig:
         ValueError: The special tokens are not known.
     """
     traits = core_traits(facts)
-    head_num, size_per_head = _known(traits.head_num), _known(traits.size_per_head)
     start_id, end_id = start_and_end(facts)
     return DenseConfig(
         model_name="llama",
-        head_num=head_num,
-        kv_head_num=traits.query_groups or head_num,
-        size_per_head=size_per_head,
-        hidden_size=_known(traits.hidden),
-        inter_size=_known(traits.inter_size),
-        num_layer=_known(traits.num_layer),
+        head_num=traits.head_num,
+        kv_head_num=traits.query_groups,
+        size_per_head=traits.size_per_head,
+        hidden_size=traits.hidden,
+        inter_size=traits.inter_size,
+        num_layer=traits.num_layer,
         vocab_size=facts.rows(CORE_WTE),
-        max_pos_seq_len=_known(traits.max_positions),
+        max_pos_seq_len=traits.max_positions,
         start_id=start_id,
         end_id=end_id,
         layernorm_eps=traits.norm_eps,
@@ -131,22 +125,13 @@ def core_config(facts: Facts) -> DenseConfig:
         ),
         has_mlp_bias=facts.has(_FC1.format(layer=0) + "bias"),
         attention_scale=traits.source.get("softmax_scale"),
-        embedding_scale=_embedding_scale(traits),
+        embedding_scale=traits.hidden**0.5 if traits.source.get("apply_embedding_scaling") else 1.0,
         **_core_windows(traits),
         rotary_layers=_layers(traits, "no_rope_freq"),
-        **rotary_fields(_core_rotary(traits), size_per_head),
+        **rotary_fields(_core_rotary(traits), traits.size_per_head),
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
     )
-
-
-def _known(size: int | None) -> int:
-    assert size, "a size the mapping's reasons do not ask for"
-    return size
-
-
-def _embedding_scale(traits: MegatronTraits) -> float:
-    return _known(traits.hidden) ** 0.5 if traits.source.get("apply_embedding_scaling") else 1.0
 
 
 def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> tuple[int, ...] | None:
@@ -155,7 +140,7 @@ def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> tuple[
     A number skips every so many-th. A list says of each layer whether it is `skipped`.
     megatron/core/transformer/transformer_config.py; transformer/utils.py
     """
-    pattern, count = traits.source.get(key), _known(traits.num_layer)
+    pattern, count = traits.source.get(key), traits.num_layer
     if not pattern:
         return None
     if isinstance(pattern, list):

@@ -31,6 +31,7 @@ _GPT2_END_OF_TEXT = 50256
 _GPT2_TOKENIZER = "GPT2BPETokenizer"
 
 _ACTIVATIONS = {"gelu": "Gelu", "relu": "Relu", "silu": "Silu"}
+_ROOTS = {"nemo": "model.language_model.", "megatron": "language_model."}
 _NORM_SCALES = ("layernorm.weight",)
 
 # Row order of the fused QKV projection by checkpoint version.
@@ -44,21 +45,16 @@ def gpt_config(facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: b
     Raises:
         ValueError: The special tokens are unknown, or an added archive contradicts itself.
     """
-    heads, hidden, width = traits.head_num, traits.hidden, traits.inter_size
-    depth = traits.num_layer
-    assert heads is not None
-    assert hidden is not None
-    assert width is not None
-    assert depth is not None
     start_id, end_id = start_and_end(facts)
+    adapter_size = int(traits.source.get("project_size") or 0)
     return GPTConfig(
         model_name="gpt",
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
-        head_num=heads,
-        size_per_head=hidden // heads,
-        inter_size=width,
-        num_layer=depth,
+        head_num=traits.head_num,
+        size_per_head=traits.size_per_head,
+        inter_size=traits.inter_size,
+        num_layer=traits.num_layer,
         max_pos_seq_len=traits.max_positions,
         vocab_size=vocab_size,
         start_id=start_id,
@@ -66,8 +62,8 @@ def gpt_config(facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: b
         layernorm_eps=traits.norm_eps,
         activation_type=_ACTIVATIONS[traits.activation],
         exact_gelu=traits.exact_gelu,
-        has_adapters=traits.project_size > 0,
-        adapter_inter_size=traits.project_size,
+        has_adapters=adapter_size > 0,
+        adapter_inter_size=adapter_size,
         tie_word_embeddings=tied,
         **prompt_fields(facts, start_id=vocab_size),
     )
@@ -127,11 +123,14 @@ def with_bias_and_norm(
     return out | dict(PROMPT_SOURCES)
 
 
-def _names(root: str, stack: str, attention: str) -> dict[str, str]:
+def _names(facts: Facts) -> dict[str, str]:
     """Return the modules of the layout and of Megatron before megatron-core.
 
     Adapters are NVIDIA's own, of Megatron-LM alone.
     """
+    root = _ROOTS[facts.reader.format]
+    attention = "self_attention" if facts.has_any("*.self_attention.*") else "attention"
+    stack = _stack(facts)
     layer = {
         "input_layernorm": "input_layernorm",
         "attention.query_key_value": f"{attention}.query_key_value",
@@ -147,19 +146,19 @@ def _names(root: str, stack: str, attention: str) -> dict[str, str]:
     return {
         "model.wte": f"{root}embedding.word_embeddings",
         "model.wpe": f"{root}embedding.position_embeddings",
-        "model.final_layernorm": f"{root}{stack}.final_layernorm",
+        "model.final_layernorm": f"{stack}final_layernorm",
         "model.lm_head": f"{root}output_layer",
-        **in_layers(f"{root}{stack}.layers.{{layer}}.", layer),
+        **in_layers(f"{stack}layers.{{layer}}.", layer),
     }
 
 
-_NEMO = "model.language_model."
-_NEMO_WTE = _NEMO + "embedding.word_embeddings.weight"
-_NEMO_HEAD = _NEMO + "output_layer.weight"
+def _stack(facts: Facts) -> str:
+    root = _ROOTS[facts.reader.format]
+    return f"{root}transformer." if facts.has_any(f"{root}transformer.*") else f"{root}encoder."
 
 
-def _is_nemo_gpt(facts: Facts) -> bool:
-    return facts.has(_NEMO_WTE)
+def _embedding(facts: Facts) -> str:
+    return f"{_ROOTS[facts.reader.format]}embedding.word_embeddings.weight"
 
 
 def tuned_keys(facts: Facts) -> list[str]:
@@ -174,116 +173,85 @@ def tuned_keys(facts: Facts) -> list[str]:
     ]
 
 
-def _nemo_reasons(facts: Facts) -> list[str]:
-    return not_gpt(nemo_traits(facts.config)) + tuned_keys(facts)
-
-
-def _nemo_config(facts: Facts) -> GPTConfig:
-    traits, rows = nemo_traits(facts.config), facts.rows(_NEMO_WTE)
-    # A head that is neither stored nor tied is reported as missing later.
-    tied = traits.tied and not facts.has(_NEMO_HEAD)
-    return gpt_config(facts, traits, vocab_size=rows, tied=tied)
-
-
-def _nemo_weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
-    table = named_sources(_names(_NEMO, "encoder", "self_attention"), LAYOUT)
-    return with_bias_and_norm(table, nemo_traits(facts.config), facts)
-
-
-NEMO_GPT = SourceMapping(
-    name="nemo-gpt",
-    title="NeMo 1.x GPT (.nemo, unpacked, checkpoint folder)",
-    family=GPT,
-    format="nemo",
-    matches=_is_nemo_gpt,
-    config=_nemo_config,
-    weights=_nemo_weights,
-    unsupported=_nemo_reasons,
-    # The last pipeline stage's copy of the tied embedding.
-    ignored=("model.word_embeddings.weight", "*._extra_state"),
-    accepts=("prompt",),
-    warnings=assumed_tokens_warning,
-)
-
-_LM = "language_model."
-_LM_WTE = _LM + "embedding.word_embeddings.weight"
-_LM_HEAD = _LM + "output_layer.weight"
-
-
-def _is_megatron_gpt(facts: Facts) -> bool:
-    return facts.has(_LM_WTE)
-
-
-def _stack_name(facts: Facts) -> str:
-    return "encoder" if facts.has_any(_LM + "encoder.*") else "transformer"
-
-
-def _attention_name(facts: Facts) -> str:
-    return "self_attention" if facts.has_any("*.self_attention.*") else "attention"
-
-
-def _lm_traits(facts: Facts) -> MegatronTraits:
-    """Return the traits from the arguments, or for version 0 from the tensors and the user."""
+def _traits(facts: Facts) -> MegatronTraits:
+    """Return the traits; of Megatron-LM's version 0 from the tensors and the user."""
+    if facts.reader.format == "nemo":
+        return nemo_traits(facts.config)
     if facts.config.get("num_layers") is not None:
         return megatron_traits(facts.config)
-    layer = f"{_LM}{_stack_name(facts)}.layers."
+    layer = f"{_stack(facts)}layers."
     keys = facts.keys()
     numbers = [int(m[1]) for k in keys if (m := re.match(rf"{layer}(\d+)\.", k))]
-    wte = facts.pieces(_LM_WTE)[0].shape
-    traits = megatron_traits({"hidden_size": wte[1] if len(wte) == 2 else None})
-    return dataclasses.replace(
-        traits,
-        head_num=facts.given_int("head_num"),
-        inter_size=facts.rows(f"{layer}0.mlp.dense_h_to_4h.weight") or None,
-        num_layer=max(numbers, default=-1) + 1 or None,
-        max_positions=facts.pieces(_LM + "embedding.position_embeddings.weight")[0].shape[0],
-        norm_eps=1e-6,
+    wte = facts.pieces(_embedding(facts))[0].shape
+    positions = facts.pieces(_ROOTS["megatron"] + "embedding.position_embeddings.weight")
+    return megatron_traits(
+        {
+            "num_attention_heads": facts.given_int("head_num"),
+            "hidden_size": wte[1] if len(wte) == 2 else None,
+            "ffn_hidden_size": facts.rows(f"{layer}0.mlp.dense_h_to_4h.weight") or None,
+            "num_layers": max(numbers, default=-1) + 1 or None,
+            "max_position_embeddings": positions[0].shape[0],
+            "layernorm_epsilon": 1e-6,
+        }
     )
 
 
-def _lm_version(facts: Facts) -> Any:
-    return facts.config.get("checkpoint_version", 0)
+def _order(facts: Facts) -> str | None:
+    """Return how rows of the fused projection are nested; None for an unknown version."""
+    is_nemo = facts.reader.format == "nemo"
+    return "nkd" if is_nemo else _QKV_ORDER.get(facts.config.get("checkpoint_version", 0))
 
 
-def _lm_reasons(facts: Facts) -> list[str]:
+def _reasons(facts: Facts) -> list[str]:
     reasons = []
-    traits = _lm_traits(facts)
-    if facts.config.get("num_attention_heads") is None and traits.head_num is None:
+    traits = _traits(facts)
+    if facts.reader.format == "megatron" and not traits.head_num:
         reasons.append("the checkpoint does not state its number of heads: state --set head_num=..")
-        traits = dataclasses.replace(traits, head_num=1)
-    version = _lm_version(facts)
-    if version not in _QKV_ORDER:
+        traits = dataclasses.replace(
+            traits, head_num=1, query_groups=1, size_per_head=traits.hidden
+        )
+    if _order(facts) is None:
         known = ", ".join(map(str, _QKV_ORDER))
+        version = facts.config["checkpoint_version"]
         reasons.append(f"checkpoint_version = {version}; known versions: {known}")
-    return reasons + not_gpt(traits)
+    return reasons + not_gpt(traits) + tuned_keys(facts)
 
 
-def _lm_config(facts: Facts) -> GPTConfig:
+def _config(facts: Facts) -> GPTConfig:
     padded = facts.config.get("padded_vocab_size")
-    rows = padded if isinstance(padded, int) else facts.rows(_LM_WTE)
-    traits = _lm_traits(facts)
-    tied = traits.tied and not facts.has(_LM_HEAD)
+    rows = padded if isinstance(padded, int) else facts.rows(_embedding(facts))
+    traits = _traits(facts)
+    # A head that is neither stored nor tied is reported as missing later.
+    tied = traits.tied and not facts.has(f"{_names(facts)['model.lm_head']}.weight")
     return gpt_config(facts, traits, vocab_size=rows, tied=tied)
 
 
-def _lm_weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
-    names = _names(_LM, _stack_name(facts), _attention_name(facts))
-    table = named_sources(names, LAYOUT, order=_QKV_ORDER[_lm_version(facts)])
-    return with_bias_and_norm(table, _lm_traits(facts), facts)
+def _weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
+    table = named_sources(_names(facts), LAYOUT, order=_order(facts) or "")
+    return with_bias_and_norm(table, _traits(facts), facts)
 
 
-MEGATRON_GPT = SourceMapping(
-    name="megatron-gpt",
-    title="Megatron-LM GPT, checkpoint versions 0 to 3",
-    family=GPT,
-    format="megatron",
-    matches=_is_megatron_gpt,
-    config=_lm_config,
-    weights=_lm_weights,
-    unsupported=_lm_reasons,
-    ignored=("word_embeddings_for_head.weight", "*._extra_state"),
-    accepts=("prompt",),
-    warnings=assumed_tokens_warning,
+GPT_MEGATRON_MAPPINGS: tuple[SourceMapping, ...] = tuple(
+    SourceMapping(
+        name=f"{source_format}-gpt",
+        title=title,
+        family=GPT,
+        format=source_format,
+        matches=lambda facts: facts.has(_embedding(facts)),
+        config=_config,
+        weights=_weights,
+        unsupported=_reasons,
+        # The last pipeline stage's copy of the tied embedding.
+        ignored=(
+            "model.word_embeddings.weight",
+            "word_embeddings_for_head.weight",
+            "*._extra_state",
+        ),
+        accepts=("prompt",),
+        warnings=assumed_tokens_warning,
+    )
+    for source_format, title in (
+        ("nemo", "NeMo 1.x GPT (.nemo, unpacked, checkpoint folder)"),
+        ("megatron", "Megatron-LM GPT, checkpoint versions 0 to 3"),
+    )
 )
-
-GPT_MEGATRON_MAPPINGS: tuple[SourceMapping, ...] = (NEMO_GPT, MEGATRON_GPT)

@@ -30,13 +30,15 @@ _PLAIN = {
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronTraits:
-    """Traits of a Megatron-style decoder; sizes are None if the source does not state them."""
+    """Traits of a Megatron-style decoder; sizes are 0 if the source does not state them."""
 
-    head_num: int | None
-    hidden: int | None
-    inter_size: int | None
-    num_layer: int | None
-    max_positions: int | None
+    head_num: int
+    hidden: int
+    inter_size: int
+    num_layer: int
+    max_positions: int
+    size_per_head: int
+    query_groups: int
     norm_eps: float
     position: str  # learned_absolute, rope, alibi, ...
     normalization: str  # layernorm, layernorm1p, rmsnorm, ...
@@ -46,28 +48,14 @@ class MegatronTraits:
     exact_gelu: bool  # gelu by erf
     bias: bool
     tied: bool
-    query_groups: int | None
-    kv_channels: int | None
     block_type: str
     virtual_pp: int
     expert_num: int
     qk_norm: bool
-    headscale: bool
-    normalized_scores: bool
     rotary_base: float
     rotary_fraction: float
     rotary_interpolation: float | None
-    project_size: int
     source: Mapping[str, Any]
-
-    @property
-    def size_per_head(self) -> int | None:
-        """Width of one head, when heads and hidden size are known."""
-        if self.kv_channels is not None:
-            return self.kv_channels
-        if self.head_num is None or self.hidden is None:
-            return None
-        return self.hidden // self.head_num
 
 
 # Keys read here and by T5 that hold a size, and those that hold a number.
@@ -77,6 +65,8 @@ _COUNTS = (
     "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "relative_attention_num_buckets", "relative_attention_max_distance",
 )  # fmt: skip
+_LEARNED = "learned_absolute"
+_ZERO_CENTRED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 _NUMBERS = (
     "layernorm_epsilon", "norm_epsilon", "rotary_base", "rotary_percentage", "rotary_percent",
 )  # fmt: skip
@@ -121,46 +111,78 @@ def _is_number(value: Any) -> bool:
         return False
 
 
+def traits_of(
+    config: Mapping[str, Any], label: str, *positions: str, **activation: Any
+) -> MegatronTraits:
+    """Return the traits that NeMo and Megatron-LM state alike; no key means two things.
+
+    Args:
+        config: Keys of NeMo, Megatron-LM or megatron-core.
+        label: Its name in messages.
+        positions: Keys of the longest sequence.
+        activation: The traits of the MLP's activation.
+
+    Raises:
+        CheckpointMismatchError: A size is malformed.
+    """
+    refuse_mistyped(config, label)
+
+    def first(*keys: str, default: Any = None) -> Any:
+        return _first(config, *keys, default=default)
+
+    heads, hidden = first("num_attention_heads", default=0), first("hidden_size", default=0)
+    post = config.get("apply_residual_connection_post_layernorm")
+    rotates = config.get("use_rotary_position_embeddings")
+    # Megatron-LM states a number of groups even where no heads share one.
+    is_grouped = config.get("group_query_attention", True)
+    return MegatronTraits(
+        head_num=heads,
+        hidden=hidden,
+        inter_size=first("ffn_hidden_size", default=4 * hidden),
+        num_layer=first("num_layers", default=0),
+        max_positions=first(*positions, default=0),
+        size_per_head=first("kv_channels", default=hidden // heads if heads else 0),
+        query_groups=(first("num_query_groups") if is_grouped else None) or heads,
+        norm_eps=float(first("layernorm_epsilon", "norm_epsilon", default=1e-5)),
+        position="rope" if rotates else str(first("position_embedding_type", default=_LEARNED)),
+        normalization=_normalization(config),
+        bias=bool(first("bias", "add_bias_linear", default=True)),
+        tied=bool(first("share_embeddings_and_output_weights", default=True))
+        and not config.get("untie_embeddings_and_output_weights"),
+        block_type="post_ln" if post else str(first("transformer_block_type", default="pre_ln")),
+        virtual_pp=first("virtual_pipeline_model_parallel_size", default=1),
+        expert_num=_experts(first("num_moe_experts", "num_experts")),
+        qk_norm=bool(config.get("qk_layernorm")),
+        rotary_base=float(first("rotary_base", default=10000)),
+        rotary_fraction=float(first("rotary_percentage", "rotary_percent", default=1.0)),
+        rotary_interpolation=first(
+            "seq_len_interpolation_factor", "rotary_seq_len_interpolation_factor"
+        ),
+        source=config,
+        **activation,
+    )
+
+
 def nemo_traits(config: Mapping[str, Any]) -> MegatronTraits:
     """Return the traits of a NeMo model_config.
 
     Raises:
         CheckpointMismatchError: A size is malformed.
     """
-    refuse_mistyped(config, "model_config.yaml")
     word = str(config.get("activation") or "gelu")
     activation, gated = _activation(word, openai_gelu=bool(config.get("openai_gelu")))
-    bias = bool(_first(config, "bias", default=True))
     # Without a gate the fused kernel needs a bias to add.
-    fused = nemo_fuses_activation(config) and (bias or gated) and activation == "gelu"
-    return MegatronTraits(
-        head_num=config.get("num_attention_heads"),
-        hidden=config.get("hidden_size"),
-        inter_size=_first(config, "ffn_hidden_size", default=_four_times(config)),
-        num_layer=config.get("num_layers"),
-        max_positions=_first(config, "max_position_embeddings", "encoder_seq_length"),
-        norm_eps=float(_first(config, "layernorm_epsilon", default=1e-5)),
-        position=str(config.get("position_embedding_type") or "learned_absolute"),
-        normalization=_normalization(config, "layernorm_zero_centered_gamma"),
+    has_kernel = activation == "gelu" and (gated or _first(config, "bias", default=True))
+    fused = nemo_fuses_activation(config) and bool(has_kernel)
+    return traits_of(
+        config,
+        "model_config.yaml",
+        "max_position_embeddings",
+        "encoder_seq_length",
         activation=activation,
         gated=gated,
         fused_gelu=fused,
         exact_gelu=not fused and nemo_gelu_is_exact(config),
-        bias=bias,
-        tied=bool(_first(config, "share_embeddings_and_output_weights", default=True)),
-        query_groups=config.get("num_query_groups"),
-        kv_channels=config.get("kv_channels"),
-        block_type=str(config.get("transformer_block_type") or "pre_ln"),
-        virtual_pp=config.get("virtual_pipeline_model_parallel_size") or 1,
-        expert_num=config.get("num_moe_experts") or 1,
-        qk_norm=bool(config.get("qk_layernorm")),
-        headscale=bool(config.get("headscale")),
-        normalized_scores=bool(_first(config, "normalize_attention_scores", default=True)),
-        rotary_base=float(_first(config, "rotary_base", default=10000)),
-        rotary_fraction=float(_first(config, "rotary_percentage", default=1.0)),
-        rotary_interpolation=config.get("seq_len_interpolation_factor"),
-        project_size=0,
-        source=config,
     )
 
 
@@ -170,49 +192,24 @@ def megatron_traits(args: Mapping[str, Any]) -> MegatronTraits:
     Raises:
         CheckpointMismatchError: A size is malformed.
     """
-    refuse_mistyped(args, "the checkpoint's args")
     activation = _megatron_activation(args)
-    bias = bool(_first(args, "add_bias_linear", default=True))
-    fused = activation == "gelu" and bias and bool(_first(args, "bias_gelu_fusion", default=True))
-    groups = args.get("num_query_groups") if args.get("group_query_attention") else None
-    return MegatronTraits(
-        head_num=args.get("num_attention_heads"),
-        hidden=args.get("hidden_size"),
-        inter_size=_first(args, "ffn_hidden_size", default=_four_times(args)),
-        num_layer=args.get("num_layers"),
-        max_positions=args.get("max_position_embeddings"),
-        norm_eps=float(_first(args, "layernorm_epsilon", "norm_epsilon", default=1e-5)),
-        position=_megatron_position(args),
-        normalization=_normalization(args, "apply_layernorm_1p"),
+    fuses = _first(args, "add_bias_linear", default=True) and _first(
+        args, "bias_gelu_fusion", default=True
+    )
+    fused = activation == "gelu" and bool(fuses)
+    return traits_of(
+        args,
+        "the checkpoint's args",
+        "max_position_embeddings",
         activation=activation,
         gated=bool(args.get("swiglu") or args.get("quick_geglu")),
         fused_gelu=fused,
         exact_gelu=activation == "gelu" and not fused and not args.get("openai_gelu"),
-        bias=bias,
-        tied=not args.get("untie_embeddings_and_output_weights"),
-        query_groups=groups,
-        kv_channels=args.get("kv_channels"),
-        block_type="post_ln" if args.get("apply_residual_connection_post_layernorm") else "pre_ln",
-        virtual_pp=args.get("virtual_pipeline_model_parallel_size") or 1,
-        expert_num=_experts(args.get("num_experts")),
-        qk_norm=bool(args.get("qk_layernorm")),
-        headscale=False,
-        normalized_scores=True,
-        rotary_base=float(_first(args, "rotary_base", default=10000)),
-        rotary_fraction=float(_first(args, "rotary_percent", default=1.0)),
-        rotary_interpolation=args.get("rotary_seq_len_interpolation_factor"),
-        project_size=int(args.get("project_size") or 0),
-        source=args,
     )
 
 
 def _first(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
     return next((config[key] for key in keys if config.get(key) is not None), default)
-
-
-def _four_times(config: Mapping[str, Any]) -> int | None:
-    hidden = config.get("hidden_size")
-    return 4 * hidden if isinstance(hidden, int) else None
 
 
 def _experts(value: Any) -> int:
@@ -221,16 +218,11 @@ def _experts(value: Any) -> int:
     return int(value) if value else 1
 
 
-def _megatron_position(args: Mapping[str, Any]) -> str:
-    if args.get("use_rotary_position_embeddings"):
-        return "rope"
-    return str(args.get("position_embedding_type") or "learned_absolute")
-
-
-def _normalization(config: Mapping[str, Any], zero_centred: str) -> str:
+def _normalization(config: Mapping[str, Any]) -> str:
     """Return the norm's name, ending in 1p if scales are stored as their distance from 1."""
     word = str(config.get("normalization") or "layernorm").lower()
-    return word if word.endswith("1p") or not config.get(zero_centred) else f"{word}1p"
+    is_centred = any(config.get(key) for key in _ZERO_CENTRED)
+    return word if word.endswith("1p") or not is_centred else f"{word}1p"
 
 
 def _activation(word: str, *, openai_gelu: bool) -> tuple[str, bool]:
@@ -275,8 +267,12 @@ _FOREIGN = {
     "mcore_customization_config": "megatron-core's layers are changed",
     "drop_layers": "layers are left out",
     "no_rope_freq": "only some layers have rotary positions",
+    "window_size": "attention has a window",
     "window_attn_skip_freq": "only some layers attend in a window",
+    "multi_query_attention": "all heads share one key and one value",
+    "qk_layernorm": "queries and keys are normalised",
     "qk_l2_norm": "queries and keys are normalised",
+    "headscale": "heads are scaled",
     "softmax_scale": "scores are divided by another number than sqrt(size_per_head)",
     "glu_linear_offset": "the linear half of the gate has an offset",
     "activation_func_clamp_value": "activations are clamped",
@@ -289,18 +285,46 @@ _FOREIGN = {
 
 
 def foreign_settings(traits: MegatronTraits, *, held: Collection[str] = ()) -> list[str]:
-    """Return every reason a layout cannot hold a model that its tensors do not show.
+    """Return every reason a layout of dense pre-norm decoders cannot hold a model.
 
     Args:
         traits: The model's.
-        held: Settings of these that the layout holds.
+        held: Settings that leave no trace in the tensors, and that the layout holds.
     """
+    source = traits.source
+    sizes = {
+        "num_attention_heads": traits.head_num,
+        "hidden_size": traits.hidden,
+        "num_layers": traits.num_layer,
+        "ffn_hidden_size": traits.inter_size,
+        "max_position_embeddings": traits.max_positions,
+    }
     reasons = [
-        f"{key} = {traits.source[key]!r}: {what}, which the layout does not hold"
-        for key, what in _FOREIGN.items()
-        if key not in held and traits.source.get(key)
+        f"{key} = {source.get(key)!r}: a folder needs {key}"
+        for key, value in sizes.items()
+        if not value
     ]
-    softmax = traits.source.get("softmax_type") or "vanilla"
-    if softmax != "vanilla":
-        reasons.append(f"softmax_type = {softmax}: attention has only the plain softmax")
-    return reasons
+    reasons += [
+        f"{key} = {source[key]!r}: {what}, which the layout does not hold"
+        for key, what in _FOREIGN.items()
+        if key not in held and source.get(key)
+    ]
+    softmax = source.get("softmax_type") or "vanilla"
+    checks = (
+        (bool(source.get("rotary_interleaved")), "rotary_interleaved = true"),
+        (softmax != "vanilla", f"softmax_type = {softmax}: attention has only the plain softmax"),
+        (
+            source.get("normalize_attention_scores") is False,
+            "normalize_attention_scores = false: scores are divided by sqrt(size_per_head)",
+        ),
+        (
+            traits.virtual_pp > 1,
+            f"virtual_pipeline_model_parallel_size = {traits.virtual_pp}: an interleaved "
+            "schedule's layer order is unknown",
+        ),
+        (
+            traits.block_type != "pre_ln",
+            f"transformer_block_type = {traits.block_type}: only pre_ln is converted",
+        ),
+    )
+    return reasons + [text for applies, text in checks if applies]

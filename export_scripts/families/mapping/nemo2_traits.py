@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.mapping.megatron_traits import MegatronTraits, refuse_mistyped
+from export_scripts.families.mapping.megatron_traits import MegatronTraits, traits_of
 from export_scripts.families.mapping.source_mapping import Facts
 
 # The classes of a format whose models compute only what their configuration states, without the
@@ -68,46 +68,17 @@ def bridge_traits(config: Mapping[str, Any]) -> MegatronTraits:
 
 def _traits(config: Mapping[str, Any], label: str, *, scaled: bool) -> MegatronTraits:
     """Return the traits; `scaled` says whether positions are scaled as Llama 3.1's."""
-    refuse_mistyped(config, label)
     word = _function_name(config.get("activation_func")) or "gelu"
     fused = word == "gelu" and bool(config.get("bias_activation_fusion"))
-    centred = "1p" if config.get("layernorm_zero_centered_gamma") else ""
-    hidden = config.get("hidden_size")
-    return MegatronTraits(
-        head_num=config.get("num_attention_heads"),
-        hidden=hidden,
-        inter_size=config.get("ffn_hidden_size") or (4 * hidden if hidden else None),
-        num_layer=config.get("num_layers"),
-        max_positions=config.get("seq_length"),
-        norm_eps=float(config.get("layernorm_epsilon") or 1e-5),
-        position=str(config.get("position_embedding_type") or "learned_absolute"),
-        normalization=str(config.get("normalization") or "LayerNorm").lower() + centred,
+    return traits_of(
+        {**config, "use_rope_scaling": scaled},
+        label,
+        "seq_length",
         activation=_ACTIVATIONS.get(word, word),
         gated=bool(config.get("gated_linear_unit")),
         fused_gelu=fused,
         exact_gelu=word == "gelu" and not fused,
-        bias=_flag(config, "add_bias_linear"),
-        tied=_flag(config, "share_embeddings_and_output_weights"),
-        query_groups=config.get("num_query_groups"),
-        kv_channels=config.get("kv_channels"),
-        block_type="pre_ln",
-        virtual_pp=config.get("virtual_pipeline_model_parallel_size") or 1,
-        expert_num=config.get("num_moe_experts") or 1,
-        qk_norm=bool(config.get("qk_layernorm")),
-        headscale=False,
-        normalized_scores=True,
-        rotary_base=float(config.get("rotary_base") or 10000),
-        rotary_fraction=float(config.get("rotary_percent") or 1.0),
-        rotary_interpolation=config.get("seq_len_interpolation_factor"),
-        project_size=0,
-        source={**config, "use_rope_scaling": scaled},
     )
-
-
-def _flag(config: Mapping[str, Any], key: str) -> bool:
-    """Return a setting that is on by default."""
-    value = config.get(key)
-    return True if value is None else bool(value)
 
 
 def _function_name(value: Any) -> str:
