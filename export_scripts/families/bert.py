@@ -12,11 +12,15 @@ from typing import Any, ClassVar
 
 from export_scripts.families.layout.architecture import EncoderArchitecture, activation_choice
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.layout.spec import (
+    ModelFamily,
+    WeightSpec,
+)
 from export_scripts.families.mapping.keys import key, read_keys, written_keys
+from export_scripts.families.mapping.names import named_sources
 from export_scripts.families.mapping.settings import huggingface_settings, model_name
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, TensorSource, Transpose
+from export_scripts.families.mapping.sources import Copy, TensorSource
 
 LAYER = "model.encoder.layer.{layer}."
 
@@ -72,36 +76,15 @@ def bert_architecture(config: BertConfig) -> EncoderArchitecture:
     )
 
 
-def _norm(name: str) -> tuple[WeightSpec, ...]:
-    return (
-        WeightSpec(f"{LAYER}{name}.weight", ("hidden",)),
-        WeightSpec(f"{LAYER}{name}.bias", ("hidden",)),
-    )
-
-
-def _column(name: str, width: str) -> tuple[WeightSpec, ...]:
-    return (
-        WeightSpec(f"{LAYER}{name}.weight", ("hidden", width), split=1),
-        WeightSpec(f"{LAYER}{name}.bias", (width,), split=0),
-    )
-
-
-def _row(name: str, width: str) -> tuple[WeightSpec, ...]:
-    return (
-        WeightSpec(f"{LAYER}{name}.weight", (width, "hidden"), split=0),
-        WeightSpec(f"{LAYER}{name}.bias", ("hidden",)),
-    )
-
-
 LAYOUT: tuple[WeightSpec, ...] = (
-    *_column("attention.self.query", "hidden"),
-    *_column("attention.self.key", "hidden"),
-    *_column("attention.self.value", "hidden"),
-    *_row("attention.output.dense", "hidden"),
-    *_norm("attention.output.LayerNorm"),
-    *_column("intermediate.dense", "inter_size"),
-    *_row("output.dense", "inter_size"),
-    *_norm("output.LayerNorm"),
+    *WeightSpec.column(LAYER + "attention.self.query", "hidden", "hidden"),
+    *WeightSpec.column(LAYER + "attention.self.key", "hidden", "hidden"),
+    *WeightSpec.column(LAYER + "attention.self.value", "hidden", "hidden"),
+    *WeightSpec.row(LAYER + "attention.output.dense", "hidden", "hidden"),
+    *WeightSpec.norm(LAYER + "attention.output.LayerNorm"),
+    *WeightSpec.column(LAYER + "intermediate.dense", "hidden", "inter_size"),
+    *WeightSpec.row(LAYER + "output.dense", "inter_size", "hidden"),
+    *WeightSpec.norm(LAYER + "output.LayerNorm"),
 )
 
 BERT = ModelFamily(
@@ -115,16 +98,6 @@ BERT = ModelFamily(
 
 _PREFIX = "bert."
 _HF = _PREFIX + "encoder.layer.{layer}."
-_LINEARS = (
-    "attention.self.query",
-    "attention.self.key",
-    "attention.self.value",
-    "attention.output.dense",
-    "intermediate.dense",
-    "output.dense",
-)
-_NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
-
 # Everything around the layers, and the heads of tasks.
 _IGNORED = (
     "*embeddings.*",
@@ -177,16 +150,15 @@ def _written(config: BertConfig, is_tied: bool) -> list[dict[str, Any]]:  # noqa
     return [{"model_type": "bert", **keys}]
 
 
-def _weights(facts: Facts, _: BertConfig) -> Mapping[str, TensorSource]:
-    table: dict[str, TensorSource] = {}
-    for name in _LINEARS:
-        table[f"{LAYER}{name}.weight"] = Transpose(f"{_HF}{name}.weight")
-        table[f"{LAYER}{name}.bias"] = Copy(f"{_HF}{name}.bias")
+def _weights(facts: Facts, config: BertConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
+    modules = (spec.name.rpartition(".")[0] for spec in LAYOUT)
+    names = {module: module.replace(LAYER, _HF) for module in modules}
+    table = named_sources(names, LAYOUT)
     # The first ports of BERT named the parameters of a norm gamma and beta.
-    old = facts.has(f"{_HF.format(layer=0)}{_NORMS[0]}.gamma")
-    for name in _NORMS:
-        table[f"{LAYER}{name}.weight"] = Copy(f"{_HF}{name}.{'gamma' if old else 'weight'}")
-        table[f"{LAYER}{name}.bias"] = Copy(f"{_HF}{name}.{'beta' if old else 'bias'}")
+    if facts.has(f"{_HF.format(layer=0)}output.LayerNorm.gamma"):
+        for name in (name for name in table if "LayerNorm" in name):
+            module, _, kind = name.replace(LAYER, _HF).rpartition(".")
+            table[name] = Copy(f"{module}.{'gamma' if kind == 'weight' else 'beta'}")
     return table
 
 

@@ -11,7 +11,10 @@ from typing import Any, ClassVar
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.layout.spec import (
+    ModelFamily,
+    WeightSpec,
+)
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.keys import key
 from export_scripts.families.mapping.names import in_layers
@@ -46,16 +49,12 @@ def gptj_architecture(config: GPTJConfig) -> DecoderArchitecture:
 
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
-    WeightSpec(LAYER + "input_layernorm.weight", ("hidden",)),
-    WeightSpec(LAYER + "input_layernorm.bias", ("hidden",)),
+    *WeightSpec.norm(LAYER + "input_layernorm"),
     WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), split=2),
     WeightSpec(LAYER + "attention.dense.weight", ("hidden", "hidden"), split=0),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), split=1),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), split=0),
-    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), split=0),
-    WeightSpec(LAYER + "mlp.dense_4h_to_h.bias", ("hidden",)),
-    WeightSpec("model.final_layernorm.weight", ("hidden",)),
-    WeightSpec("model.final_layernorm.bias", ("hidden",)),
+    *WeightSpec.column(LAYER + "mlp.dense_h_to_4h", "hidden", "inter_size"),
+    *WeightSpec.row(LAYER + "mlp.dense_4h_to_h", "inter_size", "hidden"),
+    *WeightSpec.norm("model.final_layernorm"),
     WeightSpec("model.lm_head.weight", ("vocab_size", "hidden")),
     WeightSpec("model.lm_head.bias", ("vocab_size",)),
     *PROMPT_WEIGHTS,

@@ -14,7 +14,10 @@ from typing import Any, ClassVar
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.layout.spec import (
+    ModelFamily,
+    WeightSpec,
+)
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.keys import activation_name, key
 from export_scripts.families.mapping.names import in_layers
@@ -62,27 +65,23 @@ def gptneox_architecture(config: GPTNeoXConfig) -> DecoderArchitecture:
         position="rotary_half",
         rotary=Rotary(dims=config.rotary_embedding),
         norm_eps=config.layernorm_eps,
-        exact_gelu=config.exact_gelu,
         residual="parallel" if config.use_gptj_residual else "sequential",
         fused_bias_sum=config.use_gptj_residual,
         untied_head=True,
     )
 
 
+_SEQUENTIAL = ("has_sequential_residual",)
+
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
-    WeightSpec(LAYER + "input_layernorm.weight", ("hidden",)),
-    WeightSpec(LAYER + "input_layernorm.bias", ("hidden",)),
+    *WeightSpec.norm(LAYER + "input_layernorm"),
     WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), split=2),
     WeightSpec(LAYER + "attention.query_key_value.bias", (3, "hidden"), split=1),
-    WeightSpec(LAYER + "attention.dense.weight", ("hidden", "hidden"), split=0),
-    WeightSpec(LAYER + "attention.dense.bias", ("hidden",), when=("has_sequential_residual",)),
-    WeightSpec(LAYER + "post_attention_layernorm.weight", ("hidden",)),
-    WeightSpec(LAYER + "post_attention_layernorm.bias", ("hidden",)),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), split=1),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), split=0),
-    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), split=0),
-    WeightSpec(LAYER + "mlp.dense_4h_to_h.bias", ("hidden",), when=("has_sequential_residual",)),
+    *WeightSpec.row(LAYER + "attention.dense", "hidden", "hidden", bias=_SEQUENTIAL),
+    *WeightSpec.norm(LAYER + "post_attention_layernorm"),
+    *WeightSpec.column(LAYER + "mlp.dense_h_to_4h", "hidden", "inter_size"),
+    *WeightSpec.row(LAYER + "mlp.dense_4h_to_h", "inter_size", "hidden", bias=_SEQUENTIAL),
     # Both output biases over the ranks: each rank adds it before the all-reduce.
     WeightSpec(LAYER + "mlp.attention.bias.sum", ("hidden",), when=("use_gptj_residual",)),
     # What the sum was made of, over the ranks likewise, as NVIDIA's converter writes it.
@@ -90,8 +89,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
         WeightSpec(f"{LAYER}{name}.bias", ("hidden",), when=("use_gptj_residual",), optional=True)
         for name in ("attention.dense", "mlp.dense_4h_to_h")
     ),
-    WeightSpec("model.final_layernorm.weight", ("hidden",)),
-    WeightSpec("model.final_layernorm.bias", ("hidden",)),
+    *WeightSpec.norm("model.final_layernorm"),
     WeightSpec("model.lm_head.weight", ("vocab_size", "hidden")),
     *PROMPT_WEIGHTS,
 )

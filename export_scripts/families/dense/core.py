@@ -22,11 +22,11 @@ from export_scripts.families.gpt.core import (
 from export_scripts.families.gpt.megatron import assumed_tokens_warning, start_and_end
 from export_scripts.families.layout.spec import WeightSpec
 from export_scripts.families.mapping.megatron_traits import MegatronTraits, foreign_settings
-from export_scripts.families.mapping.names import named_sources
+from export_scripts.families.mapping.names import completed, named_sources
 from export_scripts.families.mapping.nemo2_traits import unknown_model
 from export_scripts.families.mapping.rotary import RotarySettings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Adjusted, TensorSource
+from export_scripts.families.mapping.sources import TensorSource
 
 _QKV = CORE_LAYER + "self_attention.linear_qkv."
 _FC1 = CORE_LAYER + "mlp.linear_fc1."
@@ -181,14 +181,10 @@ def core_sources(
     # A distributed checkpoint keeps whole tensors.
     of_each = not facts.reader.is_distributed
     table = named_sources(names, layout, rows="groups", halves_of_each=of_each)
-    if core_traits(facts).normalization != "rmsnorm1p":
-        return table
-    # Scales are stored as their distance from 1; of the models in transformers, those with such
-    # layernorms keep it, and those with RMSNorm do not.
-    return {
-        name: Adjusted(source, lambda part, _: part + 1) if "norm.weight" in name else source
-        for name, source in table.items()
-    }
+    # Of the models in transformers, those with layernorms keep the distance of their scales from
+    # 1, and those with RMSNorm do not.
+    one_plus = core_traits(facts).normalization == "rmsnorm1p"
+    return completed(table, layout, facts, lacks=lambda _: False, is_one_plus=one_plus)
 
 
 def _core_mapping(source_format: str, title: str) -> SourceMapping:

@@ -17,7 +17,10 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, DecoderConfig
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.layout.spec import (
+    ModelFamily,
+    WeightSpec,
+)
 from export_scripts.families.mapping.sources import Copy, Get, Parts, TensorSource
 
 _CHOICES = {
@@ -178,30 +181,17 @@ def dense_architecture(config: DenseConfig) -> DecoderArchitecture:
     return config.decoder(
         kv_head_num=config.stored_kv_head_num,
         position="rotary_half" if rotary else "alibi" if alibi else "none",
-        max_pos_seq_len=config.max_pos_seq_len,
         rotary=rotary,
         local_rotary=local,
         rotary_layers=_per_layer(config, config.rotary_layers),
         norm=config.norm_type,
         norm_eps=config.layernorm_eps,
-        norm_one_plus=config.norm_one_plus,
         input_norms=config.has_input_norms,
         output_norms=config.has_output_norms,
-        query_key_norm=config.query_key_norm,
-        residual=config.residual,
         activation=activation,
-        exact_gelu=config.exact_gelu,
         gated=gated,
         separate_qkv=True,
-        untied_head=config.untied_head,
-        sliding_window=config.sliding_window,
         sliding_layers=_per_layer(config, config.sliding_layers),
-        attention_scale=config.attention_scale,
-        attention_softcap=config.attention_softcap,
-        logit_softcap=config.logit_softcap,
-        logit_scale=config.logit_scale,
-        embedding_scale=config.embedding_scale,
-        residual_scale=config.residual_scale,
     )
 
 
@@ -235,27 +225,6 @@ def _scaling(config: DenseConfig) -> tuple[tuple[str, str], ...]:
     return (("type", config.rotary_scaling_type), *known)
 
 
-def _norm(name: str, *when: str) -> tuple[WeightSpec, ...]:
-    return (
-        WeightSpec(f"{name}.weight", ("hidden",), when=when),
-        WeightSpec(f"{name}.bias", ("hidden",), when=(*when, "has_norm_bias")),
-    )
-
-
-def _column(name: str, width: str, bias: str, *when: str) -> tuple[WeightSpec, ...]:
-    return (
-        WeightSpec(f"{LAYER}{name}.weight", ("hidden", width), split=1, when=when),
-        WeightSpec(f"{LAYER}{name}.bias", (width,), split=0, when=(*when, bias)),
-    )
-
-
-def _row(name: str, width: str, bias: str) -> tuple[WeightSpec, ...]:
-    return (
-        WeightSpec(f"{LAYER}{name}.weight", (width, "hidden"), split=0),
-        WeightSpec(f"{LAYER}{name}.bias", ("hidden",), when=(bias,)),
-    )
-
-
 def _heads_norm(name: str, width: str) -> tuple[WeightSpec, ...]:
     name = f"{LAYER}attention.{name}.weight"
     return (
@@ -264,23 +233,30 @@ def _heads_norm(name: str, width: str) -> tuple[WeightSpec, ...]:
     )
 
 
+_INPUT, _OUTPUT, _MLP = ("has_input_norms",), ("has_output_norms",), ("has_mlp_bias",)
+_QKV, _NORM = ("has_qkv_bias",), ("has_norm_bias",)
+
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
-    *_norm(LAYER + "input_layernorm", "has_input_norms"),
-    *_column("attention.query", "attention_width", "has_qkv_bias"),
-    *_column("attention.key", "kv_width", "has_qkv_bias"),
-    *_column("attention.value", "kv_width", "has_qkv_bias"),
+    *WeightSpec.norm(LAYER + "input_layernorm", when=_INPUT, bias=_NORM),
+    *WeightSpec.column(LAYER + "attention.query", "hidden", "attention_width", bias=_QKV),
+    *WeightSpec.column(LAYER + "attention.key", "hidden", "kv_width", bias=_QKV),
+    *WeightSpec.column(LAYER + "attention.value", "hidden", "kv_width", bias=_QKV),
     *_heads_norm("query_norm", "attention_width"),
     *_heads_norm("key_norm", "kv_width"),
-    *_row("attention.dense", "attention_width", "has_attention_dense_bias"),
-    *_norm(LAYER + "attention_output_layernorm", "has_output_norms"),
-    *_norm(LAYER + "post_attention_layernorm", "has_mlp_norm"),
+    *WeightSpec.row(
+        LAYER + "attention.dense", "attention_width", "hidden", bias=("has_attention_dense_bias",)
+    ),
+    *WeightSpec.norm(LAYER + "attention_output_layernorm", when=_OUTPUT, bias=_NORM),
+    *WeightSpec.norm(LAYER + "post_attention_layernorm", when=("has_mlp_norm",), bias=_NORM),
     # Of a gated MLP the activated half, then the linear one.
-    *_column("mlp.dense_h_to_4h", "inter_size", "has_mlp_bias"),
-    *_column("mlp.dense_h_to_4h_2", "inter_size", "has_mlp_bias", "is_gated"),
-    *_row("mlp.dense_4h_to_h", "inter_size", "has_mlp_bias"),
-    *_norm(LAYER + "mlp_output_layernorm", "has_output_norms"),
-    *_norm("model.final_layernorm"),
+    *WeightSpec.column(LAYER + "mlp.dense_h_to_4h", "hidden", "inter_size", bias=_MLP),
+    *WeightSpec.column(
+        LAYER + "mlp.dense_h_to_4h_2", "hidden", "inter_size", when=("is_gated",), bias=_MLP
+    ),
+    *WeightSpec.row(LAYER + "mlp.dense_4h_to_h", "inter_size", "hidden", bias=_MLP),
+    *WeightSpec.norm(LAYER + "mlp_output_layernorm", when=_OUTPUT, bias=_NORM),
+    *WeightSpec.norm("model.final_layernorm", bias=_NORM),
     WeightSpec("model.lm_head.weight", ("vocab_size", "hidden"), when=("untied_head",)),
 )
 

@@ -14,15 +14,15 @@ from export_scripts.families.gpt.limits import not_gpt
 from export_scripts.families.gpt.megatron import (
     assumed_tokens_warning,
     gpt_config,
+    gpt_sources,
     tuned_keys,
-    with_bias_and_norm,
 )
 from export_scripts.families.mapping.megatron_traits import (
     MegatronTraits,
     megatron_traits,
     nemo_traits,
 )
-from export_scripts.families.mapping.names import QUERY_KEY_VALUE, in_layers, named_sources
+from export_scripts.families.mapping.names import QUERY_KEY_VALUE, in_layers
 from export_scripts.families.mapping.nemo2_traits import bridge_traits, nemo2_traits, unknown_model
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
@@ -100,8 +100,7 @@ def _core_config(facts: Facts) -> GPTConfig:
 
 
 def _core_weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
-    table = named_sources(core_names(facts), GPT.layout)
-    return with_bias_and_norm(table, core_traits(facts), facts)
+    return gpt_sources(facts, core_traits(facts), core_names(facts))
 
 
 def _core_mapping(source_format: str, title: str) -> SourceMapping:

@@ -13,7 +13,10 @@ from typing import Any, ClassVar
 from export_scripts.families.layout.architecture import DecoderArchitecture, activation_choice
 from export_scripts.families.layout.config import Sections
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.layout.spec import (
+    ModelFamily,
+    WeightSpec,
+)
 
 HEAD = "model.lm_head.weight"
 
@@ -84,29 +87,17 @@ def gpt_architecture(config: GPTConfig) -> DecoderArchitecture:
         norm_before=config.layernorm_type == "pre_layernorm" or bloom_post,
         residual_from_norm=bloom_post,
         activation=activation,
-        exact_gelu=config.exact_gelu,
         pre_decoder_norm=config.has_pre_decoder_layernorm,
         post_decoder_norm=config.has_post_decoder_layernorm,
-        untied_head=config.untied_head,
         adapter_inter_size=config.adapter_inter_size if config.has_adapters else 0,
-    )
-
-
-def _norm(name: str, when: tuple[str, ...] = ()) -> tuple[WeightSpec, ...]:
-    return (
-        WeightSpec(f"{name}.weight", ("hidden",), when=when),
-        WeightSpec(f"{name}.bias", ("hidden",), when=when),
     )
 
 
 def _adapter(name: str) -> tuple[WeightSpec, ...]:
     width, when = "adapter_inter_size", ("has_adapters",)
-    name = f"{LAYER}{name}."
     return (
-        WeightSpec(f"{name}dense_h_to_4h.weight", ("hidden", width), split=1, when=when),
-        WeightSpec(f"{name}dense_h_to_4h.bias", (width,), split=0, when=when),
-        WeightSpec(f"{name}dense_4h_to_h.weight", (width, "hidden"), split=0, when=when),
-        WeightSpec(f"{name}dense_4h_to_h.bias", ("hidden",), when=when),
+        *WeightSpec.column(f"{LAYER}{name}.dense_h_to_4h", "hidden", width, when=when),
+        *WeightSpec.row(f"{LAYER}{name}.dense_4h_to_h", width, "hidden", when=when),
     )
 
 
@@ -128,24 +119,21 @@ def _int8(
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
     WeightSpec("model.wpe", ("max_pos_seq_len", "hidden"), when=("has_positional_encoding",)),
-    *_norm("model.pre_decoder_layernorm", when=("has_pre_decoder_layernorm",)),
-    *_norm(LAYER + "input_layernorm"),
+    *WeightSpec.norm("model.pre_decoder_layernorm", when=("has_pre_decoder_layernorm",)),
+    *WeightSpec.norm(LAYER + "input_layernorm"),
     WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), split=2),
     WeightSpec(LAYER + "attention.query_key_value.bias", (3, "hidden"), split=1),
-    WeightSpec(LAYER + "attention.dense.weight", ("hidden", "hidden"), split=0),
-    WeightSpec(LAYER + "attention.dense.bias", ("hidden",)),
-    *_norm(LAYER + "post_attention_layernorm"),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), split=1),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), split=0),
-    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), split=0),
-    WeightSpec(LAYER + "mlp.dense_4h_to_h.bias", ("hidden",)),
+    *WeightSpec.row(LAYER + "attention.dense", "hidden", "hidden"),
+    *WeightSpec.norm(LAYER + "post_attention_layernorm"),
+    *WeightSpec.column(LAYER + "mlp.dense_h_to_4h", "hidden", "inter_size"),
+    *WeightSpec.row(LAYER + "mlp.dense_4h_to_h", "inter_size", "hidden"),
     *_int8("attention.query_key_value", ("hidden", 3, "hidden"), split=2, parts=3),
     *_int8("attention.dense", ("hidden", "hidden"), split=0),
     *_int8("mlp.dense_h_to_4h", ("hidden", "inter_size"), split=1),
     *_int8("mlp.dense_4h_to_h", ("inter_size", "hidden"), split=0),
     *_adapter("after_attention_adapter"),
     *_adapter("after_ffn_adapter"),
-    *_norm("model.final_layernorm", when=("has_post_decoder_layernorm",)),
+    *WeightSpec.norm("model.final_layernorm", when=("has_post_decoder_layernorm",)),
     WeightSpec(HEAD, ("vocab_size", "hidden"), when=("untied_head",)),
     *PROMPT_WEIGHTS,
 )

@@ -17,14 +17,10 @@ from export_scripts.families.mapping.megatron_traits import (
     megatron_traits,
     nemo_traits,
 )
-from export_scripts.families.mapping.names import in_layers, named_sources
+from export_scripts.families.mapping.names import completed, in_layers, named_sources
 from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import (
-    Adjusted,
-    Constant,
-    TensorSource,
-)
+from export_scripts.families.mapping.sources import TensorSource
 
 # GPT-2's end of text, which Megatron's converters assume without a vocabulary.
 _GPT2_END_OF_TEXT = 50256
@@ -32,7 +28,6 @@ _GPT2_TOKENIZER = "GPT2BPETokenizer"
 
 _ACTIVATIONS = {"gelu": "Gelu", "relu": "Relu", "silu": "Silu"}
 _ROOTS = {"nemo": "model.language_model.", "megatron": "language_model."}
-_NORM_SCALES = ("layernorm.weight",)
 
 # Row order of the fused QKV projection by checkpoint version.
 # Layout: NVIDIA/Megatron-LM, megatron/checkpointing.py fix_query_key_value_ordering.
@@ -107,20 +102,17 @@ def assumed_tokens_warning(facts: Facts, config: Any) -> list[str]:
     ]
 
 
-def with_bias_and_norm(
-    table: Mapping[str, TensorSource], traits: MegatronTraits, facts: Facts
+def gpt_sources(
+    facts: Facts, traits: MegatronTraits, names: Mapping[str, str], *, order: str = "nkd"
 ) -> dict[str, TensorSource]:
-    """Return the table with zeros for absent biases and 1 added to layernorm1p scales."""
-    shapes = {spec.name: spec.shape for spec in LAYOUT}
-    out: dict[str, TensorSource] = {}
-    for name, source in table.items():
-        key = source.reads[0][0].format(layer=0, task="")
-        if name.endswith(".bias") and not traits.bias and not facts.has(key):
-            source = Constant(shapes[name])
-        elif traits.normalization == "layernorm1p" and name.endswith(_NORM_SCALES):
-            source = Adjusted(source, lambda part, _: part + 1)
-        out[name] = source
-    return out | dict(PROMPT_SOURCES)
+    """Return the source of each tensor of a GPT."""
+    return completed(
+        {**named_sources(names, LAYOUT, order=order), **PROMPT_SOURCES},
+        LAYOUT,
+        facts,
+        lacks=lambda _: not traits.bias,
+        is_one_plus=traits.normalization == "layernorm1p",
+    )
 
 
 def _names(facts: Facts) -> dict[str, str]:
@@ -227,8 +219,7 @@ def _config(facts: Facts) -> GPTConfig:
 
 
 def _weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
-    table = named_sources(_names(facts), LAYOUT, order=_order(facts) or "")
-    return with_bias_and_norm(table, _traits(facts), facts)
+    return gpt_sources(facts, _traits(facts), _names(facts), order=_order(facts) or "")
 
 
 GPT_MEGATRON_MAPPINGS: tuple[SourceMapping, ...] = tuple(

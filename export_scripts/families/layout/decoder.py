@@ -5,14 +5,13 @@ Prompts: FasterTransformer 5.3, models/gptj/GptJWeight.cc, kernels/unfused_atten
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import WeightSpec
-
-_SIZES = ("head_num", "size_per_head", "hidden", "inter_size", "num_layer", "vocab_size")
 
 LAYER = "model.layers.{layer}."
 PROMPT_TABLE = "model.prompt_table.{task}.weight"
@@ -40,9 +39,10 @@ class DecoderConfig(FTConfig):
         return self.head_num * self.size_per_head
 
     def decoder(self, **own: Any) -> DecoderArchitecture:
-        """Return the architecture of this config's sizes with the family's own choices."""
-        sizes = {name: getattr(self, name) for name in _SIZES}
-        return DecoderArchitecture(**{"kv_head_num": self.head_num, **sizes, **own})
+        """Return the architecture: the family's own choices, and this config's of the same name."""
+        names = (field.name for field in dataclasses.fields(DecoderArchitecture))
+        same = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return DecoderArchitecture(**{"kv_head_num": self.head_num, **same, **own})
 
     @property
     def has_prefix_prompts(self) -> bool:

@@ -18,6 +18,9 @@ from export_scripts.families.layout.architecture import Architecture
 from export_scripts.families.layout.config import FTConfig, Index, Sections
 from export_scripts.numeric.dtypes import item_size
 
+# Config fields or properties that must all be true, or not zero.
+When = tuple[str, ...]
+
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -87,7 +90,7 @@ class WeightSpec:
     shape: tuple[str | int, ...]
     _: dataclasses.KW_ONLY
     split: int | None = None
-    when: tuple[str, ...] = ()
+    when: When = ()
     dtype: str | None = None
     optional: bool = False
 
@@ -106,6 +109,36 @@ class WeightSpec:
             shape = tuple(config.dim(size, index) for size in self.shape)
             name = self.name.format(**index)
             yield index, FTTensor(name, shape, self.split, self.dtype, self.optional)
+
+    @staticmethod
+    def norm(
+        name: str, width: str = "hidden", *, when: When = (), bias: When = ()
+    ) -> tuple[WeightSpec, WeightSpec]:
+        """Return a norm's scale and, where `bias` holds too, its bias."""
+        return (
+            WeightSpec(f"{name}.weight", (width,), when=when),
+            WeightSpec(f"{name}.bias", (width,), when=when + bias),
+        )
+
+    @staticmethod
+    def column(
+        name: str, rows: str, columns: str, *, when: When = (), bias: When = ()
+    ) -> tuple[WeightSpec, WeightSpec]:
+        """Return a matrix whose columns ranks share, and its bias, which they share likewise."""
+        return (
+            WeightSpec(f"{name}.weight", (rows, columns), split=1, when=when),
+            WeightSpec(f"{name}.bias", (columns,), split=0, when=when + bias),
+        )
+
+    @staticmethod
+    def row(
+        name: str, rows: str, columns: str, *, when: When = (), bias: When = ()
+    ) -> tuple[WeightSpec, WeightSpec]:
+        """Return a matrix whose rows ranks share, and its bias, which is added once."""
+        return (
+            WeightSpec(f"{name}.weight", (rows, columns), split=0, when=when),
+            WeightSpec(f"{name}.bias", (columns,), when=when + bias),
+        )
 
 
 @dataclass(frozen=True)

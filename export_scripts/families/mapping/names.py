@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import WeightSpec
+from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import (
+    Adjusted,
     AttentionHeads,
+    Constant,
     Copy,
     Get,
     Half,
@@ -129,4 +132,33 @@ def named_sources(
             out[spec.name] = Transpose(key, cut=None if spec.split is None else 1 - spec.split)
         else:
             out[spec.name] = Copy(key, cut=spec.split)
+    return out
+
+
+def completed(
+    table: Mapping[str, TensorSource],
+    layout: Sequence[WeightSpec],
+    facts: Facts,
+    *,
+    lacks: Callable[[str], bool],
+    is_one_plus: bool,
+) -> dict[str, TensorSource]:
+    """Return a table with zeros for absent biases, and 1 added to scales of norms.
+
+    Args:
+        table: Sources by the layout's names.
+        layout: The layout.
+        facts: The source.
+        lacks: Whether the model has no bias of a name, where the source stores none.
+        is_one_plus: Whether scales are stored as their distance from 1.
+    """
+    shapes = {spec.name: spec.shape for spec in layout}
+    index = {"layer": 0, "encoder_layer": 0, "decoder_layer": 0, "task": ""}
+    out = dict(table)
+    for name, source in table.items():
+        key = source.reads[0][0].format(**index)
+        if name.endswith(".bias") and lacks(name) and not facts.has(key):
+            out[name] = Constant(shapes[name])
+        elif is_one_plus and name.endswith("norm.weight"):
+            out[name] = Adjusted(source, lambda part, _: part + 1)
     return out

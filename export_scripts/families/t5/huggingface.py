@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.mapping.keys import activation_name, key, read_keys, written_keys
+from export_scripts.families.mapping.names import named_sources
 from export_scripts.families.mapping.settings import (
     HUGGINGFACE_ACTIVATIONS,
     Settings,
     model_name,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource, Transpose
+from export_scripts.families.mapping.sources import Copy, TensorSource
 from export_scripts.families.t5.config import HEAD, T5Config
 from export_scripts.families.t5.layout import (
     DECODER,
-    ENCODER,
-    RELATIVE_BIAS,
+    LAYOUT,
     T5,
     T5_ENCODER,
     t5_warnings,
@@ -29,6 +29,7 @@ from export_scripts.families.t5.layout import (
 _EMBEDDING = "shared.weight"
 # Copies of the embedding that a file may hold next to, or instead of, shared.weight.
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_SIDES = ("encoder", "decoder")
 # model_type -> how its classes begin.
 _MODEL_TYPES = {"t5": "T5", "mt5": "MT5"}
 
@@ -174,56 +175,25 @@ def _scales_logits(settings: Settings) -> bool:
     return settings.flag("scale_decoder_outputs", default=tied)
 
 
-def _whole_config(facts: Facts) -> T5Config:
-    return _config(facts, has_decoder=True)
-
-
-def _encoder_config(facts: Facts) -> T5Config:
-    return _config(facts, has_decoder=False)
-
-
-def _attention(name: str) -> dict[str, TensorSource]:
-    return {f"{name}.{part}.weight": Transpose(f"{name}.{part}.weight") for part in "qkvo"}
-
-
-def _mlp(name: str, config: T5Config) -> dict[str, TensorSource]:
-    if not config.use_gated_activation:
-        return {
-            f"{name}.{part}.weight": Transpose(f"{name}.{part}.weight") for part in ("wi", "wo")
-        }
-    parts = {"wi": "wi_0", "wi2": "wi_1", "wo": "wo"}
-    return {f"{name}.{ft}.weight": Transpose(f"{name}.{hf}.weight") for ft, hf in parts.items()}
-
-
-def _norms(*names: str) -> dict[str, TensorSource]:
-    return {f"{name}.weight": Copy(f"{name}.weight") for name in names}
-
-
-def _encoder_weights(facts: Facts, config: T5Config) -> dict[str, TensorSource]:
-    bias = RELATIVE_BIAS.format(side="encoder")
-    return {
-        "shared.weight_T": Copy(_embedding_key(facts)),
-        bias: Transpose(bias),
-        **_norms(ENCODER + "layer.0.layer_norm", ENCODER + "layer.1.layer_norm"),
-        **_attention(ENCODER + "layer.0.SelfAttention"),
-        **_mlp(ENCODER + "layer.1.DenseReluDense", config),
-        **_norms("encoder.final_layer_norm"),
+def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
+    """Return each tensor's source; most have the names of the layout."""
+    names: dict[str, Any] = {
+        (module := spec.name.rpartition(".")[0]): module for spec in LAYOUT if "block" in spec.name
     }
-
-
-def _whole_weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
-    bias = RELATIVE_BIAS.format(side="decoder")
-    name = DECODER + "layer.0.SelfAttention"
-    q, k, v = (f"{name}.{part}.weight" for part in "qkv")
+    names |= {f"{side}.final_layer_norm": f"{side}.final_layer_norm" for side in _SIDES}
+    if config.use_gated_activation:
+        gates = {"wi": "wi_0", "wi2": "wi_1"}
+        names |= {
+            module: f"{mlp}.{gates[name]}"
+            for module in names
+            for mlp, _, name in [module.rpartition(".")]
+            if name in gates
+        }
+    attention = DECODER + "layer.0.SelfAttention"
+    names[f"{attention}.qkv"] = tuple(f"{attention}.{part}" for part in "qkv")
     return {
-        **_encoder_weights(facts, config),
-        bias: Transpose(bias),
-        **_norms(*(f"{DECODER}layer.{index}.layer_norm" for index in range(3))),
-        f"{name}.qkv.weight": StackQKV(q, k, v),
-        f"{name}.o.weight": Transpose(f"{name}.o.weight"),
-        **_attention(DECODER + "layer.1.EncDecAttention"),
-        **_mlp(DECODER + "layer.2.DenseReluDense", config),
-        **_norms("decoder.final_layer_norm"),
+        **named_sources(names, LAYOUT),
+        "shared.weight_T": Copy(_embedding_key(facts)),
         # Written for tied models too, which spares FT a rule.
         HEAD: Copy(HEAD if _has_own_head(facts) else _embedding_key(facts)),
     }
@@ -246,9 +216,9 @@ T5_HUGGINGFACE = SourceMapping(
     family=T5,
     format="huggingface",
     matches=_is_t5,
-    config=_whole_config,
+    config=lambda facts: _config(facts, has_decoder=True),
     written=_written,
-    weights=_whole_weights,
+    weights=_weights,
     unsupported=_reasons,
     ignored=_SHARED_IGNORED,
     warnings=t5_warnings,
@@ -260,9 +230,9 @@ T5_ENCODER_HUGGINGFACE = SourceMapping(
     family=T5_ENCODER,
     format="huggingface",
     matches=_is_encoder,
-    config=_encoder_config,
+    config=lambda facts: _config(facts, has_decoder=False),
     written=_written,
-    weights=_encoder_weights,
+    weights=_weights,
     unsupported=_reasons,
     ignored=(*_SHARED_IGNORED, "decoder.*", HEAD),
     warnings=t5_warnings,

@@ -6,10 +6,10 @@ weights (5.3 line). Encoder and decoder layers are numbered separately.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from export_scripts.families.layout.config import Sections
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.layout.spec import ModelFamily, WeightSpec, When
 from export_scripts.families.t5.config import (
     FT_MAX_DISTANCE,
     FT_NORM_EPS,
@@ -27,30 +27,16 @@ _RELATIVE = ("is_relative",)
 _GATED = ("use_gated_activation",)
 _ADAPTERS = ("adapter_inter_size",)
 _IA3 = ("ia3_num_tasks",)
-When = tuple[str, ...]
 
 RELATIVE_BIAS = "{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
-def _norm(name: str, when: When = (), bias_when: When = _BIAS) -> tuple[WeightSpec, ...]:
-    return (
-        WeightSpec(f"{name}.weight", ("d_model",), when=when),
-        WeightSpec(f"{name}.bias", ("d_model",), when=when + bias_when),
-    )
+def _norm(name: str, when: When = ()) -> tuple[WeightSpec, ...]:
+    return WeightSpec.norm(name, "d_model", when=when, bias=_BIAS)
 
 
 def _column(name: str, width: str, when: When = ()) -> tuple[WeightSpec, ...]:
-    return (
-        WeightSpec(f"{name}.weight", ("d_model", width), split=1, when=when),
-        WeightSpec(f"{name}.bias", (width,), split=0, when=when + _BIAS),
-    )
-
-
-def _row(name: str, width: str) -> tuple[WeightSpec, ...]:
-    return (
-        WeightSpec(f"{name}.weight", (width, "d_model"), split=0),
-        WeightSpec(f"{name}.bias", ("d_model",), when=_BIAS),
-    )
+    return WeightSpec.column(name, "d_model", width, when=when, bias=_BIAS)
 
 
 def _ia3(name: str, width: str) -> WeightSpec:
@@ -63,7 +49,7 @@ def _attention(name: str) -> tuple[WeightSpec, ...]:
         *_column(f"{name}.q", "inner"),
         *_column(f"{name}.k", "inner"),
         *_column(f"{name}.v", "inner"),
-        *_row(f"{name}.o", "inner"),
+        *WeightSpec.row(f"{name}.o", "inner", "d_model", bias=_BIAS),
         _ia3(f"{name}.k", "inner"),
         _ia3(f"{name}.v", "inner"),
     )
@@ -74,7 +60,7 @@ def _mlp(name: str) -> tuple[WeightSpec, ...]:
     return (
         *_column(f"{name}.wi", "d_ff"),
         *_column(f"{name}.wi2", "d_ff", _GATED),
-        *_row(f"{name}.wo", "d_ff"),
+        *WeightSpec.row(f"{name}.wo", "d_ff", "d_model", bias=_BIAS),
         _ia3(name, "d_ff"),
     )
 
@@ -85,7 +71,7 @@ def _adapters(block: str) -> tuple[WeightSpec, ...]:
     for place in ("after_attention_adapter", "after_ffn_adapter"):
         mlp = f"{block}{place}.DenseSiluDense"
         specs += [
-            *_norm(f"{block}{place}.layer_norm", _ADAPTERS, ()),
+            *WeightSpec.norm(f"{block}{place}.layer_norm", "d_model", when=_ADAPTERS),
             WeightSpec(f"{mlp}.wi.weight", ("d_model", width), split=1, when=_ADAPTERS),
             WeightSpec(f"{mlp}.wo.weight", (width, "d_model"), split=0, when=_ADAPTERS),
         ]
@@ -113,7 +99,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
     *_norm(DECODER + "layer.0.layer_norm"),
     WeightSpec(f"{_SELF}.qkv.weight", ("d_model", 3, "inner"), split=2),
     WeightSpec(f"{_SELF}.qkv.bias", (3, "inner"), split=1, when=_BIAS),
-    *_row(f"{_SELF}.o", "inner"),
+    *WeightSpec.row(f"{_SELF}.o", "inner", "d_model", bias=_BIAS),
     _ia3(f"{_SELF}.k", "inner"),
     _ia3(f"{_SELF}.v", "inner"),
     *_norm(DECODER + "layer.1.layer_norm"),
@@ -128,14 +114,6 @@ LAYOUT: tuple[WeightSpec, ...] = (
 )
 
 
-def _owns_t5(sections: Sections) -> bool:
-    return bool(sections.get("decoder"))
-
-
-def _owns_encoder(sections: Sections) -> bool:
-    return not sections.get("decoder")
-
-
 def _ft_limits(config: T5Config) -> list[str]:
     distance = config.relative_attention_max_distance
     if config.is_relative and distance != FT_MAX_DISTANCE:
@@ -146,32 +124,25 @@ def _ft_limits(config: T5Config) -> list[str]:
     return []
 
 
-_DIVISIBLE = ("num_heads", "d_ff", "adapter_inter_size")
-# huggingface_t5_ckpt_convert.py writes this transposed copy of the embedding; no loader reads it.
-_UNREAD = ("shared.weight.bin",)
-
 T5 = ModelFamily(
     name="t5",
     model_type="T5",
     config=T5Config,
     architecture=t5_architecture,
     layout=LAYOUT,
-    divisible=_DIVISIBLE,
-    unread=_UNREAD,
+    divisible=("num_heads", "d_ff", "adapter_inter_size"),
+    # huggingface_t5_ckpt_convert.py writes this transposed copy of the embedding; no loader reads
+    # it.
+    unread=("shared.weight.bin",),
     ft_limits=_ft_limits,
-    owns=_owns_t5,
+    owns=lambda sections: bool(sections.get("decoder")),
 )
 
-T5_ENCODER = ModelFamily(
+T5_ENCODER = dataclasses.replace(
+    T5,
     name="t5_encoder",
     model_type="T5-Encoder",
-    config=T5Config,
-    architecture=t5_architecture,
-    layout=LAYOUT,
-    divisible=_DIVISIBLE,
-    unread=_UNREAD,
-    ft_limits=_ft_limits,
-    owns=_owns_encoder,
+    owns=lambda sections: not sections.get("decoder"),
 )
 
 

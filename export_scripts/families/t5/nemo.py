@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from export_scripts.families.mapping.names import completed, named_sources
 from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Adjusted,
-    Constant,
     Copy,
     SplitQKV,
     TensorSource,
@@ -102,12 +102,12 @@ def _config(facts: Facts) -> T5Config:
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
         vocab_size=vocab_size,
-        d_model=_size(encoder.size("hidden_size")),
-        d_kv=_size(encoder.head_size),
-        d_ff=_size(encoder.size("ffn_hidden_size")),
-        num_heads=_size(encoder.size("num_attention_heads")),
-        num_layers=_size(encoder.size("num_layers")),
-        num_decoder_layers=_size(traits.decoder.size("num_layers")),
+        d_model=encoder.get("hidden_size"),
+        d_kv=encoder.head_size,
+        d_ff=encoder.get("ffn_hidden_size"),
+        num_heads=encoder.get("num_attention_heads"),
+        num_layers=encoder.get("num_layers"),
+        num_decoder_layers=traits.decoder.get("num_layers"),
         feed_forward_proj=traits.feed_forward_proj,
         exact_gelu=traits.exact_gelu,
         relative_attention_num_buckets_or_max_pos_seq_len=traits.positions,
@@ -126,11 +126,6 @@ def _config(facts: Facts) -> T5Config:
         **prompts,
         **adapter_fields(facts.adapters),
     )
-
-
-def _size(value: int | None) -> int:
-    assert value is not None, "not_t5 refused sources without a size"
-    return value
 
 
 def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
@@ -165,24 +160,6 @@ def _starts_with_pad(facts: Facts) -> bool:
     return False
 
 
-def _norm(target: str, source: str) -> dict[str, TensorSource]:
-    return {f"{target}.{part}": Copy(f"{source}.{part}") for part in ("weight", "bias")}
-
-
-def _column(target: str, source: str) -> dict[str, TensorSource]:
-    return {
-        f"{target}.weight": Transpose(f"{source}.weight", cut=0),
-        f"{target}.bias": Copy(f"{source}.bias", cut=0),
-    }
-
-
-def _row(target: str, source: str) -> dict[str, TensorSource]:
-    return {
-        f"{target}.weight": Transpose(f"{source}.weight", cut=1),
-        f"{target}.bias": Copy(f"{source}.bias"),
-    }
-
-
 def _fused(
     target: str, source: str, order: str, *, parts: int = 3, select: int | None = None
 ) -> dict[str, TensorSource]:
@@ -195,50 +172,45 @@ def _fused(
     }
 
 
-def _mlp(target: str, layer: str) -> dict[str, TensorSource]:
+_QKV, _KEY_VALUE = "self_attention.query_key_value", "inter_attention.key_value"
+_CROSS = DECODER + "layer.1.EncDecAttention"
+_RELATIVE = _ROOT + "{side}_relative_position_embedding.relative_position_embedding.weight"
+
+# Modules of the layout and of NeMo whose tensors are transposed or copied.
+_NAMES = {
+    ENCODER + "layer.0.layer_norm": _ELAYER + "input_layernorm",
+    ENCODER + "layer.0.SelfAttention.o": _ELAYER + "self_attention.dense",
+    ENCODER + "layer.1.layer_norm": _ELAYER + "post_attention_layernorm",
+    ENCODER + "layer.1.DenseReluDense.wi": _ELAYER + "mlp.dense_h_to_4h",
+    ENCODER + "layer.1.DenseReluDense.wi2": _ELAYER + "mlp.dense_h_to_4h_2",
+    ENCODER + "layer.1.DenseReluDense.wo": _ELAYER + "mlp.dense_4h_to_h",
+    "encoder.final_layer_norm": _E + "final_layernorm",
+    DECODER + "layer.0.layer_norm": _DLAYER + "input_layernorm",
+    DECODER + "layer.0.SelfAttention.o": _DLAYER + "self_attention.dense",
+    DECODER + "layer.1.layer_norm": _DLAYER + "post_attention_layernorm",
+    _CROSS + ".o": _DLAYER + "inter_attention.dense",
+    DECODER + "layer.2.layer_norm": _DLAYER + "post_inter_attention_layernorm",
+    DECODER + "layer.2.DenseReluDense.wi": _DLAYER + "mlp.dense_h_to_4h",
+    DECODER + "layer.2.DenseReluDense.wi2": _DLAYER + "mlp.dense_h_to_4h_2",
+    DECODER + "layer.2.DenseReluDense.wo": _DLAYER + "mlp.dense_4h_to_h",
+    "decoder.final_layer_norm": _D + "final_layernorm",
+}
+
+
+def _attention(order: str) -> dict[str, TensorSource]:
+    encoder, decoder = ENCODER + "layer.0.SelfAttention", DECODER + "layer.0.SelfAttention"
     return {
-        **_column(f"{target}.wi", layer + "mlp.dense_h_to_4h"),
-        **_column(f"{target}.wi2", layer + "mlp.dense_h_to_4h_2"),
-        **_row(f"{target}.wo", layer + "mlp.dense_4h_to_h"),
-    }
-
-
-def _relative_bias(side: str) -> dict[str, TensorSource]:
-    key = f"{_ROOT}{side}_relative_position_embedding.relative_position_embedding.weight"
-    return {RELATIVE_BIAS.format(side=side): Transpose(key)}
-
-
-def _encoder_table(order: str) -> dict[str, TensorSource]:
-    attention, qkv = ENCODER + "layer.0.SelfAttention", _ELAYER + "self_attention.query_key_value"
-    return {
-        **_relative_bias("encoder"),
-        **_norm(ENCODER + "layer.0.layer_norm", _ELAYER + "input_layernorm"),
-        **_fused(f"{attention}.q", qkv, order, select=0),
-        **_fused(f"{attention}.k", qkv, order, select=1),
-        **_fused(f"{attention}.v", qkv, order, select=2),
-        **_row(f"{attention}.o", _ELAYER + "self_attention.dense"),
-        **_norm(ENCODER + "layer.1.layer_norm", _ELAYER + "post_attention_layernorm"),
-        **_mlp(ENCODER + "layer.1.DenseReluDense", _ELAYER),
-        **_norm("encoder.final_layer_norm", _E + "final_layernorm"),
-    }
-
-
-def _decoder_table(order: str) -> dict[str, TensorSource]:
-    attention, cross = DECODER + "layer.0.SelfAttention", DECODER + "layer.1.EncDecAttention"
-    key_value = _DLAYER + "inter_attention.key_value"
-    return {
-        **_relative_bias("decoder"),
-        **_norm(DECODER + "layer.0.layer_norm", _DLAYER + "input_layernorm"),
-        **_fused(f"{attention}.qkv", _DLAYER + "self_attention.query_key_value", order),
-        **_row(f"{attention}.o", _DLAYER + "self_attention.dense"),
-        **_norm(DECODER + "layer.1.layer_norm", _DLAYER + "post_attention_layernorm"),
-        **_fused(f"{cross}.q", _DLAYER + "inter_attention.query", order, parts=1, select=0),
-        **_fused(f"{cross}.k", key_value, order, parts=2, select=0),
-        **_fused(f"{cross}.v", key_value, order, parts=2, select=1),
-        **_row(f"{cross}.o", _DLAYER + "inter_attention.dense"),
-        **_norm(DECODER + "layer.2.layer_norm", _DLAYER + "post_inter_attention_layernorm"),
-        **_mlp(DECODER + "layer.2.DenseReluDense", _DLAYER),
-        **_norm("decoder.final_layer_norm", _D + "final_layernorm"),
+        **_fused(f"{encoder}.q", _ELAYER + _QKV, order, select=0),
+        **_fused(f"{encoder}.k", _ELAYER + _QKV, order, select=1),
+        **_fused(f"{encoder}.v", _ELAYER + _QKV, order, select=2),
+        **_fused(f"{decoder}.qkv", _DLAYER + _QKV, order),
+        **_fused(f"{_CROSS}.q", _DLAYER + "inter_attention.query", order, parts=1, select=0),
+        **_fused(f"{_CROSS}.k", _DLAYER + _KEY_VALUE, order, parts=2, select=0),
+        **_fused(f"{_CROSS}.v", _DLAYER + _KEY_VALUE, order, parts=2, select=1),
+        **{
+            RELATIVE_BIAS.format(side=side): Transpose(_RELATIVE.format(side=side))
+            for side in ("encoder", "decoder")
+        },
     }
 
 
@@ -248,8 +220,8 @@ def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
     table: dict[str, TensorSource] = {
         "shared.weight_T": Copy(_EMBEDDING, cut=0),
         "shared.ape": Copy(_POSITIONS),
-        **_encoder_table(order),
-        **_decoder_table(order),
+        **named_sources(_NAMES, LAYOUT),
+        **_attention(order),
         # Decided once for the whole model, not per stage.
         HEAD: Copy(_HEAD if facts.has(_HEAD) else _EMBEDDING, cut=0),
         "shared.bias": Copy(_HEAD_BIAS, cut=0),
@@ -257,7 +229,13 @@ def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
     table = _scaled_queries(table, traits, config)
     if facts.ia3_in_place and facts.ia3:
         table = ia3_in_place(table, find_scalers(facts))
-    table = _with_bias_and_norm(table, traits, facts)
+    table = completed(
+        table,
+        LAYOUT,
+        facts,
+        lacks=lambda name: "norm" not in name and (not traits.bias or name == "shared.bias"),
+        is_one_plus=traits.normalization == "layernorm1p",
+    )
     stored = {} if facts.ia3_in_place else ia3_sources(find_scalers(facts))
     return {**table, **stored, **adapter_sources(facts), **PROMPT_SOURCES}
 
@@ -282,24 +260,6 @@ def _scaled_queries(
             out[name] = Adjusted(table[name], scale)
         fused = f"{DECODER}layer.0.SelfAttention.qkv.{kind}"
         out[fused] = Scaled(table[fused], scale_queries(factor))
-    return out
-
-
-def _with_bias_and_norm(
-    table: Mapping[str, TensorSource], traits: NemoT5, facts: Facts
-) -> dict[str, TensorSource]:
-    """Return the table with zeros for absent biases and 1 added to layernorm1p scales."""
-    shapes = {spec.name: spec.shape for spec in LAYOUT}
-    out: dict[str, TensorSource] = {}
-    for name, source in table.items():
-        key = source.reads[0][0].format(encoder_layer=0, decoder_layer=0)
-        absent = name.endswith(".bias") and not facts.has(key)
-        if absent and ("norm" not in name) and (not traits.bias or name == "shared.bias"):
-            out[name] = Constant(shapes[name])
-        elif traits.normalization == "layernorm1p" and name.endswith("layer_norm.weight"):
-            out[name] = Adjusted(source, lambda part, _: part + 1)
-        else:
-            out[name] = source
     return out
 
 

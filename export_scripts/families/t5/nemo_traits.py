@@ -52,18 +52,11 @@ class Side:
         value = self.source.get(key)
         return default if value is None else value
 
-    def size(self, key: str) -> int | None:
-        """Return a size, or None if it is not a positive integer."""
-        value = self.get(key)
-        return value if isinstance(value, int) and value > 0 else None
-
     @property
-    def head_size(self) -> int | None:
-        """Width of one head."""
-        hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
-        if self.get("kv_channels") is not None or hidden is None or heads is None:
-            return self.size("kv_channels")
-        return hidden // heads
+    def head_size(self) -> Any:
+        """Width of one head, if it is known."""
+        hidden, heads = self.get("hidden_size"), self.get("num_attention_heads")
+        return self.get("kv_channels", hidden // heads if hidden and heads else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +67,16 @@ class NemoT5:
     decoder: Side
     pp_size: int
     split_rank: int
-
-    @property
-    def activation(self) -> str:
-        """The source's word."""
-        return str(self.encoder.get("activation", "gelu")).lower()
+    activation: str  # the source's word
+    exact_gelu: bool  # gelu by erf; every archive of NeMo states whether its activation is fused
+    normalization: str
+    bias: bool  # of the linears
+    position: str  # FT's name, or the source's if FT has none
+    positions: int | None  # rows of the table of positions or of the relative bias
+    max_distance: int  # from which all relative positions share the last bucket
+    norm_eps: float
+    legacy: bool  # fused projections are ordered parts first, then heads
+    scores_normalised: bool  # attention scores are divided by sqrt(size per head)
 
     @property
     def feed_forward_proj(self) -> str:
@@ -86,58 +84,9 @@ class NemoT5:
         return _ACTIVATIONS[self.activation]
 
     @property
-    def exact_gelu(self) -> bool:
-        """True if gelu is by erf; every archive of NeMo states whether its activation is fused."""
-        config = self.encoder.source
-        return nemo_gelu_is_exact(config) and not nemo_fuses_activation(config)
-
-    @property
-    def normalization(self) -> str:
-        """The source's norm; layernorm by default."""
-        return str(self.encoder.get("normalization", "layernorm")).lower()
-
-    @property
-    def bias(self) -> bool:
-        """True if the linears have biases."""
-        return bool(self.encoder.get("bias", True))
-
-    @property
     def with_bias(self) -> bool:
         """The value of t5_with_bias: biases, LayerNorm and scaled attention, or none of them."""
         return self.normalization != "rmsnorm"
-
-    @property
-    def position(self) -> str:
-        """FT's name, or the source's if FT has none."""
-        word = str(self.encoder.get("position_embedding_type", "learned_absolute"))
-        return _POSITIONS.get(word, word)
-
-    @property
-    def positions(self) -> int | None:
-        """Rows of the table of positions or of the relative bias."""
-        if self.position == "relative":
-            return int(self.encoder.get("relative_attention_num_buckets", 32))
-        return self.encoder.size("max_position_embeddings")
-
-    @property
-    def norm_eps(self) -> float:
-        """Epsilon of the norms; FT's by default."""
-        return float(self.encoder.get("layernorm_epsilon", FT_NORM_EPS))
-
-    @property
-    def max_distance(self) -> int:
-        """Distance from which all relative positions share the last bucket."""
-        return int(self.encoder.get("relative_attention_max_distance", FT_MAX_DISTANCE))
-
-    @property
-    def legacy(self) -> bool:
-        """True if fused projections are ordered parts first, then heads."""
-        return bool(self.encoder.get("megatron_legacy", False))
-
-    @property
-    def scores_normalised(self) -> bool:
-        """True if the source divides attention scores by sqrt(size per head)."""
-        return bool(self.encoder.get("normalize_attention_scores", True))
 
     def query_factor(self, size_per_head: int) -> float:
         """Return the factor of queries that corrects FT's scaling by t5_with_bias alone."""
@@ -162,10 +111,25 @@ def nemo_t5(config: Mapping[str, Any]) -> NemoT5:
     sides = {name: side(name) for name in ("encoder", "decoder")}
     for name, each in sides.items():
         refuse_mistyped(each.source, f"model_config.yaml, {name}")
+    encoder = sides["encoder"]
+    word = str(encoder.get("position_embedding_type", "learned_absolute"))
+    is_relative = word == "relative"
     return NemoT5(
         **sides,
         pp_size=config.get("pipeline_model_parallel_size") or 1,
         split_rank=config.get("pipeline_model_parallel_split_rank") or 0,
+        activation=str(encoder.get("activation", "gelu")).lower(),
+        exact_gelu=nemo_gelu_is_exact(encoder.source) and not nemo_fuses_activation(encoder.source),
+        normalization=str(encoder.get("normalization", "layernorm")).lower(),
+        bias=bool(encoder.get("bias", True)),
+        position=_POSITIONS.get(word, word),
+        positions=encoder.get("relative_attention_num_buckets", 32)
+        if is_relative
+        else encoder.get("max_position_embeddings"),
+        max_distance=encoder.get("relative_attention_max_distance", FT_MAX_DISTANCE),
+        norm_eps=float(encoder.get("layernorm_epsilon", FT_NORM_EPS)),
+        legacy=bool(encoder.get("megatron_legacy")),
+        scores_normalised=bool(encoder.get("normalize_attention_scores", True)),
     )
 
 
@@ -176,7 +140,7 @@ def not_t5(traits: NemoT5) -> list[str]:
         f"{side.name}: {key} = {side.get(key)!r}: a T5 folder needs {key}"
         for side in (encoder, decoder)
         for key in ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_layers")
-        if side.size(key) is None
+        if side.get(key) is None
     ]
     reasons += [
         f"{key} = {encoder.get(key)!r} in the encoder and {decoder.get(key)!r} in the decoder: "
