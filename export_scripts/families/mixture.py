@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 
 from export_scripts.families.dense import core
 from export_scripts.families.dense.huggingface import (
+    ATTENTION_BIAS_KEYS,
     HF_LAYER,
     NAMES,
     RMS_KEYS,
     DenseDecoder,
+    stated_window,
 )
 from export_scripts.families.dense.layout import LAYOUT, DenseConfig, dense_architecture
-from export_scripts.families.dense.llama import all_attention_biases
 from export_scripts.families.gpt.core import CORE_LAYER, core_names, core_traits, is_core
 from export_scripts.families.gpt.megatron import assumed_tokens_warning
 from export_scripts.families.layout.architecture import DecoderArchitecture
@@ -27,7 +28,6 @@ from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.keys import Setting, key
 from export_scripts.families.mapping.names import in_layers
-from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
 
@@ -112,12 +112,6 @@ def _names(mlp: str, *matrices: str) -> dict[str, str]:
     }
 
 
-def _window(settings: Settings, *, in_use: bool) -> dict[str, Any]:
-    if not in_use or settings.source.get("sliding_window") is None:
-        return {}
-    return {"sliding_window": settings.integer("sliding_window")}
-
-
 _MIXTRAL = _names("block_sparse_moe", "w1", "w3", "w2")
 _QWEN3_MOE = _names("mlp", "gate_proj", "up_proj", "down_proj")
 
@@ -130,7 +124,7 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
         keys=_keys("intermediate_size", "num_local_experts"),
         names=_MIXTRAL,
         expected=_EXPECTED,
-        read=lambda settings, _: _window(settings, in_use=True),
+        read=lambda settings, _: {"sliding_window": stated_window(settings)},
         written=lambda config: {"sliding_window": config.sliding_window},
         bos=1,
         eos=2,
@@ -143,15 +137,16 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
         family=MIXTURE,
         keys=(
             *_keys("moe_intermediate_size", "num_experts", "num_local_experts"),
-            key("has_qkv_bias", "attention_bias", kind="flag", default=False),
+            *ATTENTION_BIAS_KEYS,
             key("normalized_routing", "norm_topk_prob", kind="flag", default=False),
         ),
         fixed={"query_key_norm": "head"},
         names=_QWEN3_MOE,
         expected=_EXPECTED,
-        read=lambda settings, values: {
-            **all_attention_biases(settings, values),
-            **_window(settings, in_use=settings.flag("use_sliding_window", default=False)),
+        read=lambda settings, _: {
+            "sliding_window": stated_window(
+                settings, in_use=settings.flag("use_sliding_window", default=False)
+            )
         },
         written=lambda config: {
             "intermediate_size": config.inter_size,  # of layers without experts: there is none

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.dense.huggingface import (
+    ATTENTION_BIAS_KEYS,
     HF_LAYER,
     KEYS,
     NAMES,
@@ -14,7 +15,6 @@ from export_scripts.families.dense.huggingface import (
     window_fields,
     written_windows,
 )
-from export_scripts.families.dense.llama import all_attention_biases
 from export_scripts.families.mapping.keys import inverse_root, key
 from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.settings import Settings
@@ -47,7 +47,7 @@ def _keys(logit_cap: float | None, attention_cap: float | None) -> tuple[Any, ..
             kind="activation",
             default="gelu_pytorch_tanh",
         ),
-        key("has_qkv_bias", "attention_bias", kind="flag", default=False),
+        *ATTENTION_BIAS_KEYS,
         key(
             "attention_scale",
             "query_pre_attn_scalar",
@@ -65,10 +65,7 @@ def _read(settings: Settings, values: Mapping[str, Any], pattern: int) -> dict[s
     count = values["num_layer"]
     window = settings.optional("sliding_window", default=4096)
     usual = [bool((number + 1) % pattern) for number in range(count)]
-    return {
-        **all_attention_biases(settings, values),
-        **window_fields(settings, count, None if window is None else int(window), usual),
-    }
+    return window_fields(settings, count, None if window is None else int(window), usual)
 
 
 _COMMON: dict[str, Any] = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from export_scripts.families.dense.huggingface import RMS_KEYS, DenseDecoder
-from export_scripts.families.dense.llama import BIAS_KEYS, all_attention_biases
+from export_scripts.families.dense.huggingface import BIAS_KEYS, RMS_KEYS, DenseDecoder
 from export_scripts.families.mapping.keys import key, reciprocal
 
 GRANITE_HUGGINGFACE = DenseDecoder(
@@ -18,7 +17,6 @@ GRANITE_HUGGINGFACE = DenseDecoder(
         key("attention_scale", "attention_multiplier", kind="number", default=1.0),
         key("logit_scale", "logits_scaling", kind="number", default=1.0, inverse=reciprocal),
     ),
-    read=all_attention_biases,
     bos=1,
     eos=2,
 ).mapping()

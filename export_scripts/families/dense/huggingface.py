@@ -30,6 +30,12 @@ KEYS = (
     key("vocab_size", "vocab_size"),
     key("max_pos_seq_len", "max_position_embeddings"),
 )
+# One setting of the source, of which config.ini has a key for each projection.
+ATTENTION_BIAS_KEYS = tuple(
+    key(field, "attention_bias", kind="flag", default=False)
+    for field in ("has_attention_dense_bias", "has_qkv_bias")
+)
+BIAS_KEYS = (*ATTENTION_BIAS_KEYS, key("has_mlp_bias", "mlp_bias", kind="flag", default=False))
 RMS_KEYS = (
     *KEYS,
     key("layernorm_eps", "rms_norm_eps", kind="number", default=1e-6),
@@ -151,13 +157,29 @@ def written_rotary(config: DenseConfig) -> dict[str, Any]:
     }
 
 
+def stated_window(settings: Settings, *, in_use: Any = True) -> int | None:
+    """Return the sliding window, or None where it is null, absent or not in use."""
+    is_stated = in_use and settings.source.get("sliding_window") is not None
+    return settings.integer("sliding_window") if is_stated else None
+
+
 def window_fields(
-    settings: Settings, count: int, window: int | None, usual: Sequence[bool]
+    settings: Settings, count: int, window: int | None, usual: Sequence[bool] | None = None
 ) -> dict[str, Any]:
-    """Return the sliding window and the layers that have it, by layer_types or else by `usual`."""
+    """Return the sliding window and the layers that have it.
+
+    Args:
+        settings: The configuration; its layer_types say which layers have it.
+        count: Number of layers.
+        window: The window, if there is one.
+        usual: Whether each layer has it where there are no layer_types; None: all have.
+    """
     kinds = settings.source.get("layer_types")
     if kinds is None:
-        kinds = ["sliding_attention" if slides else "full_attention" for slides in usual]
+        kinds = [
+            "sliding_attention" if slides else "full_attention"
+            for slides in usual or [True] * count
+        ]
     if not isinstance(kinds, list) or len(kinds) != count:
         settings.problems.append(
             f"{settings.label}: layer_types = {kinds!r}: expected one entry for each of the "

@@ -11,11 +11,10 @@ from export_scripts.families.mapping.settings import Settings
 
 def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the window; transformers gives a Mistral one unless the key is null."""
-    count = values["num_layer"]
     if settings.source.get("sliding_window", 0) is None:
         return {}
     window = settings.integer("sliding_window", default=4096)
-    found = window_fields(settings, count, window, [True] * count)
+    found = window_fields(settings, values["num_layer"], window)
     if found.get("sliding_layers") is not None:
         settings.problems.append(
             f"{settings.label}: only some layers have a sliding window; a Mistral has one in all "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from export_scripts.families.dense.huggingface import HF_LAYER, KEYS, NAMES, DenseDecoder
-from export_scripts.families.dense.llama import BIAS_KEYS, all_attention_biases
+from export_scripts.families.dense.huggingface import BIAS_KEYS, HF_LAYER, KEYS, NAMES, DenseDecoder
 from export_scripts.families.mapping.keys import key
 from export_scripts.families.mapping.names import in_layers
 
@@ -24,7 +23,6 @@ NEMOTRON_HUGGINGFACE = DenseDecoder(
     ),
     fixed={"norm_type": "layernorm", "norm_one_plus": True},
     names=_NAMES,
-    read=all_attention_biases,
     is_gated=False,
     bos=2,
     eos=3,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from export_scripts.families.dense.huggingface import (
+    ATTENTION_BIAS_KEYS,
     HF_LAYER,
     KEYS,
     NAMES,
     DenseDecoder,
 )
-from export_scripts.families.dense.llama import all_attention_biases
 from export_scripts.families.mapping.keys import key
 from export_scripts.families.mapping.names import in_layers
 
@@ -31,10 +31,9 @@ OLMO2_HUGGINGFACE = DenseDecoder(
         *KEYS,
         key("layernorm_eps", "rms_norm_eps", kind="number", default=1e-5),
         key("activation_type", "hidden_act", kind="activation", default="silu"),
-        key("has_qkv_bias", "attention_bias", kind="flag", default=False),
+        *ATTENTION_BIAS_KEYS,
     ),
     fixed={"has_input_norms": False, "has_output_norms": True, "query_key_norm": "all"},
     names=_NAMES,
-    read=all_attention_biases,
     eos=50279,
 ).mapping()

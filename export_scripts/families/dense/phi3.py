@@ -10,6 +10,7 @@ from export_scripts.families.dense.huggingface import (
     KEYS,
     NAMES,
     DenseDecoder,
+    stated_window,
     window_fields,
 )
 from export_scripts.families.dense.layout import DenseConfig
@@ -35,10 +36,7 @@ def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
             f"{settings.label}: rotary scaling {values['rotary_scaling_type']!r} cannot be "
             "represented: transformers takes a Phi-3's for longrope"
         )
-    count = values["num_layer"]
-    in_use = settings.source.get("sliding_window") is not None
-    window = settings.integer("sliding_window") if in_use else None
-    return window_fields(settings, count, window, [True] * count)
+    return window_fields(settings, values["num_layer"], stated_window(settings))
 
 
 def _written(config: DenseConfig) -> dict[str, Any]:

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.dense.huggingface import (
+    ATTENTION_BIAS_KEYS,
     RMS_KEYS,
     DenseDecoder,
     window_fields,
     written_windows,
 )
 from export_scripts.families.dense.layout import DenseConfig
-from export_scripts.families.dense.llama import all_attention_biases
-from export_scripts.families.mapping.keys import key
 from export_scripts.families.mapping.settings import Settings
 
 
@@ -43,12 +42,9 @@ QWEN3_HUGGINGFACE = DenseDecoder(
     model_type="qwen3",
     model="Qwen3ForCausalLM",
     title="Qwen3",
-    keys=(*RMS_KEYS, key("has_qkv_bias", "attention_bias", kind="flag", default=False)),
+    keys=(*RMS_KEYS, *ATTENTION_BIAS_KEYS),
     fixed={"query_key_norm": "head"},
-    read=lambda settings, values: {
-        **all_attention_biases(settings, values),
-        **_read(settings, values),
-    },
+    read=_read,
     written=_written,
     head_dim=128,
 ).mapping()

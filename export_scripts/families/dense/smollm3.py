@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.dense.huggingface import (
+    BIAS_KEYS,
     RMS_KEYS,
     DenseDecoder,
+    stated_window,
     window_fields,
     written_windows,
 )
 from export_scripts.families.dense.layout import DenseConfig
-from export_scripts.families.dense.llama import BIAS_KEYS, all_attention_biases
 from export_scripts.families.mapping.settings import Settings
 
 
@@ -28,10 +29,8 @@ def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
         )
         return {}
     layers = tuple(number for number in range(count) if rotates[number])
-    in_use = source.get("use_sliding_window") and source.get("sliding_window") is not None
-    window = settings.integer("sliding_window") if in_use else None
+    window = stated_window(settings, in_use=source.get("use_sliding_window"))
     return {
-        **all_attention_biases(settings, values),
         **window_fields(settings, count, window, [not each for each in rotates[:count]]),
         "rotary_layers": None if len(layers) == count else layers,
     }

@@ -215,13 +215,13 @@ class Settings:
         return value
 
     def finish(self) -> None:
-        """Raise the noted problems.
+        """Raise the noted problems, each once though several fields come of one setting.
 
         Raises:
             CheckpointMismatchError: There are any.
         """
         if self.problems:
-            raise CheckpointMismatchError(self.problems)
+            raise CheckpointMismatchError(dict.fromkeys(self.problems))
 
 
 def _is_positive(value: Any) -> bool:
