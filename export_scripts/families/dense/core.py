@@ -5,21 +5,22 @@ NeMo and Megatron-LM save the same tensors and differ in their configuration onl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from export_scripts.families.dense.huggingface import GATED, rotary_fields
 from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.gpt.core import (
-    CORE_HEAD,
     CORE_LAYER,
     CORE_WTE,
+    GPT_CORE_MAPPINGS,
     core_is_tied,
     core_names,
     core_traits,
     is_core,
 )
-from export_scripts.families.gpt.megatron import assumed_tokens_warning, start_and_end
+from export_scripts.families.gpt.megatron import common_fields
 from export_scripts.families.layout.spec import WeightSpec
 from export_scripts.families.mapping.megatron_traits import MegatronTraits, foreign_settings
 from export_scripts.families.mapping.names import completed, named_sources
@@ -99,26 +100,16 @@ def core_config(facts: Facts) -> DenseConfig:
         ValueError: The special tokens are not known.
     """
     traits = core_traits(facts)
-    start_id, end_id = start_and_end(facts)
+    common = common_fields(facts, traits, vocab_size=facts.rows(CORE_WTE), tied=core_is_tied(facts))
     return DenseConfig(
+        **common,
         model_name="llama",
-        head_num=traits.head_num,
         kv_head_num=traits.query_groups,
-        size_per_head=traits.size_per_head,
         hidden_size=traits.hidden,
-        inter_size=traits.inter_size,
-        num_layer=traits.num_layer,
-        vocab_size=facts.rows(CORE_WTE),
-        max_pos_seq_len=traits.max_positions,
-        start_id=start_id,
-        end_id=end_id,
-        layernorm_eps=traits.norm_eps,
         norm_type=traits.normalization.removesuffix("1p"),
         norm_one_plus=traits.normalization == "layernorm1p",
         query_key_norm="head" if traits.qk_norm else None,
         activation_type=GATED[traits.activation] if traits.gated else traits.activation,
-        exact_gelu=traits.exact_gelu,
-        tie_word_embeddings=core_is_tied(facts),
         has_qkv_bias=facts.has(_QKV.format(layer=0) + "bias"),
         has_attention_dense_bias=facts.has(
             "model.decoder.layers.0.self_attention.linear_proj.bias"
@@ -129,8 +120,6 @@ def core_config(facts: Facts) -> DenseConfig:
         **_core_windows(traits),
         rotary_layers=_layers(traits, "no_rope_freq"),
         **rotary_fields(_core_rotary(traits), traits.size_per_head),
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
     )
 
 
@@ -187,26 +176,17 @@ def core_sources(
     return completed(table, layout, facts, lacks=lambda _: False, is_one_plus=one_plus)
 
 
-def _core_mapping(source_format: str, title: str) -> SourceMapping:
-    return SourceMapping(
-        name=f"{source_format}-core-dense",
-        title=title,
+DENSE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
+    dataclasses.replace(
+        gpt,
+        name=f"{gpt.format}-core-dense",
+        title=gpt.title.replace("GPT", "Llama-style decoder"),
         family=DENSE,
-        format=source_format,
         matches=_is_core_dense,
         config=core_config,
         weights=lambda facts, _: core_sources(facts, core_names(facts)),
         unsupported=core_reasons,
-        ignored=("*._extra_state", "*rotary_pos_emb.inv_freq"),
-        copies=lambda _, config: (CORE_HEAD,) if config.tie_word_embeddings else (),
-        prefix="model.",
-        warnings=assumed_tokens_warning,
+        accepts=(),
     )
-
-
-DENSE_CORE_MAPPINGS: tuple[SourceMapping, ...] = (
-    _core_mapping("nemo", "NeMo Llama-style decoder in megatron-core layout"),
-    _core_mapping("megatron", "Megatron-LM Llama-style decoder in megatron-core layout"),
-    _core_mapping("nemo2", "NeMo 2 Llama-style decoder"),
-    _core_mapping("bridge", "Megatron Bridge Llama-style decoder"),
+    for gpt in GPT_CORE_MAPPINGS
 )

@@ -113,7 +113,7 @@ def _core_mapping(source_format: str, title: str) -> SourceMapping:
         config=_core_config,
         weights=_core_weights,
         unsupported=_core_reasons,
-        ignored=("*._extra_state", "*.rotary_pos_emb.inv_freq"),
+        ignored=("*._extra_state", "*rotary_pos_emb.inv_freq"),
         copies=lambda _, config: (CORE_HEAD,) if config.tie_word_embeddings else (),
         prefix="model.",
         accepts=("prompt",),

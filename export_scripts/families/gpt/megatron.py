@@ -34,32 +34,42 @@ _ROOTS = {"nemo": "model.language_model.", "megatron": "language_model."}
 _QKV_ORDER = {0: "knd", 1: "ndk", 2: "nkd", 3: "nkd"}
 
 
+def common_fields(
+    facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: bool
+) -> dict[str, Any]:
+    """Return what the configs of all Megatron-style decoders have.
+
+    Raises:
+        ValueError: The special tokens are unknown.
+    """
+    start_id, end_id = start_and_end(facts)
+    names = ("head_num", "size_per_head", "inter_size", "num_layer", "exact_gelu")
+    return {
+        **{name: getattr(traits, name) for name in names},
+        "max_pos_seq_len": traits.max_positions,
+        "vocab_size": vocab_size,
+        "start_id": start_id,
+        "end_id": end_id,
+        "layernorm_eps": traits.norm_eps,
+        "tie_word_embeddings": tied,
+        "weight_data_type": facts.weight_data_type,
+        "tensor_para_size": facts.tp_size,
+    }
+
+
 def gpt_config(facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: bool) -> GPTConfig:
     """Return the config of a Megatron-style GPT that passed `unsupported`.
 
     Raises:
         ValueError: The special tokens are unknown, or an added archive contradicts itself.
     """
-    start_id, end_id = start_and_end(facts)
     adapter_size = int(traits.source.get("project_size") or 0)
     return GPTConfig(
         model_name="gpt",
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
-        head_num=traits.head_num,
-        size_per_head=traits.size_per_head,
-        inter_size=traits.inter_size,
-        num_layer=traits.num_layer,
-        max_pos_seq_len=traits.max_positions,
-        vocab_size=vocab_size,
-        start_id=start_id,
-        end_id=end_id,
-        layernorm_eps=traits.norm_eps,
+        **common_fields(facts, traits, vocab_size=vocab_size, tied=tied),
         activation_type=_ACTIVATIONS[traits.activation],
-        exact_gelu=traits.exact_gelu,
         has_adapters=adapter_size > 0,
         adapter_inter_size=adapter_size,
-        tie_word_embeddings=tied,
         **prompt_fields(facts, start_id=vocab_size),
     )
 

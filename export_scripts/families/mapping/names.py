@@ -153,11 +153,11 @@ def completed(
         is_one_plus: Whether scales are stored as their distance from 1.
     """
     shapes = {spec.name: spec.shape for spec in layout}
-    index = {"layer": 0, "encoder_layer": 0, "decoder_layer": 0, "task": ""}
+    first = {"layer": 0, "encoder_layer": 0, "decoder_layer": 0}
     out = dict(table)
     for name, source in table.items():
-        key = source.reads[0][0].format(**index)
-        if name.endswith(".bias") and lacks(name) and not facts.has(key):
+        is_absent = name.endswith(".bias") and lacks(name)
+        if is_absent and not facts.has(source.reads[0][0].format(**first)):
             out[name] = Constant(shapes[name])
         elif is_one_plus and name.endswith("norm.weight"):
             out[name] = Adjusted(source, lambda part, _: part + 1)
