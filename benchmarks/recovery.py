@@ -35,8 +35,8 @@ FAULTS = (
     ("rank 1 stopped", ("inference.ranks.worker", "--rank"), 19),
     ("front killed", ("-m inference.front",), 9),
     ("front stopped", ("-m inference.front",), 19),
-    ("supervisor killed", ("supervisor.py",), 9),
-    ("supervisor stopped", ("supervisor.py",), 19),
+    ("supervisor killed", ("server.supervisor",), 9),
+    ("supervisor stopped", ("server.supervisor",), 19),
 )
 _POLL_S = 0.02
 _LIMIT_S = 120.0
@@ -65,7 +65,7 @@ def process(root: int, words: tuple[str, ...]) -> int:
     for pid in descendants(root):
         with contextlib.suppress(OSError):
             line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            is_wanted = ("supervisor.py" in line) == ("supervisor.py" in words)
+            is_wanted = ("server.supervisor" in line) == ("server.supervisor" in words)
             if is_wanted and all(word in line for word in words):
                 return pid
     raise RuntimeError(f"no process of {' '.join(words)}")

@@ -1,14 +1,25 @@
-"""End of this process together with its parent."""
+"""A process and the one that started it: their end, and that of what they leave behind."""
 
 from __future__ import annotations
 
 import ctypes
 import signal
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when the thread that started it ends."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    _prctl(_PR_SET_PDEATHSIG, by)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose own parents end."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

@@ -9,7 +9,6 @@ import os
 import signal
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
@@ -164,7 +163,7 @@ class ServedProcess:
         words = [str(other.fileno()), reports, segments, *command]
         with other, self.log_path.open("ab") as log:  # to which others may append
             self._process = subprocess.Popen(
-                [sys.executable, "-I", supervisor.__file__, *words],
+                [*supervisor.PROGRAM, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -26,6 +26,7 @@ from inference.server.options import (
     server_options,
 )
 from inference.server.process import ServedProcess, ask_locally
+from inference.server.segments import user_prefix
 from inference.server.server_log import (
     CRASH_SIGNALS,
     ServerLog,
@@ -90,7 +91,7 @@ class TritonServer(ServedProcess):
         self._admin: Admin | None = None
         self._health: Health | None = None
         # Prefix of the server's segments in /dev/shm, by which those of a killed server are found.
-        self._shm_prefix = f"{supervisor.user_prefix()}{secrets.token_hex(8)}-"
+        self._shm_prefix = f"{user_prefix()}{secrets.token_hex(8)}-"
         self._sockets: ServerSockets | None = None
         self._front: FrontProcess | None = None
         self._has_successor = False

@@ -1,23 +1,20 @@
 """Supervisor of one server: it ends the server with its owner, or when a part of it is lost.
 
-A small process, standard library only: `supervisor.py LINK_FD REPORTS SHM_PREFIX COMMAND...`. The
-owner holds the other end of the link. When that closes, or the command ends, every descendant of
-the command is stopped, and the shared memory whose names begin with the prefix is removed. The
-owner sends END or SIGTERM to ask the command to end by itself, KILL to end it at once. READY states
-that the server is ready: from then on the supervisor ends it if the process of a model is gone or
-one of its processes stays stopped, neither of which Triton notices. It sends the owner the reason:
-that of the model, which has reported it at the socket REPORTS, or what it has seen itself.
+A small process: PROGRAM, with the arguments LINK_FD REPORTS SHM_PREFIX COMMAND... The owner holds
+the other end of the link. When that closes, or the command ends, every descendant of the command is
+stopped, and the shared memory whose names begin with the prefix is removed. The owner sends END, or
+SIGTERM, to ask the command to end by itself, KILL to end it at once. READY states that the server
+is ready: from then on the supervisor ends it if the process of a model is gone or one of its
+processes stays stopped, neither of which Triton notices. It sends the owner the reason: that of the
+model, which has reported it at the socket REPORTS, or what it has seen itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -26,32 +23,26 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from inference.parent_process import adopt_orphans, end_with_parent
+from inference.server.segments import close_segments, shared_memory_of
+
+# Of this checkout, whatever the folder and the variables of the owner.
+PROGRAM = (
+    *(sys.executable, "-I", "-c"),
+    f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); "
+    "from inference.server.supervisor import main; sys.exit(main(sys.argv[1:]))",
+)
 READY, END, KILL = b"ready", b"end", b"kill"  # from the owner
 OWNER_LOST_GRACE_S = 5.0  # between SIGTERM and SIGKILL once the owner is gone
 LEFTOVER_GRACE_S = 2.0  # for processes that an orderly end of the command left behind
 STOPPED_LIMIT_S = 3.0  # how long a process may stay stopped by SIGSTOP
-SHM_FOLDER = Path("/dev/shm")
 _POLL_S = 0.05
 _LOOK_S = 0.25  # between looks at the known processes
 _SCAN_S = 2.0  # between searches for new ones, which read all of /proc
 _SCAN_WHILE_LOADING_S = 0.5
 _STUB = "triton_python_backend_stub"  # the program of a model's process
-_LOCK_SUFFIX = ".lock"
 _LONGEST_REPORT = 64 * 1024
 _TICKS = os.sysconf("SC_CLK_TCK")
-
-# linux/prctl.h
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
-
-
-def _die_with_parent() -> None:
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -222,81 +213,6 @@ def _how_ended(wait_status: int) -> str:
     return f"was ended by {signal.Signals(number).name}{hint}"
 
 
-@contextlib.contextmanager
-def shared_memory_of(prefix: str) -> Iterator[None]:
-    """Hold a prefix of names in /dev/shm, and remove the segments with it at the end.
-
-    A locked file marks the prefix as in use; the lock ends with the process. Segments that killed
-    servers of this user left behind are removed first.
-    """
-    if not prefix or not SHM_FOLDER.is_dir():
-        yield
-        return
-    path = SHM_FOLDER / f"{prefix}{_LOCK_SUFFIX}"
-    held = _locked_file(path)
-    try:
-        remove_stale_segments()
-        yield
-    finally:
-        _remove_segments(prefix)
-        path.unlink(missing_ok=True)
-        os.close(held)
-
-
-def _locked_file(path: Path) -> int:
-    while True:
-        held = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(held), path.stat()):
-                return held
-        os.close(held)  # another supervisor took it for a stale one before it was locked
-
-
-def remove_stale_segments() -> None:
-    """Remove the shared memory of this user's servers that have ended without doing so."""
-    for path in SHM_FOLDER.glob(f"{user_prefix()}*{_LOCK_SUFFIX}"):
-        with contextlib.suppress(OSError):
-            held = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if os.fstat(held).st_uid != os.getuid():
-                    continue
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove_segments(path.name.removesuffix(_LOCK_SUFFIX))
-                path.unlink(missing_ok=True)
-            finally:
-                os.close(held)
-
-
-def user_prefix() -> str:
-    """Return the prefix of the names of this user's segments."""
-    return f"slipway-{os.getuid()}-"
-
-
-def close_segments(prefix: str) -> None:
-    """Keep other users out of the segments whose names begin with a prefix.
-
-    The Python backend makes them readable for everybody, whatever the umask, and all requests and
-    answers pass through them.
-    """
-    for path in SHM_FOLDER.glob(f"{prefix}*") if prefix else ():
-        with contextlib.suppress(OSError):
-            state = path.lstat()
-            if (
-                stat.S_ISREG(state.st_mode)
-                and state.st_uid == os.getuid()
-                and state.st_mode & 0o077
-            ):
-                path.chmod(0o600)
-
-
-def _remove_segments(prefix: str) -> None:
-    for path in SHM_FOLDER.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):
-            if path.suffix != _LOCK_SUFFIX and path.lstat().st_uid == os.getuid():
-                path.unlink()
-
-
 def _signal_descendants(number: int) -> None:
     for pid in descendants(os.getpid()):
         with contextlib.suppress(ProcessLookupError):
@@ -335,7 +251,7 @@ class _Run:
         if reports:
             self._reports.bind(reports)
         self._kill_at: float | None = None
-        self._child = subprocess.Popen(command, preexec_fn=_die_with_parent)
+        self._child = subprocess.Popen(command, preexec_fn=end_with_parent)
         self._watch: ServerWatch | None = ServerWatch(self._child.pid)
         signal.signal(signal.SIGTERM, lambda *_: self._end(self._child.terminate))
 
@@ -386,7 +302,7 @@ class _Run:
 def main(argv: list[str]) -> int:
     """Run a command for the owner of a link; return its status, 128 + n for signal n."""
     owner, reports, prefix, command = Connection(int(argv[0])), argv[1], argv[2], argv[3:]
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with shared_memory_of(prefix):
         status = -signal.SIGKILL
@@ -396,7 +312,3 @@ def main(argv: list[str]) -> int:
             # Processes whose server was killed have nothing to save.
             _stop_leftovers(LEFTOVER_GRACE_S if status != -signal.SIGKILL else 0.0)
     return status if status >= 0 else 128 - status
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -117,7 +117,7 @@ def test_new_server_takes_over_without_being_missed(tmp_path: Path) -> None:
         return [
             pid
             for pid, line in found
-            if all(word in line for word in wanted) and "supervisor.py" not in line
+            if all(word in line for word in wanted) and "server.supervisor" not in line
         ]
 
     streaming = ("export.triton_deployment.decoupled=true", "stages=[export,deploy]")

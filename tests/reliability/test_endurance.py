@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from tritonclient.grpc import service_pb2
 
-from inference.server import supervisor
 from inference.server.client import TritonClient
+from inference.server.segments import SHM_FOLDER
 from inference.server.server import TritonServer
 from tests.integration.triton_process import DOUBLE, add_model, new_server, processes
 
@@ -58,7 +58,7 @@ def resident_bytes(server: TritonServer) -> int:
 
 
 def segment_bytes(server: TritonServer) -> int:
-    segments = supervisor.SHM_FOLDER.glob(f"{server._shm_prefix}*")
+    segments = SHM_FOLDER.glob(f"{server._shm_prefix}*")
     return sum(path.stat().st_size for path in segments)
 
 

@@ -29,6 +29,7 @@ from tritonclient.utils import InferenceServerException
 from inference.server import front, supervisor
 from inference.server.client import TritonClient
 from inference.server.health import Health, front_target
+from inference.server.segments import SHM_FOLDER, shared_memory_of, user_prefix
 from inference.server.server import TritonServer
 from tests.conftest import ROOT
 from tests.integration.triton_process import DOUBLE, add_model, new_server, processes
@@ -144,7 +145,7 @@ def process_of(server: TritonServer, model: str) -> int:
 
 
 def segments(server: TritonServer) -> list[Path]:
-    return list(supervisor.SHM_FOLDER.glob(f"{server._shm_prefix}*"))
+    return list(SHM_FOLDER.glob(f"{server._shm_prefix}*"))
 
 
 @pytest.mark.parametrize("model", ["deferred", "double"])
@@ -329,14 +330,14 @@ def test_segments_of_a_killed_server_are_removed_by_the_next_start(tmp_path: Pat
     until(lambda: server.poll() is not None, "the end of the server")
     left = segments(server)
     assert len(left) > 1
-    other = supervisor.SHM_FOLDER / f"slipway-{os.getuid() + 1}-of-another-user.lock"
+    other = SHM_FOLDER / f"slipway-{os.getuid() + 1}-of-another-user.lock"
     other.touch()
     try:
         with new_server(repository, tmp_path) as alive:
             alive.start(timeout_s=START_S)
             assert not [path for path in left if path.exists()]
             # A third start leaves what a live server and another user own.
-            with supervisor.shared_memory_of(f"{supervisor.user_prefix()}third-"):
+            with shared_memory_of(f"{user_prefix()}third-"):
                 assert len(segments(alive)) > 1
             assert infer(alive, "double", 1) == 200
             assert other.exists()

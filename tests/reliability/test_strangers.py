@@ -36,8 +36,8 @@ from inference.front.access import Access
 from inference.front.credentials import Credentials
 from inference.front.rules import SHARED_MEMORY_PREFIX
 from inference.ports import FREE_PORTS
-from inference.server import supervisor
 from inference.server.client import TritonClient
+from inference.server.segments import SHM_FOLDER
 from inference.server.server import TritonServer
 from tests.integration.triton_process import DOUBLE, add_model, processes
 from tests.waiting import until
@@ -602,7 +602,7 @@ def test_connections_that_never_send_a_whole_request_keep_nobody_out(
 
 
 def test_other_users_cannot_read_the_servers_memory(server: TritonServer) -> None:
-    segments = list(supervisor.SHM_FOLDER.glob(f"{server._shm_prefix}*"))
+    segments = list(SHM_FOLDER.glob(f"{server._shm_prefix}*"))
     assert len(segments) > 1
     assert not [path for path in segments if stat.S_IMODE(path.stat().st_mode) & 0o077]
 
@@ -819,7 +819,7 @@ def test_clients_share_memory_of_their_own_alone(guarded: tuple[TritonServer, Pa
     server, folder = guarded
     own = f"{SHARED_MEMORY_PREFIX}{os.getpid()}"
     Path(f"/dev/shm{own}").write_bytes(bytes(4096))
-    internal = [path.name for path in supervisor.SHM_FOLDER.glob(f"{server._shm_prefix}*")]
+    internal = [path.name for path in SHM_FOLDER.glob(f"{server._shm_prefix}*")]
     try:
         options = [("grpc.ssl_target_name_override", "localhost")]
         trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())

@@ -36,7 +36,7 @@ def _run(
     number = os.dup(other.fileno()) if number is None else os.dup2(other.fileno(), number)
     other.close()
     process = subprocess.Popen(
-        [sys.executable, supervisor.__file__, str(number), reports, "", *command],
+        [*supervisor.PROGRAM, str(number), reports, "", *command],
         pass_fds=[number],
         start_new_session=True,
     )

@@ -1,0 +1,88 @@
+"""Shared memory of a server: segments whose names have a prefix of its own, gone with it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+SHM_FOLDER = Path("/dev/shm")
+_LOCK_SUFFIX = ".lock"
+
+
+@contextlib.contextmanager
+def shared_memory_of(prefix: str) -> Iterator[None]:
+    """Hold a prefix of names in /dev/shm, and remove the segments with it at the end.
+
+    A locked file marks the prefix as in use; the lock ends with the process. Segments that killed
+    servers of this user left behind are removed first.
+    """
+    if not prefix or not SHM_FOLDER.is_dir():
+        yield
+        return
+    path = SHM_FOLDER / f"{prefix}{_LOCK_SUFFIX}"
+    held = _locked_file(path)
+    try:
+        remove_stale_segments()
+        yield
+    finally:
+        _remove_segments(prefix)
+        path.unlink(missing_ok=True)
+        os.close(held)
+
+
+def _locked_file(path: Path) -> int:
+    while True:
+        held = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(held), path.stat()):
+                return held
+        os.close(held)  # another supervisor took it for a stale one before it was locked
+
+
+def remove_stale_segments() -> None:
+    """Remove the shared memory of this user's servers that have ended without doing so."""
+    for path in SHM_FOLDER.glob(f"{user_prefix()}*{_LOCK_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            held = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if os.fstat(held).st_uid != os.getuid():
+                    continue
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_segments(path.name.removesuffix(_LOCK_SUFFIX))
+                path.unlink(missing_ok=True)
+            finally:
+                os.close(held)
+
+
+def user_prefix() -> str:
+    """Return the prefix of the names of this user's segments."""
+    return f"slipway-{os.getuid()}-"
+
+
+def close_segments(prefix: str) -> None:
+    """Keep other users out of the segments whose names begin with a prefix.
+
+    The Python backend makes them readable for everybody, whatever the umask, and all requests and
+    answers pass through them.
+    """
+    for path in SHM_FOLDER.glob(f"{prefix}*") if prefix else ():
+        with contextlib.suppress(OSError):
+            state = path.lstat()
+            if (
+                stat.S_ISREG(state.st_mode)
+                and state.st_uid == os.getuid()
+                and state.st_mode & 0o077
+            ):
+                path.chmod(0o600)
+
+
+def _remove_segments(prefix: str) -> None:
+    for path in SHM_FOLDER.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            if path.suffix != _LOCK_SUFFIX and path.lstat().st_uid == os.getuid():
+                path.unlink()
