@@ -38,7 +38,7 @@ PORT_KEYS = {
 PYTORCH, FASTERTRANSFORMER = "pytorch", "fastertransformer"
 VLLM, OPENAI = "vllm", "openai"  # other engines, which serve Hugging Face folders
 TRITON, PYTRITON = "triton", "pytriton"
-NEMO, NEMO_MODEL = "nemo", "GPT"  # an interface of PyTriton, and what its clients ask for
+NEMO = "nemo"  # an interface of PyTriton
 STORE_SCHEME = "s3://"
 
 

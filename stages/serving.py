@@ -16,7 +16,6 @@ from stages.base import StageError
 from stages.deploy_config import (
     FASTERTRANSFORMER,
     NEMO,
-    NEMO_MODEL,
     PORT_KEYS,
     PYTRITON,
     VLLM,
@@ -187,14 +186,14 @@ def _server(
     put_aside(log_path)
     source = config.source
     if config.server == PYTRITON:
-        from inference.pytriton.repository import write_text_repository
+        from inference.pytriton.repository import NEMO_NAME, write_text_repository
 
         repository = folder / "pytriton"
         shutil.rmtree(repository, ignore_errors=True)
         write_text_repository(
             repository,
             config.weights_dir,
-            name=NEMO_MODEL if config.interface == NEMO else config.model_name,
+            name=NEMO_NAME if config.interface == NEMO else config.model_name,
             interface=config.interface,
             tp_size=config.tp_size,
             pp_size=config.pp_size,

@@ -83,11 +83,6 @@ class ServedProcess:
         """Return the exit status (128 + n after signal n), or None while the server runs."""
         return self._process.poll() if self._process else None
 
-    def wait(self) -> int:
-        """Block until the server ends and return its exit status."""
-        assert self._process is not None, "the server was not started"
-        return self._process.wait()
-
     def can_have_a_successor(self) -> bool:
         """Return whether another server can take its place without a gap."""
         return False
