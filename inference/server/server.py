@@ -137,7 +137,7 @@ class TritonServer(ServedProcess):
         self,
         *,
         timeout_s: float,
-        progress: Callable[[str], None] | None = None,
+        progress: Callable[[str], None] = lambda _: None,
         check: Callable[[], None] = lambda: None,
         crash_retries: int = 1,
     ) -> None:
@@ -159,7 +159,7 @@ class TritonServer(ServedProcess):
         for attempts_left in (2, 1, 0):
             log = self._launch()
             try:
-                self._await_ready(log, deadline, timeout_s, progress or _silent, check)
+                self._await_ready(log, deadline, timeout_s, progress, check)
             except BaseException as error:
                 self.stop(drain_s=0)
                 if not (isinstance(error, ServerStartError) and attempts_left):
@@ -470,7 +470,3 @@ class TritonServer(ServedProcess):
         while front.serves(sockets.folder) and time.monotonic() < deadline:
             if self._ended_within(_POLL_S):
                 return
-
-
-def _silent(_: str) -> None:
-    """Report nothing."""
