@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from export_scripts.values import shown
 from launcher_scripts.configuration.diagnosis import files_of_group
 from launcher_scripts.configuration.schema import GROUPS, keys
 from launcher_scripts.configuration.settings import PROGRAM
@@ -68,8 +69,7 @@ def _keys() -> str:
             lines.append(f"  {group}." if group else "  (root)")
         text = key.text
         if key.choices:
-            shown = dict.fromkeys(str(each).lower() for each in key.choices)
-            text += f" [{', '.join(shown)}]"
+            text += f" [{', '.join(map(shown, key.choices))}]"
         wrapped = textwrap.wrap(text, 62)
         lines.append(f"    {leaf:<30}{wrapped[0]}")
         lines += [" " * 34 + line for line in wrapped[1:]]

@@ -130,7 +130,8 @@ def check_bounds(bounds: Mapping[str, Bound], *, known: Sequence[str]) -> list[s
         if name not in known:
             measured = ", ".join(known) or "none"
             problems.append(
-                f"{key} bounds a metric that is not measured; metrics of this run: {measured}."
+                f"{key} bounds a metric that is not measured{did_you_mean(name, known)}; metrics "
+                f"of this run: {measured}."
             )
         if bound.min is None and bound.max is None and not bound.is_relative:
             problems.append(f"{key} has no bound; set min, max, paired, margin or sigmas.")

@@ -145,7 +145,7 @@ def secret_problem(path: Path) -> str | None:
         with path.open("rb"):
             mode = path.stat().st_mode
     except OSError as error:
-        return f"cannot be read: {error.strerror}."
+        return f"cannot be read: {error.strerror}; give a file of yours, of mode 600."
     if not stat.S_ISREG(mode):
         return "is not a file."
     if mode & 0o077:

@@ -15,12 +15,15 @@ from hydra.errors import HydraException
 
 from export_scripts.suggest import did_you_mean
 from export_scripts.values import keys_of
-from launcher_scripts.configuration.cluster_section import CLUSTERS, ClusterSection
+from launcher_scripts.configuration.cluster_section import (
+    CLUSTER_ALIASES,
+    CLUSTERS,
+    ClusterSection,
+)
 from launcher_scripts.configuration.diagnosis import likely_key
 from launcher_scripts.configuration.nemo_root import CONFIG_NAME, has_groups
 
 SHELL_COMPLETION = "--shell-completion"
-CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm", "k8s": "kubernetes"}
 _CLUSTER_KEYS = {key.name for key in keys_of(ClusterSection)}
 _FREE_NAMES = (
     "env_vars.",

@@ -10,6 +10,7 @@ from typing import Any
 from export_scripts.values import option
 
 CLUSTERS = ("local", "bcm", "bcp", "kubernetes")
+CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm", "k8s": "kubernetes"}
 
 
 @dataclass

@@ -105,7 +105,8 @@ def compose_config(
     register()
     path = config_dir / f"{config_name.removesuffix('.yaml')}.yaml"
     if not path.is_file():
-        return Composition(None, problems=(f"configuration {path} does not exist.",))
+        text = f"configuration {path} does not exist; correct --config-path or --config-name."
+        return Composition(None, problems=(text,))
     try:
         root = read_root(config_dir, config_name)
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from export_scripts.suggest import closest, did_you_mean
 from export_scripts.values import Key, shortened
+from launcher_scripts.configuration.cluster_section import CLUSTER_ALIASES
 from launcher_scripts.configuration.schema import GROUPS, keys
 from launcher_scripts.configuration.settings import CONFIG_DIR
 from stages import STAGES
@@ -118,13 +119,16 @@ def likely_key(word: str) -> str:
 
 def _unknown_choice(group: str, value: str) -> str:
     known = files_of_group(group)
+    aliases = CLUSTER_ALIASES if group == "cluster" else ()
     return (
-        f"{group}={value}: unknown configuration{did_you_mean(value, known)}; "
+        f"{group}={value}: unknown configuration{did_you_mean(value, [*known, *aliases])}; "
         f"use one of {', '.join(known)}."
     )
 
 
 def _unknown_key(override: str, key: str) -> str:
+    if not key:
+        return f"{override!r} has no key; write key=value, without spaces around the =."
     if key in _SECTIONS:
         inside = sorted(name for name in KEYS if name.startswith(f"{key}."))
         return f"{override}: {key} is a section; set one of its keys: {', '.join(inside)}."

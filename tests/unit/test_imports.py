@@ -220,6 +220,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.files",
         "export_scripts.ft",
         "export_scripts.numeric",
+        "export_scripts.suggest",
         "export_scripts.values",
         "inference.backend",
         "inference.evaluation",

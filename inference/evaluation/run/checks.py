@@ -9,6 +9,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
+from export_scripts.suggest import did_you_mean
 from export_scripts.values import keys_of
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.gate import detectable
@@ -32,8 +33,8 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     The messages use the configuration's names (`evaluate.concurrency`).
     """
     problems = [
-        f"unknown task {name!r} in evaluate.tasks; known tasks: {', '.join(sorted(TASKS))}, and "
-        f"{PREFIX}<any task of lm-evaluation-harness>."
+        f"evaluate.tasks names {name!r}, which is not a task{did_you_mean(name, TASKS)}; known "
+        f"tasks: {', '.join(sorted(TASKS))}, and {PREFIX}<any task of lm-evaluation-harness>."
         for name in options.tasks
         if task_entry(name) is None
     ]

@@ -428,6 +428,7 @@ def test_help_fits_on_a_screen_and_help_all_has_every_key() -> None:
     shown = "\n".join(long[len(short) :])
     leaves = {key.name.rpartition(".")[2] for key in keys()}
     assert [leaf for leaf in leaves if not re.search(rf"^    {leaf}\b", shown, re.MULTILINE)] == []
+    assert "[ClusterIP, NodePort, LoadBalancer]" in shown  # as they are written
 
 
 def test_the_version_is_the_projects_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,6 +174,7 @@ def test_section_as_value_lists_its_keys() -> None:
         ("dry-run", "'dry-run' is not of the form key=value (did you mean dry_run=<value>?)."),
         ("convert", "'convert' is a stage; write 'stages=[convert]'."),
         ("zzz", "'zzz' is not of the form key=value."),
+        ("=", "'=' has no key; write key=value, without spaces around the =."),
     ],
 )
 def test_word_without_a_value_is_answered_with_the_remedy(word: str, reported: str) -> None:
@@ -194,6 +195,7 @@ def test_unknown_key_with_a_plus_is_refused_too() -> None:
         ("~env_vars.NCCL_DEBUG", "the entry does not exist"),
         ("export=null", "export=null: unknown configuration"),
         ("cluster=null", "cluster=null: unknown configuration"),
+        ("cluster=slrum", "cluster=slrum: unknown configuration (did you mean slurm?); use one of"),
         ("cluster.setup=null", "expected a list such as [a,b]; [] is one without entries"),
         ("stages=[convert", "'stages=[convert' cannot be read as key=value"),
         ("stages=[[convert]]", "stages=[['convert']]: expected a list of single values"),

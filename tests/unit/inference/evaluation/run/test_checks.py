@@ -41,7 +41,9 @@ def test_the_defaults_are_sound():
 
 def test_an_unknown_task_is_answered_with_the_known_ones():
     (reported,) = problems(tasks=("lambda",))
-    assert reported.startswith("unknown task 'lambda' in evaluate.tasks; known tasks: ")
+    assert reported.startswith(
+        "evaluate.tasks names 'lambda', which is not a task (did you mean lambada?); known tasks: "
+    )
     assert "lambada" in reported
 
 
