@@ -6,17 +6,17 @@ import operator
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from export_scripts.files.disk import full_disk
 from launcher_scripts import job_folder
 from launcher_scripts.actions import note_last_run
 from launcher_scripts.configuration.checks import problems_of_settings
+from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.schema import Config, keys
 from launcher_scripts.configuration.settings import (
     CHECKOUT,
@@ -41,12 +41,16 @@ from stages.deploy_config import PYTORCH
 class Invocation:
     """One command line with its configuration, from the plan to the exit status."""
 
-    config: Config
-    resolved: Mapping[str, Any]
+    composition: Composition
     words: Sequence[str]
     console: Console
     label: str = ""
-    notes: Sequence[str] = ()
+
+    @property
+    def config(self) -> Config:
+        """The configuration, without which there is nothing to run."""
+        assert self.composition.config is not None
+        return self.composition.config
 
     def prepare(self, problems: list[str]) -> Run | None:
         """Return the jobs to run; add the problems found to `problems`."""
@@ -68,17 +72,18 @@ class Invocation:
             return None
         finished = [f"{each.name}: {each.reason}" for each in plan.stages if not each.runs]
         for note in (
-            *self.notes,
+            *self.composition.notes,
             *plan.notes,
             *launcher.notes(stages),
             *_ignored(config),
             *finished,
         ):
             self.console.say(f"{self.label}: {note}" if self.label else note)
-        whole = job_folder.repeatable(self.resolved)
+        resolved = self.composition.resolved
+        whole = job_folder.repeatable(resolved)
         jobs = {
             each.name: job_folder.make_job(
-                each.stage, config, self.resolved, git_revision=revision, whole_config=whole
+                each.stage, config, resolved, git_revision=revision, whole_config=whole
             )
             for each in plan.to_run
         }

@@ -101,9 +101,7 @@ def _run(words: Sequence[str]) -> int:
         return EXIT_OK
     from launcher_scripts.invocation import Invocation
 
-    invocation = Invocation(
-        composition.config, composition.resolved, words, console, notes=composition.notes
-    )
+    invocation = Invocation(composition, words, console)
     run = invocation.prepare(problems)
     return _report(problems) if run is None else invocation.execute(run)
 
@@ -133,9 +131,7 @@ def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
                 found.append("--multirun runs; leave action out, or leave --multirun out.")
             if _other_replica(config):
                 return EXIT_OK
-            invocation = Invocation(
-                config, composition.resolved, words, console, each.label, composition.notes
-            )
+            invocation = Invocation(composition, words, console, each.label)
             run = invocation.prepare(found)
             invocations.append(invocation)
             outcomes.append(Outcome(each, Path(config.export.run.results_dir), run, config))

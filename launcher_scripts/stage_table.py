@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher_scripts.configuration.evaluation_config import evaluation_config
@@ -74,7 +74,7 @@ def results_dir(config: Config) -> Path:
 
 
 def build_stage(name: str, config: Config, context: Context) -> Stage:
-    """Build a stage; return it with its part of the configuration, as plain data.
+    """Return a stage with the settings of its job.
 
     Raises:
         ValueError: the time limit is malformed, or the stage does not fit on the cluster.
@@ -136,18 +136,17 @@ def _evaluate(config: Config, job: JobSettings, context: Context) -> Stage:
 
 
 def _convert_resources(config: Config, limit_min: int) -> Resources:
-    return _export_run_resources(config, limit_min, cpus=config.export.model.processes)
+    asked = _export_resources(config, limit_min)
+    return replace(
+        asked, cpus_per_task=config.export.run.cpus_per_task or config.export.model.processes
+    )
 
 
 def _export_resources(config: Config, limit_min: int) -> Resources:
-    return _export_run_resources(config, limit_min, cpus=1)
-
-
-def _export_run_resources(config: Config, limit_min: int, *, cpus: int) -> Resources:
     run = config.export.run
     return Resources(
         gpus_per_node=run.gpus_per_node,
-        cpus_per_task=run.cpus_per_task or cpus,
+        cpus_per_task=run.cpus_per_task or 1,
         mem_gb=run.mem_gb,
         time_limit_min=limit_min,
     )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
-from inference.evaluation.task import Metric
 from launcher_scripts.actions import cancel_jobs, read_job
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.schema import Config
@@ -26,6 +23,7 @@ from launcher_scripts.invocation import Invocation
 from launcher_scripts.launchers.slurm_state import cancel, jobs_below
 from launcher_scripts.run import Run
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
+from launcher_scripts.watch_ranking import Ranking, figures, report_metrics
 from launcher_scripts.watch_state import (
     EVALUATED,
     FAILED,
@@ -33,7 +31,6 @@ from launcher_scripts.watch_state import (
     PASSED_OVER,
     RUNNING,
     WAITING,
-    Figure,
     Watched,
     WatchState,
     only_watch,
@@ -42,9 +39,8 @@ from launcher_scripts.watch_state import (
 )
 from stages import record
 from stages.base import fingerprint
-from stages.progress import write_json
 
-BEST_NAME, REPORT_JSON = "best.json", "report.json"
+REPORT_JSON = "report.json"
 # Where several servers may share a node, each takes ports of its own.
 _PORTS = ("deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0")
 
@@ -75,6 +71,11 @@ class Watch:
         self._news_at = time.time()
         self._drawn: list[tuple[int, str, str]] = []
 
+    @property
+    def ranking(self) -> Ranking:
+        """The order of the checkpoints by their figures."""
+        return Ranking(self.state, self._options, self._folder)
+
     def check(self) -> list[str]:
         """Return the problems that no checkpoint can mend."""
         problems = []
@@ -103,7 +104,7 @@ class Watch:
         """
         if is_dry_run(self._config):
             self._look()
-            self._console.say(self.table())
+            self._console.say(self.ranking.table(self._console))
             return EXIT_OK
         try:
             with only_watch(self._folder):
@@ -115,45 +116,32 @@ class Watch:
 
     def _loop(self) -> int:
         self._console.say(f"watching {self._run}; state and results are in {self._folder}")
-        for each in self._in_order():
+        for each in self.state.in_order:
             if each.state == RUNNING:
                 self._continue(each)
         while True:
             self._look()
             self._follow()
             self._start()
-            self.keep_the_best()
+            self.ranking.keep_the_best()
             write_state(self._folder, self.state)
             self._draw()
             if self._has_ended():
-                self._console.say(self.table())
+                self._console.say(self.ranking.table(self._console))
                 failed = any(each.state == FAILED for each in self.state.watched.values())
                 return EXIT_FAILED if failed else EXIT_OK
             time.sleep(self._options.poll_s)
 
     def _draw(self) -> None:
         """Draw the page again where a checkpoint's state has changed."""
-        known = [(each.step, each.state, each.problem) for each in self._in_order()]
+        known = [(each.step, each.state, each.problem) for each in self.state.in_order]
         if known != self._drawn:
             from launcher_scripts.watch_page import PAGE_NAME, watch_page
 
-            evaluated = [each for each in self._in_order() if each.metrics]
-            metrics = {each.step: _metrics(Path(each.report)) for each in evaluated}
+            evaluated = [each for each in self.state.in_order if each.metrics]
+            metrics = {each.step: report_metrics(each) for each in evaluated}
             replace_file(self._folder / PAGE_NAME, watch_page(self.state, metrics))
             self._drawn = known
-
-    def table(self) -> str:
-        """Return what is known of every checkpoint, as a table."""
-        rows = [
-            (
-                str(each.step),
-                each.state + (", best" if each.step == self.state.best else ""),
-                self._shown(each),
-                each.verdict or each.problem or "-",
-            )
-            for each in self._in_order()
-        ]
-        return self._console.table(("step", "state", self._metric() or "metric", ""), rows)
 
     # What training has written.
 
@@ -164,13 +152,13 @@ class Watch:
         for step, checkpoint in found.items():
             each = self.state.watched.get(step)
             if each is None:
-                each = Watched(step, str(checkpoint.path), checkpoint.name, since=now)
+                each = Watched(step, str(checkpoint.path), checkpoint.name)
                 self.state.watched[step] = each
                 self._news_at = now
                 self._console.say(f"step {step}: found {checkpoint.label}")
             if each.state == WAITING:
                 self._look_at(each, checkpoint, now)
-        for each in self._in_order():
+        for each in self.state.in_order:
             if each.state == WAITING and each.step not in found:
                 self._end(each, GONE, "it was deleted before it was read")
 
@@ -195,7 +183,7 @@ class Watch:
     # Pipelines.
 
     def _start(self) -> None:
-        for each in self._in_order():
+        for each in self.state.in_order:
             running = sum(one.state == RUNNING for one in self.state.watched.values())
             if running >= self._options.parallel:
                 return
@@ -216,27 +204,17 @@ class Watch:
         if each.name is not None:
             overrides.append(f"export.model.checkpoint_name={_quoted(each.name)}")
         composition = self._compose(overrides)
+        invocation = Invocation(composition, overrides, self._console, f"step {each.step}")
         problems = list(composition.problems)
-        run = None
-        if composition.config is not None:
-            invocation = Invocation(
-                composition.config,
-                composition.resolved,
-                overrides,
-                self._console,
-                f"step {each.step}",
-                composition.notes,
-            )
-            run = invocation.prepare(problems)
+        run = None if composition.config is None else invocation.prepare(problems)
         if run is None:
             self._refused(each, problems)
             return
         each.state, each.results_dir = RUNNING, str(results)
         each.attempts += 1
         each.jobs = list(run.jobs)
-        assert composition.config is not None
-        each.report = str(Path(composition.config.evaluate.output_dir) / REPORT_JSON)
-        model_dir = Path(composition.config.export.triton_deployment.triton_model_dir)
+        each.report = str(Path(invocation.config.evaluate.output_dir) / REPORT_JSON)
+        model_dir = Path(invocation.config.export.triton_deployment.triton_model_dir)
         each.repository = str(model_dir.parent) if model_dir.is_relative_to(results) else ""
         write_state(self._folder, self.state)
         invocation.begin(run)
@@ -249,7 +227,7 @@ class Watch:
             bound.is_relative for bound in bounds.values()
         ):
             return []
-        best = self.state.watched.get(-1 if self.state.best is None else self.state.best)
+        best = self.state.the_best
         path = str(results / "baseline.json") if best is None else best.report
         use = "update" if best is None else "compare"
         return [f"evaluate.baseline={use}", f"evaluate.baseline_path={_quoted(path)}"]
@@ -300,7 +278,7 @@ class Watch:
         each.state, each.attempts = WAITING, each.attempts - 1
 
     def _follow(self) -> None:
-        for each in self._in_order():
+        for each in self.state.in_order:
             if each.state == RUNNING:
                 self._follow_one(each)
 
@@ -318,11 +296,8 @@ class Watch:
             causes = [f"{one.stage}: {one.error}" for one in records.values() if one and one.error]
             self._ended(each, causes[0] if causes else "its jobs have failed")
             return
-        each.metrics = {
-            one.name: Figure(one.value, one.low, one.high, one.higher_is_better)
-            for one in _metrics(Path(each.report))
-        }
-        self.judge(each, is_sound=not breaches)
+        each.metrics = figures(each)
+        self.ranking.judge(each, is_sound=not breaches)
         self._end(each, EVALUATED, breaches)
 
     def _ended(self, each: Watched, problem: str) -> None:
@@ -341,52 +316,8 @@ class Watch:
     def _end(self, each: Watched, state: str, problem: str) -> None:
         each.state, each.problem = state, problem
         self._news_at = time.time()
-        shown = problem or (f"{self._metric()} {self._shown(each)}" if each.metrics else "")
+        shown = problem or self.ranking.figure(each)
         self._console.say(": ".join(part for part in (f"step {each.step}", state, shown) if part))
-
-    # The best of them.
-
-    def judge(self, each: Watched, *, is_sound: bool) -> None:
-        """Compare a checkpoint with the best before it; a sound one can become the best."""
-        name = self._metric(each)
-        if name is None:
-            return
-        best = self.state.watched.get(-1 if self.state.best is None else self.state.best)
-        if best is not None:
-            each.verdict = _verdict(best, each, name)
-        if is_sound and (best is None or each.metrics[name].rank > best.metrics[name].rank):
-            self.state.best = each.step
-            write_json(self._folder / BEST_NAME, {"metric": name, **asdict(each)})
-
-    def _metric(self, each: Watched | None = None) -> str | None:
-        if self._options.metric is not None:
-            return self._options.metric
-        every = [each] if each is not None else self._in_order()
-        return next((name for one in every for name in one.metrics), None)
-
-    def keep_the_best(self) -> None:
-        """Delete the shards and repositories that this watch made, but for those of the best."""
-        name = self._metric()
-        ended = [each for each in self._in_order() if each.is_final and each.repository]
-        ranked = sorted(
-            (each for each in ended if name in each.metrics),
-            key=lambda each: each.metrics[str(name)].rank,
-        )
-        kept = ranked[-self._options.keep :] if self._options.keep else []
-        for each in ended:
-            if each not in kept:
-                shutil.rmtree(each.repository, ignore_errors=True)
-                each.repository = ""
-
-    def _shown(self, each: Watched) -> str:
-        name = self._metric()
-        if name is None or name not in each.metrics:
-            return "-"
-        found = each.metrics[name]
-        return f"{found.value:.4g} ({found.low:.4g} to {found.high:.4g})"
-
-    def _in_order(self) -> list[Watched]:
-        return [self.state.watched[step] for step in sorted(self.state.watched)]
 
     def _has_ended(self) -> bool:
         """Return whether the last step was evaluated, or nothing has happened for long enough."""
@@ -397,31 +328,6 @@ class Watch:
             return True
         idle = self._options.idle_s
         return idle is not None and time.time() - self._news_at > idle
-
-
-def _verdict(best: Watched, each: Watched, metric: str) -> str:
-    """Return in words how a checkpoint compares with the best before it, sample by sample."""
-    from inference.evaluation.report.compare import load_comparison
-
-    try:
-        compared = load_comparison(Path(best.report), Path(each.report))
-    except (OSError, ValueError) as error:
-        return f"not comparable with step {best.step}: {error}"
-    found = next((one for one in compared.metrics if one.metric == metric), None)
-    if found is None or found.low is None or found.high is None:
-        return ""
-    sign = 1 if compared.metric(metric).higher_is_better else -1
-    low, high = sorted((sign * found.low, sign * found.high))
-    word = "better than" if low > 0 else "worse than" if high < 0 else "not distinguished from"
-    return (
-        f"{word} step {best.step}: {found.difference:+.4g} ({found.low:+.4g} to {found.high:+.4g})"
-    )
-
-
-def _metrics(report: Path) -> tuple[Metric, ...]:
-    from inference.evaluation.record import read_report
-
-    return read_report(report).metrics if report.is_file() else ()
 
 
 def _size(checkpoint: TrainedCheckpoint) -> str:

@@ -39,8 +39,7 @@ class Watched:
 
     Attributes:
         path, name: as in `TrainedCheckpoint`.
-        since: when the watch first saw it, in seconds of the epoch.
-        changed: when its files last changed, as far as the watch has seen.
+        changed: when its files last changed, as far as the watch has seen, in seconds of the epoch.
         size: its files as the watch last saw them, in a form that any change alters.
         attempts: how often its pipeline was started.
         problem: what it waits for, or why it failed.
@@ -56,7 +55,6 @@ class Watched:
     path: str
     name: str | None = None
     state: str = WAITING
-    since: float = 0.0
     changed: float = 0.0
     size: str = ""
     attempts: int = 0
@@ -87,6 +85,16 @@ class WatchState:
     run: str
     watched: dict[int, Watched] = field(default_factory=dict)
     best: int | None = None
+
+    @property
+    def in_order(self) -> list[Watched]:
+        """The checkpoints in the order of their steps."""
+        return [self.watched[step] for step in sorted(self.watched)]
+
+    @property
+    def the_best(self) -> Watched | None:
+        """The best checkpoint so far."""
+        return None if self.best is None else self.watched[self.best]
 
 
 def read_state(folder: Path, run: Path) -> WatchState:
@@ -127,7 +135,7 @@ def _watched(values: dict[str, Any]) -> Watched:
 
 def write_state(folder: Path, state: WatchState) -> None:
     """Replace the state in `folder`."""
-    watched = [asdict(state.watched[step]) for step in sorted(state.watched)]
+    watched = [asdict(each) for each in state.in_order]
     write_json(folder / STATE_NAME, {"run": state.run, "best": state.best, "watched": watched})
 
 

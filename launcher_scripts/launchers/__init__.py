@@ -6,7 +6,6 @@ launcher is imported when its cluster is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,51 +15,29 @@ if TYPE_CHECKING:
 
 def make_launcher(config: Config) -> Launcher:
     """Return the launcher for `cluster_type`."""
-    return LAUNCHERS[config.cluster_type](config)
+    match config.cluster_type:
+        case "bcm":
+            from launcher_scripts.launchers.slurm import SlurmLauncher
+
+            return SlurmLauncher(config)
+        case "bcp":
+            from launcher_scripts.launchers.bcp import BcpLauncher
+
+            return BcpLauncher(config)
+        case "kubernetes":
+            from launcher_scripts.launchers.kubernetes import KubernetesLauncher
+
+            return KubernetesLauncher(config)
+        case _:
+            from launcher_scripts.launchers.local import LocalLauncher
+
+            return LocalLauncher()
 
 
 def queue_of(cluster: str) -> Queue | None:
-    """Return the queue of a cluster; None where jobs are processes of the command."""
-    find = _QUEUES.get(cluster)
-    return find() if find is not None else None
-
-
-def _local(config: Config) -> Launcher:
-    from launcher_scripts.launchers.local import LocalLauncher
-
-    del config
-    return LocalLauncher()
-
-
-def _slurm(config: Config) -> Launcher:
-    from launcher_scripts.launchers.slurm import SlurmLauncher
-
-    return SlurmLauncher(config)
-
-
-def _bcp(config: Config) -> Launcher:
-    from launcher_scripts.launchers.bcp import BcpLauncher
-
-    return BcpLauncher(config)
-
-
-def _kubernetes(config: Config) -> Launcher:
-    from launcher_scripts.launchers.kubernetes import KubernetesLauncher
-
-    return KubernetesLauncher(config)
-
-
-def _slurm_queue() -> Queue:
+    """Return the queue of a cluster whose jobs outlive the command; None for the others."""
+    if cluster != "bcm":
+        return None
     from launcher_scripts.launchers import slurm_state
 
     return slurm_state
-
-
-LAUNCHERS: dict[str, Callable[[Config], Launcher]] = {
-    "local": _local,
-    "bcm": _slurm,
-    "bcp": _bcp,
-    "kubernetes": _kubernetes,
-}
-# Only of clusters whose jobs outlive the command.
-_QUEUES: dict[str, Callable[[], Queue]] = {"bcm": _slurm_queue}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.cluster_section import CLUSTERS
-from launcher_scripts.launchers import LAUNCHERS
+from launcher_scripts.launchers import make_launcher
 
 
 @pytest.mark.parametrize(
@@ -111,4 +113,5 @@ def test_lists_that_cannot_be_read_are_not_taken_for_texts() -> None:
 
 
 def test_every_cluster_that_can_be_named_has_a_launcher() -> None:
-    assert tuple(LAUNCHERS) == CLUSTERS
+    configs: list[Any] = [SimpleNamespace(cluster_type=name) for name in CLUSTERS]
+    assert tuple(make_launcher(config).name for config in configs) == CLUSTERS

@@ -161,9 +161,15 @@ def judged(tmp_path: Path, values: list[float], *more: str, **changes: Any) -> W
         each = Watched(step, "", state="evaluated", metrics={"acc": figure})
         each.repository = str(repository)
         made.state.watched[step] = each
-        made.judge(each, is_sound=value < 0.9)
-    made.keep_the_best()
+        made.ranking.judge(each, is_sound=value < 0.9)
+    made.ranking.keep_the_best()
     return made.state
+
+
+def test_a_figure_that_no_report_has_is_named_and_ends_nothing(tmp_path: Path) -> None:
+    state = judged(tmp_path, [0.2], "watch.metric=accc")
+    assert state.watched[0].verdict == "watch.metric=accc is not one of its figures: acc"
+    assert state.best is None
 
 
 @pytest.mark.parametrize(("higher", "best"), [(True, 1), (False, 0)])

@@ -1,0 +1,116 @@
+"""The best checkpoint of a watch: by which figure, how each compares with it, what is kept."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from inference.evaluation.task import Metric
+from launcher_scripts.configuration.schema import WatchSection
+from launcher_scripts.console import Console
+from launcher_scripts.watch_state import Figure, Watched, WatchState
+from stages.progress import write_json
+
+BEST_NAME = "best.json"
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Orders the checkpoints of a watch by one figure; `folder` receives the best one's record."""
+
+    state: WatchState
+    options: WatchSection
+    folder: Path
+
+    def judge(self, each: Watched, *, is_sound: bool) -> None:
+        """Compare a checkpoint with the best before it; a sound one can become the best."""
+        name = self._metric([each])
+        if name is None or not each.metrics:
+            return
+        if name not in each.metrics:
+            each.verdict = (
+                f"watch.metric={name} is not one of its figures: {', '.join(each.metrics)}"
+            )
+            return
+        best = self.state.the_best
+        if best is not None:
+            each.verdict = _verdict(best, each, name)
+        if is_sound and (best is None or each.metrics[name].rank > best.metrics[name].rank):
+            self.state.best = each.step
+            write_json(self.folder / BEST_NAME, {"metric": name, **asdict(each)})
+
+    def keep_the_best(self) -> None:
+        """Delete the shards and repositories that this watch made, but for those of the best."""
+        name = self._metric(self.state.in_order)
+        ended = [each for each in self.state.in_order if each.is_final and each.repository]
+        ranked = sorted(
+            (each for each in ended if name in each.metrics),
+            key=lambda each: each.metrics[str(name)].rank,
+        )
+        kept = ranked[-self.options.keep :] if self.options.keep else []
+        for each in ended:
+            if each not in kept:
+                shutil.rmtree(each.repository, ignore_errors=True)
+                each.repository = ""
+
+    def table(self, console: Console) -> str:
+        """Return what is known of every checkpoint, as a table."""
+        rows = [
+            (
+                str(each.step),
+                each.state + (", best" if each.step == self.state.best else ""),
+                self._value(each),
+                each.verdict or each.problem or "-",
+            )
+            for each in self.state.in_order
+        ]
+        name = self._metric(self.state.in_order) or "metric"
+        return console.table(("step", "state", name, ""), rows)
+
+    def figure(self, each: Watched) -> str:
+        """Return the name and the value of a checkpoint's figure; empty without any figure."""
+        return f"{self._metric(self.state.in_order)} {self._value(each)}" if each.metrics else ""
+
+    def _metric(self, checkpoints: list[Watched]) -> str | None:
+        first = next((name for each in checkpoints for name in each.metrics), None)
+        return first if self.options.metric is None else self.options.metric
+
+    def _value(self, each: Watched) -> str:
+        found = each.metrics.get(str(self._metric(self.state.in_order)))
+        return f"{found.value:.4g} ({found.low:.4g} to {found.high:.4g})" if found else "-"
+
+
+def report_metrics(each: Watched) -> tuple[Metric, ...]:
+    """Return the metrics of a checkpoint's report, none where it has no report."""
+    from inference.evaluation.record import read_report
+
+    report = Path(each.report)
+    return read_report(report).metrics if report.is_file() else ()
+
+
+def figures(each: Watched) -> dict[str, Figure]:
+    """Return the figures of a checkpoint's report, by name."""
+    return {
+        one.name: Figure(one.value, one.low, one.high, one.higher_is_better)
+        for one in report_metrics(each)
+    }
+
+
+def _verdict(best: Watched, each: Watched, metric: str) -> str:
+    """Return in words how a checkpoint compares with the best before it, sample by sample."""
+    from inference.evaluation.report.compare import load_comparison
+
+    try:
+        compared = load_comparison(Path(best.report), Path(each.report))
+    except (OSError, ValueError) as error:
+        return f"not comparable with step {best.step}: {error}"
+    found = next((one for one in compared.metrics if one.metric == metric), None)
+    if found is None or found.low is None or found.high is None:
+        return ""
+    sign = 1 if compared.metric(metric).higher_is_better else -1
+    low, high = sorted((sign * found.low, sign * found.high))
+    word = "better than" if low > 0 else "worse than" if high < 0 else "not distinguished from"
+    return (
+        f"{word} step {best.step}: {found.difference:+.4g} ({found.low:+.4g} to {found.high:+.4g})"
+    )
