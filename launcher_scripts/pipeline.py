@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from export_scripts.suggest import did_you_mean
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.time_limit import minutes
 from launcher_scripts.stage_table import STAGE_TABLE, Context, build_stage
 from stages import STAGES
 from stages.base import Finding, Stage, Standing
@@ -74,8 +71,8 @@ def read_stages(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def plan_pipeline(config: Config, context: Context) -> Plan:
     """Return the plan, without starting anything."""
-    asked = [*config.stages, "evaluate"] if _measures_export(config) else config.stages
-    requested, problems = read_stages(asked)
+    measures = config.export.accuracy.enabled and "export" in config.stages
+    requested, problems = read_stages([*config.stages, *["evaluate"] * measures])
     exports = any(_uses_export(name, config) for name in requested if name != "convert")
     context = replace(context, deploys="deploy" in requested, exports=exports)
     if {"deploy", "evaluate"} <= set(requested) and config.evaluate.server is not None:
@@ -83,15 +80,11 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
             f"evaluate.server={config.evaluate.server} names a server, and stages starts another "
             "with deploy; leave deploy out of stages, or set evaluate.server=null."
         )
-    limits = _time_limit_problems(config, requested)
-    if limits:
-        problems += limits
-        config = _without_time_limits(config)
     planned: dict[str, PlannedStage] = {}
 
     def build(name: str) -> Stage | None:
         try:
-            return build_stage(name, config, context)
+            return build_stage(name, config, context, problems)
         except ValueError as error:
             problems.append(str(error))
             return None
@@ -120,32 +113,6 @@ def _notes(to_run: Sequence[PlannedStage]) -> Iterator[str]:
         for change in each.finding.changes[:3]:
             yield f"{each.name} runs again: {change} it was done"
         yield from each.stage.notes()
-
-
-def _time_limit_problems(config: Config, names: Sequence[str]) -> list[str]:
-    found = [_time_limit_problem(config, STAGE_TABLE[name].time_limit_key) for name in names]
-    return list(dict.fromkeys(problem for problem in found if problem))
-
-
-def _time_limit_problem(config: Config, key: str) -> str | None:
-    try:
-        minutes(operator.attrgetter(key)(config), key=key)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _without_time_limits(config: Config) -> Config:
-    """Return the configuration with time limits of a day, which the other checks can read."""
-    copied = copy.deepcopy(config)
-    for row in STAGE_TABLE.values():
-        section = operator.attrgetter(row.settings)(copied)
-        object.__setattr__(section, "time_limit", "1-00:00:00")  # some sections are frozen
-    return copied
-
-
-def _measures_export(config: Config) -> bool:
-    return config.export.accuracy.enabled and "export" in config.stages
 
 
 def _with_needs(

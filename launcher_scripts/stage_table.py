@@ -62,28 +62,29 @@ class StageRow:
     saved: tuple[str, ...]
     needs: str | None = None
 
-    @property
-    def time_limit_key(self) -> str:
-        """Key of its time limit."""
-        return f"{self.settings}.time_limit"
-
 
 def results_dir(config: Config) -> Path:
     """Return the folder that holds a folder for each stage."""
     return Path(config.export.run.results_dir)
 
 
-def build_stage(name: str, config: Config, context: Context) -> Stage:
+def build_stage(name: str, config: Config, context: Context, problems: list[str]) -> Stage:
     """Return a stage with the settings of its job.
 
+    The problem of a malformed time limit is added to `problems`; a day, with which everything else
+    can be checked, takes its place.
+
     Raises:
-        ValueError: the time limit is malformed, or the stage does not fit on the cluster.
+        ValueError: the stage does not fit on the cluster.
     """
     row = STAGE_TABLE[name]
-    key = row.time_limit_key
-    limit_min = minutes(operator.attrgetter(key)(config), key=key)
+    settings, limit_min = operator.attrgetter(row.settings)(config), 24 * 60
+    try:
+        limit_min = minutes(settings.time_limit, key=f"{row.settings}.time_limit")
+    except ValueError as error:
+        problems.append(str(error))
     job = JobSettings(
-        name=operator.attrgetter(row.settings)(config).name,
+        name=settings.name,
         folder=results_dir(config) / name,
         resources=row.resources(config, limit_min),
         overwrite=config.overwrite,

@@ -74,9 +74,10 @@ def register() -> None:
         OmegaConf.register_new_resolver(name, function, replace=True)
 
 
-def _is_installed(scripts: str) -> bool:
-    """Return whether launcher_scripts is the installed package's, where nothing is written."""
-    return IS_INSTALLED and Path(scripts) == CHECKOUT / "launcher_scripts"
+def _work_dir(scripts: str) -> str:
+    """Return where results go: nothing is written to the folder of an installed package."""
+    is_package = IS_INSTALLED and Path(scripts) == CHECKOUT / "launcher_scripts"
+    return str(Path.cwd()) if is_package else scripts
 
 
 # multiply, divide_ceil and divide_floor are the names that configurations of the NeMo launcher use.
@@ -85,7 +86,7 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
     "divide_ceil": lambda x, y: int(-(-x // y)),
     "divide_floor": lambda x, y: int(x // y),
     "checkout": lambda: str(CHECKOUT),
-    "work_dir": lambda scripts: str(Path.cwd()) if _is_installed(scripts) else scripts,
+    "work_dir": _work_dir,
     "server_host": lambda cluster: "127.0.0.1" if cluster == "local" else "0.0.0.0",
 }
 
@@ -135,16 +136,11 @@ def compose_config(
                 problems += _override(config, each)
         resolved, more = _resolved(config)
     problems += [*unknown_keys(config), *more]
-    notes = _about_other_stages(path, [*root.foreign, *foreign])
+    others = ", ".join(sorted({name.removesuffix("_config") for name in (*root.foreign, *foreign)}))
+    notes = (f"{path}: not part of this pipeline: {others}",) if others else ()
     if more or not has_files:
         return Composition(None, problems=tuple(problems))
     return Composition(built(Config, resolved), resolved, tuple(problems), notes)
-
-
-def _about_other_stages(path: Path, foreign: Sequence[str]) -> tuple[str, ...]:
-    """Return a remark that names the foreign stages in a root of the NeMo launcher."""
-    names = sorted({name.removesuffix("_config") for name in foreign})
-    return (f"{path}: not part of this pipeline: {', '.join(names)}",) if names else ()
 
 
 def _is_for_hydra(override: str) -> bool:
@@ -200,17 +196,12 @@ def _override(config: DictConfig, override: str) -> list[str]:
                 raise HydraException(override)
             OmegaConf.update(config, name, value, force_add=True)
         else:
-            if not _refers(value):
+            if not (isinstance(value, str) and "${" in value):  # else known once others are
                 value = _checked(KEYS[name], value)
             OmegaConf.update(config, name, value)
     except _OBJECTIONS as error:
         return diagnose(override, error)
     return []
-
-
-def _refers(value: Any) -> bool:
-    """Return whether a value is only known once other keys are."""
-    return isinstance(value, str) and "${" in value
 
 
 def _resolved(config: DictConfig) -> tuple[dict[str, Any], list[str]]:

@@ -126,7 +126,7 @@ def test_conversion_that_is_requeued_preempted_and_loses_its_node_ends_with_the_
     tmp_path: Path, slurm_cluster: SlurmCluster, sample_weights: Callable[[int], Path]
 ) -> None:
     words = (f"base_results_dir={tmp_path}", "export.model.weight_data_type=fp32")
-    found = build_stage("convert", configure(*words), Context())
+    found = build_stage("convert", configure(*words), Context(), [])
     assert isinstance(found, ConvertStage)
     stage = StuckStage(replace(found.job, resources=Resources()), found.request)
     results = stage.job.folder.parent
@@ -202,7 +202,10 @@ def test_values_that_need_other_resources_are_submitted_as_chains() -> None:
     launcher = SlurmLauncher(configure())
     both = [configure(f"export.model.processes={each}") for each in (1, 2)]
     jobs = [
-        (make_job(build_stage("convert", each, Context()), each, SECTIONS, git_revision=""), each)
+        (
+            make_job(build_stage("convert", each, Context(), []), each, SECTIONS, git_revision=""),
+            each,
+        )
         for each in both
     ]
     assert not launcher.fits_array(jobs)

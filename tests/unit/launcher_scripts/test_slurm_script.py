@@ -29,7 +29,7 @@ def configure(*words: str) -> Config:
 
 
 def job(config: Config, name: str) -> Job:
-    stage = build_stage(name, config, Context(deploys=True))
+    stage = build_stage(name, config, Context(deploys=True), [])
     sections = {each: {} for each in ("export", "convert", "deploy", "evaluate")}
     return make_job(stage, config, sections, git_revision="")
 
