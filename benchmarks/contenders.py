@@ -31,16 +31,11 @@ StepBytes = Callable[[int, int], int]
 
 @dataclass
 class Program:
-    """One program that generates.
-
-    `step_times` receives the seconds between tokens; `model_times`, filled by our engine alone, the
-    part of them that the model took.
-    """
+    """One program that generates; `step_times` receives the seconds between tokens."""
 
     name: str
     generate: Callable[[Prompts, int], object]
     step_times: list[float] = field(default_factory=list)
-    model_times: list[float] = field(default_factory=list)
     close: Callable[[], None] = lambda: None
     step_bytes: StepBytes | None = None
 
@@ -64,21 +59,18 @@ class Contender:
         self.name, self.step_bytes = self._pipe.recv()
         self.seconds: list[float] = []
         self.step_times: list[float] = []
-        self.model_times: list[float] = []
 
     def generate(self, prompts: Prompts, output_len: int) -> None:
         """Generate once and note the times."""
         self._pipe.send((prompts, output_len))
-        seconds, step_times, model_times = self._pipe.recv()
+        seconds, step_times = self._pipe.recv()
         self.seconds.append(seconds)
         self.step_times += step_times
-        self.model_times += model_times
 
     def forget(self) -> None:
         """Drop the measurements so far."""
         self.seconds.clear()
         self.step_times.clear()
-        self.model_times.clear()
 
     def close(self) -> None:
         """End the process."""
@@ -94,11 +86,10 @@ def _run_program(make: Callable[[], Program], threads: int, pipe: Connection) ->
         while True:
             prompts, output_len = pipe.recv()
             program.step_times.clear()
-            program.model_times.clear()
             start = time.perf_counter()
             program.generate(prompts, output_len)
             seconds = time.perf_counter() - start
-            pipe.send((seconds, program.step_times, program.model_times))
+            pipe.send((seconds, program.step_times))
     program.close()
 
 
@@ -151,10 +142,6 @@ def cells(table: Sequence[Contender], title: str, tokens: int) -> Iterator[Cell]
             for percent in (50, 99):
                 step = percentile(each.step_times, percent)
                 yield f"{title}, a step p{percent}", each.name, f"{step * 1e3:.2f} ms"
-        if each.model_times:
-            pairs = zip(each.step_times, each.model_times, strict=True)
-            added = statistics.median(step - model for step, model in pairs)
-            yield f"{title}, engine's part of a step", each.name, f"{added * 1e3:.3f} ms"
 
 
 def slipway(
@@ -171,10 +158,7 @@ def slipway(
     from inference.decoding.options import RowOptions
     from inference.decoding.request import GenerationRequest, RowRequest
     from inference.engine.engine import Engine, EngineOptions, Placement
-    from inference.ranks.decoder_rank import DecoderRank
 
-    model_times: list[float] = []
-    _time_calls(DecoderRank, "run", model_times)
     options = EngineOptions(max_lanes=slots, max_seq_len=max_len)
     engine = Engine(
         ft_dir, Placement(data_type=data_type, int8_mode=int(int8), device=device), options=options
@@ -196,26 +180,11 @@ def slipway(
         request = GenerationRequest(
             rows=rows, padded_len=max(map(len, prompts)), encoder_decoder=encoder_decoder
         )
-        future = engine.submit(request, on_step=StepClock(step_times))
-        future.result()
-        del model_times[: len(model_times) - len(step_times)]  # of the prompts
+        engine.submit(request, on_step=StepClock(step_times)).result()
 
     name = f"slipway {'int8' if int8 else data_type}"
     read = None if encoder_decoder else partial(step_bytes, ft_dir, data_type, device, int8)
-    return Program(name, generate, step_times, model_times, close=engine.stop, step_bytes=read)
-
-
-def _time_calls(owner: type, method: str, into: list[float]) -> None:
-    """Make every call of a method record its seconds."""
-    call = getattr(owner, method)
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        result = call(*args, **kwargs)
-        into.append(time.perf_counter() - start)
-        return result
-
-    setattr(owner, method, timed)
+    return Program(name, generate, step_times, close=engine.stop, step_bytes=read)
 
 
 def hugging_face(model_class: Any, model: Model, data_type: str, device: str) -> Program:

@@ -39,52 +39,25 @@ from inference.server.client import TritonClient
 
 # model, kind of request, and how it is asked
 Question = tuple[str, str, Callable[[TritonClient], Answer]]
-_ENDS = {"bos_token_id": 0, "eos_token_id": 0}
+_SIZES = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8}
+_OWN = _SIZES | {"bos_token_id": 0, "eos_token_id": 0}
 _PROBS = {"is_return_log_probs": True}
 _NUMBERS = ("cum_log_probs", "output_log_probs", "output_hidden_state")
 # Small models with vocabularies of real size: the backend's sampling needs them.
 DECODERS: dict[str, tuple[Any, Any]] = {
     # Its own end id is its last: virtual tokens begin behind it.
-    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(n_embd=512, n_layer=6, n_head=8)),
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(**_SIZES)),
     "opt": (
         hf.OPTForCausalLM,
-        hf.OPTConfig(
-            hidden_size=512,
-            word_embed_proj_dim=512,
-            ffn_dim=2048,
-            num_hidden_layers=6,
-            num_attention_heads=8,
-            max_position_embeddings=512,
-            **_ENDS,
-        ),
+        hf.OPTConfig(**_OWN, word_embed_proj_dim=512, ffn_dim=2048, max_position_embeddings=512),
     ),
-    "bloom": (
-        hf.BloomForCausalLM,
-        hf.BloomConfig(vocab_size=32000, hidden_size=512, n_layer=6, n_head=8, **_ENDS),
-    ),
-    "gptj": (
-        hf.GPTJForCausalLM,
-        # The backend's own epsilon, whatever the model's.
-        hf.GPTJConfig(
-            n_embd=512, n_layer=6, n_head=8, rotary_dim=32, layer_norm_epsilon=1e-6, **_ENDS
-        ),
-    ),
-    "gptneox": (
-        hf.GPTNeoXForCausalLM,
-        hf.GPTNeoXConfig(
-            hidden_size=512,
-            intermediate_size=2048,
-            num_hidden_layers=6,
-            num_attention_heads=8,
-            **_ENDS,
-        ),
-    ),
+    "bloom": (hf.BloomForCausalLM, hf.BloomConfig(**_OWN, vocab_size=32000)),
+    # The backend's own epsilon, whatever the model's.
+    "gptj": (hf.GPTJForCausalLM, hf.GPTJConfig(**_OWN, rotary_dim=32, layer_norm_epsilon=1e-6)),
+    "gptneox": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**_OWN, intermediate_size=2048)),
 }
 OTHERS: dict[str, tuple[Any, Any]] = {
-    "t5": (
-        hf.T5ForConditionalGeneration,
-        hf.T5Config(d_model=512, d_ff=2048, num_layers=6, num_heads=8),
-    ),
+    "t5": (hf.T5ForConditionalGeneration, hf.T5Config(**_SIZES, d_ff=2048)),
     "bert": (hf.BertModel, hf.BertConfig()),
 }
 MODELS = DECODERS | OTHERS
