@@ -117,6 +117,7 @@ def _compose(arguments: Arguments, overrides: Sequence[str]) -> Composition:
 
 def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
     from launcher_scripts.invocation import Invocation, run_all
+    from launcher_scripts.stage_table import results_dir
     from launcher_scripts.sweep import Outcome, combinations, compose_all
 
     wanted, problems = combinations(arguments.overrides)
@@ -132,9 +133,9 @@ def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
             if _other_replica(config):
                 return EXIT_OK
             invocation = Invocation(composition, words, console, each.label)
-            run = invocation.prepare(found)
-            invocations.append(invocation)
-            outcomes.append(Outcome(each, Path(config.export.run.results_dir), run, config))
+            if (run := invocation.prepare(found)) is not None:
+                invocations.append(invocation)
+                outcomes.append(Outcome(each, results_dir(config), run, config))
         label = f"{each.label}: " if len(wanted) > 1 and each.values else ""
         problems += [f"{label}{text}" for text in found]
     return _report(problems) if problems else run_all(invocations, outcomes, console)

@@ -78,7 +78,7 @@ class Outcome:
 
     combination: Combination
     results_dir: Path
-    run: Run | None = None
+    run: Run
     config: Config | None = None
     status: int | None = None
     state: str = "not started"
@@ -139,7 +139,7 @@ def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console, fold
     `folder` receives the files that the combinations share.
     """
     total = len(outcomes)
-    queued = [each for each in outcomes if each.run and not each.run.launcher.in_foreground]
+    queued = [each for each in outcomes if not each.run.launcher.in_foreground]
     try:
         if _submit_as_arrays(queued, folder, console):
             console.say(f"submitted as job arrays; their logs are in {folder}")
@@ -147,12 +147,12 @@ def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console, fold
             if each.status is not None:
                 continue
             console.say(f"\n[{number}/{total}] {each.combination.label}")
-            each.status = _run_of(each).submit_all()
+            each.status = each.run.submit_all()
         for number, each in enumerate(outcomes, start=1):
             if each.status not in (None, EXIT_OK) or (each in queued and not wait):
                 continue
             console.say(f"\n[{number}/{total}] {each.combination.label}")
-            each.status = _run_of(each).run_all(wait=wait)
+            each.status = each.run.run_all(wait=wait)
             if each.status == EXIT_INTERRUPTED:
                 break
     except KeyboardInterrupt:
@@ -165,7 +165,7 @@ def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console, fold
 
 def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Console) -> bool:
     """Submit each stage of all combinations as one job array; False where they differ too much."""
-    runs = [_run_of(each) for each in outcomes]
+    runs = [each.run for each in outcomes]
     names = [tuple(run.jobs) for run in runs]
     launcher = runs[0].launcher if runs else None
     if not isinstance(launcher, ArrayLauncher) or len(set(names)) != 1 or not names[0]:
@@ -235,20 +235,12 @@ def save(outcomes: Sequence[Outcome], path: Path) -> None:
     write_json(path, {"at": record.now(), "combinations": values})
 
 
-def _run_of(outcome: Outcome) -> Run:
-    assert outcome.run is not None
-    return outcome.run
-
-
 def _look(outcome: Outcome) -> None:
     """Read the result of a combination from its records."""
-    run = outcome.run
-    if run is None:
-        return
-    known = [each for each in run.records().values() if each is not None]
+    known = [each for each in outcome.run.records().values() if each is not None]
     outcome.state = _state([each.state for each in known], outcome.status)
     outcome.seconds = sum(each.seconds or 0.0 for each in known) or None
-    outcome.metrics = run.metrics()
+    outcome.metrics = outcome.run.metrics()
 
 
 def _state(states: Sequence[str], status: int | None) -> str:

@@ -23,7 +23,7 @@ from launcher_scripts.invocation import Invocation
 from launcher_scripts.launchers.slurm_state import cancel, jobs_below
 from launcher_scripts.run import Run
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
-from launcher_scripts.watch_ranking import Ranking, figures, report_metrics
+from launcher_scripts.watch_ranking import Ranking, report_figures, report_metrics
 from launcher_scripts.watch_state import (
     EVALUATED,
     FAILED,
@@ -296,7 +296,7 @@ class Watch:
             causes = [f"{one.stage}: {one.error}" for one in records.values() if one and one.error]
             self._ended(each, causes[0] if causes else "its jobs have failed")
             return
-        each.metrics = figures(each)
+        each.metrics = report_figures(each)
         self.ranking.judge(each, is_sound=not breaches)
         self._end(each, EVALUATED, breaches)
 

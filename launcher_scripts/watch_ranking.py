@@ -89,7 +89,7 @@ def report_metrics(each: Watched) -> tuple[Metric, ...]:
     return read_report(report).metrics if report.is_file() else ()
 
 
-def figures(each: Watched) -> dict[str, Figure]:
+def report_figures(each: Watched) -> dict[str, Figure]:
     """Return the figures of a checkpoint's report, by name."""
     return {
         one.name: Figure(one.value, one.low, one.high, one.higher_is_better)

@@ -26,10 +26,15 @@ from submitit.core import core, plugins, submission
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from inference.launch_environment import LaunchEnvironment, read_launch_environment
+from inference.launch_environment import read_launch_environment
 from inference.parent_process import end_with_parent
 from launcher_scripts.launchers.bcp_script import ID_VARIABLE, MPIRUN, job_script, runner
 
+# Property of submitit's environment of a task -> the variable that it is read from.
+_PLACE = {
+    name: f"SUBMITIT_BCP_{name.upper()}"
+    for name in ("num_tasks", "num_nodes", "node", "global_rank", "local_rank")
+}
 # Exit status of `timeout`, for a job that its time limit has ended.
 TIMED_OUT = 124
 
@@ -94,39 +99,9 @@ class BcpJob(core.Job[Any]):
 
 
 class BcpJobEnvironment(JobEnvironment):
-    """The place of a task among the tasks, from the variables of bcprun or mpirun."""
+    """The place of a task among the tasks, from the variables that `main` sets."""
 
-    _env = {"job_id": ID_VARIABLE}  # noqa: RUF012 - submitit declares it so
-
-    @property
-    def place(self) -> LaunchEnvironment:
-        """Rank and node of this process."""
-        return read_launch_environment(os.environ)
-
-    @property
-    def num_tasks(self) -> int:
-        """Tasks of the job."""
-        return self.place.world_size
-
-    @property
-    def num_nodes(self) -> int:
-        """Replicas that the tasks run on."""
-        return -(-self.place.world_size // self.place.local_size)
-
-    @property
-    def node(self) -> int:
-        """Number of this replica."""
-        return self.place.rank // self.place.local_size
-
-    @property
-    def global_rank(self) -> int:
-        """Number of this task."""
-        return self.place.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Number of this task among those of its replica."""
-        return self.place.local_rank
+    _env = {"job_id": ID_VARIABLE, **_PLACE}  # noqa: RUF012 - submitit declares it so
 
     def _handle_signals(self, paths: JobPaths, submission: DelayedSubmission) -> None:
         """Install no signal handlers: nothing is requeued here, and a signal ends a task."""
@@ -230,6 +205,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="run one task of a Base Command job")
     parser.add_argument("folder", type=Path, help="folder of the pickled callable")
     folder = parser.parse_args().folder
+    place = read_launch_environment(os.environ)
+    size, local_size = place.world_size, place.local_size
+    values = (size, -(-size // local_size), place.rank // local_size, place.rank, place.local_rank)
+    os.environ |= dict(zip(_PLACE.values(), map(str, values), strict=True))
     known = plugins.get_job_environments()
     if BcpJobEnvironment.name() not in known:
         # Registered in submitit's own table: entry points exist only for installed packages.

@@ -191,7 +191,6 @@ def test_one_failure_in_an_array_stops_only_its_own_chain(tmp_path: Path) -> Non
     assert run_sweep(outcomes, wait=True, console=console, folder=tmp_path / "both") == 1
     assert [each.state for each in outcomes] == ["failed", "completed"]
     waiting = outcomes[0].run
-    assert waiting is not None
     until(
         lambda: waiting.handles["environment"].poll() == "cancelled", "the end of the dependent job"
     )

@@ -271,6 +271,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.files",
         "export_scripts.suggest",
         "export_scripts.tables",
+        "export_scripts.values",
         "inference.compare",
         "inference.evaluation",
         "inference.evaluation.report",
