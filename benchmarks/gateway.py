@@ -21,8 +21,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 from benchmarks.program import Cell, percentile, run
-from inference.ports import FREE_PORTS
-from inference.server.server import TritonServer
+from benchmarks.served import server
 
 CONFIG = """
 name: "double" backend: "python" max_batch_size: 8
@@ -82,12 +81,9 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         version.mkdir(parents=True)
         (version / "model.py").write_text(SCRIPT)
         (version.parent / "config.pbtxt").write_text(CONFIG)
-        with TritonServer(
-            version.parents[1], ports=FREE_PORTS,
-            log_path=Path(name) / "log",
-        ) as server:  # fmt: skip
-            server.start(timeout_s=120)
-            ways = {"direct": server.control_address, "front": server.grpc_url}
+        with server(version.parents[1], Path(name) / "log") as triton:
+            triton.start(timeout_s=120)
+            ways = {"direct": triton.control_address, "front": triton.grpc_url}
             for clients, size_bytes in CASES:
                 case = f"{clients} clients, {size_bytes >> 10} KiB"
                 for way, address in ways.items():

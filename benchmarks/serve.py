@@ -13,56 +13,20 @@ import argparse
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmarks.models import SIZES, decoder_model
 from benchmarks.program import Cell, run
-from export_scripts.triton.repository import build_repository
-from export_scripts.triton.repository_request import RepositoryRequest
+from benchmarks.served import OURS, Served, build, server, tensors
 from inference.decoding.request import parse_request
 from inference.engine.engine import Engine, EngineOptions, Placement
-from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
-from inference.server.server import TritonServer
 
 MODEL = "fastertransformer"
 Ask = Callable[[Sequence[int]], None]
-
-
-def build(folder: Path, shards: Path, room: Mapping[str, int], args: argparse.Namespace) -> Path:
-    """Return a repository with the model, whose weights it links to."""
-    model_dir = folder / MODEL
-    (model_dir / "1").mkdir(parents=True, exist_ok=True)
-    link = model_dir / "1" / shards.name
-    if not link.exists():
-        link.symlink_to(shards.resolve())
-    request = RepositoryRequest(
-        model_dir,
-        tp_size=1,
-        pp_size=1,
-        max_batch_size=64,
-        data_type=args.data_type,
-        ensemble=False,
-        parameters={"device": args.device} | {name: str(value) for name, value in room.items()},
-        overwrite=True,
-    )
-    build_repository(request)
-    return folder
-
-
-def tensors(ids: Sequence[int], output_len: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Return one request of one row, without an end token."""
-    return {
-        "input_ids": np.array([ids], np.uint32),
-        "input_lengths": np.array([[len(ids)]], np.uint32),
-        "request_output_len": np.array([[output_len]], np.uint32),
-        "min_length": np.array([[output_len]], np.int32),
-    }
 
 
 def rate(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, output_len: int) -> float:
@@ -78,26 +42,24 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
     model = decoder_model(args.model, args.work_dir)
     # Both engines run at once: neither may take all memory.
     room = {"max_lanes": max(args.concurrency), "max_seq_len": args.input_len + args.output_len}
-    repository = build(args.work_dir / f"repository_{args.model}", model.ft_dir, room, args)
+    parameters = {"device": args.device} | {name: str(value) for name, value in room.items()}
+    served = Served(model.ft_dir, args.data_type, {"parameters": parameters})
+    repository = build(args.work_dir / f"repository_{args.model}", OURS, {MODEL: served})
     shape = (args.requests, args.input_len)
     prompts = np.random.default_rng(1).integers(1, model.vocab_size, shape).tolist()
     placement = Placement(data_type=args.data_type, device=args.device)
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(Engine(model.ft_dir, placement, options=EngineOptions(**room)))
-        server = stack.enter_context(
-            TritonServer(
-                repository, ports=FREE_PORTS,
-                log_path=args.work_dir / "tritonserver.log",
-            )
-        )  # fmt: skip
-        server.start(timeout_s=300)
-        client = stack.enter_context(TritonClient(server.grpc_url))
+        triton = stack.enter_context(server(repository, args.work_dir / "tritonserver.log"))
+        triton.start(timeout_s=300)
+        client = stack.enter_context(TritonClient(triton.grpc_url))
+        lengths = {"request_output_len": args.output_len, "min_length": args.output_len}
 
         def ask_engine(ids: Sequence[int]) -> None:
-            engine.generate(parse_request(tensors(ids, args.output_len), engine.limits))
+            engine.generate(parse_request(tensors([ids], **lengths), engine.limits))
 
         def ask_server(ids: Sequence[int]) -> None:
-            client.infer(MODEL, tensors(ids, args.output_len))
+            client.infer(MODEL, tensors([ids], **lengths))
 
         ways = {"engine in process": ask_engine, "through tritonserver": ask_server}
         for ask in ways.values():

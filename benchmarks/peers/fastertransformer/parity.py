@@ -20,7 +20,8 @@ import torch
 import transformers as hf
 
 from benchmarks.models import convert, save_random
-from benchmarks.peers.fastertransformer.served import (
+from benchmarks.program import Cell, run
+from benchmarks.served import (
     ENGINES,
     NEW_TOKENS,
     OURS,
@@ -33,7 +34,6 @@ from benchmarks.peers.fastertransformer.served import (
     both,
     tensors,
 )
-from benchmarks.program import Cell, run
 from inference.decoding.rows import SessionTurn
 from inference.server.client import TritonClient
 

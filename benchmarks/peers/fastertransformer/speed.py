@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.models import SIZES, sized_model
-from benchmarks.peers.fastertransformer.served import Served, Tensors, ask, both, tensors
 from benchmarks.program import Cell, run
+from benchmarks.served import Served, Tensors, ask, both, tensors
 from inference.server.client import TritonClient
 
 _LENGTH = 128
@@ -55,8 +55,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         for model in served:
             for batch in args.batch:
                 ids = np.random.default_rng(1).integers(1, 50000, (batch, _LENGTH)).tolist()
-                inputs = tensors(ids, end_id=50256)
-                inputs["request_output_len"] = np.full((batch, 1), _LENGTH, np.uint32)
+                inputs = tensors(ids, end_id=50256, request_output_len=_LENGTH)
                 times: dict[str, list[float]] = {engine: [] for engine in clients}
                 for number in range(1 + args.repeats):
                     for engine, client in clients.items():

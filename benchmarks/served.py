@@ -1,4 +1,4 @@
-"""The same folders of shards behind two tritonservers: NVIDIA's C++ backend, and our engine."""
+"""Folders of shards behind a tritonserver with our engine, or with NVIDIA's C++ backend."""
 
 from __future__ import annotations
 
@@ -63,6 +63,11 @@ def build(repository: Path, engine: str, served: Mapping[str, Served]) -> Path:
     return repository
 
 
+def server(repository: Path, log_path: Path, *, is_old: bool = False) -> TritonServer:
+    """Return a server of a repository, on free ports."""
+    return TritonServer(repository, ports=FREE_PORTS, log_path=log_path, is_old=is_old)
+
+
 @contextlib.contextmanager
 def both(work_dir: Path, served: Mapping[str, Served]) -> Iterator[dict[str, TritonClient]]:
     """Serve models by both engines and yield a client of each server that started.
@@ -72,10 +77,9 @@ def both(work_dir: Path, served: Mapping[str, Served]) -> Iterator[dict[str, Tri
     with contextlib.ExitStack() as stack:
         servers = {
             engine: stack.enter_context(
-                TritonServer(
+                server(
                     build(work_dir / engine, engine, served),
-                    ports=FREE_PORTS,
-                    log_path=work_dir / f"{engine}.log",
+                    work_dir / f"{engine}.log",
                     is_old=engine == THEIRS,
                 )
             )
