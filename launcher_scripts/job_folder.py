@@ -77,7 +77,8 @@ def write_job_files(job: Job, script: str, *, script_name: str = "submission.sh"
         path for path, text in files.items() if path.exists() and path.read_bytes() != text.encode()
     ]
     if others or any((folder / name).exists() for name in _KEPT):
-        _keep(folder, [*(path for path in files if path.exists()), *_existing(folder)])
+        kept = [*files, *(folder / name for name in _KEPT)]
+        _keep(folder, [path for path in kept if path.exists()])
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
     return list(files)
@@ -118,10 +119,6 @@ def git_revision(checkout: Path) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _existing(folder: Path) -> list[Path]:
-    return [folder / name for name in _KEPT if (folder / name).exists()]
 
 
 def _keep(folder: Path, paths: Sequence[Path]) -> None:

@@ -73,6 +73,9 @@ class Run:
                 self.console.say(f"to start it: kubectl apply -f {shlex.quote(str(written[-1]))}")
         if self.launcher.only_renders:
             return
+        if not self.jobs:
+            self.console.say("dry run: nothing to do; overwrite=true runs finished stages again")
+            return
         header = ("job", "nodes", "GPUs", "time", "depends on")
         self.console.say(self.console.table(header, rows))
         for stage in (each.stage for each in self.planned if each.name in self.jobs):

@@ -40,8 +40,9 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
         ]
     problems += [*_problems_of_partition(config), *_problems_of_pyxis(config, stages)]
     nodes = max((stage.resources().nodes for stage in stages), default=1)
-    if nodes > 1:
-        problems += _problems_of_mpi(config)
+    if nodes > 1 and config.cluster.mpi is not None:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            problems += filter(None, [mpi_problem(config.cluster.mpi, timeout_s=_ASK_S)])
     if config.cluster.probe and not problems:
         problems += _problems_seen_from_nodes(config, nodes)
     return problems
@@ -79,14 +80,6 @@ def _problems_seen_from_nodes(config: Config, nodes: int) -> list[str]:
         "file system that they share."
         for key in unseen
     ]
-
-
-def _problems_of_mpi(config: Config) -> list[str]:
-    problem = None
-    with suppress(OSError, subprocess.TimeoutExpired):
-        if config.cluster.mpi is not None:
-            problem = mpi_problem(config.cluster.mpi, timeout_s=_ASK_S)
-    return [] if problem is None else [problem]
 
 
 def _problems_of_partition(config: Config) -> list[str]:

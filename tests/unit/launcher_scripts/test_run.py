@@ -270,6 +270,14 @@ def test_finished_work_is_not_done_again(tmp_path: Path) -> None:
     assert stage.target.read_text() == "touched"
 
 
+def test_dry_run_of_finished_stages_says_how_they_run_again(tmp_path: Path) -> None:
+    run, shown = make_run(WriteStage(settings(tmp_path, "write")))
+    run.jobs.clear()
+    run.render()
+    text = "dry run: nothing to do; overwrite=true runs finished stages again"
+    assert shown.getvalue().strip() == text
+
+
 def test_dry_run_writes_and_prints_every_script_and_starts_nothing(tmp_path: Path) -> None:
     run, shown = make_run(
         ServeStage(settings(tmp_path, "serve")), WriteStage(settings(tmp_path, "write"))
