@@ -122,10 +122,8 @@ def git_revision(checkout: Path) -> str:
 
 
 def _keep(folder: Path, paths: Sequence[Path]) -> None:
-    for number in itertools.count(1):
-        kept = folder / "runs" / str(number)
-        if not kept.exists():
-            break
+    places = (folder / "runs" / str(number) for number in itertools.count(1))
+    kept = next(each for each in places if not each.exists())
     kept.mkdir(parents=True)
     for path in paths:
         if path.suffix == ".json":

@@ -119,11 +119,6 @@ def _export(config: Config, job: JobSettings, context: Context) -> Stage:
     )
 
 
-def _deploy(config: Config, job: JobSettings, context: Context) -> Stage:
-    del context
-    return DeployStage(job, server_config(config))
-
-
 def _evaluate(config: Config, job: JobSettings, context: Context) -> Stage:
     return EvaluateStage(
         job,
@@ -176,7 +171,7 @@ STAGE_TABLE: dict[str, StageRow] = {
         needs="convert",
     ),
     "deploy": StageRow(
-        make=_deploy,
+        make=lambda config, job, _: DeployStage(job, server_config(config)),
         resources=deploy_resources,
         settings="deploy",
         saved=("deploy",),

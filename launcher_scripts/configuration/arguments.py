@@ -32,6 +32,7 @@ _FREE_NAMES = (
     "export.triton_deployment.parameters.",
     "cluster.additional_parameters.",
 )
+_NOT_UTF8 = re.compile(r"[\ud800-\udfff]")  # Python decodes such bytes to surrogates
 _PLUS_CLUSTER = re.compile(r"\+{1,2}cluster\.([A-Za-z_][\w-]*)=(.*)", re.DOTALL)
 
 
@@ -71,7 +72,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     problems += [
         f"{each!a} is not UTF-8, the encoding of configurations; rename the file that it names."
         for each in argv
-        if not each.isascii() and not _is_utf8(each)
+        if _NOT_UTF8.search(each)
     ]
     words = _with_runs([*known.overrides, *found])
     extra_dir = _folder(known.config_dir)
@@ -91,15 +92,6 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         wants_help=bool(known.help) or "help" in known.overrides,
         hydra_flags=tuple(_hydra_flags(known)),
     )
-
-
-def _is_utf8(word: str) -> bool:
-    """Return whether a word was UTF-8; Python decodes other bytes to surrogates."""
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _with_runs(words: Sequence[str]) -> list[str]:
@@ -142,32 +134,21 @@ def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[s
     names = {key: CLUSTER_ALIASES.get(value, value) for key, value in chosen.items()}
     kind = names["cluster_type" if "cluster_type" in names else "cluster"]
     group = names.get("cluster", kind)
-    problems = []
-    for key, value in names.items():
-        if key == "cluster_type" and value not in CLUSTERS:
-            problems.append(_unknown_cluster(key, value))
-    if problems:
-        return rest, problems
+    if "cluster_type" in names and kind not in CLUSTERS:
+        hint = did_you_mean(kind, (*CLUSTERS, *CLUSTER_ALIASES))
+        known = ", ".join(CLUSTERS)
+        return rest, [f"cluster_type={kind}: unknown cluster{hint}; known clusters: {known}."]
     if kind in CLUSTERS and group in CLUSTERS and kind != group:
-        problems.append(
+        return rest, [
             f"cluster_type={chosen['cluster_type']} and cluster={chosen['cluster']} disagree; "
             "give one of them."
-        )
-        return rest, problems
+        ]
     if "cluster_type" not in names:
         if group not in CLUSTERS:
             return translated, []  # a file of the user's own: it needs cluster_type as well
         kind = group
     files = [f"cluster={group}"] if chooses_files else []
     return [*rest, *files, f"cluster_type={kind}"], []
-
-
-def _unknown_cluster(key: str, value: str) -> str:
-    known = (*CLUSTERS, *CLUSTER_ALIASES)
-    return (
-        f"{key}={value}: unknown cluster{did_you_mean(value, known)}; known clusters: "
-        f"{', '.join(CLUSTERS)}."
-    )
 
 
 def _quoted(override: str) -> str:

@@ -68,22 +68,13 @@ def planned_model(config: Config) -> PlannedModel | None:
         ValueError: Some of the needed sizes are missing.
     """
     sizes = config.export.model.sizes
-    needed = {name: getattr(sizes, name) for name in ("family", "hidden", "layers", "heads")}
-    missing = [f"{SIZES_KEY}.{name}" for name, value in needed.items() if value is None]
+    needed = ("family", "hidden", "layers", "heads")
+    missing = [f"{SIZES_KEY}.{name}" for name in needed if getattr(sizes, name) is None]
     if len(missing) == len(needed):
         return None
     if missing:
         raise ValueError(f"{', '.join(missing)} are not set; give all sizes, or none.")
-    return PlannedModel(
-        family=str(sizes.family),
-        hidden=int(needed["hidden"]),
-        layers=int(needed["layers"]),
-        heads=int(needed["heads"]),
-        vocab=sizes.vocab,
-        inter_size=sizes.inter_size,
-        positions=sizes.positions,
-        compute_type=config.export.triton_deployment.data_type,
-    )
+    return PlannedModel(**vars(sizes), compute_type=config.export.triton_deployment.data_type)
 
 
 def repository_request(config: Config) -> RepositoryRequest:

@@ -86,7 +86,6 @@ class BcpLauncher(Launcher):
         record.update_record(job.record_path, job_id, host=os.uname().nodename, log=str(log_path))
         submitted = executor.submit(StageJob(job.stage, job.record_path))
         assert isinstance(submitted, BcpJob)
-        assert submitted.process is not None
         record.update_record(job.record_path, job_id, process=submitted.process.pid)
         return BcpHandle(job, job_id, submitted, log_path, mark, submitted.process.pid)
 
@@ -165,7 +164,7 @@ class BcpHandle(LocalHandle):
         submitted = self._submitted
         assert isinstance(submitted, BcpJob)
         error = self._failed_task()
-        if submitted.exit_status == TIMED_OUT:
+        if submitted.process.poll() == TIMED_OUT:
             limit_min = self.job.stage.resources().time_limit_min
             error = f"the time limit of {limit_min} minutes has passed"
         if error is None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -25,6 +25,7 @@ from typing import Any
 from submitit.core import core, plugins, submission
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import DelayedSubmission, JobPaths
+from submitit.local.local import LocalJob
 
 from inference.launch_environment import read_launch_environment
 from inference.parent_process import end_with_parent
@@ -39,63 +40,23 @@ _PLACE = {
 TIMED_OUT = 124
 
 
-class BcpJob(core.Job[Any]):
+class BcpJob(LocalJob[Any]):
     """Tasks that run on the replicas of this Base Command job."""
 
     watcher = core.InfoWatcher()  # the base class shares one among all clusters
 
-    def __init__(
-        self,
-        folder: Path | str,
-        job_id: str,
-        tasks: Sequence[int] = (0,),
-        process: subprocess.Popen[bytes] | None = None,
-    ) -> None:
-        super().__init__(folder, job_id, tasks)
-        self._set_process(process)
-
-    def _set_process(self, process: subprocess.Popen[bytes] | None) -> None:
-        self.process = process
-        for each in self._sub_jobs:
-            each.process = process  # type: ignore[attr-defined]
-
     @property
-    def exit_status(self) -> int | None:
-        """Status of the program that starts the tasks; None while it runs."""
-        return None if self.process is None else self.process.poll()
-
-    def done(self, force_check: bool = False) -> bool:
-        """Return whether every task has ended."""
-        del force_check
-        if self.process is None:
-            return bool(self.paths.result_pickle.exists())
-        return self.process.poll() is not None
-
-    @property
-    def state(self) -> str:
-        """RUNNING, FINISHED, FAILED or UNKNOWN."""
-        if not self.done():
-            return "UNKNOWN" if self.process is None else "RUNNING"
-        return "FAILED" if self.exit_status else "FINISHED"
-
-    def get_info(self, mode: str = "force") -> dict[str, str]:
-        """Return the state under submitit's name for it."""
-        del mode
-        return {"jobState": self.state}
+    def process(self) -> subprocess.Popen[bytes]:
+        """The program that starts the tasks, and ends after all of them."""
+        assert self._process is not None
+        return self._process
 
     def cancel(self, check: bool = True) -> None:
         """Ask every task to end."""
         del check
-        if self.process is not None and self.process.poll() is None:
+        if self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGTERM)
-
-    def _interrupt(self) -> None:
-        if self.process is not None:
-            self.process.send_signal(signal.SIGUSR2)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"process": None}
 
 
 class BcpJobEnvironment(JobEnvironment):
@@ -163,15 +124,15 @@ class BcpExecutor(core.PicklingExecutor):
             raise RuntimeError(f"neither {self.bcprun} nor {MPIRUN} is on PATH")
         text = self._make_submission_file_text(command, uuid.uuid4().hex[:6])
         job_id = self._get_job_id_from_submission_command(text)
-        job = BcpJob(self.folder, job_id, list(range(self._num_tasks())))
+        paths = JobPaths(self.folder, job_id)
         self.folder.mkdir(parents=True, exist_ok=True)
-        job.paths.submission_file.write_text(text, encoding="utf-8")
-        log_path = Path(parameters.get("log_path", job.paths.stdout))
+        paths.submission_file.write_text(text, encoding="utf-8")
+        log_path = Path(parameters.get("log_path", paths.stdout))
         # For the kernel the parent is a thread, which may end long before the process.
         is_main = threading.current_thread() is threading.main_thread()
         with log_path.open("ab") as log:
             process = subprocess.Popen(
-                self._make_submission_command(job.paths.submission_file),
+                self._make_submission_command(paths.submission_file),
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -179,8 +140,7 @@ class BcpExecutor(core.PicklingExecutor):
                 start_new_session=True,
                 preexec_fn=partial(end_with_parent, signal.SIGTERM) if is_main else None,
             )
-        job._set_process(process)
-        return job
+        return BcpJob(self.folder, job_id, list(range(self._num_tasks())), process)
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         return ["bash", str(submission_file_path)]

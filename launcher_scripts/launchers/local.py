@@ -155,28 +155,18 @@ class LocalHandle:
         found = record.read_record(self.job.record_path)
         result = self._result()
         if result == "success":
-            state = record.COMPLETED
-        elif found is not None and found.job_id == self.job_id and found.is_final:
-            state = found.state
-        else:
-            state, error = self._unexplained_end(result)
-            record.update_record(
-                self.job.record_path,
-                self.job_id,
-                state=state,
-                ended_at=record.now(),
-                exit_code=1,
-                error=error,
-            )
-        return state
-
-    def _unexplained_end(self, result: str | None) -> tuple[str, str]:
-        """Return state and reason of a job that has not recorded its end."""
+            return record.COMPLETED
+        if found is not None and found.job_id == self.job_id and found.is_final:
+            return found.state
         if self._was_stopped:
-            return record.CANCELLED, "stopped"
-        if result is None:
-            return record.LOST, "the job ended without a result: killed, or out of memory"
-        return record.FAILED, "the job failed before the stage began"
+            state, error = record.CANCELLED, "stopped"
+        elif result is None:
+            state, error = record.LOST, "the job ended without a result: killed, or out of memory"
+        else:
+            state, error = record.FAILED, "the job failed before the stage began"
+        changes = {"state": state, "ended_at": record.now(), "exit_code": 1, "error": error}
+        record.update_record(self.job.record_path, self.job_id, **changes)
+        return state
 
     def _result(self) -> str | None:
         """Return `success` or `error`, or None when the job left no result."""
@@ -233,11 +223,9 @@ class _Executor(LocalExecutor):
 def new_id(job: Job) -> str:
     """Return the start time as MMDD_HHMMSS, with a suffix if that exists."""
     stamp = datetime.now().strftime("%m%d_%H%M%S")
-    for number in itertools.count(1):
-        job_id = stamp if number == 1 else f"{stamp}_{number}"
-        if not (job.folder / "submitit" / job_id).exists():
-            return job_id
-    raise AssertionError("unreachable")
+    later = (f"{stamp}_{number}" for number in itertools.count(2))
+    folder = job.folder / "submitit"
+    return next(each for each in itertools.chain([stamp], later) if not (folder / each).exists())
 
 
 def _send(pid: int, signum: signal.Signals) -> None:
