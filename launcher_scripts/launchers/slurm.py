@@ -158,13 +158,10 @@ class SlurmHandle:
         """Cancel the job and wait for its end, at most for `grace_s`."""
         cancel(self.job_id)
         deadline = time.monotonic() + grace_s
-        while self._settled() is None and time.monotonic() < deadline:
-            time.sleep(_STOP_POLL_S)
-
-    def _settled(self) -> str | None:
-        """Return the final state, polling Slurm now."""
         self._asked_at = 0.0
-        return self.poll()
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(_STOP_POLL_S)
+            self._asked_at = 0.0  # polls Slurm each time
 
 
 class _Executor(SlurmExecutor):

@@ -110,17 +110,18 @@ def jobs_below(folder: Path) -> list[str]:
 
 def cancel(job_id: str) -> str:
     """Cancel a job; return scancel's error, empty if none."""
-    done = _ask(["scancel", job_id])
-    if done is None:
-        return "scancel is unavailable here, or does not answer"
-    return "" if done.returncode == 0 else done.stderr.strip()
+    return _order(["scancel", job_id])
 
 
 def release(job_id: str) -> str:
     """Let a job start before what it depends on; return scontrol's error, empty if none."""
-    done = _ask(["scontrol", "update", f"JobId={job_id}", "Dependency="])
+    return _order(["scontrol", "update", f"JobId={job_id}", "Dependency="])
+
+
+def _order(command: list[str]) -> str:
+    done = _ask(command)
     if done is None:
-        return "scontrol is unavailable here, or does not answer"
+        return f"{command[0]} is unavailable here, or does not answer"
     return "" if done.returncode == 0 else done.stderr.strip()
 
 
