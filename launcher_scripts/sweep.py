@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
+from launcher_scripts.configuration.arguments import hydra_text
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
@@ -120,7 +121,7 @@ def compose_all(
     composed = [compose(each.overrides) for each in wanted]
     folders = Counter(_results_of(each) for each in composed)
     return [
-        compose([*each.overrides, f"{_RESULTS_KEY}='{folder}/{each.folder_name}'"])
+        compose([*each.overrides, f"{_RESULTS_KEY}={hydra_text(f'{folder}/{each.folder_name}')}"])
         if (folder := _results_of(composition)) is not None and folders[folder] > 1
         else composition
         for each, composition in zip(wanted, composed, strict=True)

@@ -10,6 +10,7 @@ from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from launcher_scripts.actions import cancel_jobs, read_job
+from launcher_scripts.configuration.arguments import hydra_text
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import (
@@ -197,12 +198,12 @@ class Watch:
                 self._words, ("action=", "export.model.checkpoint_", "export.run.results_dir=")
             ),
             *_PORTS,
-            f"export.model.checkpoint_path={_quoted(each.path)}",
-            f"export.run.results_dir={_quoted(str(results))}",
+            f"export.model.checkpoint_path={hydra_text(each.path)}",
+            f"export.run.results_dir={hydra_text(str(results))}",
         ]
         overrides += self._gate_overrides(results)
         if each.name is not None:
-            overrides.append(f"export.model.checkpoint_name={_quoted(each.name)}")
+            overrides.append(f"export.model.checkpoint_name={hydra_text(each.name)}")
         composition = self._compose(overrides)
         invocation = Invocation(composition, overrides, self._console, f"step {each.step}")
         problems = list(composition.problems)
@@ -230,7 +231,7 @@ class Watch:
         best = self.state.the_best
         path = str(results / "baseline.json") if best is None else best.report
         use = "update" if best is None else "compare"
-        return [f"evaluate.baseline={use}", f"evaluate.baseline_path={_quoted(path)}"]
+        return [f"evaluate.baseline={use}", f"evaluate.baseline_path={hydra_text(path)}"]
 
     def _refused(self, each: Watched, problems: Sequence[str]) -> None:
         """Wait for a checkpoint with problems: it may be one that is still being copied.
@@ -340,9 +341,3 @@ def _size(checkpoint: TrainedCheckpoint) -> str:
 
 def _without(words: Sequence[str], beginnings: tuple[str, ...]) -> list[str]:
     return [each for each in words if not each.lstrip("+").startswith(beginnings)]
-
-
-def _quoted(text: str) -> str:
-    """Return a text as Hydra's grammar quotes it."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"

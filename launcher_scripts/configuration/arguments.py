@@ -99,7 +99,7 @@ def _with_runs(words: Sequence[str]) -> list[str]:
     names = [each for each in words if "=" not in each]
     if not names or "action=compare" not in words:
         return list(words)
-    runs = ",".join("'{}'".format(each.replace("'", "\\'")) for each in names)
+    runs = ",".join(map(hydra_text, names))
     return [*(each for each in words if "=" in each), f"runs=[{runs}]"]
 
 
@@ -160,12 +160,17 @@ def _quoted(override: str) -> str:
     key, equals, value = override.partition("=")
     if value.startswith(("[", "{")):
         return override
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    for candidate in (override, f"{key}='{escaped}'"):
+    for candidate in (override, f"{key}={hydra_text(value)}"):
         with contextlib.suppress(HydraException):
             parser.parse_override(candidate)
             return candidate if equals else override
     return override
+
+
+def hydra_text(text: str) -> str:
+    """Return a text as Hydra's grammar quotes it."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def _pass_through(override: str) -> str:

@@ -53,7 +53,7 @@ def test_combinations_that_would_share_a_folder_get_one_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*SAMPLE, "export.triton_deployment.max_batch_size=1,2", "stages=[export]"]
-    assert main([*words, f"base_results_dir={tmp_path}", "dry_run=true"]) == 0
+    assert main([*words, f"base_results_dir={tmp_path}/today's", "dry_run=true"]) == 0
     folders = {path.parents[1].name for path in tmp_path.rglob("export/*_submission.sh")}
     assert folders == {"max_batch_size-1", "max_batch_size-2"}
 
