@@ -84,19 +84,14 @@ def _in_folder(folder: Path) -> Iterator[TrainedCheckpoint]:
             missing = "" if (entry / state).is_file() else state
             yield TrainedCheckpoint(int(match[1]), entry, missing=missing)
         elif parse_rank_folder(entry.name) is not None and entry.is_dir():
-            yield from _rank_files(folder, entry)
+            found = ((path.name, _STEP.search(path.name)) for path in entry.glob("*.ckpt"))
+            yield from (_nemo(folder, int(match[1]), name) for name, match in found if match)
         elif not entry.name.endswith(_UNFINISHED) and (match := _STEP.search(entry.name)):
             if entry.suffix == ".ckpt":
                 yield _nemo(folder, int(match[1]), entry.name)
             elif entry.is_dir() or entry.suffix == ".nemo":
                 missing = _unfinished(folder / entry.name.removesuffix(".nemo"))
                 yield TrainedCheckpoint(int(match[1]), entry, missing=missing)
-
-
-def _rank_files(folder: Path, rank_folder: Path) -> Iterator[TrainedCheckpoint]:
-    for path in rank_folder.glob("*.ckpt"):
-        if match := _STEP.search(path.name):
-            yield _nemo(folder, int(match[1]), path.name)
 
 
 def _nemo(folder: Path, step: int, name: str) -> TrainedCheckpoint:

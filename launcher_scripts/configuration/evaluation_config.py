@@ -12,7 +12,7 @@ from inference.evaluation.options import OPENAI, REFERENCES, EvaluateSection, Ev
 from inference.evaluation.record import RunFacts
 from launcher_scripts.configuration.export_config import has_ensemble
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.server_config import server_config
+from launcher_scripts.configuration.server_config import server_config, stated_max_seq_len
 from stages.convert import find_checkpoint
 from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
 from stages.endpoint import ENDPOINT_NAME
@@ -72,7 +72,10 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
         weights_dir=weights_dir,
         source_path=find_checkpoint(cached_model(Path(config.export.model.checkpoint_path))),
         types=tuple(types),
-        max_seq_len=_max_seq_len(config),
+        # NVIDIA's backend sets no bound.
+        max_seq_len=None
+        if config.deploy.engine == FASTERTRANSFORMER
+        else stated_max_seq_len(config) or DEFAULT_MAX_SEQ_LEN,
         max_batch_size=None
         if section.server or server.is_from_elsewhere
         else triton.max_batch_size,
@@ -91,14 +94,6 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
             max_batch_size=None,
         )
     return replace(options, reference=_reference(section.reference))
-
-
-def _max_seq_len(config: Config) -> int | None:
-    """Return the tokens that a sequence of our engine may have; NVIDIA's backend sets no bound."""
-    if config.deploy.engine == FASTERTRANSFORMER:
-        return None
-    stated = str(config.export.triton_deployment.parameters.get("max_seq_len", ""))
-    return int(stated) if stated.isdigit() else DEFAULT_MAX_SEQ_LEN
 
 
 def _facts(config: Config) -> RunFacts:

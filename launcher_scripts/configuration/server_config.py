@@ -39,7 +39,9 @@ def server_config(config: Config) -> DeployConfig:
     store = server_store(config)
     sizes = _served_sizes(config)
     placement = _placement(config)
-    shown = _local_gpus(config)
+    # The names of the visible GPUs, if this machine serves and has some.
+    is_here = config.cluster_type == "local" and sizes.device != "cpu"
+    shown = (visible_gpus() or None) if is_here else None
     folder = Path(deploy.repository) if deploy.repository and store is None else model_dir.parent
     name = model_dir.name
     if deploy.engine in (VLLM, OPENAI):
@@ -50,7 +52,7 @@ def server_config(config: Config) -> DeployConfig:
         **vars(deploy),
         folder=folder,
         model_name=name,
-        max_seq_len=_max_seq_len(config),
+        max_seq_len=stated_max_seq_len(config),
         uptime_s=uptime_s,
         store=store,
         tp_size=sizes.tp_size,
@@ -59,7 +61,7 @@ def server_config(config: Config) -> DeployConfig:
         data_type=config.export.triton_deployment.data_type,
         nodes=placement.nodes if placement else 1,
         is_mpi_step=config.cluster_type == "bcm" and config.cluster.mpi is not None,
-        visible_devices=_visible_devices(config, placement, shown),
+        visible_devices=_visible_devices(config, placement, sizes, shown),
         serves_here=config.cluster_type not in _STARTS_CONTAINERS and not is_dry_run(config),
         local_gpus=None if shown is None else len(shown),
         remarks=(placement.warning,) if placement and placement.warning else (),
@@ -112,32 +114,24 @@ def _converted(config: Config) -> Path:
     return request.folder
 
 
-def _max_seq_len(config: Config) -> int | None:
+def stated_max_seq_len(config: Config) -> int | None:
     """Return the stated tokens of a sequence, None for the model's own."""
     stated = str(config.export.triton_deployment.parameters.get("max_seq_len", ""))
     return int(stated) if stated.isdigit() else None
 
 
 def _visible_devices(
-    config: Config, placement: NodeLayout | None, shown: list[str] | None
+    config: Config, placement: NodeLayout | None, sizes: ModelSizes, shown: list[str] | None
 ) -> str | None:
     """Return the GPUs that the server may see; None to leave CUDA_VISIBLE_DEVICES as it is.
 
     A scheduler that grants single GPUs shows only those; a node taken whole shows all.
     """
     if shown is not None:
-        sizes = _served_sizes(config)
         needed = sizes.world_size * sizes.instance_count
         return ",".join(shown[:needed]) if needed < len(shown) else None
     takes_whole_nodes = config.cluster_type == "bcp" or config.cluster.exclusive
     return placement.visible_devices if placement and takes_whole_nodes else None
-
-
-def _local_gpus(config: Config) -> list[str] | None:
-    """Return the names of the visible GPUs, if this machine serves and has some."""
-    if config.cluster_type != "local" or _served_sizes(config).device == "cpu":
-        return None
-    return visible_gpus() or None
 
 
 def server_store(config: Config) -> StoreLocation | None:
@@ -155,7 +149,10 @@ def deploy_resources(config: Config, limit_min: int) -> Resources:
     return Resources(
         nodes=nodes,
         tasks_per_node=tasks,
-        gpus_per_node=_requested_gpus(config, placement),
+        # None on a cluster without that resource.
+        gpus_per_node=placement.gpus_per_node
+        if placement and config.cluster.gpus_per_node
+        else None,
         cpus_per_task=config.deploy.cpus_per_task,
         mem_gb=config.deploy.mem_gb,
         time_limit_min=limit_min,
@@ -195,13 +192,6 @@ def _placement(config: Config) -> NodeLayout | None:
         gpus_per_node=per_node,
         instance_count=sizes.instance_count,
     )
-
-
-def _requested_gpus(config: Config, placement: NodeLayout | None) -> int | None:
-    """Return the GPUs to request on each node; None on a cluster without that resource."""
-    if placement is None or not config.cluster.gpus_per_node:
-        return None
-    return placement.gpus_per_node
 
 
 def image_of(stage: str, config: Config) -> str | None:
