@@ -182,12 +182,13 @@ def test_every_setting_that_does_not_fit_is_named(state: Tensors, tmp_path: Path
         "num_moe_experts": 8,
         "glu_linear_offset": 1.0,
         "multi_latent_attention": True,
+        "apply_residual_connection_post_layernorm": True,
         "transformer_layer_spec": {"_target_": "mine.my_spec", "_call_": False},
     }
     text = refusal(write_bridge(tmp_path / "run", state, changed), tmp_path)
     for named in (
         "GemmaModelProvider", "mixture of experts", "glu_linear_offset", "my_spec",
-        "multi_latent_attention",
+        "multi_latent_attention", "transformer_block_type = post_ln",
     ):  # fmt: skip
         assert named in text, text
 

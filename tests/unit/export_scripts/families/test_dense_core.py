@@ -102,6 +102,8 @@ def test_settings_of_megatron_core_are_carried(
         ({"num_moe_experts": 4}, "mixture of experts"),
         ({"qk_layernorm": True}, "self_attention.q_layernorm.weight is missing"),
         ({"rotary_interleaved": True}, "rotary_interleaved = true"),
+        ({"headscale": True}, "headscale = True: heads are scaled"),
+        ({"max_position_embeddings": None}, "max_position_embeddings = None"),
         ({"mcore_customization_config": {"attn_logit_softcapping": 50.0}}, "layers are changed"),
         ({"softmax_type": "off-by-one"}, "softmax_type = off-by-one"),
     ],

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
+from export_scripts.checkpoints import open_checkpoint
 from export_scripts.checkpoints.huggingface import open_configuration
 from export_scripts.conversion.plan import find_mapping
 from export_scripts.families.dense.layout import DenseConfig, dense_architecture
@@ -227,6 +230,22 @@ def test_settings_that_the_layout_lacks_are_refused_together(
     problems = describe(folder)["cannot be converted"]
     assert any(words in problem for problem in problems), problems
     assert any("vocab_size = 'many'" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_falcon_is_tied_only_if_its_head_is_its_embedding(equal: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 5}
+    embedding = torch.arange(40.0).reshape(5, 8)
+    tensors = {
+        "transformer.word_embeddings.weight": embedding,
+        "lm_head.weight": embedding.clone() if equal else embedding + 1,
+    }
+    folder = write_config(tmp_path, FALCON_7B | sizes)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    facts = Facts(reader=open_checkpoint(folder), tp_size=1, weight_data_type="fp32")
+    config = find_mapping(facts).config(facts)
+    assert isinstance(config, DenseConfig)
+    assert config.tie_word_embeddings is equal
 
 
 def test_longrope_is_kept_with_its_factors(tmp_path: Path) -> None:
