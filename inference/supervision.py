@@ -23,5 +23,5 @@ def report_end(reason: str) -> bool:
     if not path:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(OSError):
-        sender.sendto(os.fsencode(reason)[:_LONGEST], path)
+        sender.sendto(reason.encode(errors="replace")[:_LONGEST], path)
     return True

@@ -179,7 +179,7 @@ class ServedProcess:
         assert self._link is not None
         with contextlib.suppress(EOFError, OSError):
             while self._link.poll():
-                self._losses.append(os.fsdecode(self._link.recv_bytes()))
+                self._losses.append(self._link.recv_bytes().decode(errors="replace"))
         return "; ".join(self._losses)
 
     def _is_silent(self, patience_s: float) -> bool:

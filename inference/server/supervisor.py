@@ -273,10 +273,10 @@ class _Run:
             if self._owner.poll(_POLL_S if is_loading else 4 * _POLL_S):
                 self._obey(self._owner.recv_bytes())
             if self._watch is not None and (loss := self._watch.loss()):
-                reason = "; ".join(self._reported()) or loss
-                sys.stdout.write(f"supervisor: {reason}; ending the server\n")
-                sys.stdout.flush()
-                self._owner.send_bytes(os.fsencode(reason))
+                # Bytes: the locale, which tritonserver may have for ASCII, has no part in it.
+                reason = b"; ".join(self._reported()) or loss.encode(errors="replace")
+                os.write(1, b"supervisor: " + reason + b"; ending the server\n")
+                self._owner.send_bytes(reason)
                 # A lost process never answers the requests it held: close their connections.
                 self._end(self._child.kill)
         except (EOFError, OSError):  # there is no owner any more
@@ -289,10 +289,10 @@ class _Run:
         elif self._watch is not None:
             self._watch.is_ready = True
 
-    def _reported(self) -> Iterator[str]:
+    def _reported(self) -> Iterator[bytes]:
         with contextlib.suppress(BlockingIOError):
             while True:
-                yield os.fsdecode(self._reports.recv(_LONGEST_REPORT))
+                yield self._reports.recv(_LONGEST_REPORT)
 
     def _end(self, how: Callable[[], None]) -> None:
         self._watch = None  # from now on the end of a process is expected

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from inference.server import supervisor
-from inference.supervision import REPORTS_VARIABLE, report_end
+from inference.supervision import REPORTS_VARIABLE
+from tests.conftest import ROOT
 from tests.waiting import LIMIT_S, lives, until
 
 STUB = "triton_python_backend_stub"
@@ -153,10 +154,8 @@ def _stub(tmp_path: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("has_reported", [False, True])
-def test_owner_is_sent_why_a_model_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_reported: bool
-) -> None:
-    reports = tmp_path / "reports"
+def test_owner_is_sent_why_a_model_has_ended(tmp_path: Path, has_reported: bool) -> None:
+    reports, reason = tmp_path / "reports", "gpt is out of service: \U0001f3d6"
     words = [STUB, str(_model(tmp_path))]
     script = (
         "import subprocess, sys, time\n"
@@ -166,13 +165,17 @@ def test_owner_is_sent_why_a_model_has_ended(
     until(lambda: "triton_python_b" in map(_program, supervisor.descendants(process.pid)))
     model = supervisor.descendants(process.pid)[-1]
     link.send_bytes(supervisor.READY)
-    if has_reported:
-        monkeypatch.setenv(REPORTS_VARIABLE, str(reports))
-        assert report_end("gpt is out of service: rank 1 has gone")
+    if has_reported:  # from an interpreter whose texts are ASCII, as that of tritonserver may be
+        report = f"from inference.supervision import report_end; assert report_end({reason!a})"
+        subprocess.run(
+            [sys.executable, "-X", "utf8=0", "-c", report],
+            env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", REPORTS_VARIABLE: str(reports)},
+            cwd=ROOT,
+            check=True,
+        )
     os.kill(model, signal.SIGKILL)
-    said = os.fsdecode(link.recv_bytes())
-    wanted = "gpt is out of service: rank 1 has gone" if has_reported else f"process {model} of"
-    assert said.startswith(wanted)
+    said = link.recv_bytes().decode()
+    assert said.startswith(reason if has_reported else f"process {model} of")
     assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
 
 
