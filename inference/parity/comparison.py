@@ -146,7 +146,7 @@ def compare(request: ParityRequest) -> ParityReport:
             activations=(),
         )
         try:
-            source = load_source(plan, reader.family.architecture(reader.config))
+            source = load_source(plan)
         except NoLibraryError as error:
             return dataclasses.replace(report, uncomputed=str(error))
     inputs = source.default_inputs(request.prompt_ids)

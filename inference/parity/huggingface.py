@@ -80,7 +80,7 @@ class HuggingFaceSource:
 
     Attributes:
         model: of transformers.
-        architecture: what the folder's model is.
+        architecture: what it is.
         modules: module of the layout -> the library's.
         title: library, version and class, for people.
     """
@@ -193,18 +193,15 @@ def _noting_output(noted: dict[Place, torch.Tensor], place: Place) -> _Hook:
     return hook
 
 
-def load_huggingface(plan: ConversionPlan, architecture: Architecture) -> HuggingFaceSource:
-    """Load a checkpoint folder in fp32.
-
-    Args:
-        plan: How the folder becomes that of FT.
-        architecture: What the FT folder's model is.
+def load_huggingface(plan: ConversionPlan) -> HuggingFaceSource:
+    """Load a checkpoint folder in fp32; `plan` is how it becomes that of FT.
 
     Raises:
         NoLibraryError: transformers is not installed.
         ValueError: It cannot load the folder, or would fill in weights that the folder lacks.
     """
     transformers = import_transformers()
+    architecture = plan.mapping.family.architecture(plan.config)
     options: dict[str, Any] = {}
     kind = transformers.AutoModelForCausalLM
     if isinstance(architecture, EncoderArchitecture):

@@ -53,14 +53,7 @@ class _Release:
 
 
 def load_mesh_transformer(plan: ConversionPlan) -> HuggingFaceSource:
-    """Load a release in fp32.
-
-    Args:
-        plan: How it becomes a folder; its sizes are those of the model.
-
-    Raises:
-        NoLibraryError: transformers is not installed.
-    """
+    """Load a release in fp32, of the sizes that its plan has. Raises NoLibraryError."""
     transformers = import_transformers("a release of mesh-transformer-jax")
     config = plan.config
     assert isinstance(config, GPTJConfig)

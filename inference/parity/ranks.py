@@ -37,9 +37,7 @@ class Notes:
 def on_ranks(tp_size: int, work: Callable[[Notes, AllReduce | None], None]) -> Activations:
     """Return what the ranks noted, merged.
 
-    Args:
-        tp_size: Number of ranks.
-        work: Runs one rank; is given where to note, and the all-reduce if there are others.
+    `work` runs one rank: it is given where to note, and the all-reduce if there are others.
     """
     sums = _ThreadSum(tp_size)
 

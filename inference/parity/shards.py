@@ -47,11 +47,9 @@ def run_shards(
 ) -> Activations:
     """Return what the folder's model computes, each place (N, E) or (N, V) fp32.
 
-    Args:
-        reader: The folder; all its ranks run, as threads.
-        inputs: Token ids.
-        data_type: What is computed in: fp32, fp16 or bf16, as the runtime does on a CPU.
-        states: The first layer's input (N, E), for a model whose embeddings run outside.
+    All its ranks run, as threads, and compute in `data_type`: fp32, fp16 or bf16, as the runtime
+    does on a CPU. `states` are the first layer's input (N, E), for a model whose embeddings run
+    outside.
 
     Raises:
         ValueError: The sizes do not divide among the ranks, or a choice is not supported.

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.families.gpt.core import is_core
-from export_scripts.families.layout.architecture import Architecture
 from inference.parity.activations import NoLibraryError
 from inference.parity.huggingface import HuggingFaceSource, load_huggingface
 from inference.parity.megatron import MegatronSource, load_megatron
@@ -21,14 +20,8 @@ _OTHERS: Mapping[str, str] = {
 }
 
 
-def load_source(
-    plan: ConversionPlan, architecture: Architecture
-) -> HuggingFaceSource | MegatronSource:
-    """Load a source in fp32.
-
-    Args:
-        plan: How the source becomes the folder; read here only.
-        architecture: What the folder's model is.
+def load_source(plan: ConversionPlan) -> HuggingFaceSource | MegatronSource:
+    """Load a source in fp32; `plan` is how it becomes a folder.
 
     Raises:
         NoLibraryError: The library is not installed, or is none of those that are run here.
@@ -36,7 +29,7 @@ def load_source(
     """
     kind = plan.facts.reader.format
     if kind == "huggingface":
-        return load_huggingface(plan, architecture)
+        return load_huggingface(plan)
     if kind == "jax":
         return load_mesh_transformer(plan)
     if not is_core(plan.facts):

@@ -77,13 +77,10 @@ class WeightComparison:
 def source_plan(
     checkpoint: Path, reader: FTReader, *, given: Sequence[tuple[str, str]], scratch_dir: Path
 ) -> ConversionPlan:
-    """Return how a source would become a folder.
+    """Return how a source, a file or a folder, would become the folder of `reader`.
 
-    Args:
-        checkpoint: File or folder of the source.
-        reader: The folder.
-        given: (config key, value) pairs that the source does not state, as for the conversion.
-        scratch_dir: Where gzip archives are unpacked while the plan is in use.
+    `given` are (config key, value) pairs that the source does not state, as for the conversion;
+    gzip archives are unpacked in `scratch_dir` while the plan is in use.
 
     Raises:
         CheckpointMismatchError: The source cannot become such a folder; every reason is listed.

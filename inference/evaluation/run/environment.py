@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -26,12 +27,13 @@ _PACKAGES = (
 
 def describe_environment() -> dict[str, str]:
     """Return names and values worth keeping: machine, processor, Python, package versions."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = {
         "host": platform.node(),
         "platform": platform.platform(),
         "processor": _processor(),
-        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ""),
-        "memory": _memory(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{memory_bytes / 2**30:.1f} GiB",
         "python": sys.version.split()[0],
     }
     installed = {each.metadata["Name"]: each.version for each in metadata.distributions()}
@@ -64,18 +66,5 @@ def describe_weights(weights_dir: Path) -> tuple[str, str]:
 
 
 def _processor() -> str:
-    for line in _lines(Path("/proc/cpuinfo")):
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def _memory() -> str:
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemTotal"):
-            return f"{int(line.split()[1]) / 2**20:.1f} GiB"
-    return ""
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text("utf-8"), re.M)
+    return found[1] if found else platform.processor()

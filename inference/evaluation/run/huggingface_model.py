@@ -146,12 +146,9 @@ class HuggingFaceModel(TextGenerator):
 def load_reference_model(
     checkpoint: Path, *, data_type: str = "fp32", prompts_dir: Path | None = None
 ) -> HuggingFaceModel:
-    """Load a checkpoint folder with its own library.
+    """Load a checkpoint folder, tokenizer included, to compute in fp32, fp16 or bf16.
 
-    Args:
-        checkpoint: Folder with config.json and tokenizer.
-        data_type: Type to compute in: fp32, fp16 or bf16.
-        prompts_dir: Served folder, for the prompt tables in it.
+    `prompts_dir` is the served folder, for the prompt tables in it.
 
     Raises:
         EvaluationError: transformers is not installed, or cannot read the folder as a whole.

@@ -80,7 +80,7 @@ def probe_abilities(client: OpenAIClient, model: str, tokenizer: Tokenizer) -> A
     gives_ids = given is not None and _answer_ids(given) is not None
     ids = list(tokenizer.encode(_PROBE))
     taken = _tried(client, {**plain, **extras, "prompt": ids})
-    takes_ids = taken is not None and _prompt_tokens(taken) in (None, len(ids))
+    takes_ids = taken is not None and _count(taken, "prompt_tokens") in (None, len(ids))
     echo = {**plain, **extras, "prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
     echoed = _tried(client, echo) if takes_ids else None
     scores = echoed is not None and _prompt_scores(echoed, len(ids)) is not None
@@ -117,10 +117,6 @@ def _count(answer: Mapping[str, Any], key: str) -> int | None:
     usage = answer.get("usage")
     value = usage.get(key) if isinstance(usage, dict) else None
     return value if isinstance(value, int) else None
-
-
-def _prompt_tokens(answer: Mapping[str, Any]) -> int | None:
-    return _count(answer, "prompt_tokens")
 
 
 def _prompt_scores(answer: Mapping[str, Any], count: int) -> list[float] | None:

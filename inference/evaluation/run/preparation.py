@@ -22,9 +22,7 @@ logger = logging.getLogger(__name__)
 def within_abilities(options: EvaluationOptions, lacks: Mapping[str, str]) -> EvaluationOptions:
     """Return the options without metrics and tasks that need what a server lacks.
 
-    Args:
-        options: of the whole evaluation.
-        lacks: each ability that the server lacks, with the reason.
+    `lacks` has each ability that the server lacks, with the reason.
 
     Raises:
         EvaluationError: nothing is left, or a bound is on what is left out.

@@ -194,7 +194,7 @@ def _load(checkpoint: Path, given: Sequence[tuple[str, str]]) -> HuggingFaceSour
     plan = plan_conversion(request, names=OPTION_NAMES)
     if plan.facts.reader.format == "jax":
         return load_mesh_transformer(plan)
-    return load_huggingface(plan, plan.mapping.family.architecture(plan.config))
+    return load_huggingface(plan)
 
 
 def _padded(rows: Sequence[tuple[int, ...]]) -> np.ndarray[Any, Any]:
