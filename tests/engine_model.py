@@ -11,7 +11,7 @@ import numpy as np
 from inference.backend.tokenizer import load_tokenizer
 from inference.decoding.request import parse_request
 from inference.engine.engine import Engine
-from inference.evaluation.task import NO_WORDS, Completion, WordLists
+from inference.evaluation.task import NO_WORDS, Completion, Words
 
 _GREEDY = {"runtime_top_k": np.array([[1]], np.uint32)}
 _WAIT_S = 120.0
@@ -33,12 +33,7 @@ class EngineModel:
         return str(self._tokenizer.decode(ids))
 
     def complete_text(
-        self,
-        prompt: str,
-        *,
-        output_len: int,
-        score_prompt: bool = False,
-        words: WordLists = NO_WORDS,
+        self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
     ) -> Completion:
         assert words == NO_WORDS
         ids = self.encode(prompt)

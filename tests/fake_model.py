@@ -12,7 +12,7 @@ from inference.evaluation.task import (
     Completion,
     RequestFailedError,
     RequestTensors,
-    WordLists,
+    Words,
 )
 
 VIRTUAL_ID = 1_000_000  # ids from here on are virtual tokens
@@ -87,12 +87,7 @@ class FakeModel:
         return answers
 
     def complete_text(
-        self,
-        prompt: str,
-        *,
-        output_len: int,
-        score_prompt: bool = False,
-        words: WordLists = NO_WORDS,
+        self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
     ) -> Completion:
         answer = self._continue(prompt, output_len)
         if words.stop and words.stop in self.decode(answer):

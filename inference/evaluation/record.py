@@ -274,11 +274,6 @@ class Prediction:
         }
 
 
-def to_json(record: Any) -> dict[str, Any]:
-    """Return a record as plain JSON values."""
-    return dataclasses.asdict(record)
-
-
 def from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
     """Return a record of `kind` from JSON values; keys it does not know are ignored.
 

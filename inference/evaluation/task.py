@@ -141,14 +141,14 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class WordLists:
+class Words:
     """Words that end an answer and words that it must not have, each one CSV record."""
 
     stop: str = ""
     bad: str = ""
 
 
-NO_WORDS = WordLists()
+NO_WORDS = Words()
 
 # Contract tensors sent with the prompt, by name: one value or array, the same for every row.
 RequestTensors = Mapping[str, Any]
@@ -187,12 +187,7 @@ class TextGenerator(Protocol):
         return self.decode(ids)
 
     def complete_text(
-        self,
-        prompt: str,
-        *,
-        output_len: int,
-        score_prompt: bool = False,
-        words: WordLists = NO_WORDS,
+        self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
     ) -> Completion:
         """Return the text of `output_len` greedy tokens after `prompt`, without the prompt."""
         ...

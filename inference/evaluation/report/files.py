@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from inference.evaluation.record import (
     TaskReport,
     read_predictions,
     read_report,
-    to_json,
 )
 from inference.evaluation.report.html_page import render_html
 from inference.evaluation.report.markdown import render_changes, render_markdown
@@ -98,13 +98,13 @@ def read_run(path: Path) -> tuple[Report, list[Prediction]]:
 def write_report(output_dir: Path, report: Report, predictions: Sequence[Prediction]) -> None:
     """Write every file of a report."""
     texts = {
-        PREDICTIONS: "".join(json.dumps(to_json(each)) + "\n" for each in predictions),
+        PREDICTIONS: "".join(json.dumps(asdict(each)) + "\n" for each in predictions),
         METRICS_JSON: metrics_text(report),
         JUNIT: junit_text(report),
         REPORT_MARKDOWN: render_markdown(report, predictions),
         CHANGES: render_changes(report, predictions),
         REPORT_HTML: render_html(report, predictions),
-        REPORT_JSON: json.dumps(to_json(report), indent=1) + "\n",
+        REPORT_JSON: json.dumps(asdict(report), indent=1) + "\n",
     }
     for name, text in texts.items():
         replace_file(output_dir / name, text)

@@ -11,9 +11,10 @@ import json
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from inference.evaluation.record import HistoryPoint, Report, TaskReport, from_json, to_json
+from inference.evaluation.record import HistoryPoint, Report, TaskReport, from_json
 from inference.evaluation.report.files import PREDICTIONS, REPORT_JSON
 
 INDEX = "index.jsonl"
@@ -37,7 +38,7 @@ def append_run(history_dir: Path, report: Report, output_dir: Path) -> Path:
         raise
     with (history_dir / INDEX).open("a", encoding="utf-8") as index:
         fcntl.flock(index, fcntl.LOCK_EX)
-        index.write(json.dumps(to_json(history_point(report))) + "\n")
+        index.write(json.dumps(asdict(history_point(report))) + "\n")
     return folder
 
 

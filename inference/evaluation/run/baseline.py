@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from inference.evaluation.record import (
     Prediction,
     Report,
     from_json,
-    to_json,
 )
 from inference.evaluation.report.files import PREDICTIONS, read_run
 from inference.evaluation.run.task_run import TaskRun
@@ -160,7 +159,7 @@ def write_baseline(path: Path, report: Report, predictions: Iterable[Prediction]
         "run_id": report.run_id,
         "started_at": report.started_at,
         "samples": {task.name: _samples(task.dataset) for task in report.tasks},
-        "metrics": {metric.name: to_json(metric) for metric in report.metrics},
+        "metrics": {metric.name: asdict(metric) for metric in report.metrics},
     }
     found = scores_of(report, predictions)
     scores = ",".join(_scores_text(name, each) for name, each in found.items())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.evaluation.run.task_run import EvaluationError
-from inference.evaluation.task import NO_WORDS, Completion, RequestTensors, TextGenerator, WordLists
+from inference.evaluation.task import NO_WORDS, Completion, RequestTensors, TextGenerator, Words
 from inference.evaluation.tasks.served_folder import served_prompts
 
 
@@ -53,12 +53,7 @@ class HuggingFaceModel(TextGenerator):
         return self.decode(list(itertools.takewhile(lambda each: each not in ends, ids)))
 
     def complete_text(
-        self,
-        prompt: str,
-        *,
-        output_len: int,
-        score_prompt: bool = False,
-        words: WordLists = NO_WORDS,
+        self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
     ) -> Completion:
         """Return the greedy continuation of a text."""
         if words != NO_WORDS:

@@ -23,7 +23,7 @@ from inference.evaluation.task import (
     RequestFailedError,
     RequestTensors,
     TextGenerator,
-    WordLists,
+    Words,
 )
 
 if TYPE_CHECKING:
@@ -156,12 +156,7 @@ class OpenAIModel(TextGenerator):
         return self._tokenizer.decode(ids)
 
     def complete_text(
-        self,
-        prompt: str,
-        *,
-        output_len: int,
-        score_prompt: bool = False,
-        words: WordLists = NO_WORDS,
+        self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
     ) -> Completion:
         """Return the greedy continuation as text."""
         if words != NO_WORDS:

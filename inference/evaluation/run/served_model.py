@@ -24,7 +24,7 @@ from inference.evaluation.task import (
     RequestFailedError,
     RequestTensors,
     TextGenerator,
-    WordLists,
+    Words,
 )
 from inference.server.client import Outputs, TritonClient
 from inference.server.tensors import as_tensor, as_texts
@@ -98,12 +98,7 @@ class ServedModel(TextGenerator):
         return self.decode(ids[: ids.index(self._end_id)] if self._end_id in ids else ids)
 
     def complete_text(
-        self,
-        prompt: str,
-        *,
-        output_len: int,
-        score_prompt: bool = False,
-        words: WordLists = NO_WORDS,
+        self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
     ) -> Completion:
         """Return the greedy continuation as text, asked through the ensemble if there is one."""
         if self._ensemble_name is None:

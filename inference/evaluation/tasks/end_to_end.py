@@ -22,7 +22,7 @@ from inference.evaluation.task import (
     Score,
     TaskEntry,
     TextGenerator,
-    WordLists,
+    Words,
 )
 from inference.evaluation.tasks.datasets import drawn
 from inference.evaluation.tasks.metrics import mean_metric
@@ -79,7 +79,7 @@ class EndToEnd:
             length, token, text = word
             stopped, banned = (
                 model.complete_text(sample.text, output_len=OUTPUT_LEN, words=words).text
-                for words in (WordLists(stop=_csv_record(text)), WordLists(bad=_csv_record(text)))
+                for words in (Words(stop=_csv_record(text)), Words(bad=_csv_record(text)))
             )
             shorter = model.complete_text(sample.text, output_len=length)
             values[STOP_WORDS] = float(stopped == shorter.text)

@@ -116,7 +116,10 @@ class Identity:
     def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
         """Return the largest differences, their mean, and for a generator the equal answers."""
         del samples
-        found = [_largest(RELATIVE, scores), _largest(LARGEST, scores), _mean(scores)]
+        values = {name: [score.values[name] for score in scores] for name in (RELATIVE, LARGEST)}
+        found = [_difference(name, max(each), 0.0, len(scores)) for name, each in values.items()]
+        mean, stderr = mean_and_stderr([score.values[MEAN] for score in scores])
+        found.append(_difference(MEAN, mean, stderr, len(scores)))
         if all(TOKENS in score.values for score in scores):
             found.append(mean_metric(TOKENS, scores, key="same_tokens", method=_METHODS[TOKENS]))
         return tuple(found)
@@ -125,16 +128,6 @@ class Identity:
 def rows_of(text: str) -> list[tuple[int, ...]]:
     """Return the rows of token ids that the text of a sample writes."""
     return [tuple(map(int, row.split())) for row in text.split(_ROWS)]
-
-
-def _largest(name: str, scores: Sequence[Score]) -> Metric:
-    value = max(score.values[name] for score in scores)
-    return _difference(name, value, 0.0, len(scores))
-
-
-def _mean(scores: Sequence[Score]) -> Metric:
-    value, stderr = mean_and_stderr([score.values[MEAN] for score in scores])
-    return _difference(MEAN, value, stderr, len(scores))
 
 
 def _difference(name: str, value: float, stderr: float, count: int) -> Metric:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -19,7 +19,6 @@ from inference.evaluation.record import (
     from_json,
     read_predictions,
     read_report,
-    to_json,
 )
 from inference.evaluation.report.files import (
     FILE_NAMES,
@@ -75,7 +74,7 @@ def test_invalid_reports_are_refused(tmp_path):
 @pytest.mark.parametrize("change", [{"tasks": None}, {"tasks": [1]}, {"latency": 5}, {"gate": 5}])
 def test_damaged_reports_are_refused_with_their_path(full, tmp_path, change):
     path = tmp_path / "report.json"
-    path.write_text(json.dumps(to_json(full) | change))
+    path.write_text(json.dumps(asdict(full) | change))
     with pytest.raises(ValueError, match=r"report\.json is damaged: not a "):
         read_report(path)
 
@@ -128,4 +127,4 @@ def test_the_markdown_page_shows_value_interval_and_breach(full, predictions, tm
 
 
 def test_records_are_plain_json(full):
-    assert json.loads(json.dumps(to_json(full)))["schema_version"] == 1
+    assert json.loads(json.dumps(asdict(full)))["schema_version"] == 1
