@@ -121,13 +121,14 @@ def difference(
     place: Place, expected: torch.Tensor, found: torch.Tensor, *, tolerance: float
 ) -> ActivationDifference:
     """Return how far `found` lies from `expected`, two (N, W)."""
+    errors = size_of_errors(expected, found, largest=float(expected.abs().max()))
+    return ActivationDifference(place, *errors, tolerance)
+
+
+def size_of_errors(
+    expected: torch.Tensor, found: torch.Tensor, *, largest: float
+) -> tuple[float, float, float]:
+    """Return the largest and the mean error of values, and the first as a share of `largest`."""
     error = (found - expected).abs()
-    largest = float(expected.abs().max())
     max_abs = float(error.max())
-    return ActivationDifference(
-        place=place,
-        max_abs=max_abs,
-        mean_abs=float(error.mean()),
-        relative=max_abs / largest if largest else max_abs,
-        tolerance=tolerance,
-    )
+    return max_abs, float(error.mean()), max_abs / largest if largest else max_abs

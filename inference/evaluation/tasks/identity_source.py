@@ -18,7 +18,7 @@ from export_scripts.conversion.plan import plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
 from inference.evaluation.options import IdentityOptions
 from inference.evaluation.task import TextGenerator, generates
-from inference.parity.activations import Activations, ModelInputs, Place
+from inference.parity.activations import Activations, ModelInputs, Place, size_of_errors
 from inference.parity.huggingface import HuggingFaceSource, load_huggingface
 from inference.parity.mesh_transformer import load_mesh_transformer
 
@@ -163,10 +163,8 @@ class IdentitySource:
     ) -> RowDifference:
         logits = self._answer_logits(ids, answer, has_encoder)  # (R, V)
         theirs = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).squeeze(1)
-        return _difference(
-            theirs,
-            log_probs,
-            largest=float(logits.abs().max()),
+        return RowDifference(
+            *size_of_errors(theirs, log_probs, largest=float(logits.abs().max())),
             answer=" ".join(map(str, answer)),
             same_tokens=logits.argmax(-1).tolist() == list(answer),
         )
@@ -211,24 +209,5 @@ def _lengths(rows: Sequence[tuple[int, ...]]) -> np.ndarray[Any, Any]:
 def _compare_states(expected: torch.Tensor, found: Any) -> RowDifference:
     """Compare hidden states (N, E) with those that the server gave, (S, E)."""
     ours = torch.tensor(np.asarray(found[: len(expected)], np.float32))
-    largest = float(expected.abs().max())
-    return _difference(expected, ours, largest=largest, answer=f"{len(expected)} hidden states")
-
-
-def _difference(
-    expected: torch.Tensor,
-    found: torch.Tensor,
-    *,
-    largest: float,
-    answer: str,
-    same_tokens: bool | None = None,
-) -> RowDifference:
-    error = (found - expected).abs()
-    max_abs = float(error.max())
-    return RowDifference(
-        max_abs=max_abs,
-        mean_abs=float(error.mean()),
-        relative=max_abs / largest if largest else max_abs,
-        answer=answer,
-        same_tokens=same_tokens,
-    )
+    errors = size_of_errors(expected, ours, largest=float(expected.abs().max()))
+    return RowDifference(*errors, answer=f"{len(expected)} hidden states")
