@@ -20,7 +20,7 @@ from inference.evaluation.report.html_page import render_html
 from inference.evaluation.report.markdown import render_markdown
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.preparation import check_bounds_of_groups, prepare
-from inference.evaluation.run.task_run import run_task
+from inference.evaluation.run.task_run import EvaluationError, run_task
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.task import Metric
 from tests.fake_model import FakeModel
@@ -149,6 +149,13 @@ def test_an_unknown_task_of_the_harness_is_reported(
     own = options(openai_url=endpoint, tasks=["harness:nothing"])
     with pytest.raises(ValueError, match="harness:nothing cannot be loaded by lm_eval"):
         prepare("harness:nothing", own)
+    assert not asked
+
+
+def test_an_endpoint_that_does_not_answer_is_named(asked: list[dict[str, Any]]) -> None:
+    prepared = prepare("harness:two-facts", options(openai_url="http://127.0.0.1:1/v1"))
+    with pytest.raises(EvaluationError, match=r"127\.0\.0\.1:1/v1/models/.*refused"):
+        run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=1)
     assert not asked
 
 
