@@ -14,7 +14,6 @@ from inference.evaluation.gate import (
     EXIT_GATE_BREACHED,
     EXIT_INSUFFICIENT,
     EXIT_NOT_EVALUATED,
-    INSUFFICIENT,
 )
 from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import OPENAI, EvaluationOptions
@@ -192,10 +191,9 @@ class EvaluateStage(Stage):
             "remarks": [str(each) for each in report.gate.verdicts if each.drop is not None],
             "report": str(self._output_dir / _REPORT_PAGE),
         }
-        if not report.gate.passed:
-            breaches = report.gate.breaches
-            kind = GateBreachedError if breaches else InsufficientError
-            deciding = breaches or report.gate.of(INSUFFICIENT)
+        if deciding := report.gate.deciding:
+            is_breached = report.gate.exit_code == EXIT_GATE_BREACHED
+            kind = GateBreachedError if is_breached else InsufficientError
             raise kind("; ".join(map(str, deciding)), summary=summary)
         return summary
 

@@ -140,17 +140,22 @@ class GateResult:
         return tuple(each for each in self.verdicts if each.status == status)
 
     @property
+    def deciding(self) -> tuple[Verdict, ...]:
+        """The critical verdicts for which it does not pass: breaches, or else insufficient ones."""
+        critical = GateResult(tuple(each for each in self.verdicts if each.tier == CRITICAL))
+        return critical.breaches or critical.of(INSUFFICIENT)
+
+    @property
     def passed(self) -> bool:
         """Return whether every critical bound holds (also when there are none)."""
-        return self.exit_code == EXIT_PASS
+        return not self.deciding
 
     @property
     def exit_code(self) -> int:
         """The exit code of a command that trusts this gate."""
-        found = {each.status for each in self.verdicts if each.tier == CRITICAL}
-        if BREACHED in found:
-            return EXIT_GATE_BREACHED
-        return EXIT_INSUFFICIENT if INSUFFICIENT in found else EXIT_PASS
+        if self.passed:
+            return EXIT_PASS
+        return EXIT_GATE_BREACHED if self.deciding[0].status == BREACHED else EXIT_INSUFFICIENT
 
 
 def apply_gate(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from inference.evaluation.gate import INSUFFICIENT
+from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT, HELD
 from inference.evaluation.record import (
     Comparison,
     LatencyPoint,
@@ -212,12 +212,13 @@ def verdict(report: Report) -> str:
     """Return the outcome of the gate in a few words."""
     if not report.bounds:
         return "no gate set"
-    gate = report.gate
-    if breaches := len(gate.breaches):
-        return f"gate breached ({breaches} of {gate.checked} bounds)"
-    if unknown := len(gate.of(INSUFFICIENT)):
-        return f"gate undecided ({unknown} of {gate.checked} bounds need more samples)"
-    return f"gate passed ({gate.checked} of {gate.checked} bounds hold)"
+    gate, held = report.gate, len(report.gate.of(HELD))
+    if gate.exit_code == EXIT_GATE_BREACHED:
+        return f"gate breached ({len(gate.deciding)} of {gate.checked} bounds)"
+    if gate.exit_code == EXIT_INSUFFICIENT:
+        return f"gate undecided ({len(gate.deciding)} of {gate.checked} bounds need more samples)"
+    others = ", the others are advisory" * (held < gate.checked)
+    return f"gate passed ({held} of {gate.checked} bounds hold{others})"
 
 
 def gate_rows(report: Report) -> list[tuple[str, ...]]:

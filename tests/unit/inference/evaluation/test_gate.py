@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from inference.evaluation.gate import (
 )
 from inference.evaluation.options import Bound
 from inference.evaluation.paired_tests import Pairs
+from inference.evaluation.report.formatting import verdict
 
 NAME = "lambada_last_word"
 
@@ -162,6 +164,20 @@ def test_an_advisory_bound_is_reported_and_does_not_decide(make_metric):
     found = paired(make_metric(scale="mean"), POINT, answers(100, lost=90), advisory=[NAME])
     assert (found.exit_code, len(found.breaches)) == (EXIT_PASS, 1)
     assert "(advisory)" in str(found.breaches[0])
+
+
+def test_an_advisory_breach_neither_hides_nor_outranks_a_critical_bound(make_metric, report):
+    advisory = paired(make_metric(scale="mean"), POINT, answers(100, lost=90), advisory=[NAME])
+    critical = paired(make_metric(scale="mean"), POINT, answers(64))
+    both = GateResult(advisory.verdicts + critical.verdicts)
+    assert (both.exit_code, both.deciding) == (EXIT_INSUFFICIENT, critical.verdicts)
+    texts = [
+        verdict(replace(report, bounds={NAME: Bound()}, gate=gate)) for gate in (both, advisory)
+    ]
+    assert texts == [
+        "gate undecided (1 of 2 bounds need more samples)",
+        "gate passed (0 of 1 bounds hold, the others are advisory)",
+    ]
 
 
 def test_a_breach_goes_before_a_bound_that_needs_more_samples(make_metric):
