@@ -55,7 +55,7 @@ class _Reservation:
 class BlockPool:
     """The blocks of a cache.
 
-    Sequences share the blocks of equal prefixes: a full block may be registered under the digest of
+    Sequences share the blocks of equal prefixes: a full block may be registered under the hash of
     its sequence up to its end, and serves other slots until it is needed for other tokens. Slots
     that `fork` share their full blocks, too.
 
@@ -75,8 +75,8 @@ class BlockPool:
         self._reservations: dict[int, _Reservation] = {}  # of slots
         self._promised = 0  # blocks that are reserved, and not held yet
         self._entries: dict[tuple[int, int], int] = {}
-        self._remembered: dict[bytes, int] = {}
-        self._beginnings: dict[int, bytes] = {}  # block -> its digest
+        self._registered: dict[bytes, int] = {}
+        self._hashes: dict[int, bytes] = {}  # block -> that of its prefix
 
     @property
     def free(self) -> int:
@@ -102,34 +102,34 @@ class BlockPool:
             self._take(slot, block)
         return len(self._held.get(slot, ())) * self.block_tokens
 
-    def used(self, beginnings: Sequence[bytes]) -> int:
+    def used(self, hashes: Sequence[bytes]) -> int:
         """Return the number of a sequence's first blocks that other slots hold now."""
         used = (
-            self._users[self._remembered[each]] if each in self._remembered else 0
-            for each in beginnings
+            self._users[self._registered[each]] if each in self._registered else 0
+            for each in hashes
         )
         return sum(1 for _ in itertools.takewhile(bool, used))
 
-    def share(self, slot: int, beginnings: Sequence[bytes]) -> int:
+    def share(self, slot: int, hashes: Sequence[bytes]) -> int:
         """Give a new slot the registered blocks of its prefix; return the tokens they hold.
 
-        `beginnings` are the digests of the sequence up to the end of each of its first blocks.
+        `hashes` are those of the sequence up to the end of each of its first blocks.
         """
         assert slot not in self._held, f"slot {slot} has blocks"
-        for beginning in beginnings:
-            block = self._remembered.get(beginning)
+        for prefix in hashes:
+            block = self._registered.get(prefix)
             if block is None:
                 break
             self._take(slot, block)
         return len(self._held.get(slot, ())) * self.block_tokens
 
-    def remember(self, slot: int, nth: int, beginning: bytes) -> None:
+    def register(self, slot: int, nth: int, prefix: bytes) -> None:
         """Register a slot's block for sharing; all of its tokens are being computed."""
-        if beginning not in self._remembered:
+        if prefix not in self._registered:
             block = self._held[slot][nth]
             self._forget(block)
-            self._remembered[beginning] = block
-            self._beginnings[block] = beginning
+            self._registered[prefix] = block
+            self._hashes[block] = prefix
 
     def reserve(self, slots: Sequence[int], most: int) -> None:
         """Reserve the most blocks that slots need together; those they hold already count."""
@@ -213,7 +213,7 @@ class BlockPool:
             self._users[block] -= 1
             if not self._users[block]:
                 self._free[block] = None
-                self._free.move_to_end(block, last=block in self._beginnings)
+                self._free.move_to_end(block, last=block in self._hashes)
             if reservation is not None:
                 reservation.users[block] -= 1
                 if not reservation.users[block]:
@@ -221,23 +221,23 @@ class BlockPool:
                     self._promised += 1
 
     def _forget(self, block: int) -> None:
-        beginning = self._beginnings.pop(block, None)
-        if beginning is not None:
-            del self._remembered[beginning]
+        prefix = self._hashes.pop(block, None)
+        if prefix is not None:
+            del self._registered[prefix]
 
 
-def beginnings(tokens: Sequence[int], block_tokens: int, shift: int = 0) -> list[bytes]:
-    """Return a digest of a sequence up to the end of each of its full blocks.
+def prefix_hashes(tokens: Sequence[int], block_tokens: int, shift: int = 0) -> list[bytes]:
+    """Return the hash of a sequence up to the end of each of its full blocks.
 
-    `shift` is that of the sequence's positions, on which its keys depend. The digests are
+    `shift` is that of the sequence's positions, on which its keys depend. The hashes are
     cryptographic: clients choose the tokens, and no two prefixes may collide.
     """
-    names, digest = [], b"%d" % shift
+    hashes, digest = [], b"%d" % shift
     values = np.asarray(tokens, np.int64)
     for first in range(0, len(values) - block_tokens + 1, block_tokens):
         digest = hashlib.sha256(digest + values[first : first + block_tokens].tobytes()).digest()
-        names.append(digest)
-    return names
+        hashes.append(digest)
+    return hashes
 
 
 def most_blocks(beams: int, *, shared_tokens: int, tokens: int, block_tokens: int) -> int:

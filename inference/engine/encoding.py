@@ -16,7 +16,7 @@ import torch
 
 from inference.decoding.request import RequestError
 from inference.decoding.tensor_fields import Array, TensorFields
-from inference.engine.queued_request import QueuedRequest, StepScheduler
+from inference.engine.queued_request import PlannedStep, QueuedRequest, StepScheduler
 from inference.ranks.base import StepResult
 from inference.ranks.plan import EncoderRow, StepPlan
 
@@ -187,13 +187,10 @@ class RunningEncoding(QueuedRequest):
 
 
 @dataclass(frozen=True)
-class PlannedEncoding:
-    """A step, and whose rows it takes."""
+class PlannedEncoding(PlannedStep[RunningEncoding]):
+    """A step, and the rows it takes: their requests and their indices there."""
 
-    plan: StepPlan
-    embeddings: torch.Tensor | None  # (N, E) fp32
     work: tuple[tuple[RunningEncoding, int], ...]
-    overlaps: bool = False
 
     @property
     def owners(self) -> list[RunningEncoding]:
@@ -239,7 +236,7 @@ class EncodingScheduler(StepScheduler[RunningEncoding]):
             encoder_ids=[token for row in rows for token in row.ids],
             attentions=attentions,
         )
-        return PlannedEncoding(plan, self._joined(states), tuple(work))
+        return PlannedEncoding(plan, self._joined(states), overlaps=False, work=tuple(work))
 
     def _joined(self, states: list[Array]) -> torch.Tensor | None:
         if not states:

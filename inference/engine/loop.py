@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic, perf_counter, sleep
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 import torch
 
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.options import EngineOptions
-from inference.engine.queued_request import QueuedRequest, RequestT, StepScheduler
+from inference.engine.queued_request import PlannedStep, RequestT, StepScheduler
 from inference.process_memory import collect_loaded
 from inference.ranks.base import StepResult
 from inference.ranks.plan import StepPlan
@@ -34,38 +34,12 @@ _LOOK_S = 1.0  # a connection breaks a moment before the process at its other en
 _RESTART_PAUSE_S = 1.0
 _STOPPED = "the engine was stopped"
 
-RequestT_co = TypeVar("RequestT_co", bound=QueuedRequest, covariant=True)
-
-
-class Planned(Protocol[RequestT_co]):
-    """A step, and the requests with work in it."""
-
-    @property
-    def plan(self) -> StepPlan:
-        """The plan for every rank."""
-        ...
-
-    @property
-    def embeddings(self) -> torch.Tensor | None:
-        """The embeddings sent with the plan."""
-        ...
-
-    @property
-    def owners(self) -> Sequence[RequestT_co]:
-        """Requests with work in the step."""
-        ...
-
-    @property
-    def overlaps(self) -> bool:
-        """Return whether the next step may be planned before this one is finished."""
-        ...
-
 
 @dataclass(frozen=True)
-class _Launched(Generic[RequestT_co]):
+class _Launched(Generic[RequestT]):
     """A step that the ranks run, and the time of its start."""
 
-    step: Planned[RequestT_co]
+    step: PlannedStep[RequestT]
     result: StepResult
     began: float
 
@@ -254,7 +228,7 @@ class EngineLoop(Generic[RequestT]):
         ranks.stop()
 
     def _launch(
-        self, ranks: RankGroup, scheduler: StepScheduler[RequestT], step: Planned[RequestT]
+        self, ranks: RankGroup, scheduler: StepScheduler[RequestT], step: PlannedStep[RequestT]
     ) -> _Launched[RequestT] | None:
         """Run a step on the ranks; on a GPU they may not be done when this returns."""
         began = perf_counter()
@@ -280,7 +254,7 @@ class EngineLoop(Generic[RequestT]):
             self._give_up(scheduler, launched.step, error)
 
     def _give_up(
-        self, scheduler: StepScheduler[RequestT], step: Planned[RequestT], error: Exception
+        self, scheduler: StepScheduler[RequestT], step: PlannedStep[RequestT], error: Exception
     ) -> None:
         logger.error("a step failed", exc_info=error)
         error = error.with_traceback(None)  # whose frames would keep the model alive

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from inference.decoding.draws import Draw, Marks, Penalty
+from inference.decoding.draws import ARG_MAX, UNMARKED, Draw, Marks, Penalty
+from inference.decoding.sampling import SamplingRow
 from inference.decoding.tensor_fields import Array
+from inference.engine.queued_request import PlannedStep
 from inference.engine.running import RunningRequest, RunningRow
 from inference.model.kv_cache import Move, TableEntry
 from inference.model.step import Segment
@@ -29,6 +31,13 @@ class RowWork:
     samples: bool  # whether the last of them is for choosing a token
     first: int  # of its tokens, counted from the conversation's beginning
     is_prompt: bool
+
+    @property
+    def needs_logits(self) -> bool:
+        """Return whether the host needs some of its logits."""
+        if self.is_prompt and self.row.prompt_outputs.wants_logits:
+            return True
+        return self.samples and not self.row.rank_chooses
 
 
 @dataclass(frozen=True)
@@ -56,18 +65,12 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class PlannedStep:
-    """A plan with its embeddings, and the rows it works for.
+class GeneratingStep(PlannedStep[RunningRequest]):
+    """A step, and the rows it works for."""
 
-    With `overlaps` the next step may be planned before this one is finished.
-    """
-
-    plan: StepPlan
-    embeddings: torch.Tensor | None  # (plan.embedding_rows, E) fp32
     work: tuple[RowWork, ...]
     prompt_tokens: int
     encoding: EncoderWork
-    overlaps: bool
 
     @property
     def owners(self) -> list[RunningRequest]:
@@ -82,10 +85,9 @@ def lay_out(
     *,
     moves: Sequence[Move],
     entries: Sequence[TableEntry],
-    choices: Choices,
-    with_logits: bool,
+    ranks_choose: bool,
     embedding_base: int,
-) -> PlannedStep:
+) -> GeneratingStep:
     """Return the step that does this work.
 
     Args:
@@ -93,8 +95,7 @@ def lay_out(
         encoding: The encoder's work.
         moves: Cache copies to make before the pass.
         entries: Blocks that slots get before the pass.
-        choices: Of the ranks.
-        with_logits: See `StepPlan`.
+        ranks_choose: Whether a rank can choose tokens itself.
         embedding_base: First id that names a row of embeddings sent with a step.
     """
     ids: list[int] = []
@@ -116,6 +117,8 @@ def lay_out(
     for row in begun:
         encoder_ids += _with_sent(row, row.encoder_ids or [], sent, embedding_base)
     prompts = [each for each in work if each.is_prompt]
+    needed = [each.needs_logits for each in work]
+    choices = _rank_choices(work) if ranks_choose and not all(needed) else Choices()
     plan = StepPlan(
         ids=ids,
         segments=tuple(segments),
@@ -126,7 +129,7 @@ def lay_out(
         draws=choices.draws,
         penalties=choices.penalties,
         marks=choices.marks,
-        with_logits=with_logits or choices.slots is None,
+        with_logits=any(needed) or choices.slots is None,
         # A chunk need not hold any of the rows that its request sent.
         has_virtual=bool(sent)
         or any(row.has_table for row in (*begun, *(each.row for each in prompts))),
@@ -142,7 +145,35 @@ def lay_out(
     prompt_tokens = sum(len(each.ids) for each in prompts) + encoding.tokens
     # The next step depends on what the host reads.
     overlaps = not (plan.with_logits or plan.pool)
-    return PlannedStep(plan, embeddings, tuple(work), prompt_tokens, encoding, overlaps)
+    return GeneratingStep(plan, embeddings, overlaps, tuple(work), prompt_tokens, encoding)
+
+
+def _rank_choices(work: Sequence[RowWork]) -> Choices:
+    choices: list[tuple[int, int]] = []
+    draws: list[Draw] = []
+    penalties: dict[int, Penalty] = {}  # by place among the choices
+    marks: list[tuple[int, Marks]] = []
+    for each in work:
+        row = each.row
+        chooses = each.samples and row.rank_chooses
+        unread = len(each.outputs) - chooses
+        choices += [(-1, -1)] * unread
+        draws += [ARG_MAX] * unread
+        if chooses:
+            choices.append((each.slot, row.end_id if row.produced < row.min_length else -1))
+            assert isinstance(row.decoded, SamplingRow)
+            if row.has_marks:
+                penalties[len(draws)] = row.decoded.penalty(row.produced)
+                if row.lacks_marks:
+                    marks.append((each.slot, row.decoded.marks()))
+                    row.lacks_marks = False
+            draws.append(ARG_MAX if row.is_arg_max else row.decoded.draw())
+    return Choices(
+        choices,
+        draws if any(draw is not ARG_MAX for draw in draws) else None,
+        [penalties.get(n, UNMARKED) for n in range(len(draws))] if penalties else None,
+        marks,
+    )
 
 
 def _with_sent(

@@ -1,13 +1,17 @@
-"""A request to an engine, from its arrival to its answer, and the base class of schedulers."""
+"""The base classes of a request to an engine, of the steps that compute it, and of schedulers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from inference.ranks.base import StepResult
+from inference.ranks.plan import StepPlan
 
 
 class QueuedRequest:
@@ -40,6 +44,23 @@ class QueuedRequest:
 RequestT = TypeVar("RequestT", bound=QueuedRequest)
 
 
+@dataclass(frozen=True)
+class PlannedStep(ABC, Generic[RequestT]):
+    """A plan for every rank, and the requests with work in it.
+
+    With `overlaps` the next step may be planned before this one is finished.
+    """
+
+    plan: StepPlan
+    embeddings: torch.Tensor | None  # (plan.embedding_rows, E) fp32
+    overlaps: bool
+
+    @property
+    @abstractmethod
+    def owners(self) -> list[RequestT]:
+        """Requests with work in this step, each once."""
+
+
 class StepScheduler(ABC, Generic[RequestT]):
     """Decides what the steps of an engine compute; belongs to the thread of its loop."""
 
@@ -70,8 +91,8 @@ class StepScheduler(ABC, Generic[RequestT]):
         """Drop a request and free its resources."""
 
     @abstractmethod
-    def plan(self, *, under_way: bool = False) -> Any:
-        """Return the next `Planned` step, or None if nothing can run.
+    def plan(self, *, under_way: bool = False) -> PlannedStep[RequestT] | None:
+        """Return the next step, or None if nothing can run.
 
         `under_way` means that the step before is not finished.
         """

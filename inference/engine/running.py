@@ -23,6 +23,7 @@ from inference.decoding.tensor_fields import Array
 from inference.engine.load import RequestTimes
 from inference.engine.prompt_outputs import PromptOutputs
 from inference.engine.queued_request import QueuedRequest
+from inference.model.token_feed import NEWEST
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ class RunningRow:
     encoder_ids: list[int] | None = None  # of an encoder-decoder, whose prompt is the start id
     is_encoded: bool = True
     slots: list[int] = field(default_factory=list)
-    beginnings: list[bytes] = field(default_factory=list)  # of its blocks that can be shared
-    remembered: int = 0  # how many of them others can share by now
+    prefix_hashes: list[bytes] = field(default_factory=list)  # of its blocks that can be shared
+    registered: int = 0  # how many of them others can share by now
     room: float = math.inf  # tokens that its slot's blocks hold
     cached: int = 0  # tokens that have been in the cache
     is_cached: bool = False  # whether a step has run with its slots
@@ -166,6 +167,13 @@ class RunningRow:
         return self.cached >= self.prompt_len
 
     @property
+    def goes_on(self) -> bool:
+        """Return whether it decodes and lacks tokens that no running step produces."""
+        if not self.next_ids:
+            return False
+        return self.next_ids[0] != NEWEST or self.produced < self.request.output_len
+
+    @property
     def can_share(self) -> bool:
         """Return whether its prompt is nothing but tokens, and nothing is wanted of them."""
         if self.prompt_outputs.wants_logits or self.prompt_outputs.wants_pooled:
@@ -197,7 +205,7 @@ class RunningRow:
         self.cached, self.forgotten = self.prefix_len, 0
         self.is_encoded = self.encoder_ids is None
         self.slots, self.next_ids, self.lacks_marks = [], (), True
-        self.beginnings, self.remembered = [], 0
+        self.prefix_hashes, self.registered = [], 0
         self.prompt_outputs.restart()
 
     def end(self) -> None:

@@ -4,34 +4,26 @@ Rows join when slots are free and leave when they finish, between steps. The sch
 one thread and does no input or output; `decoder` chooses the tokens.
 """
 
-# Shapes: n tokens whose logits are wanted, V vocabulary, E hidden
-
 from __future__ import annotations
 
 import logging
 import sys
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from export_scripts.families.layout.architecture import Rotary
-from inference.decoding.draws import ARG_MAX, UNMARKED, Draw, Marks, Penalty
-from inference.decoding.generate import BatchDecoder, take_chosen
+from inference.decoding.generate import BatchDecoder
 from inference.decoding.request import RequestError
-from inference.decoding.rows import RowStep
-from inference.decoding.sampling import SamplingRow
-from inference.decoding.tensor_fields import Array
-from inference.engine.blocks import BlockPool, SlotPool
-from inference.engine.errors import EngineBusyError, RowError
+from inference.engine.blocks import BlockPool
+from inference.engine.errors import EngineBusyError
 from inference.engine.load import EngineLoad
-from inference.engine.planned_step import Choices, PlannedStep, RowWork, lay_out
+from inference.engine.planned_step import GeneratingStep, lay_out
 from inference.engine.queued_request import StepScheduler
-from inference.engine.row_blocks import RowBlocks
+from inference.engine.row_cache import RowCache
 from inference.engine.running import (
     GenerationResult,
     GenerationStep,
@@ -39,15 +31,15 @@ from inference.engine.running import (
     RunningRow,
 )
 from inference.engine.sessions import Sessions
-from inference.engine.step_budget import ChunkSize, EncoderProgress, prompt_work
-from inference.model.kv_cache import WIPE, Move, encoder_slot, prefix_source
+from inference.engine.step_budget import ChunkSize, EncoderProgress, decoding_work, prompt_work
+from inference.engine.step_results import StepResults
+from inference.model.kv_cache import prefix_source
 from inference.model.rotary import position_shift
 from inference.model.token_feed import NEWEST
 from inference.ranks.base import StepResult
 
 logger = logging.getLogger(__name__)
 
-_ONE = range(1)
 _NEWEST = (NEWEST,)
 
 
@@ -84,39 +76,37 @@ class Scheduler(StepScheduler[RunningRequest]):
         """
         super().__init__()
         self._decoder = decoder
-        self._slots = SlotPool(slots)
-        self._blocks = blocks or BlockPool()
+        self._cache = RowCache(
+            slots, blocks or BlockPool(), shares_prefixes=shares_prefixes, rotary=rotary
+        )
         self._embedding_base = embedding_base
         self._chunk = chunk
         self._ranks_choose = ranks_choose
-        self._row_blocks = RowBlocks(
-            self._blocks, slots=slots, shares_prefixes=shares_prefixes, rotary=rotary
-        )
         self._rotary = rotary
         self._shifts = position_shift(rotary, sys.maxsize) > 0
         self._cancelled: deque[RunningRequest] = deque()  # by any thread
-        self._moves: list[Move] = []
         self._encoder = EncoderProgress(encoder_layers)
-        self._sessions = Sessions(idle_s=session_idle_s, free=self._free)
-        self._begun_tokens = self._generated_tokens = 0
+        self._sessions = Sessions(idle_s=session_idle_s, free=self._cache.free)
+        self._results = StepResults(decoder, self._cache, self._sessions)
+        self._begun_tokens = 0
 
     def load(self) -> EngineLoad:
         """Return how much runs; may be called from any thread."""
-        slots, blocks = self._slots, self._blocks
+        slots, blocks = self._cache.slots, self._cache.blocks
         return EngineLoad(
             running=slots.total - slots.free,
             slots=slots.total,
             blocks=blocks.total or 0,
             blocks_used=(blocks.total or 0) - blocks.free,
             prompt_tokens=self._begun_tokens,
-            shared_tokens=self._row_blocks.shared_tokens,
-            generated_tokens=self._generated_tokens,
+            shared_tokens=self._cache.shared_tokens,
+            generated_tokens=self._results.generated_tokens,
         )
 
     @property
     def free_slots(self) -> int:
         """Number of free slots."""
-        return self._slots.free
+        return self._cache.slots.free
 
     def add(self, request: RunningRequest) -> None:
         """Add a request, or fail it with the reason."""
@@ -135,16 +125,16 @@ class Scheduler(StepScheduler[RunningRequest]):
         self._requests[request] = None
         request.future.add_done_callback(partial(self._note_cancelled, request))
         for row in [row for row in request.waiting if row.slots]:
-            if self._row_blocks.forks(row):
-                self._blocks.extend(row.slots[0], row.prompt_len)
+            if self._cache.forks(row):
+                self._cache.blocks.extend(row.slots[0], row.prompt_len)
             self._activate(row)
 
     def drop(self, request: RunningRequest) -> None:
         """Drop a request and free its slots."""
         for row in request.active:
             # The results of a failed step must not be shared.
-            self._release(row, forget=True)
-        for row in request.waiting:
+            self._cache.vacate(row, forget=True)
+        for row in [*request.active, *request.waiting]:
             row.end()
         self._encoder.drop(request.active)
         self._sessions.drop(request)
@@ -163,7 +153,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         if future.cancelled():
             self._cancelled.append(request)
 
-    def plan(self, *, under_way: bool = False) -> PlannedStep | None:
+    def plan(self, *, under_way: bool = False) -> GeneratingStep | None:
         """Return the next step, or None if nothing can run.
 
         `under_way` means that the step before, which overlaps this one, is not finished; sometimes
@@ -176,7 +166,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         rows = [row for request in self._requests for row in request.active]
         if not self._make_room(rows, under_way=under_way):
             return None
-        work = [each for row in rows if _goes_on(row) for each in _decode(row)]
+        work = [each for row in rows if row.goes_on for each in decoding_work(row)]
         encoding = self._encoder.plan(rows, self._chunk.tokens(somebody_waits=bool(work)))
         begun = [row for row in rows if not row.next_ids and _may_start(row)]
         work += prompt_work(begun, self._chunk.tokens(somebody_waits=bool(work)))
@@ -184,15 +174,13 @@ class Scheduler(StepScheduler[RunningRequest]):
             assert not rows or under_way, "active rows without work"
             return None
         work.sort(key=lambda each: each.slot)
-        self._forget(work)
-        moves, self._moves = self._moves, []
+        self._cache.forget_oldest(work)
         step = lay_out(
             work,
             encoding,
-            moves=moves,
-            entries=self._blocks.take_entries(),
-            choices=self._choices(work),
-            with_logits=any(_needs_logits(each) for each in work),
+            moves=self._cache.take_moves(),
+            entries=self._cache.blocks.take_entries(),
+            ranks_choose=self._ranks_choose,
             embedding_base=self._embedding_base,
         )
         self._begin(step)
@@ -200,36 +188,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             row.is_cached = True
         return step
 
-    def _choices(self, work: Sequence[RowWork]) -> Choices:
-        if not self._ranks_choose or all(_needs_logits(each) for each in work):
-            return Choices()
-        choices: list[tuple[int, int]] = []
-        draws: list[Draw] = []
-        penalties: dict[int, Penalty] = {}  # by place among the choices
-        marks: list[tuple[int, Marks]] = []
-        for each in work:
-            row = each.row
-            chooses = each.samples and row.rank_chooses
-            unread = len(each.outputs) - chooses
-            choices += [(-1, -1)] * unread
-            draws += [ARG_MAX] * unread
-            if chooses:
-                choices.append((each.slot, row.end_id if row.produced < row.min_length else -1))
-                assert isinstance(row.decoded, SamplingRow)
-                if row.has_marks:
-                    penalties[len(draws)] = row.decoded.penalty(row.produced)
-                    if row.lacks_marks:
-                        marks.append((each.slot, row.decoded.marks()))
-                        row.lacks_marks = False
-                draws.append(ARG_MAX if row.is_arg_max else row.decoded.draw())
-        return Choices(
-            choices,
-            draws if any(draw is not ARG_MAX for draw in draws) else None,
-            [penalties.get(n, UNMARKED) for n in range(len(draws))] if penalties else None,
-            marks,
-        )
-
-    def _begin(self, step: PlannedStep) -> None:
+    def _begin(self, step: GeneratingStep) -> None:
         """Update the rows as if a step had run: cached tokens, and tokens the rank chooses."""
         chooses = step.plan.choices is not None
         for work in step.work:
@@ -239,82 +198,34 @@ class Scheduler(StepScheduler[RunningRequest]):
                 row.produced += work.samples
             if chooses and work.samples and row.rank_chooses:
                 row.next_ids = _NEWEST
-            if work.is_prompt and row.beginnings:
-                self._row_blocks.remember(row)
+            if work.is_prompt and row.prefix_hashes:
+                self._cache.register(row)
 
-    def finish(self, step: PlannedStep, result: StepResult, *, seconds: float) -> None:
+    def finish(self, step: GeneratingStep, result: StepResult, *, seconds: float) -> None:
         """Process the results of a planned step: choose tokens, answer finished requests.
 
         Steps are finished in the order in which they were planned.
         """
         if step.prompt_tokens:
             self._chunk.observe(tokens=step.prompt_tokens, seconds=seconds)
-        outputs: list[tuple[RowWork, int]] = []  # work that samples, and its row of logits
-        first = 0
-        for number, work in enumerate(step.work):
-            last = first + len(work.outputs) - 1
-            # Rows may have ended, or their clients left, after this step was planned.
-            if not work.row.is_released:
-                if work.is_prompt:
-                    self._take_prompt(work, number, result, slice(first, last + 1))
-                if work.samples:
-                    outputs.append((work, last))
-            first = last + 1
-        self._note_tokens(outputs)
-        grown: set[RunningRequest] = set()
-        if result.chosen is not None:
-            chosen = [each for each in outputs if each[0].row.rank_chooses]
-            outputs = [each for each in outputs if not each[0].row.rank_chooses]
-            grown = self._take_chosen(chosen, result.chosen.array())
-        grown |= self._choose(outputs, result.logits)
+        grown = self._results.take(step, result)
         # Requests without a listener that only got a token from a rank need no report.
         self._answer(step.owners if step.plan.with_logits else grown, grown)
-
-    def _note_tokens(self, outputs: Sequence[tuple[RowWork, int]]) -> None:
-        self._generated_tokens += len(outputs)
-        now = perf_counter()
-        for work, _ in outputs:
-            work.row.owner.times.note_token(now)
-
-    def _take_prompt(self, work: RowWork, number: int, result: StepResult, outputs: slice) -> None:
-        """Gather what a chunk of a prompt gives; the last chunk makes it final."""
-        row, gathered = work.row, work.row.prompt_outputs
-        if gathered.is_final:
-            return
-        if gathered.wants_pooled and result.pooled is not None:
-            gathered.add_pooled(result.pooled[number])
-        if gathered.wants_logits:
-            first = work.first + 1  # the token that the first row of logits predicts
-            next_ids = row.prompt[first : first + len(work.ids)]
-            vocab_size = self._decoder.config.vocab_size
-            gathered.add_logits(result.logits[outputs], next_ids, vocab_size=vocab_size)
-        if work.first + len(work.ids) == row.prompt_len:
-            gathered.commit()
-            if gathered.pooled is not None:
-                row.owner.pooled[row.index] = gathered.pooled.cpu().numpy()
-            if row.decoded is not None:
-                row.decoded.prompt = gathered.scores
 
     def _admit(self) -> None:
         """Give slots to waiting rows: fewest running rows first, then in order of arrival."""
         self._sessions.expire()
         while request := self._first_waiting():
             rows = request.waiting if request.joins_whole else request.waiting[:1]
-            beams = request.request.beam_width
-            fits = beams * len(rows) <= self._slots.total - self._sessions.held_slots
-            if not fits or not self._row_blocks.hold(
-                request, rows, held=self._sessions.held_blocks
+            sessions = self._sessions
+            if not self._cache.could_hold(
+                request, rows, held_slots=sessions.held_slots, held_blocks=sessions.held_blocks
             ):
                 self._refuse(request)
                 continue
-            if not self._row_blocks.are_free(request, rows, self._requests):
+            if not self._cache.take(request, rows, self._requests):
                 return  # no overtaking: wide requests would starve
-            slots = self._slots.take(beams * len(rows))
-            if slots is None:
-                return
             for row in list(rows):
-                row.slots, slots = slots[:beams], slots[beams:]
-                self._row_blocks.take(row)
                 self._activate(row)
 
     def _first_waiting(self) -> RunningRequest | None:
@@ -332,8 +243,9 @@ class Scheduler(StepScheduler[RunningRequest]):
         Preempted rows leave `rows`. False if the running step must be finished first: the tokens
         it chooses are among those that a preempted row computes again.
         """
-        growing = [row for row in rows if row.cached - row.forgotten >= row.room and _goes_on(row)]
-        while len(growing) > self._blocks.free:
+        blocks = self._cache.blocks
+        growing = [row for row in rows if row.held >= row.room and row.goes_on]
+        while len(growing) > blocks.free:
             if under_way:
                 return False
             newest = max(
@@ -344,7 +256,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             rows.remove(newest)
             growing = [row for row in growing if row is not newest]
         for row in growing:
-            row.room = self._blocks.extend(row.slots[0], row.held + 1)
+            row.room = blocks.extend(row.slots[0], row.held + 1)
         return True
 
     def _lengthen(self, *, under_way: bool) -> bool:
@@ -357,7 +269,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             row
             for request in requests
             for row in request.active
-            if not request.stays and _goes_on(row)
+            if not request.stays and row.goes_on
             if row.shift != position_shift(self._rotary, row.cached + 1)
         ]
         if rows and under_way:
@@ -370,23 +282,13 @@ class Scheduler(StepScheduler[RunningRequest]):
         """Preempt a row: free its slot and blocks; it waits, and computes its tokens again."""
         logger.debug("a row of %d tokens is preempted", row.cached)
         self._encoder.drop([row])
-        self._vacate(row)
+        self._cache.vacate(row)
         row.preempt()
         row.owner.active.remove(row)
         row.owner.waiting.insert(0, row)
 
-    def _forget(self, work: Sequence[RowWork]) -> None:
-        """Make room in slots that keep fewer tokens than their conversation has."""
-        forgetful = [each for each in work if each.row.memory_len is not None]
-        excess = {each.row: _excess(each) for each in forgetful}
-        for each in forgetful:
-            if count := excess[each.row]:
-                self._moves.append((each.slot, each.slot, count, each.row.held))
-        for row, count in excess.items():
-            row.forgotten += count
-
     def _activate(self, row: RunningRow) -> None:
-        row.shift = self._row_blocks.shift(row)
+        row.shift = self._cache.shift(row)
         if row.decoded is None and not row.prompt_outputs.keeps_logits:
             row.decoded = self._decoder.make_row(row.request)
             row.rank_chooses = row.decoded.rank_chooses
@@ -397,15 +299,15 @@ class Scheduler(StepScheduler[RunningRequest]):
         if row.owner.session is not None:
             row.owner.session.holds_slots = True
         if row.prefix_task is not None:
-            self._moves.append((prefix_source(row.prefix_task), row.slots[0], 0, row.cached))
+            self._cache.moves.append((prefix_source(row.prefix_task), row.slots[0], 0, row.cached))
 
     def _refuse(self, request: RunningRequest) -> None:
         """Fail requests that would wait until a session ends."""
-        held = f"{self._sessions.held_slots} of the {self._slots.total} sequences"
-        if self._blocks.total is not None:
-            size = self._blocks.block_tokens
-            tokens = self._sessions.held_blocks * size
-            held += f", and {tokens} of the {self._blocks.total * size} tokens,"
+        slots, blocks = self._cache.slots, self._cache.blocks
+        held = f"{self._sessions.held_slots} of the {slots.total} sequences"
+        if blocks.total is not None:
+            tokens = self._sessions.held_blocks * blocks.block_tokens
+            held += f", and {tokens} of the {blocks.total * blocks.block_tokens} tokens,"
         request.fail(
             EngineBusyError(
                 f"sessions hold {held} that the cache holds; end one, wait until one has paused "
@@ -413,103 +315,6 @@ class Scheduler(StepScheduler[RunningRequest]):
             )
         )
         self.drop(request)
-
-    def _choose(
-        self, outputs: Sequence[tuple[RowWork, int]], logits: torch.Tensor
-    ) -> set[RunningRequest]:
-        """Choose tokens from rows of logits; return the requests that got any."""
-        rows: dict[RunningRow, list[int]] = {}  # row -> its logits, by ascending slot
-        for work, number in outputs:
-            # All beams start from the prompt's one row of logits.
-            beams = len(work.row.slots) if work.is_prompt else 1
-            rows.setdefault(work.row, []).extend([number] * beams)
-        if not rows:
-            return set()
-        logit_rows = [number for numbers in rows.values() for number in numbers]
-        if logit_rows != list(range(len(logits))):
-            logits = logits[logit_rows]
-        decoded = [row.decoded for row in rows if row.decoded is not None]
-        for row, step in zip(rows, self._decoder.step(decoded, logits), strict=True):
-            self._advance(row, step)
-        return {row.owner for row in rows}
-
-    def _take_chosen(
-        self, outputs: Sequence[tuple[RowWork, int]], chosen: Array
-    ) -> set[RunningRequest]:
-        """Record the tokens that the rank chose, (n, 2); return the requests to report to."""
-        rows = [work.row for work, _ in outputs]
-        decoded = [row.decoded for row in rows if isinstance(row.decoded, SamplingRow)]
-        steps = take_chosen(decoded, chosen[[number for _, number in outputs]])
-        to_report = set()
-        for row, step in zip(rows, steps, strict=True):
-            if step is not None:
-                self._advance(row, step)
-            if step is not None or row.owner.on_step is not None:
-                to_report.add(row.owner)
-        return to_report
-
-    def _advance(self, row: RunningRow, step: RowStep) -> None:
-        """Record a row's newest tokens; release it when it has finished."""
-        if step.error is not None:
-            row.owner.fail(RowError(f"row {row.index}: {step.error}"))
-            row.wipe = True
-            return
-        if step.finished:
-            self._retire(row, step)
-            return
-        if len(row.slots) > 1:
-            self._continue(row, _parents(row, step))
-        row.next_ids = step.tokens
-
-    def _continue(self, row: RunningRow, sources: dict[int, int]) -> None:
-        """Let slots of a row go on from the slots that `sources` maps them to."""
-        if self._row_blocks.forks(row):
-            self._moves += self._blocks.fork(sources, row.held)
-            return
-        start = row.held_prompt if row.next_ids else 0  # all share the prompt from then on
-        self._moves += [
-            (source, slot, start, row.held) for slot, source in sources.items() if source != slot
-        ]
-
-    def _retire(self, row: RunningRow, step: RowStep) -> None:
-        """Record the result of a row, and free its slots unless its session goes on."""
-        assert row.decoded is not None
-        result = row.decoded.result()
-        row.owner.results[row.index] = result
-        row.owner.active.remove(row)
-        if row.owner.session is None:
-            self._release(row)
-            return
-        if len(row.slots) > 1:
-            # The conversation goes on in the first slot, from the best beam.
-            first = row.slots[0]
-            self._continue(row, {first: _parents(row, step)[first]})
-        self._sessions.remember(row, result)
-        row.end()
-
-    def _release(self, row: RunningRow, *, forget: bool = False) -> None:
-        self._vacate(row, forget=forget)
-        row.end()
-
-    def _vacate(self, row: RunningRow, *, forget: bool = False) -> None:
-        """Free the slots of a row, and wipe what they hold unless it is known to be finite."""
-        wipe = row.wipe or (row.is_cached and not row.has_tokens)
-        own = self._free(row.slots, forget=forget or wipe)
-        if wipe:
-            # Blocks that others share are theirs to wipe, if their answers are not finite either.
-            ends = dict.fromkeys(row.slots, row.held)
-            ends[encoder_slot(row.slots, self._slots.total)] = row.encoder_len
-            self._moves += [
-                (WIPE, slot, first, ends[slot]) for slot, first in own.items() if first < ends[slot]
-            ]
-        row.is_cached = False
-
-    def _free(self, slots: Sequence[int], *, forget: bool = False) -> dict[int, int]:
-        """Free slots; return what `BlockPool.release` does."""
-        self._slots.give_back(slots)
-        self._moves = [move for move in self._moves if move[1] not in slots or move[0] == WIPE]
-        every = [*slots, encoder_slot(slots, self._slots.total)]
-        return self._blocks.release(every, forget=forget)
 
     def _answer(self, owners: Iterable[RunningRequest], grown: Container[RunningRequest]) -> None:
         """Answer requests that have finished, and report those that have `grown`."""
@@ -546,46 +351,6 @@ class Scheduler(StepScheduler[RunningRequest]):
             logger.exception("a listener failed")
             request.fail(error)
             self.drop(request)
-
-
-def _goes_on(row: RunningRow) -> bool:
-    """Return whether a row decodes and lacks tokens that no running step produces."""
-    if not row.next_ids:
-        return False
-    return row.next_ids[0] != NEWEST or row.produced < row.request.output_len
-
-
-def _parents(row: RunningRow, step: RowStep) -> dict[int, int]:
-    """Return the slot whose tokens each slot of a row continues."""
-    if not row.next_ids:  # the first slot has computed the prompt
-        return dict.fromkeys(row.slots, row.slots[0])
-    parents = step.parents or range(len(row.slots))
-    return {slot: row.slots[parent] for slot, parent in zip(row.slots, parents, strict=True)}
-
-
-def _needs_logits(work: RowWork) -> bool:
-    """Return whether the host needs some of the logits of a row's work."""
-    row = work.row
-    if work.is_prompt and row.prompt_outputs.wants_logits:
-        return True
-    return work.samples and not row.rank_chooses
-
-
-def _decode(row: RunningRow) -> list[RowWork]:
-    first = row.cached
-    if len(row.slots) == 1:
-        return [RowWork(row, row.slots[0], list(row.next_ids), _ONE, True, first, False)]
-    return [
-        RowWork(row, slot, [token], _ONE, True, first, False)
-        for slot, token in zip(row.slots, row.next_ids, strict=True)
-    ]
-
-
-def _excess(work: RowWork) -> int:
-    """Return how many tokens a slot must forget so that those of a step have room."""
-    row = work.row
-    assert row.memory_len is not None
-    return max(row.held + len(work.ids) - row.memory_len, 0)
 
 
 def _may_start(row: RunningRow) -> bool:

@@ -15,6 +15,7 @@ _MOST = 1024
 _ALONE_FACTOR = 4
 # Most prompt tokens of a row in a step, for rows that need the logits of all of them.
 _MOST_LOGITS = 128
+_ONE = range(1)
 
 
 class ChunkSize:
@@ -49,6 +50,16 @@ class ChunkSize:
         """Record the prompt tokens and the duration of a step."""
         if tokens >= _LEAST:
             self._token_s.append(seconds / tokens)
+
+
+def decoding_work(row: RunningRow) -> list[RowWork]:
+    """Return the next token of each slot of a row that decodes."""
+    if len(row.slots) == 1:
+        return [RowWork(row, row.slots[0], list(row.next_ids), _ONE, True, row.cached, False)]
+    return [
+        RowWork(row, slot, [token], _ONE, True, row.cached, False)
+        for slot, token in zip(row.slots, row.next_ids, strict=True)
+    ]
 
 
 def prompt_work(rows: Sequence[RunningRow], room: int) -> list[RowWork]:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inference.engine.blocks import BlockPool, beginnings, most_blocks
+from inference.engine.blocks import BlockPool, most_blocks, prefix_hashes
 from inference.model.kv_cache import Move
 from inference.model.step import Segment
 from inference.ranks.plan import StepPlan
@@ -69,7 +69,7 @@ class BlocksOfSlots(RuleBasedStateMachine):
     def begin(self, first: int, prompt: list[int], width: int, answer_len: int) -> None:
         """A slot, perhaps with beams, takes a prompt of full blocks, and shares what it can."""
         slots = tuple(range(first, min(first + width, SLOTS)))
-        names = beginnings([token for token in prompt for _ in range(SIZE)], SIZE)
+        names = prefix_hashes([token for token in prompt for _ in range(SIZE)], SIZE)
         assert len(names) == len(prompt)
         length = len(prompt) * SIZE
         most = most_blocks(
@@ -87,7 +87,7 @@ class BlocksOfSlots(RuleBasedStateMachine):
         self.tokens[first] = [token for token in prompt for _ in range(SIZE)][:shared]
         self._run({first: [token for token in prompt for _ in range(SIZE)][shared:]})
         for nth, name in enumerate(names):
-            self.pool.remember(first, nth, name)
+            self.pool.register(first, nth, name)
 
     @precondition(lambda self: self.beams)
     @rule(

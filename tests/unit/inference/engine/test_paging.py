@@ -20,7 +20,7 @@ from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.blocks import BlockPool
 from inference.engine.engine import Engine, EngineOptions
-from inference.engine.planned_step import PlannedStep
+from inference.engine.planned_step import GeneratingStep
 from inference.engine.prompt_outputs import PromptOutputs
 from inference.engine.running import OnStep, RunningRequest, make_row
 from inference.engine.scheduler import Scheduler
@@ -78,7 +78,7 @@ class World:
             vocab_size=VOCAB,
             encoder_layers=encoder_layers,
         )
-        self.under_way: tuple[PlannedStep, StepResult] | None = None
+        self.under_way: tuple[GeneratingStep, StepResult] | None = None
         self.overlapped = 0
         self.now_s = 0.0
         self._arrivals = 0
@@ -127,7 +127,7 @@ class World:
             self.under_way = None
         return busy
 
-    def _finish(self, launched: tuple[PlannedStep, StepResult]) -> None:
+    def _finish(self, launched: tuple[GeneratingStep, StepResult]) -> None:
         seconds = STEP_S + TOKEN_S * (len(launched[0].plan.ids) + launched[0].encoding.tokens)
         self.now_s += seconds
         self.scheduler.finish(*launched, seconds=seconds)

@@ -10,8 +10,9 @@ import torch
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
+from inference.engine.planned_step import GeneratingStep
 from inference.engine.running import GenerationStep, RunningRequest, make_row
-from inference.engine.scheduler import PlannedStep, Scheduler
+from inference.engine.scheduler import Scheduler
 from inference.engine.step_budget import ChunkSize
 from inference.ranks.base import StepResult
 
@@ -48,7 +49,7 @@ def make_running(
     return running
 
 
-def run(scheduler: Scheduler, step: PlannedStep, *, seconds: float = 0.001) -> None:
+def run(scheduler: Scheduler, step: GeneratingStep, *, seconds: float = 0.001) -> None:
     logits = torch.randn(len(step.plan.output_rows), VOCAB)
     logits[:, END] = -100
     scheduler.finish(step, StepResult(logits, None), seconds=seconds)
@@ -60,7 +61,7 @@ def advance(scheduler: Scheduler) -> None:
     run(scheduler, step)
 
 
-def run_all(scheduler: Scheduler) -> list[PlannedStep]:
+def run_all(scheduler: Scheduler) -> list[GeneratingStep]:
     steps = []
     while step := scheduler.plan():
         steps.append(step)

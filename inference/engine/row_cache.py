@@ -1,0 +1,217 @@
+"""The place of rows in the cache: their slots, the blocks of these, and the moves of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from export_scripts.families.layout.architecture import Rotary
+from inference.engine.blocks import BlockPool, SlotPool, most_blocks, prefix_hashes
+from inference.engine.planned_step import RowWork
+from inference.engine.running import RunningRequest, RunningRow
+from inference.model.kv_cache import WIPE, Move, encoder_slot
+from inference.model.rotary import position_shift
+
+# A row joins only if each running row could take one more block, up to one in so many of the cache.
+_GROWTH_SHARE = 20
+
+
+class RowCache:
+    """Gives slots and blocks to rows; belongs to the scheduler.
+
+    Attributes:
+        slots, blocks: Of the cache.
+        moves: What the next step copies and wipes first.
+        shared_tokens: Of all prompts, how many others had computed.
+    """
+
+    def __init__(
+        self, slots: int, blocks: BlockPool, *, shares_prefixes: bool, rotary: Rotary | None
+    ) -> None:
+        self.slots, self.blocks = SlotPool(slots), blocks
+        self.moves: list[Move] = []
+        self.shared_tokens = 0
+        self._shares_prefixes, self._rotary = shares_prefixes, rotary
+
+    def could_hold(
+        self,
+        request: RunningRequest,
+        rows: Sequence[RunningRow],
+        *,
+        held_slots: int,
+        held_blocks: int,
+    ) -> bool:
+        """Return whether rows of a request fit next to what sessions hold."""
+        if request.request.beam_width * len(rows) > self.slots.total - held_slots:
+            return False
+        total = self.blocks.total
+        return total is None or self._most_blocks(request, rows) <= total - held_blocks
+
+    def _most_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> int:
+        """Return the most blocks that rows need at once; preemptible ones may run one by one."""
+        each = [self._row_blocks(row) for row in rows]
+        return sum(each) if request.stays or request.joins_whole else max(each)
+
+    def _row_blocks(self, row: RunningRow) -> int:
+        """Return the most blocks that all slots of a row ever hold."""
+        session = row.owner.session
+        return most_blocks(
+            row.owner.request.beam_width,
+            shared_tokens=row.prompt_len if self.forks(row) else 0,
+            tokens=row.most_tokens if session is None else session.slot_tokens,
+            block_tokens=self.blocks.block_tokens,
+        ) + self.blocks.count(row.encoder_len)
+
+    def forks(self, row: RunningRow) -> bool:
+        """Return whether a row's beams share blocks; those of a session that forgets do not."""
+        paged = self.blocks.total is not None
+        return paged and row.owner.request.beam_width > 1 and row.memory_len is None
+
+    def _are_free(
+        self,
+        request: RunningRequest,
+        rows: Sequence[RunningRow],
+        requests: Iterable[RunningRequest],
+    ) -> bool:
+        """Return whether the blocks of rows are free, see `take`."""
+        blocks = self.blocks
+        if blocks.total is None:
+            return True
+        others = [row for each in requests for row in each.active if not each.stays]
+        shared = sum(self._shared_blocks(row) for row in rows)
+        if request.stays:
+            need = most = self._most_blocks(request, rows)
+            # Each preemptible row must be able to finish alone.
+            most += max((self._row_blocks(row) for row in others), default=0)
+        else:
+            need = sum(blocks.count(row.prompt_len) + blocks.count(row.encoder_len) for row in rows)
+            need += min(len(others), blocks.total // _GROWTH_SHARE)
+            most = max(self._row_blocks(row) for row in rows)
+        return need - shared <= blocks.free and most <= blocks.total - blocks.reserved
+
+    def take(
+        self,
+        request: RunningRequest,
+        rows: Sequence[RunningRow],
+        requests: Iterable[RunningRequest],
+    ) -> bool:
+        """Give rows of a request slots with their first blocks; False if too few are free.
+
+        The rows of all `requests` keep some room to grow.
+        """
+        beams = request.request.beam_width
+        if not self._are_free(request, rows, requests):
+            return False
+        slots = self.slots.take(beams * len(rows))
+        if slots is None:
+            return False
+        for nth, row in enumerate(rows):
+            row.slots = slots[nth * beams : (nth + 1) * beams]
+            self._take_blocks(row)
+        return True
+
+    def _take_blocks(self, row: RunningRow) -> None:
+        """Reserve the blocks of a row that keeps them, and give its slots the first of them."""
+        blocks, session = self.blocks, row.owner.session
+        if blocks.total is None:
+            return
+        if row.prefix_hashes:
+            self._share_prefix(row)
+        encoder = encoder_slot(row.slots, self.slots.total)
+        if not row.owner.stays:
+            blocks.extend(encoder, row.encoder_len)
+            row.room = blocks.extend(row.slots[0], row.prompt_len)
+            return
+        most, encoded = self._row_blocks(row), blocks.count(row.encoder_len)
+        blocks.reserve(row.slots, most - encoded)
+        blocks.reserve([encoder], encoded)
+        blocks.extend(encoder, row.encoder_len)
+        if session is not None:
+            session.blocks += most
+        if session is None or self.forks(row):
+            blocks.extend(row.slots[0], row.prompt_len)
+            return
+        for slot in row.slots:
+            blocks.extend(slot, session.slot_tokens)
+
+    def _shared_blocks(self, row: RunningRow) -> int:
+        """Return the number of blocks of a waiting row's prompt that other rows hold now."""
+        if not self._shares_prefixes or row.owner.turn is not None or not row.can_share:
+            return 0
+        if not row.prefix_hashes:  # all of the prompt but its last token, which is computed always
+            size = self.blocks.block_tokens
+            row.prefix_hashes = prefix_hashes(row.prompt[:-1], size, self.shift(row))
+        return self.blocks.used(row.prefix_hashes)
+
+    def _share_prefix(self, row: RunningRow) -> None:
+        row.cached = self.blocks.share(row.slots[0], row.prefix_hashes)
+        row.registered = row.cached // self.blocks.block_tokens
+        if row.decoded is None:  # others than itself, before it was preempted, have computed them
+            self.shared_tokens += row.cached
+
+    def register(self, row: RunningRow) -> None:
+        """Register the full blocks of a row's prompt for sharing."""
+        full = min(row.cached // self.blocks.block_tokens, len(row.prefix_hashes))
+        for nth in range(row.registered, full):
+            self.blocks.register(row.slots[0], nth, row.prefix_hashes[nth])
+        row.registered = max(row.registered, full)
+
+    def shift(self, row: RunningRow) -> int:
+        """Return the shift of a row's positions; rows that stay have that of their longest."""
+        session = row.owner.session
+        tokens = row.prompt_len
+        if session is not None:
+            tokens = session.session_len
+        elif row.owner.stays:
+            tokens = row.most_tokens
+        return position_shift(self._rotary, tokens)
+
+    def move(self, row: RunningRow, sources: dict[int, int]) -> None:
+        """Let slots of a row go on from the slots that `sources` maps them to."""
+        if self.forks(row):
+            self.moves += self.blocks.fork(sources, row.held)
+            return
+        start = row.held_prompt if row.next_ids else 0  # all share the prompt from then on
+        self.moves += [
+            (source, slot, start, row.held) for slot, source in sources.items() if source != slot
+        ]
+
+    def forget_oldest(self, work: Sequence[RowWork]) -> None:
+        """Make room in slots that keep fewer tokens than their conversation has."""
+        excess: dict[RunningRow, int] = {}
+        for each in work:
+            row = each.row
+            if row.memory_len is None:
+                continue
+            excess[row] = count = max(row.held + len(each.ids) - row.memory_len, 0)
+            if count:
+                self.moves.append((each.slot, each.slot, count, row.held))
+        for row, count in excess.items():
+            row.forgotten += count
+
+    def vacate(self, row: RunningRow, *, forget: bool = False) -> None:
+        """Free the slots of a row, and wipe what they hold unless it is known to be finite.
+
+        With `forget` its blocks are no longer shared.
+        """
+        wipe = row.wipe or (row.is_cached and not row.has_tokens)
+        own = self.free(row.slots, forget=forget or wipe)
+        if wipe:
+            # Blocks that others share are theirs to wipe, if their answers are not finite either.
+            ends = dict.fromkeys(row.slots, row.held)
+            ends[encoder_slot(row.slots, self.slots.total)] = row.encoder_len
+            self.moves += [
+                (WIPE, slot, first, ends[slot]) for slot, first in own.items() if first < ends[slot]
+            ]
+        row.is_cached = False
+
+    def free(self, slots: Sequence[int], *, forget: bool = False) -> dict[int, int]:
+        """Free slots; return what `BlockPool.release` does."""
+        self.slots.give_back(slots)
+        self.moves = [move for move in self.moves if move[1] not in slots or move[0] == WIPE]
+        every = [*slots, encoder_slot(slots, self.slots.total)]
+        return self.blocks.release(every, forget=forget)
+
+    def take_moves(self) -> list[Move]:
+        """Return the moves since the last call."""
+        moves, self.moves = self.moves, []
+        return moves
