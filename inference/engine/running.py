@@ -52,35 +52,16 @@ class GenerationResult:
 OnStep = Callable[[GenerationStep], None]
 
 
-@dataclass(frozen=True)
-class RememberedRow:
-    """One row of a conversation between two turns.
-
-    Attributes:
-        slots: Its slots; the first holds its keys and values.
-        prompt: Its input to the first stage, see `RunningRow`.
-        request: The same for penalties, word lists and the client.
-        cached: Tokens of `prompt` that have been in the cache.
-        forgotten: Tokens of these that no longer are.
-    """
-
-    slots: list[int]
-    prompt: list[int]
-    request: RowRequest
-    cached: int
-    forgotten: int
-
-
 @dataclass(eq=False)
 class Session:
-    """One conversation. `rows` holds those that are not running."""
+    """One conversation. `rows` holds those that are not running, each as its next turn finds it."""
 
     turn: SessionTurn  # the newest
     session_len: int
     memory_len: int | None  # most tokens that the cache keeps of it, None for all
     row_count: int
     beam_width: int
-    rows: dict[int, RememberedRow] = field(default_factory=dict)
+    rows: dict[int, RunningRow] = field(default_factory=dict)
     is_busy: bool = True
     holds_slots: bool = False
     blocks: int = 0  # reserved for its slots

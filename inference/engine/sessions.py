@@ -15,7 +15,7 @@ from inference.decoding.prompts import TASK_IDS, TYPE
 from inference.decoding.request import GenerationRequest, RequestError
 from inference.decoding.rows import ModelLimits, RowResult, SessionTurn
 from inference.engine.capacity import Capacity
-from inference.engine.running import RememberedRow, RunningRequest, RunningRow, Session
+from inference.engine.running import RunningRequest, RunningRow, Session
 
 
 class Sessions:
@@ -119,20 +119,16 @@ class Sessions:
         if result.finish_reasons[0] in ("end", "stop"):
             # As in FasterTransformer, the next turn's first token takes this one's place.
             answer = answer[:-1]
-        prompt = [*row.prompt, *answer]
-        # Beams that went on for longer have cached, and perhaps forgotten, more than this one.
-        cached = min(row.cached, len(prompt))
-        session.rows[row.index] = RememberedRow(
-            slots=row.slots,
-            prompt=prompt,
-            request=replace(
-                row.request,
-                context_ids=row.request.context_ids + answer,
-                returned_ids=row.request.returned_ids + answer,
-            ),
-            cached=cached,
-            forgotten=min(row.forgotten, cached),
+        row.prompt = [*row.prompt, *answer]
+        row.request = replace(
+            row.request,
+            context_ids=row.request.context_ids + answer,
+            returned_ids=row.request.returned_ids + answer,
         )
+        # Beams that went on for longer have cached, and perhaps forgotten, more than this one.
+        row.cached = min(row.cached, row.prompt_len)
+        row.forgotten = min(row.forgotten, row.cached)
+        session.rows[row.index] = row
 
     def leave(self, request: RunningRequest) -> None:
         """Note that a turn was answered."""
