@@ -22,6 +22,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import Store
 
 _KEY_BYTES = _NONCE_BYTES = 32
@@ -32,6 +33,9 @@ _GREETING_S = 5.0  # to prove possession of the key
 # Connections that have not proved it yet; further ones are closed, and try again.
 _MOST_GREETINGS = 64
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.1
+
+# Of torch's store that the server applies; a wait is a client's, which asks again.
+_OPERATIONS = ("set", "get", "add", "check", "compare_set", "delete_key", "num_keys")
 
 Answer = Callable[..., Any]
 
@@ -138,8 +142,8 @@ class StoreServer:
             timeout_s: Of the waits of `store`.
         """
         self._listener, self._key, self._timeout_s = listener, key, timeout_s
-        self._values: dict[str, str] = {}
-        self._lock = threading.Lock()
+        self._values = HashStore()
+        self._values.set_timeout(timedelta(seconds=timeout_s))
         self._greetings = threading.BoundedSemaphore(_MOST_GREETINGS)
         threading.Thread(target=self._accept, name="store", daemon=True).start()
 
@@ -185,8 +189,10 @@ class StoreServer:
                 _send(connection, json.dumps(self._apply(operation, *arguments)).encode())
 
     def _apply(self, operation: str, *arguments: Any) -> Any:
-        with self._lock:
-            return _OPERATIONS[operation](self._values, *arguments)
+        if operation not in _OPERATIONS:
+            raise ValueError(f"unknown operation {operation}")
+        found = getattr(self._values, operation)(*arguments)
+        return found.decode() if isinstance(found, bytes) else found
 
 
 def connect_store(host: str, port: int, key: bytes, *, timeout_s: float) -> KeyedStore:
@@ -280,30 +286,3 @@ def _exactly(connection: socket.socket, size: int, deadline: float | None = None
 def _text(value: str | bytes) -> str:
     """Return bytes as text of one character each; text is its UTF-8."""
     return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
-
-
-def _set(values: dict[str, str], key: str, value: str) -> None:
-    values[key] = value
-
-
-def _add(values: dict[str, str], key: str, amount: int) -> int:
-    total = int(values.get(key, "0")) + int(amount)
-    values[key] = str(total)
-    return total
-
-
-def _compare_set(values: dict[str, str], key: str, expected: str, desired: str) -> str:
-    if values.get(key, "") == expected:
-        values[key] = desired
-    return values.get(key, expected)
-
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "set": _set,
-    "get": lambda values, key: values[key],
-    "add": _add,
-    "check": lambda values, keys: all(key in values for key in keys),
-    "compare_set": _compare_set,
-    "delete_key": lambda values, key: values.pop(key, None) is not None,
-    "num_keys": len,
-}

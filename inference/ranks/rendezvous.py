@@ -54,16 +54,8 @@ class RendezvousError(RuntimeError):
 
 def _listener(host: str, port: int) -> socket.socket:
     """Return a socket that listens at one address alone; port 0 takes a free one."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(socket.SOMAXCONN)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
 
 
 class Rendezvous:
