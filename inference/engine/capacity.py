@@ -22,8 +22,8 @@ from inference.decoding.request import GenerationRequest, ModelLimits, RowReques
 from inference.decoding.rows import P_TUNING, SOFT_PROMPT
 from inference.engine.blocks import most_blocks
 from inference.engine.options import EngineOptions
-from inference.model.kv_cache import CacheShape
 from inference.model.token_feed import marks_bytes
+from inference.ranks.base import cache_shape
 from inference.ranks.settings import Placement
 
 _CPU_SHARE = 0.25  # of the memory that is available, for keys and values
@@ -158,26 +158,6 @@ def generator_of(family: ModelFamily, config: FTConfig) -> GeneratorArchitecture
     raise ValueError(f"family {family.name} has no decoder; this engine generates text")
 
 
-@dataclass(frozen=True)
-class _CachedStack:
-    """The layers whose keys and values are cached, of `parts` for each sequence."""
-
-    num_layer: int
-    kv_head_num: int
-    size_per_head: int
-    parts: int
-
-
-def _cached_stack(architecture: GeneratorArchitecture) -> _CachedStack:
-    if isinstance(architecture, DecoderArchitecture):
-        heads, size = architecture.kv_head_num, architecture.size_per_head
-        return _CachedStack(architecture.num_layer, heads, size, parts=1)
-    stack = architecture.decoder
-    assert stack is not None
-    # What was generated, and what was encoded.
-    return _CachedStack(stack.num_layer, stack.head_num, stack.size_per_head, parts=2)
-
-
 def _position_limit(architecture: GeneratorArchitecture) -> int | None:
     """Return the rows of a table of positions, None without one."""
     if isinstance(architecture, DecoderArchitecture):
@@ -221,21 +201,14 @@ def plan_capacity(
     layout = placement.layout_of(0)
     longest = _longest(architecture) or options.max_seq_len or DEFAULT_MAX_SEQ_LEN
     max_len = min(options.max_seq_len or DEFAULT_MAX_SEQ_LEN, longest)
-    stack = _cached_stack(architecture)
-    one_slot = CacheShape(
-        num_layer=len(layout.layers(stack.num_layer)),
-        slots=1,
-        kv_head_num=stack.kv_head_num // layout.tp_size,
-        max_len=max_len,
-        size_per_head=stack.size_per_head,
-    )
+    one_slot = cache_shape(architecture, layout, slots=1, max_len=max_len)
     # A CPU may compute 16-bit types in fp32; its cache then holds fp32.
     item_bytes = 4 if placement.device == "cpu" else item_size(placement.data_type)
     token_bytes = one_slot.token_bytes(item_bytes)
     most = options.max_lanes or _MOST_SLOTS[placement.device]
     block_tokens = _block_tokens(placement.device, options, max_len)
     block_bytes = (block_tokens or max_len) * token_bytes
-    sequence_blocks = stack.parts * -(-max_len // (block_tokens or max_len))
+    sequence_blocks = one_slot.parts * -(-max_len // (block_tokens or max_len))
     least_bytes = (sequence_blocks + 1) * block_bytes  # the cache has a block of its own
     free_share = int(available_bytes() * _CPU_SHARE) // options.sharing_engines
     budget = options.kv_cache_bytes or free_share // layout.world_size
@@ -248,9 +221,9 @@ def plan_capacity(
             f"{least_bytes} bytes on each rank; raise kv_cache_bytes or lower max_seq_len"
         )
     blocks = min(most * sequence_blocks, budget // block_bytes - 1)
-    slots = min(most, blocks // stack.parts)
+    slots = min(most, blocks // one_slot.parts)
     if not block_tokens:
-        blocks = slots * stack.parts
+        blocks = slots * one_slot.parts
     return Capacity(
         placement.device,
         slots,
@@ -258,7 +231,7 @@ def plan_capacity(
         cache_bytes=(blocks + 1) * block_bytes,
         blocks=blocks if block_tokens else 0,
         block_tokens=block_tokens,
-        parts=stack.parts,
+        parts=one_slot.parts,
     )
 
 

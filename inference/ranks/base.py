@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from export_scripts.families.layout.architecture import Architecture
+from export_scripts.families.layout.architecture import (
+    Architecture,
+    DecoderArchitecture,
+    EncoderDecoderArchitecture,
+)
 from export_scripts.ft.reader import FTReader
-from inference.model.kv_cache import on_device
+from inference.model.kv_cache import CacheShape, KVCache, on_device
 from inference.model.token_feed import Chosen, TokenFeed, chosen_to_host
 from inference.model.weights import RankWeights
 from inference.parallel.epilogue import ordered_sum
@@ -65,6 +70,36 @@ def rank_weights(
         dtype=compute_dtype(data_type, device),
         device=device,
         matrix_dtype=matrix_dtype(data_type, reader.weight_data_type, device),
+    )
+
+
+def cache_shape(
+    architecture: DecoderArchitecture | EncoderDecoderArchitecture,
+    layout: ParallelLayout,
+    *,
+    slots: int,
+    max_len: int,
+    block_tokens: int = 0,
+    blocks: int = 0,
+) -> CacheShape:
+    """Return the cache of one rank, with an encoder also that of its output."""
+    if isinstance(architecture, DecoderArchitecture):
+        layers, heads, parts = architecture.num_layer, architecture.kv_head_num, 1
+        size_per_head = architecture.size_per_head
+    else:
+        stack = architecture.decoder
+        assert stack is not None, "an encoder alone has no cache"
+        layers, heads, parts = stack.num_layer, stack.head_num, 2
+        size_per_head = stack.size_per_head
+    return CacheShape(
+        num_layer=len(layout.layers(layers)),
+        slots=slots,
+        kv_head_num=heads // layout.tp_size,
+        max_len=max_len,
+        size_per_head=size_per_head,
+        block_tokens=block_tokens,
+        blocks=blocks,
+        parts=parts,
     )
 
 
@@ -138,6 +173,23 @@ class RankBase(ABC):
         if not self.layout.is_last_stage:
             assert self._groups is not None
             self._groups.send(graph.output, self.layout.next_rank).wait()
+
+    def _new_cache(
+        self,
+        architecture: DecoderArchitecture | EncoderDecoderArchitecture,
+        settings: RankSettings,
+        dtype: torch.dtype,
+        prefixes: Sequence[torch.Tensor] = (),
+    ) -> KVCache:
+        shape = cache_shape(
+            architecture,
+            self.layout,
+            slots=settings.slots,
+            max_len=settings.max_len,
+            block_tokens=settings.block_tokens,
+            blocks=settings.blocks,
+        )
+        return KVCache(shape, dtype=dtype, device=self.device, prefixes=prefixes)
 
     def _token_feed(self, slots: int, vocab_size: int) -> TokenFeed:
         layout = self.layout

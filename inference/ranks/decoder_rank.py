@@ -14,7 +14,6 @@ import torch
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import PREFIX_PROMPT
 from inference.model.decoder_weights import load_decoder
-from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.step import Segment, Step, make_step
 from inference.model.token_feed import NEWEST
 from inference.model.weights import RankWeights
@@ -51,12 +50,8 @@ class DecoderRank(RankBase):
         self.architecture = architecture
         gemm = gemm_options(settings)
         self.model = load_decoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
-        self.cache = KVCache(
-            cache_shape(architecture, settings),
-            dtype=weights.dtype,
-            device=self.device,
-            prefixes=load_prefixes(weights, architecture.num_layer),
-        )
+        prefixes = load_prefixes(weights, architecture.num_layer)
+        self.cache = self._new_cache(architecture, settings, weights.dtype, prefixes)
         self._feed = self._token_feed(settings.slots, architecture.vocab_size)
         self._group = architecture.head_num // architecture.kv_head_num
         self._graphs: DecodeGraphs | None = None
@@ -254,19 +249,6 @@ def load_prefixes(weights: RankWeights, num_layer: int) -> list[torch.Tensor]:
     prefixes = [weights.tensor(name)[layers.start : layers.stop] for name in names]
     weights.check()
     return prefixes
-
-
-def cache_shape(architecture: DecoderArchitecture, settings: RankSettings) -> CacheShape:
-    """Return the cache of one rank."""
-    return CacheShape(
-        num_layer=len(settings.layout.layers(architecture.num_layer)),
-        slots=settings.slots,
-        kv_head_num=architecture.kv_head_num // settings.tp_size,
-        max_len=settings.max_len,
-        size_per_head=architecture.size_per_head,
-        block_tokens=settings.block_tokens,
-        blocks=settings.blocks,
-    )
 
 
 def split_segments(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:

@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from export_scripts.families.layout.architecture import (
-    EncoderDecoderArchitecture,
-    StackArchitecture,
-)
+from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from inference.model.cached_attention import EncodedSlots
 from inference.model.encoder_decoder import (
     DecoderStep,
@@ -28,7 +25,7 @@ from inference.model.encoder_decoder import (
     EncoderDecoder,
     make_decoder_step,
 )
-from inference.model.kv_cache import CacheShape, KVCache, encoder_slot, on_device
+from inference.model.kv_cache import encoder_slot, on_device
 from inference.model.ragged import ragged_rows
 from inference.model.step import Segment, Step
 from inference.model.token_feed import NEWEST
@@ -68,11 +65,10 @@ class EncoderDecoderRank(RankBase):
         self.model = EncoderDecoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
         self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
         if architecture.decoder is not None:
-            shape = decoder_cache_shape(architecture.decoder, settings)
-            self.cache = KVCache(shape, dtype=weights.dtype, device=self.device)
+            self.cache = self._new_cache(architecture, settings, weights.dtype)
             self._feed = self._token_feed(settings.slots, architecture.vocab_size)
             nothing = EncodedRow(self.cache.scratch_slot, 1, self._no_task)
-            self._encoded = [nothing] * (shape.slots + 1)  # what each slot reads
+            self._encoded = [nothing] * (settings.slots + 1)  # what each slot reads
         self._graphs: DecodeGraphs | None = None
         self._encoder_graphs: EncoderGraphs | None = None
         self._tiled = has_row_kernels(self.device, weights.dtype)
@@ -327,17 +323,3 @@ class _DecoderStage:
 
     def run_layers(self, x: torch.Tensor, step: DecoderStep) -> torch.Tensor:
         return self.model.run_decoder(x, step)
-
-
-def decoder_cache_shape(stack: StackArchitecture, settings: RankSettings) -> CacheShape:
-    """Return the cache of one rank: of what was generated, and of what was encoded."""
-    return CacheShape(
-        num_layer=len(settings.layout.layers(stack.num_layer)),
-        slots=settings.slots,
-        kv_head_num=stack.head_num // settings.tp_size,
-        max_len=settings.max_len,
-        size_per_head=stack.size_per_head,
-        block_tokens=settings.block_tokens,
-        blocks=settings.blocks,
-        parts=2,
-    )
