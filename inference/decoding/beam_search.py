@@ -77,17 +77,6 @@ class HypothesisPool:
         return True
 
 
-def best_first(hypotheses: list[Hypothesis], *, size: int, with_log_probs: bool) -> RowResult:
-    """Return the best `size` of the hypotheses as a result."""
-    best = sorted(hypotheses, key=lambda h: -h.score)[:size]
-    return RowResult(
-        output_ids=tuple(h.tokens for h in best),
-        cum_log_probs=tuple(h.cum_log_prob for h in best),
-        output_log_probs=tuple(h.log_probs for h in best) if with_log_probs else (),
-        finish_reasons=tuple(h.reason for h in best),
-    )
-
-
 @dataclass(frozen=True)
 class Extensions:
     """All extensions of a row's beams in one step, best first; each array is (count,)."""
@@ -244,15 +233,18 @@ class BeamRow:
             reason=self.reasons[k],
         )
 
-    def result(self) -> RowResult:
+    def hypotheses(self) -> list[Hypothesis]:
         """Return the beams in their order."""
-        beams = [self.hypothesis(k) for k in range(self.slots)]
-        with_log_probs = self.options.return_log_probs
+        return [self.hypothesis(k) for k in range(self.slots)]
+
+    def result(self) -> RowResult:
+        """Return the row so far."""
+        found, with_log_probs = self.hypotheses(), self.options.return_log_probs
         return RowResult(
-            output_ids=tuple(h.tokens for h in beams),
-            cum_log_probs=tuple(self.prompt.log_prob + h.cum_log_prob for h in beams),
-            output_log_probs=tuple(h.log_probs for h in beams) if with_log_probs else (),
-            finish_reasons=tuple(h.reason for h in beams),
+            output_ids=tuple(h.tokens for h in found),
+            cum_log_probs=tuple(self.prompt.log_prob + h.cum_log_prob for h in found),
+            output_log_probs=tuple(h.log_probs for h in found) if with_log_probs else (),
+            finish_reasons=tuple(h.reason for h in found),
         )
 
 
@@ -313,9 +305,7 @@ class PooledBeamRow(BeamRow):
             reason=reason,
         )
 
-    def result(self) -> RowResult:
-        """Return the best of pool and running beams; the pool itself stays as it is."""
-        hypotheses = list(self._pool.members)
-        if not self._pool.is_full:
-            hypotheses += [self.hypothesis(k) for k in range(self.slots)]
-        return best_first(hypotheses, size=self.slots, with_log_probs=self.options.return_log_probs)
+    def hypotheses(self) -> list[Hypothesis]:
+        """Return the best of pool and running beams, best first."""
+        running = [] if self._pool.is_full else super().hypotheses()
+        return sorted(self._pool.members + running, key=lambda h: -h.score)[: self.slots]

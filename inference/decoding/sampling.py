@@ -85,7 +85,8 @@ class SamplingRow:
         if o.is_biased:
             self._bias = RowBias(o, request.output_len)
         is_scored = o.return_log_probs or o.num_log_probs
-        self._is_bare_greedy = o.is_greedy and not (o.has_marks or is_scored)
+        # Whether a step takes the arg-max of the raw logits, the forbidden id aside.
+        self.is_plain = o.is_greedy and not (o.has_marks or is_scored)
         nucleus_stays = o.top_p_decay == 1 and o.top_p_min <= o.top_p
         self.rank_chooses = (
             not is_scored
@@ -97,11 +98,6 @@ class SamplingRow:
     def generated(self) -> int:
         """Number of tokens of the row."""
         return len(self._history) - len(self.request.context_ids)
-
-    @property
-    def is_plain(self) -> bool:
-        """True when a step takes the arg-max of the raw logits, the forbidden id aside."""
-        return self._is_bare_greedy
 
     @property
     def forbidden_id(self) -> int | None:
