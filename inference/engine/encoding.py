@@ -206,14 +206,6 @@ class EncodingScheduler(StepScheduler[RunningEncoding]):
         super().__init__()
         self._on_gpu = on_gpu
 
-    def add(self, request: RunningEncoding) -> None:
-        """Add a request."""
-        self._requests[request] = None
-
-    def drop(self, request: RunningEncoding) -> None:
-        """Forget a request."""
-        del self._requests[request]
-
     def plan(self, *, under_way: bool = False) -> PlannedEncoding | None:
         """Return the next step, or None without one; no step overlaps another."""
         assert not under_way

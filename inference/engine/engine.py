@@ -31,7 +31,6 @@ from inference.engine.base import EngineBase, checked_placement, rank_settings
 from inference.engine.blocks import BlockPool
 from inference.engine.capacity import (
     Capacity,
-    GeneratorArchitecture,
     generator_of,
     model_limits,
     plan_capacity,
@@ -253,32 +252,24 @@ class Engine(EngineBase):
                 nucleus_include_boundary=self.options.nucleus_include_boundary,
             )
         )
-        on_gpu = self.capacity.device == "cuda"
+        capacity, architecture = self.capacity, self.architecture
+        encoder_layers = 0
+        if isinstance(architecture, EncoderDecoderArchitecture):
+            encoder_layers = architecture.encoder.num_layer
+        on_gpu = capacity.device == "cuda"
         size = _GPU_CHUNK if on_gpu else {}
         return Scheduler(
             decoder,
-            slots=self.capacity.slots,
+            slots=capacity.slots,
             embedding_base=self._embedding_base,
             chunk=ChunkSize(self.options.max_stall_s, **size),
-            blocks=self._block_pool(),
+            blocks=BlockPool(blocks=capacity.blocks or None, block_tokens=capacity.block_tokens),
             ranks_choose=on_gpu and self._settings.layout.pp_size == 1,
             shares_prefixes=self.options.share_prefixes,
-            encoder_layers=_encoder_layers(self.architecture),
+            encoder_layers=encoder_layers,
             session_idle_s=self.options.session_idle_s,
-            rotary=getattr(self.architecture, "rotary", None),
+            rotary=getattr(architecture, "rotary", None),
         )
-
-    def _block_pool(self) -> BlockPool | None:
-        capacity = self.capacity
-        if not capacity.blocks:
-            return None
-        return BlockPool(blocks=capacity.blocks, block_tokens=capacity.block_tokens)
-
-
-def _encoder_layers(architecture: GeneratorArchitecture) -> int:
-    if isinstance(architecture, EncoderDecoderArchitecture):
-        return architecture.encoder.num_layer
-    return 0
 
 
 def _table_rows(config: FTConfig) -> tuple[dict[int, int], int]:

@@ -82,13 +82,13 @@ class StepScheduler(ABC, Generic[RequestT]):
         """Rows that have not begun."""
         return sum(request.waiting_rows for request in self._requests)
 
-    @abstractmethod
     def add(self, request: RequestT) -> None:
         """Add a request, or fail it with the reason."""
+        self._requests[request] = None
 
-    @abstractmethod
     def drop(self, request: RequestT) -> None:
         """Drop a request and free its resources."""
+        del self._requests[request]
 
     @abstractmethod
     def plan(self, *, under_way: bool = False) -> PlannedStep[RequestT] | None:
