@@ -67,7 +67,7 @@ GELU_TOLERANCE = 5e-3
 
 DECODERS = (
     *("gpt2", "opt", "bloom", "gptj", "gptneox-parallel", "gptneox-sequential"),
-    *("llama", "mistral", "qwen2"),
+    *("llama", "mistral", "qwen2", "granite", "smollm3", "phi3", "gemma2", "gemma3"),
 )
 ENCODER_DECODERS = ("t5", "mt5")
 # Sees only the newest tokens by a mask that its forward pass takes as it is.
@@ -95,6 +95,7 @@ class Row:
     num_log_probs: int = 0
     num_prompt_log_probs: int = 0
     memory_len: int | None = None
+    session_len: int | None = None
     encoder_ids: list[int] | None = None  # what an encoder reads; `ids` is then its start id
 
 
@@ -104,6 +105,11 @@ class Oracle:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._last: list[torch.Tensor] = []
+        # Granite multiplies what it is given in place of tokens, too; the engine's first layer
+        # reads that as it is.
+        self._scale = getattr(model.config, "embedding_multiplier", 1.0)
+        # Of LongRoPE: longer sequences have other factors.
+        self._short = getattr(model.config, "original_max_position_embeddings", None)
         if not model.config.is_encoder_decoder:
             base = model.base_model
             base = getattr(base, "decoder", base)
@@ -124,11 +130,28 @@ class Oracle:
             ids = torch.tensor([[*row.ids, *answer] for answer in answers])
             encoder_ids = torch.tensor([row.encoder_ids] * len(answers))
             return np.asarray(self.model(input_ids=encoder_ids, decoder_input_ids=ids).logits)
-        ids = torch.tensor([[*row.ids, *answer] for answer in answers])
+        if self._short is None:
+            return self._forward(row, answers)
+        before = row.rules.virtual + len(row.ids)
+        if row.session_len is not None:  # keys that stay are rotated for the longest sequence
+            return self._forward(row, answers, length=row.session_len)
+        if row.rules.beam_width > 1:
+            return self._forward(row, answers, length=before + row.rules.output_len - 1)
+        found = self._forward(row, answers)
+        if before <= self._short < found.shape[1]:
+            shorter = [answer[: self._short - before] for answer in answers]
+            found[:, : self._short] = self._forward(row, shorter)
+        return found
+
+    def _forward(self, row: Row, answers: Sequence[Sequence[int]], *, length: int = 0) -> Array:
+        """Return the logits with the factors of sequences of at least `length` tokens."""
+        count = len(row.ids) + len(answers[0])
+        unseen = [0] * (length - row.rules.virtual - count)
+        ids = torch.tensor([[*row.ids, *answer, *unseen] for answer in answers])
         inputs: dict[str, Any] = {"input_ids": ids}
         if row.embedding is not None:
             table = self.model.get_input_embeddings()
-            virtual = torch.from_numpy(row.embedding).expand(len(answers), -1, -1)
+            virtual = torch.from_numpy(row.embedding / self._scale).expand(len(answers), -1, -1)
             inputs = {"inputs_embeds": torch.cat((virtual, table(ids)), 1)}
         if row.memory_len is not None:
             places = torch.arange(ids.shape[1])
@@ -136,12 +159,12 @@ class Oracle:
             hidden = (distance < 0) | (distance >= row.memory_len)
             mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
             inputs["attention_mask"] = mask.expand(len(answers), 1, *mask.shape)
-        return np.asarray(self.model(**inputs).logits)
+        return np.array(self.model(**inputs).logits[:, : row.rules.virtual + count])
 
     def embedding_sum(self, row: Row) -> Array | None:
         """Return the sum of the prompt's last hidden states, before the final norm, (E,)."""
-        self.logits(row, [[]])
-        return None if self._norm is None else np.asarray(self._last[0][0].double().sum(0))
+        count = self.logits(row, [[]]).shape[1]
+        return None if self._norm is None else np.asarray(self._last[0][0, :count].double().sum(0))
 
 
 @dataclass
@@ -542,6 +565,7 @@ def converse(run: Run, number: int) -> None:
         ]
         for row in fresh:
             row.ids = row.ids[: draw.choice((1, 1, 5, 18))]
+            row.session_len = SESSION_LEN
             row.rules.output_len = min(row.rules.output_len, 4)
             if nth:
                 row.context_log_probs = row.context_embeddings = False  # refused
