@@ -105,7 +105,6 @@ class Rendezvous:
         self._key_file = key_file
         self._server = StoreServer(listener, key, timeout_s=timeout_s)
         self.store: Store = self._server.store()
-        self._watch = self._server.store()
         self.store.set("job", _job_text(place))
 
     @property
@@ -125,7 +124,7 @@ class Rendezvous:
         """
         self.store.set("settings", json.dumps({"problem": reason}))
         deadline = monotonic() + _REFUSAL_S
-        while monotonic() < deadline and not self._watch.check(
+        while monotonic() < deadline and not self.store.check(
             [f"left/{rank}" for rank in self.others]
         ):
             sleep(_POLL_S / 5)
@@ -156,13 +155,13 @@ class Rendezvous:
     def _look(self) -> str | None:
         found = {}
         for rank in self.others:
-            if reason := failure_of(self._watch, rank) or self._silence(rank):
+            if reason := failure_of(self.store, rank) or self._silence(rank):
                 found[rank] = reason
         return "\n".join(f"rank {rank}: {reason}" for rank, reason in found.items()) or None
 
     def _silence(self, rank: int) -> str | None:
         now = monotonic()
-        count = self._watch.add(f"heartbeat/{rank}", 0)
+        count = self.store.add(f"heartbeat/{rank}", 0)
         if count == 0:
             if now - self._opened < JOIN_TIMEOUT_S:
                 return None
@@ -171,7 +170,7 @@ class Rendezvous:
         if count != last:
             self._heartbeats[rank] = (count, now)
         elif now - since > self._silence_s:
-            who = self._watch.get(f"who/{rank}").decode()
+            who = self.store.get(f"who/{rank}").decode()
             return f"has sent no heartbeat for {now - since:.1f} s ({who})"
         return None
 
@@ -182,7 +181,7 @@ class Rendezvous:
                 return
             self._closed = True
         with contextlib.suppress(RuntimeError):
-            self._watch.set("over", "")
+            self.store.set("over", "")
             deadline = monotonic() + grace_s
             while self._present() and monotonic() < deadline:
                 sleep(_POLL_S / 5)
@@ -194,7 +193,7 @@ class Rendezvous:
         return [
             rank
             for rank in self.others
-            if self._watch.add(f"heartbeat/{rank}", 0) and not self._watch.check([f"left/{rank}"])
+            if self.store.add(f"heartbeat/{rank}", 0) and not self.store.check([f"left/{rank}"])
         ]
 
 
