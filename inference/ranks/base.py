@@ -164,16 +164,6 @@ class RankBase(ABC):
     def prepare(self) -> None:  # noqa: B027 - most ranks have nothing to prepare
         """Do the work that would slow down the first requests; all ranks do so at the same time."""
 
-    def _run_graph(self, graph: DecodeGraph) -> None:
-        """Run this stage's graph between the stages before and after it."""
-        if graph.hidden is not None:
-            assert self._groups is not None
-            self._groups.receive(graph.hidden, self.layout.previous_rank)
-        graph.run()
-        if not self.layout.is_last_stage:
-            assert self._groups is not None
-            self._groups.send(graph.output, self.layout.next_rank).wait()
-
     def _new_cache(
         self,
         architecture: DecoderArchitecture | EncoderDecoderArchitecture,
@@ -197,10 +187,15 @@ class RankBase(ABC):
         vocab = layout.vocab_rows(vocab_size)
         return TokenFeed(slots, self.device, vocab=vocab, vocab_size=vocab_size, gather=gather)
 
-    def _graph_result(
-        self, graph: DecodeGraph, plan: StepPlan, vocab_size: int
-    ) -> StepResult | None:
-        """Return on rank 0 what a graph computed for the sequences of a plan."""
+    def _run_graph(self, graph: DecodeGraph, plan: StepPlan, vocab_size: int) -> StepResult | None:
+        """Run a graph between the stages before and after; return its result on rank 0."""
+        if graph.hidden is not None:
+            assert self._groups is not None
+            self._groups.receive(graph.hidden, self.layout.previous_rank)
+        graph.run()
+        if not self.layout.is_last_stage:
+            assert self._groups is not None
+            self._groups.send(graph.output, self.layout.next_rank).wait()
         count = len(plan.segments)
         part = graph.output[:count] if self.layout.is_last_stage else None
         if plan.choices is None:

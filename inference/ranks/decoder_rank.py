@@ -128,7 +128,15 @@ class DecoderRank(RankBase):
             x, step = graphs.run(ids, plan.segments, outputs)
             return [x], [step]
         steps = self._micro_batches(plan, embeddings)
-        return run_stage(self.model, steps, layout=self.layout, groups=self._groups), steps
+        hidden = run_stage(
+            steps,
+            embed=self.model.embed,
+            empty_hidden=self.model.empty_hidden,
+            run_layers=self.model.run_layers,
+            layout=self.layout,
+            groups=self._groups,
+        )
+        return hidden, steps
 
     def close(self) -> None:
         """Close the connection to the other ranks."""
@@ -144,8 +152,7 @@ class DecoderRank(RankBase):
         numbers[3] = numbers[2] + [segment.shift for segment in plan.segments]
         numbers[4] = -1 if plan.choices is None else [banned for _, banned in plan.choices]
         graph.fill(numbers)
-        self._run_graph(graph)
-        return self._graph_result(graph, plan, self.architecture.vocab_size)
+        return self._run_graph(graph, plan, self.architecture.vocab_size)
 
     def _step(
         self,

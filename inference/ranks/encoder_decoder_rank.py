@@ -10,7 +10,7 @@ then runs the decoder over the new tokens of each sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -216,8 +216,7 @@ class EncoderDecoderRank(RankBase):
         numbers[5] = [each.task for each in encoded]
         numbers[6] = -1 if plan.choices is None else [banned for _, banned in plan.choices]
         graph.fill(numbers)
-        self._run_graph(graph)
-        return self._graph_result(graph, plan, self.architecture.vocab_size)
+        return self._run_graph(graph, plan, self.architecture.vocab_size)
 
     def _decode(self, plan: StepPlan) -> torch.Tensor | None:
         """Return this rank's slice of the logits of the decoder's step, (n, V / T or more)."""
@@ -225,8 +224,14 @@ class EncoderDecoderRank(RankBase):
             torch.tensor(each, dtype=torch.int64) for each in (plan.ids, plan.output_rows)
         )
         inputs = self._decoder_step(ids, plan.segments, outputs)
-        stage = _DecoderStage(self.model)
-        hidden = run_stage(stage, [inputs], layout=self.layout, groups=self._groups)
+        hidden = run_stage(
+            [inputs],
+            embed=self.model.embed_step,
+            empty_hidden=lambda inputs: self.model.empty_hidden(len(inputs.step.ids)),
+            run_layers=self.model.run_decoder,
+            layout=self.layout,
+            groups=self._groups,
+        )
         if not hidden or not len(plan.output_rows):
             return None
         return self.model.logits(hidden[0].index_select(0, inputs.step.output_rows))
@@ -307,19 +312,3 @@ class EncoderDecoderRank(RankBase):
 def _is_decoding(plan: StepPlan) -> bool:
     """Return whether a step has one token for each sequence, the logits of all of them wanted."""
     return 0 < len(plan.output_rows) == len(plan.segments) == len(plan.ids)
-
-
-@dataclass(frozen=True)
-class _DecoderStage:
-    """The decoder's layers of this stage, as the pipeline runs them."""
-
-    model: EncoderDecoder
-
-    def embed(self, step: DecoderStep) -> torch.Tensor:
-        return self.model.embed_step(step)
-
-    def empty_hidden(self, step: DecoderStep) -> torch.Tensor:
-        return self.model.empty_hidden(len(step.step.ids))
-
-    def run_layers(self, x: torch.Tensor, step: DecoderStep) -> torch.Tensor:
-        return self.model.run_decoder(x, step)

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -77,23 +76,24 @@ class EncoderRank(RankBase):
                 rows = ragged_rows(lengths, self.device, tiled=self._tiled)
             else:
                 rows = padded_rows(lengths, self.device, tiled=self._tiled)
-            tokens = sum(rows.counts)
-            batch = _Batch(rows, self._laid_out(embeddings, rows), tokens)
-            output = self._recorded(batch)
+            inputs, empty = self._laid_out(embeddings, rows), self.model.empty_hidden
+            output = None
+            if self._graphs is not None and inputs is not None:
+                output = self._graphs.run(inputs, rows)  # None where no graph serves the rows
             if output is None:
-                stage = _Stage(self.model)
-                hidden = run_stage(stage, [batch], layout=self.layout, groups=self._groups)
+                hidden = run_stage(
+                    [rows],
+                    embed=lambda _: cast(torch.Tensor, inputs),  # on the first stage
+                    empty_hidden=lambda rows: empty(sum(rows.counts)),
+                    run_layers=self.model.run_layers,
+                    layout=self.layout,
+                    groups=self._groups,
+                )
                 output = hidden[0] if hidden else None
-            output = self._first_rank_copy(output, self.model.empty_hidden(tokens))
+            output = self._first_rank_copy(output, empty(sum(rows.counts)))
             if output is None:
                 return None
             return StepResult(torch.empty(0, 0), hidden=_true_tokens(output, rows))
-
-    def _recorded(self, batch: _Batch) -> torch.Tensor | None:
-        """Return what a graph computes, None where none serves the rows."""
-        if self._graphs is None or batch.inputs is None:
-            return None
-        return self._graphs.run(batch.inputs, batch.rows)
 
     def _laid_out(self, inputs: torch.Tensor | None, rows: RaggedRows) -> torch.Tensor | None:
         """Return the first layer's input, with zeros for padding; None but on the first stage."""
@@ -118,27 +118,3 @@ def _true_tokens(x: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
         return x
     places = zip(rows.starts, rows.lengths, strict=True)
     return torch.cat([x[start : start + length] for start, length in places])
-
-
-@dataclass(frozen=True)
-class _Batch:
-    rows: RaggedRows
-    inputs: torch.Tensor | None
-    tokens: int
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """This stage's layers, as the pipeline runs them."""
-
-    model: Encoder
-
-    def embed(self, step: _Batch) -> torch.Tensor:
-        assert step.inputs is not None
-        return step.inputs
-
-    def empty_hidden(self, step: _Batch) -> torch.Tensor:
-        return self.model.empty_hidden(step.tokens)
-
-    def run_layers(self, x: torch.Tensor, step: _Batch) -> torch.Tensor:
-        return self.model.run_layers(x, step.rows)
