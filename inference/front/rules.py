@@ -40,7 +40,7 @@ REGISTER_CALL = f"{SERVICE}SystemSharedMemoryRegister"
 
 CLOSED = "this endpoint is not exposed to clients"
 UNREACHABLE = "the server behind the front does not answer; it is starting, or it has ended"
-_SOCKET = re.compile(r"unix:\S*slipway-sockets-")
+_SOCKETS = "slipway-sockets-"  # of the folder that they are in
 # Regions of the Python backend: its own prefix, or that of a server of this project.
 _INTERNAL_NAME = re.compile(r"/?(?:triton_python_backend_shm_region_|slipway-\d+-)[\w-]*")
 # Ids of sessions as the server has them, see sessions.py.
@@ -83,8 +83,11 @@ def shared_memory_problem(key: object) -> str | None:
 
 
 def without_internal_names(text: str) -> str:
-    """Return an error of the server without names of its own: of memory, sockets and sessions."""
-    if _SOCKET.search(text):
+    """Return an error of the server without names of its own: of memory, sockets and sessions.
+
+    It may quote megabytes of a request: the time grows with its length alone.
+    """
+    if _SOCKETS in text:
         return UNREACHABLE
     return _SESSION.sub(r"this \1", _INTERNAL_NAME.sub("(internal)", text))
 

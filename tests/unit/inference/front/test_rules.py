@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
+
 from inference.front.rules import UNREACHABLE, without_internal_names
 
 
@@ -16,3 +20,16 @@ def test_errors_do_not_name_a_session_as_no_client_knows_it() -> None:
     assert without_internal_names(error).startswith("inference request for this sequence to model")
     error = f"session {'0a' * 32} is still being answered; 2 of 4096 tokens are left"
     assert without_internal_names(error).startswith("this session is still being answered; 2 of")
+
+
+@pytest.mark.parametrize(
+    "quoted",
+    ["unix:", "unix:/", "slipway-", "slipway-1", "/slipway-1-", "triton_python_backend_shm_region",
+     "session ", "sequence 0", "sequence 0123456789", "session 0a0a", "unix:slipway-1-"],
+)  # fmt: skip
+def test_an_error_that_quotes_a_long_request_is_read_at_once(quoted: str) -> None:
+    """100 kB of `unix:` took the front 15 s, in which no one was answered."""
+    text = quoted * ((4 << 20) // len(quoted))
+    began = time.process_time()
+    without_internal_names(text)
+    assert time.process_time() - began < 3
