@@ -140,15 +140,13 @@ class OpenAIEndpoint:
         reason = f"{method[:20]} {path[:200]}: {status.phrase.lower()}"
         raise ApiError(reason, status=status, code="unknown_url")
 
-    async def _health(self, request: web.BaseRequest) -> web.Response:
-        del request
+    async def _health(self, _: web.BaseRequest) -> web.Response:
         if await self._is_ready():
             return web.json_response({"status": "ok"})
         status = HTTPStatus.SERVICE_UNAVAILABLE
         return web.json_response({"status": "the server is not ready"}, status=status)
 
-    async def _list(self, request: web.BaseRequest) -> web.Response:
-        del request
+    async def _list(self, _: web.BaseRequest) -> web.Response:
         data = [self._described(name) for name in self._models]
         return web.json_response({"object": "list", "data": data})
 
@@ -205,8 +203,7 @@ class OpenAIEndpoint:
         data = await self._guard.body(request, limit=MOST_JSON_BYTES)
         return await self._workers.run(work, self._texts, *args, data, size_bytes=len(data))
 
-    async def _tokenizer_info(self, request: web.BaseRequest) -> web.Response:
-        del request
+    async def _tokenizer_info(self, _: web.BaseRequest) -> web.Response:
         return web.json_response(self._codec.description())
 
     async def _tokenize(self, request: web.BaseRequest) -> web.Response:

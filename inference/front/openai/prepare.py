@@ -36,13 +36,9 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 _SCORE_INPUTS = ("num_log_probs", "num_prompt_log_probs")
 # Fields with a tensor of their name, and the values that change nothing.
 _PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
-# Tensors to the field of a request that needs them.
+# Tensors to the field of a request that needs them, where that has another name.
 _FIELD_OF = {
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "logit_bias": "logit_bias",
     "logit_bias_ids": "logit_bias",
-    "repetition_penalty": "repetition_penalty",
     "min_length": "min_tokens",
     "bad_words_list": "logit_bias",
     "num_log_probs": "logprobs",
@@ -184,7 +180,7 @@ def check_job(facts: ModelFacts, request: PreparedRequest, prompt_len: int) -> i
     if request.echo and facts.encoder_decoder and request.sampling.best is not None:
         raise ApiError("an encoder's prompt has no log probabilities", param="logprobs")
     for name in _tensors(request, count=1, seed=0).keys() - facts.inputs:
-        needs = _FIELD_OF.get(name)
+        needs = _FIELD_OF.get(name, name)
         raise ApiError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
     room = facts.context_len - (0 if facts.encoder_decoder else prompt_len)
     limit = request.sampling.limit
