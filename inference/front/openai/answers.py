@@ -147,7 +147,7 @@ def score_prompt(codec: Codec, prompt: Sequence[int], candidate: Candidate, best
     for number, index in enumerate(prompt):
         place = candidate.place(number, best=best) if number else None
         at = found[-1].last if found else 0
-        found.append(scored_token(codec, prompt[:number], index, place, at))
+        found.append(scored_token(codec, prompt[max(number - 8, 0) : number], index, place, at))
     return found
 
 
