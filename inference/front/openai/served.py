@@ -83,21 +83,17 @@ class TritonModel:
             raise api_error(error) from error
 
     async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
-        """Return a vector of length 1 for each row: its mean hidden state, (B, E). Raises ApiError.
-
-        An encoder's hidden states are zero beyond a row's tokens.
-        """
+        """Return each row's mean hidden state, scaled to length 1, (B, E). Raises ApiError."""
         found = []
         for first in range(0, len(rows), self.facts.max_rows):
             ids, lengths = pad_rows(rows[first : first + self.facts.max_rows], pad_id=0)
             tensors = {"input_ids": ids, "sequence_length": lengths}
             request = infer_request(self.facts.name, tensors, [_HIDDEN]).SerializeToString()
             try:
-                answer = schema.ModelInferResponse.FromString(await self._infer(request))
+                reply = await self._infer(request)
             except grpc.aio.AioRpcError as error:
                 raise api_error(error) from error
-            hidden = output_arrays(answer)[_HIDDEN]  # (B, S, E)
-            found.append(hidden.sum(1, dtype=np.float32) / lengths)
+            found.append(await asyncio.to_thread(_means, reply, lengths))
         means = np.concatenate(found)
         norms = np.linalg.norm(means, axis=1, keepdims=True)
         return np.asarray(means / np.maximum(norms, np.finfo(np.float32).tiny))
@@ -153,6 +149,12 @@ def _array(raw: bytes, datatype: str) -> Array:
     if datatype == "BF16":  # the upper half of an FP32
         return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(raw, triton_to_np_dtype(datatype))
+
+
+def _means(reply: bytes, lengths: Array) -> Array:
+    """Return the mean hidden states of rows, (B, E); the answer has zeros beyond their tokens."""
+    hidden = output_arrays(schema.ModelInferResponse.FromString(reply))[_HIDDEN]  # (B, S, E)
+    return np.asarray(hidden.sum(1, dtype=np.float32) / lengths)
 
 
 async def _ask(
