@@ -45,20 +45,17 @@ COUNTERS = {
     _RESTARTS: "Starts of this server after a failure, since the deploy stage began",
 }
 _DURATION = "slipway_request_duration_seconds"
-HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    _DURATION: ("Time from a request's arrival to its last response", _SECONDS),
-    "slipway_request_queue_seconds": ("Time a request waited for its first slot", _SECONDS),
-    "slipway_time_to_first_token_seconds": ("Time to a request's first token", _SECONDS),
+# Name, text, buckets, field of RequestTimes.
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], str]] = {
+    _DURATION: ("Time from a request's arrival to its last response", _SECONDS, ""),
+    "slipway_request_queue_seconds": (
+        "Time a request waited for its first slot", _SECONDS, "queued_s"),
+    "slipway_time_to_first_token_seconds": (
+        "Time to a request's first token", _SECONDS, "first_token_s"),
     "slipway_time_between_tokens_seconds": (
         "Mean time between two tokens of a request, once for each request",
-        _STEP_SECONDS,
-    ),
-}
-_TIMES = {  # fields of RequestTimes
-    "slipway_request_queue_seconds": "queued_s",
-    "slipway_time_to_first_token_seconds": "first_token_s",
-    "slipway_time_between_tokens_seconds": "between_tokens_s",
-}
+        _STEP_SECONDS, "between_tokens_s"),
+}  # fmt: skip
 _REASONS = ("invalid", "busy", "unavailable")
 _OUTCOMES = ("completed", "cancelled", "failed", "refused")
 
@@ -96,7 +93,7 @@ class ModelMetrics:
         self._requests = self._labelled(_REQUESTS, "outcome", _OUTCOMES)
         self._refused = self._labelled(_REFUSED, "reason", _REASONS)
         self._histograms = {}
-        for name, (text, buckets) in HISTOGRAMS.items() if "HISTOGRAM" in kinds else ():
+        for name, (text, buckets, _) in HISTOGRAMS.items() if "HISTOGRAM" in kinds else ():
             family = self._families[name] = _family(name, kinds["HISTOGRAM"], text)
             self._histograms[name] = family.Metric(labels=self._labels, buckets=list(buckets))
         self._plain[_RESTARTS].increment(float(os.environ.get(RESTARTS_VARIABLE) or 0))
@@ -144,13 +141,11 @@ class ModelMetrics:
 
     def _complete(self, seconds: float, times: RequestTimes | None) -> None:
         self._requests["completed"].increment(1)
-        found = {_DURATION: seconds}
-        if times is not None:
-            given = {name: getattr(times, field) for name, field in _TIMES.items()}
-            found |= {name: seconds for name, seconds in given.items() if seconds is not None}
-        for name, value in found.items():
-            if name in self._histograms:
-                self._histograms[name].observe(value)
+        for name, histogram in self._histograms.items():
+            field = HISTOGRAMS[name][2]
+            value = getattr(times, field, None) if field else seconds
+            if value is not None:
+                histogram.observe(value)
 
     def _report_load(self) -> None:
         load = self._load()
