@@ -24,9 +24,9 @@ from inference.front.rules import (
     REGISTER_CALL,
     STREAM_CALL,
     UNREADY_ANSWERS,
+    check_shared_memory,
     has_internal_names,
     is_health,
-    shared_memory_problem,
     without_internal_names,
 )
 from inference.front.sessions import Namespace
@@ -45,6 +45,10 @@ SERVER_OPTIONS = [
 ]
 # Of an error: clients refuse more than 8 KiB of metadata, in which a byte may take three.
 _MOST_REASON_BYTES = 2 << 10
+_CODES = {
+    HTTPStatus.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
 
 
 class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
@@ -68,21 +72,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             return _refusal(grpc.StatusCode.UNAUTHENTICATED, str(error))
         if call == STREAM_CALL:
             return grpc.stream_stream_rpc_method_handler(partial(self._stream, owner))
-        if call == INFER_CALL:
-            return grpc.unary_unary_rpc_method_handler(partial(self._infer, owner))
-
-        async def answer(request: bytes, context: Any) -> bytes:
-            try:
-                request = await self._context.guard.message(request)
-            except RequestRefusedError as error:
-                await _refuse(context, error)
-            if call == REGISTER_CALL and (problem := _register_problem(request)):
-                await context.abort(grpc.StatusCode.PERMISSION_DENIED, problem)
-            with self._context.used() as upstream:
-                reply = await _reply(upstream, call, request, context)
-            return _without_reasons(reply) if call == INDEX_CALL else reply
-
-        return grpc.unary_unary_rpc_method_handler(answer)
+        return grpc.unary_unary_rpc_method_handler(partial(self._unary, call, owner))
 
     def _health(self, call: str) -> grpc.RpcMethodHandler:
         """Return the handler of a call that needs no token, and whose message says nothing."""
@@ -96,14 +86,20 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
 
         return grpc.stream_stream_rpc_method_handler(answer)
 
-    async def _infer(self, owner: str | None, request: bytes, context: Any) -> bytes:
+    async def _unary(self, call: str, owner: str | None, request: bytes, context: Any) -> bytes:
         with self._context.used() as upstream:
             try:
-                sessions = self._namespace(owner, context)
-                checked = await self._checked(upstream, request, sessions)
+                if call == INFER_CALL:
+                    sessions = self._namespace(owner, context)
+                    request = await self._checked(upstream, request, sessions)
+                else:
+                    request = await self._context.guard.message(request)
+                if call == REGISTER_CALL:
+                    check_shared_memory(_register_key(request))
             except RequestRefusedError as error:
                 await _refuse(context, error)
-            return await _reply(upstream, INFER_CALL, checked, context)
+            reply = await _reply(upstream, call, request, context)
+        return _without_reasons(reply) if call == INDEX_CALL else reply
 
     async def _stream(
         self, owner: str | None, requests: AsyncIterator[bytes], context: Any
@@ -197,17 +193,14 @@ async def _fail(context: Any, error: grpc.aio.AioRpcError) -> NoReturn:
 
 
 async def _refuse(context: Any, error: RequestRefusedError) -> NoReturn:
-    is_large = error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_large else grpc.StatusCode.INVALID_ARGUMENT
-    await context.abort(code, str(error))
+    await context.abort(_CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT), str(error))
     raise AssertionError("abort raises")
 
 
-def _register_problem(request: bytes) -> str | None:
+def _register_key(request: bytes) -> str:
     from tritonclient.grpc import service_pb2
 
-    register = service_pb2.SystemSharedMemoryRegisterRequest
-    return shared_memory_problem(register.FromString(request).key)
+    return str(service_pb2.SystemSharedMemoryRegisterRequest.FromString(request).key)
 
 
 def _without_reasons(reply: bytes) -> bytes:

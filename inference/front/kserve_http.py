@@ -19,9 +19,9 @@ from inference.front.rules import (
     CLOSED,
     READY_PATH,
     UNREACHABLE,
+    check_shared_memory,
     has_internal_names,
     is_health,
-    shared_memory_problem,
     without_internal_names,
 )
 from inference.front.sessions import Namespace
@@ -167,8 +167,7 @@ def _check_own_memory(body: bytes) -> None:
     """
     if len(body) > _MOST_NAMES_BYTES:
         raise MalformedError(f"the request has {len(body)} bytes; {_MOST_NAMES_BYTES} at most")
-    if problem := shared_memory_problem(parse_json(body).get("key")):
-        raise RequestRefusedError(HTTPStatus.FORBIDDEN, problem)
+    check_shared_memory(parse_json(body).get("key"))
 
 
 async def _passed_on(

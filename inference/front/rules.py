@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from http import HTTPStatus
+
+from inference.front.guard import RequestRefusedError
 
 # Prefix of shared memory that clients may register: never the server's own.
 SHARED_MEMORY_PREFIX = "/slipway-client-"
@@ -74,12 +77,12 @@ def is_health(target: str) -> bool:
     return target in _HEALTH_CALLS or _HEALTH.fullmatch(target) is not None
 
 
-def shared_memory_problem(key: object) -> str | None:
-    """Return why a client may not register shared memory of this name, None if it may."""
+def check_shared_memory(key: object) -> None:
+    """Raise RequestRefusedError unless a client may register shared memory of this name."""
     name = re.escape(SHARED_MEMORY_PREFIX) + r"[\w.-]+"
-    if isinstance(key, str) and re.fullmatch(name, key):
-        return None
-    return f"shared memory of clients is named {SHARED_MEMORY_PREFIX}<letters, digits, _ . ->"
+    if not (isinstance(key, str) and re.fullmatch(name, key)):
+        reason = f"shared memory of clients is named {SHARED_MEMORY_PREFIX}<letters, digits, _ . ->"
+        raise RequestRefusedError(HTTPStatus.FORBIDDEN, reason)
 
 
 def without_internal_names(text: str) -> str:
