@@ -65,9 +65,7 @@ class ModelArguments:
         if key in self.parameters:
             return self.parameters[key]
         if default is None:
-            raise ValueError(
-                f"config.pbtxt of {self.model_folder.name}: parameter {key} is missing"
-            )
+            raise self._wrong(f"{key} is missing")
         return default
 
     def integer(self, key: str, *, default: int | None = None) -> int:
@@ -76,18 +74,17 @@ class ModelArguments:
         try:
             return int(text)
         except ValueError:
-            name = self.model_folder.name
-            raise ValueError(
-                f"config.pbtxt of {name}: parameter {key}={text!r} must be a whole number"
-            ) from None
+            raise self._wrong(f"{key}={text!r} must be a whole number") from None
 
     def flag(self, key: str) -> bool:
         """Return a 0/1 parameter, False if absent. Raises ValueError for anything else."""
         value = self.integer(key, default=0)
         if value not in (0, 1):
-            name = self.model_folder.name
-            raise ValueError(f"config.pbtxt of {name}: parameter {key}={value} must be 0 or 1")
+            raise self._wrong(f"{key}={value} must be 0 or 1")
         return bool(value)
+
+    def _wrong(self, words: str) -> ValueError:
+        return ValueError(f"config.pbtxt of {self.model_folder.name}: parameter {words}")
 
 
 def log_warning(message: str) -> None:
