@@ -52,8 +52,8 @@ def write_program(folder: Path) -> list[str]:
     return [sys.executable, str(path)]
 
 
-def write_served_model(folder: Path) -> Path:
-    """Write a random GPT-2 of two layers with a tokenizer of bytes and a few merges."""
+def write_tokenizer(folder: Path) -> int:
+    """Write a tokenizer of bytes and a few merges; return how many tokens it has."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,10 +66,14 @@ def write_served_model(folder: Path) -> Path:
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[0]
     ).save_pretrained(folder)
+    return tokenizer.get_vocab_size()
+
+
+def write_served_model(folder: Path) -> Path:
+    """Write a random GPT-2 of two layers with a tokenizer."""
+    vocab_size = write_tokenizer(folder)
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 2048}
-    config = transformers.GPT2Config(
-        vocab_size=tokenizer.get_vocab_size(), bos_token_id=0, eos_token_id=0, **sizes
-    )
+    config = transformers.GPT2Config(vocab_size=vocab_size, bos_token_id=0, eos_token_id=0, **sizes)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     return folder

@@ -6,16 +6,24 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
+from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.conftest import ROOT
-from tests.integration.command import finish, start
-from tests.openai_servers import write_served_model
+from tests.integration.command import endpoint_of, finish, start
+from tests.openai_servers import write_served_model, write_tokenizer
+from tests.tiny_transformers import write_model
+from tests.unit.export_scripts.conversion.test_mixtures import write_nemo_2
 
 VLLM = os.environ.get("SLIPWAY_VLLM", "")
 TRANSFORMERS = Path(sys.executable).with_name("transformers")
@@ -54,19 +62,86 @@ def test_transformers_serves_and_is_evaluated(tmp_path: Path) -> None:
     assert {point["streamed"] for point in report["latency"]} == {True}
 
 
-@pytest.mark.skipif(not VLLM, reason="SLIPWAY_VLLM names no vllm command")
+needs_vllm = pytest.mark.skipif(not VLLM, reason="SLIPWAY_VLLM names no vllm command")
+VLLM_WORDS = (
+    "deploy.engine=vllm",
+    f"deploy.executable={VLLM}",
+    "deploy.http_port=0",
+    "deploy.vllm.enforce_eager=true",
+)
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+# vLLM's attention on the CPU has heads of 32 and more.
+SIZES = {
+    "hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def nemo_2_of(original: Path, folder: Path) -> Path:
+    sizes = {"hidden_size": 128, "kv_channels": 32, "seq_length": 64, "moe_ffn_hidden_size": 64}
+    source = write_nemo_2(folder / "nemo2", original, sizes)
+    write_tokenizer(source / "context" / "nemo_tokenizer")
+    return source
+
+
+def shards_of(original: Path, folder: Path) -> Path:
+    return convert(ConversionRequest(original, folder, 2, "fp32")).ft_dir
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("name", "kind", "source_of"),
+    [("qwen3-moe", "mixture", nemo_2_of), ("gemma3", "llama", shards_of)],
+)
+def test_vllm_generates_what_transformers_does(
+    name: str, kind: str, source_of: Callable[[Path, Path], Path], tmp_path: Path
+) -> None:
+    sizes = SIZES | {"vocab_size": write_tokenizer(tmp_path / "original")}
+    if kind == "mixture":
+        sizes |= {"moe_intermediate_size": 64}
+    original = write_model(name, tmp_path / "original", **sizes)
+    prompt = list(range(3, 23))
+    model = transformers.AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)
+    answer = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, 20:]
+    results = tmp_path / "results"
+    run = start(
+        "stages=[convert,deploy]",
+        f"base_results_dir={results}",
+        f"export.run.results_dir={results}",
+        "export.run.model_train_name=tiny",
+        f"export.run.model_type={kind}",
+        f"export.model.checkpoint_path={source_of(original, tmp_path)}",
+        "export.model.tensor_model_parallel_size=1",
+        "export.model.weight_data_type=fp32",
+        "export.triton_deployment.data_type=fp32",
+        "convert.format=huggingface",
+        *VLLM_WORDS,
+        environment=OFFLINE,
+    )
+    try:
+        found = endpoint_of(results / "deploy" / "endpoint.json", run, timeout_s=400)
+        connection = http.client.HTTPConnection("127.0.0.1", found["http"], timeout=60)
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0}
+        words = json.dumps(body | {"return_token_ids": True})
+        connection.request("POST", "/v1/completions", words, {"content-type": "application/json"})
+        (choice,) = json.load(connection.getresponse())["choices"]
+    finally:
+        run.send_signal(signal.SIGINT)
+        text = finish(run)
+    assert run.returncode == 0, text
+    assert choice["token_ids"] == answer.tolist()
+
+
+@needs_vllm
 def test_vllm_answers_as_the_model_of_a_nemo_archive(tmp_path: Path) -> None:
     run = start(
         "export=gpt3/sample",
         "stages=[convert,deploy,evaluate]",
         f"base_results_dir={tmp_path}",
         "convert.format=huggingface",
-        "deploy.engine=vllm",
-        f"deploy.executable={VLLM}",
-        "deploy.http_port=0",
         "deploy.vllm.max_model_len=512",
         "export.model.tensor_model_parallel_size=1",
-        environment={"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        *VLLM_WORDS,
+        environment=OFFLINE,
     )
     text = finish(run, timeout_s=600)
     assert run.returncode == 0, text

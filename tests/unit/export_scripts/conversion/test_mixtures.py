@@ -103,19 +103,25 @@ CONFIG: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+def write_nemo_2(source: Path, original: Path, changes: Mapping[str, Any] = {}) -> Path:
+    state = stacked_layers(with_stacked_experts(core_mixture(original)))
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    write(source / "weights", wrapped, {}, cut=False)
+    (source / "context").mkdir()
+    target = "nemo.collections.llm.gpt.model.qwen3.Qwen3Model"
+    model = {"_target_": target, "config": {**CONFIG, **changes}}
+    (source / "context" / "model.yaml").write_text(yaml.safe_dump(model))
+    return source
+
+
 @pytest.mark.parametrize("kind", ["nemo2", "bridge"])
 def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path: Path) -> None:
     original = write_model("qwen3-moe", tmp_path / "original")
-    state = stacked_layers(with_stacked_experts(core_mixture(original)))
     source = tmp_path / "source"
     if kind == "nemo2":
-        wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
-        write(source / "weights", wrapped, {}, cut=False)
-        (source / "context").mkdir()
-        model = {"_target_": "nemo.collections.llm.gpt.model.qwen3.Qwen3Model", "config": CONFIG}
-        (source / "context" / "model.yaml").write_text(yaml.safe_dump(dict(model)))
+        write_nemo_2(source, original)
     else:
-        write(source, state, {})
+        write(source, stacked_layers(with_stacked_experts(core_mixture(original))), {})
         provider = "megatron.bridge.models.qwen.qwen_provider.Qwen3MoEModelProvider30B_A3B"
         run = {"model": {"_target_": provider, **CONFIG}, "tokenizer": {}}
         (source / "run_config.yaml").write_text(yaml.safe_dump(run))
