@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.checkpoints.base import CheckpointReader, TensorIndex, json_table, read_small
+from export_scripts.checkpoints.base import CheckpointReader, json_file
 from export_scripts.checkpoints.huggingface import CONFIG_NAME as HUGGINGFACE_CONFIG
 from export_scripts.checkpoints.huggingface import (
     is_huggingface,
@@ -103,9 +103,9 @@ def _describe_folder(path: Path, *, tensors: bool) -> dict[str, Any]:
 
 
 def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> dict[str, Any]:
-    pieces = {key: reader.pieces(key) for key in reader.keys()}  # noqa: SIM118 - not a mapping
+    pieces = {key: reader.tensors[key] for key in reader.tensors}
     types = Counter(piece.dtype for each in pieces.values() for piece in each)
-    config = reader.config()
+    config = reader.config
     quantised = quantization(reader)
     facts: dict[str, Any] = {
         "kind": f"{reader.format} checkpoint",
@@ -116,8 +116,8 @@ def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> dict[str
         "bytes": sum(piece.span_bytes for each in pieces.values() for piece in each),
         "types": ", ".join(f"{name} ({count})" for name, count in types.most_common()),
         "quantised by": quantised and str(quantised.get("quant_method", "unknown")),
-        "tokenizer": [file.name for file in reader.tokenizer_files()],
-        "notes": list(reader.notes()),
+        "tokenizer": [file.name for file in reader.tokenizer],
+        "notes": list(reader.remarks),
         "config": {k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))},
     }
     facts |= _becomes(reader)
@@ -132,8 +132,8 @@ def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> dict[str
 def _describe_config(path: Path, problems: Sequence[str]) -> dict[str, Any]:
     """Return what config.json alone says of a folder whose weights cannot be read."""
     file = path / HUGGINGFACE_CONFIG
-    config = json_table(read_small(file), file)
-    reader = TensorIndex("huggingface", path, config, {}, (file,))
+    config = json_file(file)
+    reader = CheckpointReader("huggingface", path, config, {}, (file,))
     return {
         "kind": "huggingface configuration",
         "path": str(path),
@@ -151,7 +151,7 @@ def _becomes(reader: CheckpointReader) -> dict[str, Any]:
             reader=with_plain_weights(reader),
             tp_size=1,
             weight_data_type="fp16",
-            tokenizer=tuple(reader.tokenizer_files()),
+            tokenizer=tuple(reader.tokenizer),
         )
         mapping = find_mapping(facts)
     except CheckpointMismatchError as error:
@@ -203,7 +203,7 @@ def _passed_through(reader: CheckpointReader) -> list[str]:
     """Return what another engine does with a Hugging Face folder as it is."""
     if reader.format != "huggingface":
         return []
-    kind = reader.config().get("model_type", "unknown")
+    kind = reader.config.get("model_type", "unknown")
     return [
         f"served as it is by vLLM, if the installed one knows {kind} and the quantisation, if any "
         f"(deploy.engine=vllm deploy.repository={reader.path})"

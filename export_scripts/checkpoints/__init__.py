@@ -149,6 +149,6 @@ def open_addition(
     if found != "nemo":
         raise ValueError(f"{path} is a {found} checkpoint; expected a NeMo archive")
     try:
-        return open_nemo(path, scratch_dir=scratch_dir, depths=base.config())
+        return open_nemo(path, scratch_dir=scratch_dir, depths=base.config)
     except OSError as error:
         raise CheckpointMismatchError(f"{path} cannot be read: {error}") from error

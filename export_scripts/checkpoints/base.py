@@ -12,10 +12,10 @@ import mmap
 import os
 import resource
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.files.checksum import crc32
@@ -161,6 +161,21 @@ class StoredTensor:
         )
 
 
+class ComputedPiece:
+    """What pieces have in common that are computed as a whole, in fp32."""
+
+    dtype: ClassVar[str] = "fp32"
+
+    @property
+    def span_bytes(self: Piece) -> int:
+        """Bytes of the values."""
+        return math.prod(self.shape) * SOURCE_TYPES[self.dtype][0]
+
+    def slabs(self: Piece, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:  # noqa: ARG002
+        """Return the piece itself."""
+        return (self,)
+
+
 class FileMaps:
     """Read-only memory maps of source files, opened once each; safe to share among threads.
 
@@ -254,81 +269,34 @@ class TokenizerFile:
             return file.read() if self.size is None else file.read(self.size)
 
 
-class CheckpointReader(Protocol):
+@dataclass(frozen=True)
+class CheckpointReader:
     """A source checkpoint: its configuration and its tensors under logical names.
 
-    Layers are numbered over all pipeline stages, and a tensor that
-    was cut over training ranks has one piece per rank.
+    Layers are numbered over all pipeline stages, and a tensor that was cut over training ranks has
+    one piece per rank.
+
+    Attributes:
+        format: Name of the format, such as huggingface.
+        path: The path that was opened.
+        config: The model's configuration as the source wrote it.
+        tensors: Name -> its pieces in order of training tensor-parallel rank.
+        files: Every file the checkpoint consists of.
+        tokenizer: The tokenizer files that come with it.
+        remarks: What to report, such as the choice among several files.
+        kept: Objects that keep files alive.
+        is_distributed: True if tensors are whole, with global layer numbers, not ranks' pieces.
     """
-
-    @property
-    def format(self) -> str:
-        """Name of the format, such as huggingface."""
-
-    @property
-    def path(self) -> Path:
-        """The path that was opened."""
-
-    @property
-    def is_distributed(self) -> bool:
-        """True if tensors are whole, with global layer numbers, not ranks' pieces."""
-
-    def config(self) -> Mapping[str, Any]:
-        """Return the model's configuration as the source wrote it."""
-
-    def keys(self) -> Collection[str]:
-        """Return the logical names of all tensors."""
-
-    def pieces(self, key: str) -> Sequence[Piece]:
-        """Return a tensor's pieces in order of training tensor-parallel rank."""
-
-    def tokenizer_files(self) -> Sequence[TokenizerFile]:
-        """Return the tokenizer files that come with the checkpoint."""
-
-    def files(self) -> Sequence[Path]:
-        """Return every file the checkpoint consists of."""
-
-    def notes(self) -> Sequence[str]:
-        """Return remarks to report, such as the choice among several files."""
-
-
-@dataclass(frozen=True)
-class TensorIndex:
-    """A reader whose configuration, pieces and files are all known when it opens."""
 
     format: str
     path: Path
-    source_config: Mapping[str, Any]
+    config: Mapping[str, Any]
     tensors: Mapping[str, tuple[Piece, ...]]
-    source_files: tuple[Path, ...]
+    files: tuple[Path, ...]
     tokenizer: tuple[TokenizerFile, ...] = ()
     remarks: tuple[str, ...] = ()
-    kept: tuple[Any, ...] = field(default=(), compare=False)  # objects that keep files alive
+    kept: tuple[Any, ...] = field(default=(), compare=False)
     is_distributed: bool = False
-
-    def config(self) -> Mapping[str, Any]:
-        """Return the model's configuration as the source wrote it."""
-        return self.source_config
-
-    def keys(self) -> Collection[str]:
-        """Return the logical names of all tensors."""
-        return self.tensors.keys()
-
-    def pieces(self, key: str) -> Sequence[Piece]:
-        """Return a tensor's pieces in order of training tensor-parallel rank."""
-        return self.tensors[key]
-
-    def tokenizer_files(self) -> Sequence[TokenizerFile]:
-        """Return the tokenizer files that come with the checkpoint."""
-        return self.tokenizer
-
-    def files(self) -> Sequence[Path]:
-        """Return every file the checkpoint consists of."""
-        return self.source_files
-
-    def notes(self) -> Sequence[str]:
-        """Return remarks to report."""
-        return self.remarks
 
 
 def fingerprint_files(files: Sequence[Path]) -> str:
@@ -396,3 +364,15 @@ def json_table(content: bytes, source: object) -> dict[str, Any]:
         return json_object(content, source)
     except ValueError as error:
         raise CheckpointMismatchError(str(error)) from error
+
+
+def json_file(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a checkpoint.
+
+    Raises:
+        CheckpointMismatchError: It holds something else, is far too large, or cannot be read.
+    """
+    try:
+        return json_table(read_small(path), path)
+    except OSError as error:
+        raise CheckpointMismatchError(f"{path} cannot be read: {error.strerror}") from error

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import StoredTensor, TensorIndex
+from export_scripts.checkpoints.base import CheckpointReader, StoredTensor
 from export_scripts.checkpoints.containers import open_container, read_yaml
 from export_scripts.checkpoints.distributed import METADATA_NAME, read_distributed
 from export_scripts.checkpoints.megatron import LATEST_NAME, iteration_folder
@@ -33,7 +33,7 @@ def is_bridge(path: Path) -> bool:
     return (path / LATEST_NAME).is_file() and any(path.glob(f"iter_*/{CONFIG_NAME}"))
 
 
-def open_bridge(path: Path) -> TensorIndex:
+def open_bridge(path: Path) -> CheckpointReader:
     """Return the index of a Megatron Bridge checkpoint.
 
     The configuration is that of its model, with the class that provides it as `model_class`, the
@@ -59,17 +59,17 @@ def open_bridge(path: Path) -> TensorIndex:
     tokenizer = run.get("tokenizer")
     tokenizer = tokenizer if isinstance(tokenizer, Mapping) else {}
     found = read_distributed(container)
-    return TensorIndex(
+    return CheckpointReader(
         format="bridge",
         path=path,
-        source_config={
+        config={
             **settings,
             "model_class": str(model.get("_target_") or "none").rpartition(".")[2],
             "tokenizer": {"type": tokenizer.get("tokenizer_type")},
             "peft": run.get("peft"),
         },
         tensors=found.tensors,
-        source_files=tuple(sorted({*found.files, root / CONFIG_NAME})),
+        files=tuple(sorted({*found.files, root / CONFIG_NAME})),
         tokenizer=()
         if tokenizer.get("tokenizer_type") == _TIKTOKEN
         else tuple(huggingface_files(container, _TOKENIZER).values()),

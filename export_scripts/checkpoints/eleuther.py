@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import StoredTensor, TensorIndex, read_small, yaml_table
+from export_scripts.checkpoints.base import CheckpointReader, StoredTensor, read_small, yaml_table
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.errors import CheckpointMismatchError
 
@@ -46,7 +46,7 @@ def layer_directory(path: Path) -> Path | None:
     return None
 
 
-def open_eleuther(path: Path) -> TensorIndex:
+def open_eleuther(path: Path) -> CheckpointReader:
     """Index a GPT-NeoX checkpoint; keys are <part>.<name> with parts embedding, layers.<N>, ...
 
     Raises:
@@ -67,12 +67,12 @@ def open_eleuther(path: Path) -> TensorIndex:
             numbers.append(number)
         _add(tensors, part, contents, f"{folder}/layer_{number:02d}")
     _check_layers(folder, numbers, config.get("num-layers"))
-    return TensorIndex(
+    return CheckpointReader(
         format=FORMAT,
         path=path,
-        source_config=config,
+        config=config,
         tensors=tensors,
-        source_files=(
+        files=(
             *(file for ranks in files.values() for file in ranks.values()),
             *config_files,
         ),

@@ -9,11 +9,11 @@ from typing import Any
 
 from export_scripts.checkpoints.base import (
     SOURCE_TYPES,
+    CheckpointReader,
     StoredTensor,
-    TensorIndex,
     TokenizerFile,
+    json_file,
     json_table,
-    read_small,
     truncated,
 )
 from export_scripts.checkpoints.partitioned import flatten
@@ -86,13 +86,13 @@ def snapshot_folder(path: Path) -> Path:
     return found[0] if len(found) == 1 else path
 
 
-def open_huggingface(path: Path) -> TensorIndex:
+def open_huggingface(path: Path) -> CheckpointReader:
     """Return the index of a Hugging Face folder.
 
     Raises:
         CheckpointMismatchError: config.json or the weights are missing, damaged or inconsistent.
     """
-    config = _read_json(path / CONFIG_NAME)
+    config = json_file(path / CONFIG_NAME)
     files = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, Path] = {}
@@ -112,38 +112,31 @@ def open_huggingface(path: Path) -> TensorIndex:
         home |= dict.fromkeys(found, file)
     if problems:
         raise CheckpointMismatchError(listed(problems))
-    return TensorIndex(
+    return CheckpointReader(
         format="huggingface",
         path=path,
-        source_config=config,
+        config=config,
         tensors={key: (tensor,) for key, tensor in tensors.items()},
-        source_files=(path / CONFIG_NAME, *files),
+        files=(path / CONFIG_NAME, *files),
         tokenizer=_tokenizer_files(path),
     )
 
 
-def open_configuration(path: Path) -> TensorIndex | None:
+def open_configuration(path: Path) -> CheckpointReader | None:
     """Return the index of a folder that holds a configuration and no weights; else None."""
     if not is_huggingface(path) or foreign_weights(path):
         return None
     if any(next(path.glob(f"*{suffix}*"), None) for suffix in (".safetensors", ".bin")):
         return None
-    return TensorIndex(
+    return CheckpointReader(
         format="huggingface",
         path=path,
-        source_config=_read_json(path / CONFIG_NAME),
+        config=json_file(path / CONFIG_NAME),
         tensors={},
-        source_files=(path / CONFIG_NAME,),
+        files=(path / CONFIG_NAME,),
         tokenizer=_tokenizer_files(path),
         remarks=("the folder holds no weights: what is said of them follows from config.json",),
     )
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        return json_table(read_small(path), path)
-    except OSError as error:
-        raise CheckpointMismatchError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -164,7 +157,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    names = _read_json(index).get("weight_map")
+    names = json_file(index).get("weight_map")
     if not isinstance(names, dict):
         raise CheckpointMismatchError(f"{index} has no weight_map")
     shards = sorted({str(name) for name in names.values()})

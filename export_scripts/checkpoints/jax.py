@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from export_scripts.checkpoints.base import (
+    CheckpointReader,
     Record,
     StoredTensor,
-    TensorIndex,
-    json_table,
-    read_small,
+    json_file,
     truncated,
 )
 from export_scripts.checkpoints.pt_archive import zip_data_offset
@@ -58,7 +57,7 @@ def step_directory(path: Path) -> Path | None:
     return max(steps, key=lambda entry: _number(entry.name), default=None)
 
 
-def open_jax(path: Path) -> TensorIndex:
+def open_jax(path: Path) -> CheckpointReader:
     """Index a GPT-J release; keys are wte.weight, h.<layer>.q.weight, ..., one piece per shard.
 
     Raises:
@@ -77,12 +76,12 @@ def open_jax(path: Path) -> TensorIndex:
     tensors = _gather(names, list(arrays.values()), step)
     config_file, config = _model_config(step)
     files = tuple(part for shard in shards for part in parts[shard])
-    return TensorIndex(
+    return CheckpointReader(
         format=FORMAT,
         path=path,
-        source_config=config,
+        config=config,
         tensors=tensors,
-        source_files=files if config_file is None else (*files, config_file),
+        files=files if config_file is None else (*files, config_file),
         remarks=() if step == path else (f"{step.name} of {path} is read",),
     )
 
@@ -155,7 +154,7 @@ def _model_config(step: Path) -> tuple[Path | None, dict[str, Any]]:
     """Return mesh-transformer-jax's JSON configuration next to the weights, if present."""
     for folder in (step, step.parent):
         for file in sorted(folder.glob("*.json")):
-            config = json_table(read_small(file), file)
+            config = json_file(file)
             if "n_heads" in config:
                 return file, config
     return None, {}

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import (
+    CheckpointReader,
     FileMaps,
     StoredTensor,
-    TensorIndex,
     TokenizerFile,
     read_small,
 )
@@ -45,7 +45,7 @@ def is_megatron(path: Path) -> bool:
     )
 
 
-def open_megatron(path: Path) -> TensorIndex:
+def open_megatron(path: Path) -> CheckpointReader:
     """Return the index of a Megatron-LM checkpoint.
 
     The configuration is the checkpoint's `args` with `checkpoint_version` added.
@@ -85,30 +85,30 @@ def open_megatron(path: Path) -> TensorIndex:
         maps=FileMaps(),
         where=str(root),
     )
-    return TensorIndex(
+    return CheckpointReader(
         format="megatron",
         path=path,
-        source_config=config,
+        config=config,
         tensors=tensors,
-        source_files=tuple(sorted(files.values())),
+        files=tuple(sorted(files.values())),
         tokenizer=_tokenizer_files(root),
         remarks=remarks,
     )
 
 
-def _open_distributed(path: Path, root: Path, remarks: tuple[str, ...]) -> TensorIndex:
+def _open_distributed(path: Path, root: Path, remarks: tuple[str, ...]) -> CheckpointReader:
     found = read_distributed(open_container(root))
     config = _config(found.common)
     if "args" not in found.common:
         raise CheckpointMismatchError(
             f"{root} does not state its model's sizes: expected Megatron-LM's args in it"
         )
-    return TensorIndex(
+    return CheckpointReader(
         format="megatron",
         path=path,
-        source_config=config,
+        config=config,
         tensors=found.tensors,
-        source_files=found.files,
+        files=found.files,
         tokenizer=_tokenizer_files(root),
         remarks=remarks,
         is_distributed=True,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import FileMaps, StoredTensor, TensorIndex
+from export_scripts.checkpoints.base import CheckpointReader, FileMaps, StoredTensor
 from export_scripts.checkpoints.containers import Container, is_tar, open_container, read_yaml
 from export_scripts.checkpoints.distributed import (
     METADATA_NAME,
@@ -65,7 +65,7 @@ def open_nemo(
     scratch_dir: Path | None = None,
     depths: Mapping[str, Any] | None = None,
     name: str | None = None,
-) -> TensorIndex:
+) -> CheckpointReader:
     """Return the index of a NeMo checkpoint.
 
     Args:
@@ -104,12 +104,12 @@ def open_nemo(
         maps=maps,
         where=str(path),
     )
-    return TensorIndex(
+    return CheckpointReader(
         format="nemo",
         path=path,
-        source_config=config,
+        config=config,
         tensors=tensors,
-        source_files=_source_files(container, weights),
+        files=_source_files(container, weights),
         tokenizer=tokenizer_files(container, config),
         remarks=tuple(remarks),
         kept=container.kept,
@@ -118,16 +118,16 @@ def open_nemo(
 
 def _open_distributed(
     container: Container, folder: str, config: dict[str, Any] | None, remarks: list[str]
-) -> TensorIndex:
+) -> CheckpointReader:
     found = read_distributed(container, folder)
     if config is None:
         config = _config_of_checkpoint(found.common, container.path)
-    return TensorIndex(
+    return CheckpointReader(
         format="nemo",
         path=container.path,
-        source_config=config,
+        config=config,
         tensors=found.tensors,
-        source_files=(container.path,) if container.path.is_file() else found.files,
+        files=(container.path,) if container.path.is_file() else found.files,
         tokenizer=tokenizer_files(container, config),
         remarks=tuple(remarks),
         kept=container.kept,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import TensorIndex, TokenizerFile
+from export_scripts.checkpoints.base import CheckpointReader, TokenizerFile
 from export_scripts.checkpoints.containers import Container, read_yaml
 from export_scripts.checkpoints.distributed import METADATA_NAME, read_distributed
 from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
@@ -27,7 +27,7 @@ def is_nemo2(container: Container) -> bool:
     return container.find(WEIGHTS + METADATA_NAME) is not None
 
 
-def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> TensorIndex:
+def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> CheckpointReader:
     """Return the index of a NeMo 2 checkpoint.
 
     The configuration is that of its model, with the classes of both as `model_class` and
@@ -46,10 +46,10 @@ def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> TensorInd
     if not isinstance(config, Mapping):
         raise CheckpointMismatchError(f"{container.path}: {_MODEL} has no config of a model")
     found = read_distributed(container, WEIGHTS)
-    return TensorIndex(
+    return CheckpointReader(
         format="nemo2",
         path=container.path,
-        source_config={
+        config={
             **config,
             "model_class": _class_name(model),
             "config_class": _class_name(config),
@@ -57,7 +57,7 @@ def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> TensorInd
             "peft": model.get("model_transform"),
         },
         tensors=found.tensors,
-        source_files=(container.path,) if container.path.is_file() else found.files,
+        files=(container.path,) if container.path.is_file() else found.files,
         tokenizer=_tokenizer_files(container, model.get("tokenizer")),
         remarks=remarks,
         kept=container.kept,

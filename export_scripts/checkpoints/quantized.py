@@ -8,20 +8,22 @@ them once.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from export_scripts.checkpoints.base import (
+    FLOATING_TYPES,
     CheckpointReader,
+    ComputedPiece,
     FileMaps,
     Piece,
     StoredTensor,
-    TensorIndex,
-    json_table,
-    read_small,
+    json_file,
 )
 from export_scripts.errors import CheckpointMismatchError, listed
 
@@ -35,26 +37,28 @@ _ACTIVATIONS = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_sca
                 ".input_zero_point", ".weight_shape", ".input_global_scale")  # fmt: skip
 _AS_IT_IS = "serve the folder as it is with deploy.engine=vllm, or convert the unquantised model"
 
+_WORDS = ("int32",)
+
+Shape = tuple[int, ...]
+Pair = tuple[int, int]
+# The tensors of a matrix by the ends of their names.
+Parts = Mapping[str, StoredTensor]
+Widen = Callable[[Mapping[str, "Array"]], "Array"]
+
 
 @dataclass(frozen=True)
-class WidePiece:
+class WidePiece(ComputedPiece):
     """A quantised matrix (out, in) as the fp32 values that it stands for.
 
     Attributes:
         shape: Sizes of the values.
-        parts: The tensors it is stored in, by the ends of their names.
         widen: Returns the values of the loaded parts.
+        parts: The tensors it is stored in.
     """
 
-    shape: tuple[int, ...]
-    parts: Mapping[str, StoredTensor]
-    widen: Callable[[Mapping[str, Array], tuple[int, ...]], Array]
-    dtype: str = "fp32"
-
-    @property
-    def span_bytes(self) -> int:
-        """Bytes of the values."""
-        return 4 * math.prod(self.shape)
+    shape: Shape
+    widen: Widen
+    parts: Parts
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
@@ -63,12 +67,7 @@ class WidePiece:
 
     def load(self, maps: FileMaps) -> Array:
         """Return the values."""
-        loaded = {name: part.load(maps) for name, part in self.parts.items()}
-        return self.widen(loaded, self.shape)
-
-    def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:  # noqa: ARG002
-        """Return the whole."""
-        return (self,)
+        return self.widen({name: part.load(maps) for name, part in self.parts.items()})
 
     def same_bytes(self, other: Piece, maps: FileMaps) -> bool:
         """Return whether both are stored with the same bytes."""
@@ -86,25 +85,24 @@ class _Form:
     Attributes:
         value: End of the name of the tensor of values.
         companions: Ends of the names of tensors that go with it -> whether it must be there.
-        shape: Sizes of the matrix, from its parts.
-        widen: Its values.
+        fit: Returns the sizes of the matrix and how its parts are widened; raises ValueError, which
+            begins with the end of a name, for parts of a type or shape that do not belong together.
     """
 
     value: str
     companions: Mapping[str, bool]
-    shape: Callable[[Mapping[str, StoredTensor]], tuple[int, ...]]
-    widen: Callable[[Mapping[str, Array], tuple[int, ...]], Array]
+    fit: Callable[[Parts], tuple[Shape, Widen]]
 
 
 def quantization(reader: CheckpointReader) -> Mapping[str, Any] | None:
     """Return what a Hugging Face folder states about its quantised weights, None for plain ones."""
-    stated = reader.config().get(QUANTIZATION)
+    stated = reader.config.get(QUANTIZATION)
     if stated is not None:
         return stated if isinstance(stated, Mapping) else {"quant_method": stated}
     path = Path(reader.path) / _MODELOPT_FILE
     if reader.format != "huggingface" or not path.is_file():
         return None
-    table = json_table(read_small(path), path).get("quantization")
+    table = json_file(path).get("quantization")
     return {"quant_method": "modelopt", **table} if isinstance(table, Mapping) else None
 
 
@@ -112,56 +110,52 @@ def with_plain_weights(reader: CheckpointReader) -> CheckpointReader:
     """Return a checkpoint with plain weights in place of quantised ones; others as they are.
 
     Raises:
-        CheckpointMismatchError: They are quantised in another form; it is named.
+        CheckpointMismatchError: They are quantised in another form, or do not fit together; each
+            is named.
     """
     settings = quantization(reader)
     if settings is None:
         return reader
     method = str(settings.get("quant_method", "unknown"))
     try:
-        form = _FORMS[method](settings) if method in _FORMS else None
-        if form is None:
+        if method not in _FORMS:
             raise ValueError(f"quant_method = {method}: known are {', '.join(_FORMS)}")
-        if form.value == ".qweight" and reader.config().get("model_type") == "gpt2":
+        form = _FORMS[method](settings)
+        if form.value == ".qweight" and reader.config.get("model_type") == "gpt2":
             raise ValueError("GPT-2's matrices lie the other way round")
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise CheckpointMismatchError(
             f"{reader.path}: the weights are quantised, and are not widened: {error}; {_AS_IT_IS}"
         ) from error
-    tensors = _wide_tensors(reader, form)
-    config = {key: value for key, value in reader.config().items() if key != QUANTIZATION}
-    return TensorIndex(
-        format=reader.format,
-        path=reader.path,
-        source_config=config,
-        tensors=tensors,
-        source_files=tuple(reader.files()),
-        tokenizer=tuple(reader.tokenizer_files()),
-        remarks=(*reader.notes(), f"weights quantised by {method} are widened"),
-        kept=(reader,),
+    return dataclasses.replace(
+        reader,
+        config={key: value for key, value in reader.config.items() if key != QUANTIZATION},
+        tensors=_wide_tensors(reader, form),
+        remarks=(*reader.remarks, f"weights quantised by {method} are widened"),
     )
 
 
 def _wide_tensors(reader: CheckpointReader, form: _Form) -> dict[str, tuple[Piece, ...]]:
-    plain = {key: tuple(reader.pieces(key)) for key in reader.keys()}  # noqa: SIM118
+    plain = reader.tensors
     tensors: dict[str, tuple[Piece, ...]] = {}
     taken: set[str] = set()
-    missing: list[str] = []
+    problems: list[str] = []
     for key in plain:
         name = key.removesuffix(form.value)
         ends = (form.value, *(end for end in form.companions if name + end in plain))
         if name == key or not _is_quantised(plain[key], ends):
             continue
-        missing += [
-            f"{name}{end} is missing, which {key} needs"
-            for end, needed in form.companions.items()
-            if needed and name + end not in plain
-        ]
         taken |= {name + end for end in ends}
+        if missing := [e for e, needed in form.companions.items() if needed and e not in ends]:
+            problems += [f"{name}{end} is missing, which {key} needs" for end in missing]
+            continue
         parts = {end: plain[name + end][0].stored[0] for end in ends}
-        tensors[f"{name}.weight"] = (WidePiece(form.shape(parts), parts, form.widen),)
-    if missing:
-        raise CheckpointMismatchError(listed(missing, f"{reader.path}: "))
+        try:
+            tensors[f"{name}.weight"] = (WidePiece(*form.fit(parts), parts),)
+        except ValueError as error:
+            problems.append(f"{name}{error}")
+    if problems:
+        raise CheckpointMismatchError(listed(problems, f"{reader.path}: "))
     rest = {
         key: pieces
         for key, pieces in plain.items()
@@ -174,80 +168,71 @@ def _is_quantised(pieces: Sequence[Piece], ends: Sequence[str]) -> bool:
     return len(ends) > 1 or pieces[0].dtype in ("fp8", "int32", "int8")
 
 
-def _scaled(
-    values: Array, scale: Array, block: tuple[int, int] | None, zero: Array | None = None
-) -> Array:
-    """Return scale x (values - zero), a scale for the tensor, each row, or each block."""
-    import numpy as np
+def _widening() -> ModuleType:
+    """Return the module of arithmetic. It imports numpy, and a check does without."""
+    from export_scripts.checkpoints import widening
 
-    from export_scripts.numeric.arrays import to_float32
-
-    scale = to_float32(scale)
-    scale = scale.reshape(1, 1) if scale.size == 1 else scale
-    scale = scale[:, None] if scale.ndim == 1 else scale.reshape(scale.shape[0], -1)
-    if zero is not None:
-        values = values - np.broadcast_to(zero, values.shape)
-    rows, columns = block or (values.shape[0] // scale.shape[0], values.shape[1] // scale.shape[1])
-    if (
-        -(-values.shape[0] // rows) != scale.shape[0]
-        or -(-values.shape[1] // columns) != (scale.shape[1])
-    ):
-        raise CheckpointMismatchError(
-            f"scales {list(scale.shape)} of blocks {rows} x {columns} do not fit a matrix of "
-            f"{list(values.shape)}"
-        )
-    for number, row in enumerate(scale):
-        values[number * rows : (number + 1) * rows] *= np.repeat(row, columns)[: values.shape[1]]
-    return values
+    return widening
 
 
-def _from_fp8(values: Array) -> Array:
-    """Return the values of bytes in FP8 E4M3 (no infinities; NaN is 0x7F and 0xFF)."""
-    import numpy as np
-
-    every = np.arange(256)
-    exponent, mantissa = every >> 3 & 15, every & 7
-    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
-    table = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
-    table[every & 127 == 127] = np.nan
-    table = np.where(every >= 128, -table, table).astype(np.float32)
-    return np.take(table, values)
-
-
-def _unpacked(packed: Array, bits: int) -> Array:
-    """Return the integers in 32-bit words on a new last axis, lowest bits first."""
-    import numpy as np
-
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    found: Array = (packed.view(np.uint32)[..., None] >> shifts & ((1 << bits) - 1)).astype(
-        np.int16
+def _sizes(parts: Parts, end: str, types: Collection[str], *wanted: int | None) -> Shape:
+    """Return the sizes of a part of one of some types. None stands for any size but 0."""
+    part = parts[end]
+    fits = len(part.shape) == len(wanted) and all(
+        size > 0 if each is None else size == each
+        for size, each in zip(part.shape, wanted, strict=True)
     )
-    return found
+    if not fits or part.dtype not in types:
+        shape = ", ".join("any" if each is None else str(each) for each in wanted)
+        raise ValueError(
+            f"{end} is {part.dtype} {list(part.shape)}; expected {' or '.join(types)} [{shape}]"
+        )
+    return part.shape
 
 
-def _shape_of(end: str) -> Callable[[Mapping[str, StoredTensor]], tuple[int, ...]]:
-    return lambda parts: parts[end].shape
+def _grid(parts: Parts, end: str, sizes: Shape, block: Pair | None) -> tuple[Pair, Pair]:
+    """Return how many scales a matrix has along its axes, and the sizes of the block of each.
+
+    Without a block, it has one, or one for each row and each of equal groups of its columns.
+    """
+    shape, (rows, columns) = parts[end].shape, sizes
+    count = math.prod(shape)
+    if block is not None:
+        grid = (-(-rows // block[0]), -(-columns // block[1]))
+    else:
+        grid = (1, 1) if count == 1 else (rows, max(1, count // rows))
+        block = (rows // grid[0], columns // grid[1])
+    is_whole = grid[0] * block[0] >= rows and grid[1] * block[1] >= columns
+    fits = count == math.prod(grid) and (count == 1 or shape[0] == grid[0]) and is_whole
+    if not fits or parts[end].dtype not in FLOATING_TYPES:
+        raise ValueError(
+            f"{end} is {parts[end].dtype} {list(shape)}; expected scales of blocks "
+            f"{block[0]} x {block[1]} of {list(sizes)}"
+        )
+    return grid, block
 
 
-def _fp8(scale: str, block: tuple[int, int] | None, zero: str | None = None) -> _Form:
+def _scaled(scale: str, kind: str, block: Pair | None = None, zero: str = "") -> _Form:
     """Return the form of FP8 or int8 values with scales of their own tensor."""
 
-    def widen(parts: Mapping[str, Array], shape: tuple[int, ...]) -> Array:  # noqa: ARG001
-        import numpy as np
+    def fit(parts: Parts) -> tuple[Shape, Widen]:
+        sizes = _sizes(parts, ".weight", (kind,), None, None)
+        grid = _grid(parts, scale, sizes, block)
+        if zero in parts:
+            _sizes(parts, zero, (kind,), *parts[scale].shape)
+        return sizes, lambda loaded: _widening().scaled(
+            loaded[".weight"], loaded[scale], *grid, loaded.get(zero)
+        )
 
-        values = parts[".weight"]
-        wide = _from_fp8(values) if values.dtype == np.uint8 else values.astype(np.float32)
-        return _scaled(wide, parts[scale], block, parts.get(zero or ""))
-
-    return _Form(
-        ".weight", {scale: True} | ({zero: False} if zero else {}), _shape_of(".weight"), widen
-    )
+    return _Form(".weight", {scale: True} | ({zero: False} if zero else {}), fit)
 
 
-def _pair(sizes: Any) -> tuple[int, int] | None:
+def _pair(sizes: Any) -> Pair | None:
     if sizes is None:
         return None
-    rows, columns = (int(size) for size in sizes)
+    rows, columns = sizes
+    if not all(type(size) is int and size > 0 for size in (rows, columns)):
+        raise ValueError(f"blocks of {sizes}: expected two sizes")
     return rows, columns
 
 
@@ -259,7 +244,7 @@ def _fine_grained(settings: Mapping[str, Any]) -> _Form:
     if settings.get("fmt", "e4m3") != "e4m3":
         raise ValueError(f"fmt = {settings['fmt']}: expected e4m3")
     block = _pair(settings.get("weight_block_size"))
-    return _fp8(".weight_scale_inv" if block else ".weight_scale", block)
+    return _scaled(".weight_scale_inv" if block else ".weight_scale", "fp8", block)
 
 
 def _modelopt(settings: Mapping[str, Any]) -> _Form:
@@ -270,8 +255,7 @@ def _modelopt(settings: Mapping[str, Any]) -> _Form:
     algorithm = str(settings.get("quant_algo")).upper()
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"):
         raise ValueError(f"quant_algo = {settings.get('quant_algo')}: expected FP8")
-    block = (128, 128) if algorithm == "FP8_PB_WO" else None
-    return _fp8(".weight_scale", block)
+    return _scaled(".weight_scale", "fp8", (128, 128) if algorithm == "FP8_PB_WO" else None)
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> _Form:
@@ -289,7 +273,8 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> _Form:
     kind, bits = weights.get("type"), weights.get("num_bits")
     block = _pair(weights.get("block_structure"))
     if found in ("float-quantized", "naive-quantized", "int-quantized") and bits == 8:
-        return _fp8(".weight_scale", block, ".weight_zero_point")
+        stored = "int8" if kind == "int" else "fp8"
+        return _scaled(".weight_scale", stored, block, ".weight_zero_point")
     if found == "pack-quantized" and kind == "int" and bits in (4, 8):
         if not weights.get("symmetric", True) or weights.get("actorder") == "group":
             raise ValueError("packed weights with zero points or reordered groups")
@@ -298,28 +283,15 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> _Form:
 
 
 def _packed(bits: int) -> _Form:
-    per_word = 32 // bits
+    def fit(parts: Parts) -> tuple[Shape, Widen]:
+        rows, words = _sizes(parts, ".weight_packed", _WORDS, None, None)
+        sizes = (rows, words * 32 // bits)
+        grid = _grid(parts, ".weight_scale", sizes, None)
+        return sizes, lambda loaded: _widening().packed(
+            loaded[".weight_packed"], loaded[".weight_scale"], *grid, bits
+        )
 
-    def widen(parts: Mapping[str, Array], shape: tuple[int, ...]) -> Array:
-        import numpy as np
-
-        values = _unpacked(parts[".weight_packed"], bits).reshape(shape[0], -1)[:, : shape[1]]
-        # Stored from 0: a signed integer and half its range.
-        return _scaled((values - (1 << bits - 1)).astype(np.float32), parts[".weight_scale"], None)
-
-    return _Form(
-        ".weight_packed",
-        {".weight_scale": True},
-        lambda parts: (
-            parts[".weight_packed"].shape[0],
-            parts[".weight_packed"].shape[1] * per_word,
-        ),
-        widen,
-    )
-
-
-# AutoAWQ, awq/modules/linear/gemm.py: column of each of the 4-bit integers in a word.
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+    return _Form(".weight_packed", {".weight_scale": True}, fit)
 
 
 def _awq(settings: Mapping[str, Any]) -> _Form:
@@ -329,26 +301,13 @@ def _awq(settings: Mapping[str, Any]) -> _Form:
     if (bits, version) != (4, "gemm") or not settings.get("zero_point", True):
         raise ValueError(f"awq of {bits} bits, version {version}: expected 4, gemm, zero points")
 
-    def apart(packed: Array) -> Array:
-        import numpy as np
+    def fit(parts: Parts) -> tuple[Shape, Widen]:
+        width, words = _sizes(parts, ".qweight", _WORDS, None, None)
+        _check_groups(parts, width, words, words * 8)
+        ends = (".qweight", ".qzeros", ".scales")
+        return (words * 8, width), lambda loaded: _widening().awq(*map(loaded.get, ends))
 
-        values = _unpacked(packed, 4)[..., np.argsort(_AWQ_ORDER)]
-        return values.reshape(packed.shape[0], -1)
-
-    def widen(parts: Mapping[str, Array], shape: tuple[int, ...]) -> Array:
-        import numpy as np
-
-        values, zeros = apart(parts[".qweight"]), apart(parts[".qzeros"])
-        group = shape[1] // zeros.shape[0]
-        values -= np.repeat(zeros, group, axis=0)
-        return _scaled(values.astype(np.float32).T, parts[".scales"].T, None)
-
-    return _Form(
-        ".qweight",
-        {".qzeros": True, ".scales": True},
-        lambda parts: (parts[".qweight"].shape[1] * 8, parts[".qweight"].shape[0]),
-        widen,
-    )
+    return _Form(".qweight", {".qzeros": True, ".scales": True}, fit)
 
 
 def _gptq(settings: Mapping[str, Any]) -> _Form:
@@ -360,29 +319,27 @@ def _gptq(settings: Mapping[str, Any]) -> _Form:
     if bits not in (2, 4, 8) or layout not in ("gptq", "gptq_v2"):
         raise ValueError(f"gptq of {bits} bits, checkpoint_format {layout}: expected 2, 4 or 8")
     less = 1 if layout == "gptq" else 0
-    per_word = 32 // bits
 
-    def widen(parts: Mapping[str, Array], shape: tuple[int, ...]) -> Array:
-        import numpy as np
+    def fit(parts: Parts) -> tuple[Shape, Widen]:
+        words, out = _sizes(parts, ".qweight", _WORDS, None, None)
+        width = words * 32 // bits
+        _check_groups(parts, width, out * bits // 32, out)
+        if ".g_idx" in parts:
+            _sizes(parts, ".g_idx", ("int32", "int64"), width)
+        ends = (".qweight", ".qzeros", ".scales", ".g_idx")
+        return (out, width), lambda loaded: _widening().gptq(
+            *map(loaded.get, ends), bits=bits, less=less
+        )
 
-        from export_scripts.numeric.arrays import to_float32
+    return _Form(".qweight", {".qzeros": True, ".scales": True, ".g_idx": False}, fit)
 
-        out, width = shape
-        words = _unpacked(parts[".qweight"], bits)  # (in / n, out, n)
-        values = words.transpose(0, 2, 1).reshape(width, out)
-        zeros = _unpacked(parts[".qzeros"], bits).reshape(-1, out)
-        zeros = (zeros + less) & ((1 << bits) - 1)
-        scales = to_float32(parts[".scales"])
-        usual = np.arange(width) // (width // len(scales))
-        group = parts.get(".g_idx", usual)
-        return np.ascontiguousarray(((values - zeros[group]) * scales[group]).T)
 
-    return _Form(
-        ".qweight",
-        {".qzeros": True, ".scales": True, ".g_idx": False},
-        lambda parts: (parts[".qweight"].shape[1], parts[".qweight"].shape[0] * per_word),
-        widen,
-    )
+def _check_groups(parts: Parts, width: int, words: int, out: int) -> None:
+    """Check the scales of groups of inputs and their zero points in words."""
+    groups, _ = _sizes(parts, ".scales", sorted(FLOATING_TYPES), None, out)
+    _sizes(parts, ".qzeros", _WORDS, groups, words)
+    if width % groups:
+        raise ValueError(f".scales has {groups} groups, which do not divide {width} inputs")
 
 
 _FORMS: Mapping[str, Callable[[Mapping[str, Any]], _Form]] = {

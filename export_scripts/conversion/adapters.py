@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints import open_addition, open_checkpoint, recognise_format
-from export_scripts.checkpoints.base import CheckpointReader, Piece, json_table, read_small
+from export_scripts.checkpoints.base import CheckpointReader, Piece, json_file
 from export_scripts.checkpoints.huggingface import index_tensors
 from export_scripts.errors import CheckpointMismatchError, first_names, listed
 
@@ -146,12 +146,12 @@ def _adapter(
         raise CheckpointMismatchError(listed(problems))
     updates = []
     for (keys, axis), sides in factors.items():
-        down, up = (tuple(reader.pieces(sides[side])) for side in ("in", "out"))
+        down, up = (tuple(reader.tensors[sides[side]]) for side in ("in", "out"))
         rank = up[0].shape[-1] if up[0].shape else 0
         updates.append(
             Update(keys, down, up, scale / rank if rank else 0.0, origin=path, down_axis=axis)
         )
-    return Adapter(path, tuple(updates), tuple(reader.files()), kept=reader)
+    return Adapter(path, tuple(updates), tuple(reader.files), kept=reader)
 
 
 def _lone(path: Path, factors: Mapping[str, Mapping[str, Any]], *sides: str) -> list[str]:
@@ -168,7 +168,7 @@ def _number(value: Any, what: str, problems: list[str]) -> float:
 
 
 def _open_nemo(path: Path, reader: CheckpointReader) -> Adapter:
-    settings = reader.config().get("peft")
+    settings = reader.config.get("peft")
     settings = settings if isinstance(settings, Mapping) else {}
     tuning = settings.get("lora_tuning")
     tuning = tuning if isinstance(tuning, Mapping) else {}
@@ -179,7 +179,7 @@ def _open_nemo(path: Path, reader: CheckpointReader) -> Adapter:
         problems.append(f"{path}: peft.lora_tuning.weight_tying = true is not supported")
     factors: dict[tuple[tuple[str, ...], int], dict[str, str]] = {}
     unknown = []
-    for key in reader.keys():  # noqa: SIM118 - a reader is not a mapping
+    for key in reader.tensors:
         match = _NEMO_FACTOR.match(key)
         if match is None or match["adapter"] not in _NEMO_LAYERS:
             unknown.append(key)
@@ -199,7 +199,7 @@ def _open_nemo(path: Path, reader: CheckpointReader) -> Adapter:
 
 def _open_core(path: Path, reader: CheckpointReader) -> Adapter:
     """Return the adapter in a distributed checkpoint of NeMo 2 or Megatron Bridge."""
-    settings = reader.config().get("peft")
+    settings = reader.config.get("peft")
     settings = settings if isinstance(settings, Mapping) else {}
     problems: list[str] = []
     kind = str(settings.get("_target_") or "none").rpartition(".")[2]
@@ -207,7 +207,7 @@ def _open_core(path: Path, reader: CheckpointReader) -> Adapter:
         problems.append(f"{path} is trained with {kind}; expected LoRA")
     factors: dict[tuple[tuple[str, ...], int], dict[str, str]] = {}
     unknown = []
-    for key in reader.keys():  # noqa: SIM118 - a reader is not a mapping
+    for key in reader.tensors:
         if match := _CORE_FACTOR.match(key):
             names = (f"{match['module']}.weight",)
             factors.setdefault((names, 0), {})[match["side"]] = key
@@ -223,7 +223,7 @@ def _unknown(path: Path, keys: list[str]) -> list[str]:
 
 
 def _open_peft(path: Path, base: CheckpointReader) -> Adapter:
-    config = json_table(read_small(path / _PEFT_CONFIG), path / _PEFT_CONFIG)
+    config = json_file(path / _PEFT_CONFIG)
     weights = next((path / name for name in _PEFT_WEIGHTS if (path / name).is_file()), None)
     problems = _peft_problems(config, path / _PEFT_CONFIG)
     if weights is None:
@@ -244,7 +244,7 @@ def _open_peft(path: Path, base: CheckpointReader) -> Adapter:
     if not factors and not replaced:
         problems.append(f"{weights} holds nothing")
     updates = []
-    conv1d = base.config().get("model_type") == "gpt2"
+    conv1d = base.config.get("model_type") == "gpt2"
     for module, sides in factors.items():
         if set(sides) == {"A", "B"}:
             scale = _peft_scale(config, module, sides["B"], path / _PEFT_CONFIG, problems)

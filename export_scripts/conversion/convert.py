@@ -279,7 +279,7 @@ def _manifest(plan: Plan, writer: FTWriter, identity: str) -> dict[str, Any]:
             "path": str(Path(request.checkpoint_path).absolute()),
             "format": source.facts.reader.format,
             "origin": source.mapping.name,
-            "files": [str(path.absolute()) for path in source.facts.reader.files()],
+            "files": [str(path.absolute()) for path in source.facts.reader.files],
             "fingerprint": _source_print(Path(request.checkpoint_path)),
         },
         "lora": [

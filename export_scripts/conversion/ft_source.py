@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import Record, StoredTensor, TensorIndex, TokenizerFile
+from export_scripts.checkpoints.base import CheckpointReader, Record, StoredTensor, TokenizerFile
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
@@ -28,7 +28,7 @@ _OWN_FILES = (CONFIG_NAME, "args.txt")
 
 
 @dataclass(frozen=True)
-class FTFolder(TensorIndex):
+class FTFolder(CheckpointReader):
     """The tensors of a folder, with what its config.ini describes and the mapping it came from."""
 
     family: ModelFamily | None = None
@@ -60,9 +60,9 @@ def open_ft_folder(path: Path) -> FTFolder:
     return FTFolder(
         format=FT_FORMAT,
         path=path,
-        source_config={},
+        config={},
         tensors=tensors,
-        source_files=(path / CONFIG_NAME, *(s.path for ps in tensors.values() for s in ps)),
+        files=(path / CONFIG_NAME, *(s.path for ps in tensors.values() for s in ps)),
         tokenizer=tuple(
             TokenizerFile(file.name, file)
             for file in sorted(path.iterdir())

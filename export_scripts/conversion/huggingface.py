@@ -19,8 +19,8 @@ from typing import Any
 from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     SOURCE_TYPES,
+    CheckpointReader,
     StoredTensor,
-    TensorIndex,
     TokenizerFile,
     json_table,
 )
@@ -225,7 +225,7 @@ def _tried(
     """Return a configuration with its tensors, and where it reads back as another model."""
     folder = source.request.folder
     # Weights are named as in a folder that states its configuration and holds no tensor.
-    empty = TensorIndex("huggingface", folder, config, {}, ())
+    empty = CheckpointReader("huggingface", folder, config, {}, ())
     facts = Facts(reader=empty, tp_size=1, weight_data_type=source.config.weight_data_type)
     facts = dataclasses.replace(facts, prefix=mapping.prefix)
     tensors, reasons, homeless = _views(source, mapping, facts, is_tied)
@@ -319,7 +319,7 @@ def _carried(source: ConversionPlan, found: _Candidate) -> tuple[WrittenTensor, 
         WrittenTensor(
             key, ((TensorPlan(FTTensor(key, piece.shape), Copy(key), {}), same(piece.shape)),)
         )
-        for key in facts.reader.keys()  # noqa: SIM118 - not a mapping
+        for key in facts.reader.tensors
         if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
         for piece in facts.pieces(key)[:1]
         if piece.dtype in FLOATING_TYPES

@@ -7,8 +7,8 @@ in fp32 (peft, tuners/lora/layer.py), and rounded once, to the type on disk.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     CheckpointReader,
+    ComputedPiece,
     FileMaps,
     Piece,
     StoredTensor,
-    TensorIndex,
 )
 from export_scripts.conversion.adapters import Adapter, Update, open_adapter
 from export_scripts.errors import CheckpointMismatchError, first_names, listed
@@ -51,7 +51,7 @@ class _Share:
 
 
 @dataclass(frozen=True)
-class MergedPiece:
+class MergedPiece(ComputedPiece):
     """A training rank's piece of a matrix, with low-rank updates added in order."""
 
     base: Piece
@@ -59,19 +59,9 @@ class MergedPiece:
     share: _Share
 
     @property
-    def dtype(self) -> str:
-        """The type of the sum."""
-        return "fp32"
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the piece."""
         return self.base.shape
-
-    @property
-    def span_bytes(self) -> int:
-        """Bytes of the sum."""
-        return math.prod(self.shape) * 4
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
@@ -88,10 +78,6 @@ class MergedPiece:
         for update in others:
             values += self._delta(update, maps)
         return values
-
-    def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:  # noqa: ARG002
-        """Return the piece itself."""
-        return (self,)
 
     def same_bytes(self, other: Piece, maps: FileMaps) -> bool:  # noqa: ARG002
         """Return whether both are the same sum."""
@@ -136,8 +122,8 @@ def with_adapters(
     """
     if not paths:
         return reader
-    names = _Names(reader.keys())
-    tensors = {key: tuple(reader.pieces(key)) for key in reader.keys()}  # noqa: SIM118
+    names = _Names(reader.tensors)
+    tensors = {key: tuple(reader.tensors[key]) for key in reader.tensors}
     updates: dict[str, list[Update]] = {}
     problems: list[str] = []
     adapters: list[Adapter] = []
@@ -174,18 +160,13 @@ def with_adapters(
             MergedPiece(base, tuple(several), share)
             for base, share in zip(tensors[key], shares[key], strict=True)
         )
-    return TensorIndex(
-        format=reader.format,
-        path=reader.path,
-        source_config=reader.config(),
+    files = (*reader.files, *(file for each in adapters for file in each.files))
+    return dataclasses.replace(
+        reader,
         tensors=tensors,
-        source_files=tuple(
-            dict.fromkeys((*reader.files(), *(file for each in adapters for file in each.files)))
-        ),
-        tokenizer=tuple(reader.tokenizer_files()),
-        remarks=(*reader.notes(), *(each.describe() for each in adapters)),
-        kept=(reader, *adapters),
-        is_distributed=reader.is_distributed,
+        files=tuple(dict.fromkeys(files)),
+        remarks=(*reader.remarks, *(each.describe() for each in adapters)),
+        kept=(*reader.kept, *adapters),
     )
 
 
@@ -244,10 +225,8 @@ def _shapes(pieces: Sequence[Piece]) -> str:
 
 def _tied_problems(adapter: Adapter, found: _Resolved, reader: CheckpointReader) -> list[str]:
     """Return a reason if an adapter changes one of a shared embedding and head alone."""
-    has_head = any(key.endswith(_HEADS) for key in reader.keys())  # noqa: SIM118
-    if reader.format != "huggingface" or not reader.config().get(
-        "tie_word_embeddings", not has_head
-    ):
+    has_head = any(key.endswith(_HEADS) for key in reader.tensors)
+    if reader.format != "huggingface" or not reader.config.get("tie_word_embeddings", not has_head):
         return []
     changed = {*found.replaced, *(found.updates if has_head else ())}
     return [

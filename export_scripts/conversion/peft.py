@@ -59,7 +59,7 @@ def prompt_reasons(source: ConversionPlan) -> list[str]:
         f"{parts} places of the prompt, and PEFT has them before it; serve it from shards, or "
         f"leave it out (--allow 'prompt:{template.get('taskname')}')"
         for archive in source.facts.prompts
-        for template in archive.config().get("task_templates", ())
+        for template in archive.config.get("task_templates", ())
         if (parts := sum(map(bool, template.get("virtual_token_splits") or ()))) > 1
         and not source.request.allows(f"prompt:{template.get('taskname')}")
     ]

@@ -120,7 +120,7 @@ def plan_conversion(
     if problems:
         raise CheckpointMismatchError(problems)
     readers = (facts.reader, *facts.prompts, *facts.ia3, *facts.adapters)
-    outside = {file.path for file in facts.tokenizer if file.path not in facts.reader.files()}
+    outside = {file.path for file in facts.tokenizer if file.path not in facts.reader.files}
     return ConversionPlan(
         request=request,
         mapping=mapping,
@@ -128,7 +128,7 @@ def plan_conversion(
         config=config,
         tensors=tensors,
         remarks=(
-            *(note for reader in readers for note in reader.notes()),
+            *(note for reader in readers for note in reader.remarks),
             *mapping.warnings(facts, config),
             *own_code_warnings(facts),
             *token_warnings(facts, getattr(config, "end_id", None)),
@@ -136,7 +136,7 @@ def plan_conversion(
             *_special_token_warnings(config, names),
         ),
         source_files=(
-            *(file for reader in readers for file in reader.files()),
+            *(file for reader in readers for file in reader.files),
             *sorted(outside),
         ),
         extra_files={
@@ -233,14 +233,14 @@ def _open(
     extra = dict(prompt_tensors(prompts))
     for kind, archives in (("ia3", ia3), ("adapter", adapters)):
         for number, archive in enumerate(archives):
-            for key in archive.keys():  # noqa: SIM118 - a reader is not a mapping
-                extra[f"{kind}.{number}:{key}"] = tuple(archive.pieces(key))
+            for key in archive.tensors:
+                extra[f"{kind}.{number}:{key}"] = tuple(archive.tensors[key])
     return Facts(
         reader=reader,
         tp_size=request.tp_size,
         weight_data_type=request.weight_data_type,
         given=dict(request.given),
-        tokenizer=_tokenizer(request, reader.tokenizer_files()),
+        tokenizer=_tokenizer(request, reader.tokenizer),
         prompts=prompts,
         ia3=ia3,
         ia3_in_place=request.ia3_in_place,
@@ -302,6 +302,11 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
     """
     if isinstance(facts.reader, FTFolder):
         return ft_mapping(facts.reader)
+    kind = facts.config.get("model_type") or facts.config.get("target") or "unknown"
+    if not isinstance(kind, str):
+        raise CheckpointMismatchError(
+            f"{facts.reader.path}: model type {kind!r:.100} is not a text"
+        )
     candidates = [mapping for mapping in SOURCE_MAPPINGS if mapping.format == facts.reader.format]
     fitting = [
         mapping
@@ -312,13 +317,13 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
     wanted = [mapping for mapping in fitting if mapping.family.name in kinds]
     if fitting:
         return (wanted or fitting)[0]
-    if adapter := next((key for key in facts.reader.keys() if _ADAPTER.search(key)), None):  # noqa: SIM118
+    if adapter := next((key for key in facts.reader.tensors if _ADAPTER.search(key)), None):
         raise CheckpointMismatchError(
             f"{facts.reader.path} is an adapter (it holds {adapter}): expected its model; an "
             "adapter of LoRA is named next to it"
         )
     kind = facts.config.get("model_type") or facts.config.get("target") or "unknown"
-    names = sorted(facts.reader.keys())[:3]
+    names = sorted(facts.reader.tensors)[:3]
     raise CheckpointMismatchError(
         f"{facts.reader.path} is a {facts.reader.format} checkpoint of an unknown architecture "
         f"(model type {kind}; tensors such as {', '.join(names) or 'none'}); known: "

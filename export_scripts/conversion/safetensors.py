@@ -24,6 +24,7 @@ from export_scripts.conversion.write import (
     build_parts,
     range_record,
     recorded_range,
+    run_all,
     tensor_record,
 )
 from export_scripts.families.mapping.sources import Parts
@@ -38,20 +39,12 @@ def write_shards(
 ) -> list[str]:
     """Write every missing shard; return the problems of the values.
 
-    Files are written in parallel, the tensors of one in order. The first exception stops all.
+    Files are written in parallel, the tensors of one in order.
     """
-    pool = concurrent.futures.ThreadPoolExecutor(processes, "convert")
     task = _ShardTask(plan, writer, counter, SourceValues(plan.source))
-    try:
-        futures = [pool.submit(task.write, shard) for shard in plan.shards]
-        done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-        writer.flush()
-        return [problem for future in futures for problem in future.result()]
-    finally:
-        task.stopping.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+    problems = run_all(task.write, plan.shards, task.stopping, processes=processes)
+    writer.flush()
+    return [problem for each in problems for problem in each]
 
 
 def shard_records(plan: HuggingFacePlan, writer: FTWriter) -> dict[str, Any]:

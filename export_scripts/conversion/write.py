@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE
 
 Progress = Callable[[int, int], None]
+_Item = TypeVar("_Item")
 
 _SCAN_VALUES = 1 << 20
 
@@ -60,40 +61,66 @@ class Counter:
 def write_tensors(
     plan: ConversionPlan, writer: FTWriter, counter: Counter, *, processes: int
 ) -> list[str]:
-    """Write every missing file; return the problems of the values.
-
-    The result of every worker is awaited; the first exception stops the others and is raised.
-    """
-    pool = concurrent.futures.ThreadPoolExecutor(processes, "convert")
-    stopping = threading.Event()
-    values = SourceValues(plan)
+    """Write every missing file; return the problems of the values."""
+    values, stopping = SourceValues(plan), threading.Event()
     task = _Task(plan, writer, counter, stopping, values)
+    # Source order: reads go forward, and a layer's small tensors come between its large ones,
+    # which keeps the disk busy.
+    ordered = sorted(plan.tensors, key=values.place)
+    problems = run_all(task.write, ordered, stopping, processes=processes)
+    writer.flush()
+    found = {item.tensor.name: each for item, each in zip(ordered, problems, strict=True)}
+    return [problem for item in plan.tensors for problem in found[item.tensor.name]]
+
+
+def run_all(
+    write: Callable[[_Item], list[str]],
+    items: Sequence[_Item],
+    stopping: threading.Event,
+    *,
+    processes: int,
+) -> list[list[str]]:
+    """Return the problems that `write` returns, or raises as a mismatch, for each item in order.
+
+    Items are worked on in parallel. The first other exception sets `stopping` and is raised, once
+    all workers have ended.
+    """
+
+    def attempt(item: _Item) -> list[str]:
+        try:
+            return write(item)
+        except CheckpointMismatchError as error:
+            return error.problems
+
+    pool = concurrent.futures.ThreadPoolExecutor(processes, "convert")
     try:
-        # Source order: reads go forward, and a layer's small tensors come between its large ones,
-        # which keeps the disk busy.
-        ordered = sorted(plan.tensors, key=values.place)
-        futures = {item.tensor.name: pool.submit(task.write, item) for item in ordered}
-        done, _ = concurrent.futures.wait(
-            futures.values(), return_when=concurrent.futures.FIRST_EXCEPTION
-        )
+        futures = [pool.submit(attempt, item) for item in items]
+        done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
         for future in done:
             future.result()
-        writer.flush()
-        names = (item.tensor.name for item in plan.tensors)
-        return [problem for name in names for problem in futures[name].result()]
+        return [future.result() for future in futures]
     finally:
         stopping.set()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
-    """Return a tensor's parts: views of the source's files unless a value is computed."""
+    """Return a tensor's parts: views of the source's files unless a value is computed.
+
+    Raises:
+        CheckpointMismatchError: Stored values contradict each other.
+    """
 
     def get(key: str, cut: int | None = None, unit: int = 1) -> list[Any]:
         pieces = plan.facts.pieces(key.format(**item.index))
         return [slab.load(plan.facts.maps) for piece in pieces for slab in piece.slabs(cut, unit)]
 
-    return item.source.build(get, plan.config)
+    try:
+        return item.source.build(get, plan.config)
+    except CheckpointMismatchError as error:
+        keys = ", ".join(key.format(**item.index) for key, _ in item.source.reads)
+        where = f"{item.tensor.name}: {keys} in {plan.facts.reader.path}"
+        raise CheckpointMismatchError(f"{where}: {each}" for each in error.problems) from error
 
 
 @dataclass(frozen=True)
@@ -162,12 +189,6 @@ class _Task:
 
     def write(self, item: TensorPlan) -> list[str]:
         """Write the missing files of one tensor; return the problems of its values."""
-        try:
-            return self._write(item)
-        except CheckpointMismatchError as error:
-            return [f"{item.tensor.name}: {problem}" for problem in error.problems]
-
-    def _write(self, item: TensorPlan) -> list[str]:
         tp_size = self.plan.config.tensor_para_size
         kind = item.tensor.dtype or self.plan.config.weight_data_type
         size = item.tensor.file_bytes(tp_size, kind)

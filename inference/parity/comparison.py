@@ -163,7 +163,7 @@ def _compare_huggingface(request: ParityRequest) -> ParityReport:
         shards = request.checkpoint
         if not is_ft_folder(shards):
             index = open_checkpoint(folder)
-            kind = next(index.pieces(key)[0].dtype for key in index.keys())  # noqa: SIM118
+            kind = next(index.tensors[key][0].dtype for key in index.tensors)
             asked = ConversionRequest(
                 shards, Path(scratch), 1, kind, given=request.given, allow=("*",)
             )

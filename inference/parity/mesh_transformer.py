@@ -38,7 +38,7 @@ class _Release:
         self._maps = FileMaps()
 
     def pieces(self, key: str) -> list[Array]:
-        return [round_to(each.load(self._maps), "fp16") for each in self._reader.pieces(key)]
+        return [round_to(each.load(self._maps), "fp16") for each in self._reader.tensors[key]]
 
     def joined(self, key: str, axis: int) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(self.pieces(key), axis))

@@ -36,7 +36,7 @@ def prompt_tensors(
     """
     tensors: dict[str, tuple[Piece, ...]] = {}
     for number, archive in enumerate(archives):
-        for key in archive.keys():  # noqa: SIM118 - a reader is not a mapping
+        for key in archive.tensors:
             match = _TABLE.search(key)
             name = f"prompt:{match['task']}" if match else f"prompt.{number}:{key}"
             if match and not _TASK_NAME.fullmatch(match["task"]):
@@ -48,7 +48,7 @@ def prompt_tensors(
                     f"{archive.path}: task {match['task'] if match else key} was already added "
                     "by another prompt archive"
                 )
-            tensors[name] = tuple(archive.pieces(key))
+            tensors[name] = tuple(archive.tensors[key])
     return tensors
 
 
@@ -91,7 +91,7 @@ def prompt_fields(facts: Facts, *, start_id: int) -> dict[str, Any]:
 
 
 def _templates(archive: CheckpointReader, problems: list[str]) -> list[Mapping[str, Any]]:
-    templates = archive.config().get("task_templates")
+    templates = archive.config.get("task_templates")
     if not isinstance(templates, list) or not all(isinstance(t, Mapping) for t in templates):
         problems.append(f"{archive.path} lists no task_templates; is it a prompt archive?")
         return []

@@ -19,7 +19,7 @@ from export_scripts.families.mapping.source_mapping import Facts
 _REQUIRED = object()
 
 _MOST_NAME_BYTES = 120
-_MOST_TOKEN_ID = (1 << 31) - 1  # FT and the tokenizers count in 32 bits
+_MOST = (1 << 31) - 1  # FT and the tokenizers count in 32 bits
 # Keys of special tokens -> attribute of a config with the token that was taken.
 _TOKENS = {
     "bos_token_id": "start_id",
@@ -85,10 +85,10 @@ class Settings:
         value = self.value(*names, default=default)
         if value is None:
             return 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if type(value) is not int or not least <= value <= _MOST:
             self.problems.append(
-                f"{self.label}: {names[0]} = {value!r} is not a count; expected a whole number "
-                f"of at least {least}"
+                f"{self.label}: {names[0]} = {value!r:.100} is not a count; expected a whole "
+                f"number from {least} to {_MOST}"
             )
             return 1
         return value
@@ -209,7 +209,7 @@ class Settings:
             value = next((each for each in value if not _is_negative(each)), None)
         if value is None or _is_negative(value):
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value > _MOST_TOKEN_ID:
+        if isinstance(value, bool) or not isinstance(value, int) or value > _MOST:
             self.problems.append(f"{self.label}: {name} = {value!r} is not a token id")
             return None
         return value

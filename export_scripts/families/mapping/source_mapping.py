@@ -55,18 +55,18 @@ class Facts:
     @property
     def config(self) -> Mapping[str, Any]:
         """The source's configuration as it wrote it."""
-        return self.reader.config()
+        return self.reader.config
 
     def keys(self) -> Collection[str]:
         """Return the names of all tensors, those of added archives included."""
-        return [*self.reader.keys(), *self.extra]
+        return [*self.reader.tensors, *self.extra]
 
     def resolve(self, key: str) -> str | None:
         """Return the name under which the source stores `key`, or None if it does not.
 
         A name in the mapping's table may start with a prefix the source leaves out.
         """
-        known = self.reader.keys()
+        known = self.reader.tensors
         if key in self.extra or key in known:
             return key
         bare = key.removeprefix(self.prefix)
@@ -89,7 +89,7 @@ class Facts:
         name = self.resolve(key)
         if name is None:
             raise KeyError(key)
-        return self.extra[name] if name in self.extra else self.reader.pieces(name)
+        return self.extra[name] if name in self.extra else self.reader.tensors[name]
 
     def rows(self, key: str, default: int = 0) -> int:
         """Return the rows of a tensor that training ranks cut on axis 0 (`default` if absent)."""

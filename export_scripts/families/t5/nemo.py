@@ -154,7 +154,7 @@ def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
 def _starts_with_pad(facts: Facts) -> bool:
     """Return whether the decoder's first token is padding, as in some p-tuned models."""
     for archive in facts.prompts:
-        data = archive.config().get("data")
+        data = archive.config.get("data")
         if isinstance(data, Mapping) and data.get("decoder_starts_with_pad"):
             return True
     return False

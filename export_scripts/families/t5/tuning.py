@@ -61,9 +61,9 @@ class IA3Scalers:
 def ia3_tensors(archives: Sequence[CheckpointReader]) -> dict[str, tuple[Piece, ...]]:
     """Return the tensors of IA3 archives as "ia3.<task>:<key>"."""
     return {
-        f"ia3.{task}:{key}": tuple(archive.pieces(key))
+        f"ia3.{task}:{key}": tuple(archive.tensors[key])
         for task, archive in enumerate(archives)
-        for key in archive.keys()  # noqa: SIM118 - a reader is not a mapping
+        for key in archive.tensors
     }
 
 
@@ -87,7 +87,7 @@ def _with_index(key: str, match: re.Match[str]) -> str:
 
 def tuning_kind(archive: CheckpointReader) -> Mapping[str, Any]:
     """Return the adapter_tuning section of an archive's configuration (empty without one)."""
-    section = archive.config().get("adapter_tuning")
+    section = archive.config.get("adapter_tuning")
     return section if isinstance(section, Mapping) else {}
 
 
@@ -111,7 +111,7 @@ def rank_reasons(facts: Facts) -> list[str]:
     reasons = []
     for archive in (*facts.ia3, *facts.adapters):
         for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-            mine, theirs = facts.config.get(key) or 1, archive.config().get(key) or 1
+            mine, theirs = facts.config.get(key) or 1, archive.config.get(key) or 1
             if mine != theirs:
                 reasons.append(
                     f"{archive.path}: {key} = {theirs}, but the model was trained with {mine}"

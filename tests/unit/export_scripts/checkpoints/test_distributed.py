@@ -257,7 +257,7 @@ def test_the_newest_last_checkpoint_of_a_nemo_run_is_taken(state: Tensors, tmp_p
     write(run / "gpt--val_loss=2.0-step=100-last", state, prefix="model.", common=common)
     write(run / "gpt--val_loss=1.9-step=110-last", older, prefix="model.", common=common)
     (run / "gpt--val_loss=1.9-step=110-last-unfinished").touch()
-    notes = open_checkpoint(run).notes()
+    notes = open_checkpoint(run).remarks
     assert "took gpt--val_loss=2.0-step=100-last" in notes[0]
     assert contents(converted(run, tmp_path / "out")) == classic(state, tmp_path)
 

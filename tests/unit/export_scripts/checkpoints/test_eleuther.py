@@ -31,20 +31,22 @@ def write_layers(folder: Path, *, ranks: int = 2, numbers: tuple[int, ...] = (2,
 def test_layers_are_numbered_from_the_first_transformer_file(tmp_path: Path) -> None:
     write_layers(tmp_path)
     index = open_eleuther(tmp_path)
-    pieces = index.pieces("layers.1.attention.query_key_value.weight")
+    pieces = index.tensors["layers.1.attention.query_key_value.weight"]
     values = [float(loaded(piece)[0]) for piece in pieces]
     assert values == pytest.approx([3.0, 3.1])
 
 
 def test_norm_and_head_are_found_by_their_keys_whatever_their_numbers(tmp_path: Path) -> None:
     write_layers(tmp_path)
-    assert {"final.norm.weight", "final.final_linear.weight"} <= set(open_eleuther(tmp_path).keys())
+    assert {"final.norm.weight", "final.final_linear.weight"} <= set(
+        open_eleuther(tmp_path).tensors
+    )
 
 
 def test_step_folder_itself_is_accepted(tmp_path: Path) -> None:
     step = write_layers(tmp_path)
     assert layer_directory(step) == step
-    assert not open_eleuther(step).notes()
+    assert not open_eleuther(step).remarks
 
 
 def test_missing_rank_is_named(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def index_of(shards: dict[str, dict[str, torch.Tensor]]) -> dict[str, Any]:
 
 def values(path: Path) -> dict[str, torch.Tensor]:
     reader = open_checkpoint(path)
-    return {key: loaded(reader.pieces(key)[0]) for key in reader.keys()}  # noqa: SIM118
+    return {key: loaded(reader.tensors[key][0]) for key in reader.tensors}
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
@@ -104,7 +104,7 @@ def test_every_damaged_shard_is_named(tmp_path: Path) -> None:
 def test_a_configuration_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS})
     (path / "config.json").write_bytes(b'\xef\xbb\xbf{"model_type": "gpt2", "n": "\xc3\xa9"}')
-    assert open_checkpoint(path).config() == {"model_type": "gpt2", "n": "\u00e9"}
+    assert open_checkpoint(path).config == {"model_type": "gpt2", "n": "\u00e9"}
 
 
 def test_a_folder_without_weights_is_reported(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
 
 def test_tokenizer_files_are_found_under_their_target_names(tmp_path: Path) -> None:
     files = {"model.safetensors": TENSORS, "spiece.model": "x", "tokenizer_config.json": {}}
-    names = [file.name for file in open_checkpoint(folder(tmp_path / "m", files)).tokenizer_files()]
+    names = [file.name for file in open_checkpoint(folder(tmp_path / "m", files)).tokenizer]
     assert sorted(names) == ["tokenizer.model", "tokenizer_config.json"]
 
 

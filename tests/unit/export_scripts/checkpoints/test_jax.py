@@ -32,7 +32,7 @@ def test_arrays_are_named_by_their_place_with_layers_sorted_as_text(tmp_path: Pa
     index = open_jax(write_release(tmp_path))
 
     def first(key: str, shard: int = 0) -> float:
-        return float(loaded(index.pieces(key)[shard])[0])
+        return float(loaded(index.tensors[key][shard])[0])
 
     assert first("wte.bias") == 0
     assert first("h.0.q.weight") == 2
@@ -41,7 +41,7 @@ def test_arrays_are_named_by_their_place_with_layers_sorted_as_text(tmp_path: Pa
     assert first("h.10.q.weight") == 22  # after layer 1, before layer 2
     assert first("h.2.q.weight") == 42
     assert first("ln_f.weight", shard=1) == 1000 + ARRAYS - 1
-    assert len(index.keys()) == ARRAYS
+    assert len(index.tensors) == ARRAYS
 
 
 def test_two_byte_void_arrays_are_bfloat16(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_two_byte_void_arrays_are_bfloat16(tmp_path: Path) -> None:
     bits = torch.tensor([1.5, -2.0], dtype=torch.bfloat16).view(torch.int16).numpy()
     np.savez(step / "0.npz", *[bits.view("V2")] * 16)
 
-    tensor = loaded(open_jax(tmp_path).pieces("wte.bias")[0])
+    tensor = loaded(open_jax(tmp_path).tensors["wte.bias"][0])
 
     assert tensor.dtype == torch.bfloat16
     assert tensor.tolist() == [1.5, -2.0]
@@ -61,7 +61,7 @@ def test_two_byte_void_arrays_are_bfloat16(tmp_path: Path) -> None:
 def test_folder_above_the_step_is_accepted_and_says_which_step(tmp_path: Path) -> None:
     write_release(tmp_path)
     index = open_jax(tmp_path)
-    assert index.notes() == (f"step_7 of {tmp_path} is read",)
+    assert index.remarks == (f"step_7 of {tmp_path} is read",)
 
 
 def test_other_folders_are_not_a_release(tmp_path: Path) -> None:
@@ -116,4 +116,4 @@ def test_compressed_arrays_are_refused(tmp_path: Path) -> None:
 def test_model_configuration_next_to_the_step_is_read(tmp_path: Path) -> None:
     write_release(tmp_path)
     (tmp_path / "6B_roto_256.json").write_text('{"n_heads": 16, "pe_rotary_dims": 64}')
-    assert open_jax(tmp_path).config() == {"n_heads": 16, "pe_rotary_dims": 64}
+    assert open_jax(tmp_path).config == {"n_heads": 16, "pe_rotary_dims": 64}

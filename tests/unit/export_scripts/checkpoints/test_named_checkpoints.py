@@ -28,7 +28,7 @@ def write_run(folder: Path, *names: str) -> Path:
 
 
 def norm_of(path: Path, name: str | None) -> list[float]:
-    values: list[float] = loaded(open_checkpoint(path, name=name).pieces(NORM)[0]).tolist()
+    values: list[float] = loaded(open_checkpoint(path, name=name).tensors[NORM][0]).tolist()
     return values
 
 
@@ -84,7 +84,7 @@ def test_an_id_stands_for_its_cached_folder(cache: Path) -> None:
     folder = cache / "snapshots/0123abcd"
     assert cached_model(Path("someone/tiny-gpt2")) == folder
     assert cached_model(Path.cwd() / "someone/tiny-gpt2") == folder
-    assert open_checkpoint(folder).pieces("transformer.wte.weight")
+    assert open_checkpoint(folder).tensors["transformer.wte.weight"]
 
 
 def test_a_path_is_never_taken_for_an_id(cache: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.errors import CheckpointMismatchError
 from tests.tiny_huggingface import copy_of, read_tensors
 from tests.tiny_transformers import write_model
 
@@ -270,3 +271,90 @@ def test_missing_scales_are_named(original: Path, tmp_path: Path) -> None:
     lost = "model.layers.1.mlp.up_proj.weight_scale_inv"
     broken = copy_of(source, tmp_path / "broken", tensors={lost: None})
     assert f"{lost} is missing" in "\n".join(check_conversion(request(broken, tmp_path / "out")))
+
+
+MATRIX = "model.layers.0.mlp.up_proj."  # (96, 64)
+
+
+@pytest.mark.parametrize(
+    ("form", "end", "change", "reported"),
+    [
+        ("block", "weight_scale_inv", lambda each: each[:-1],
+         "is fp32 [2, 4]; expected scales of blocks 32 x 16 of [96, 64]"),
+        ("block", "weight_scale_inv", lambda each: each.flatten(),
+         "is fp32 [12]; expected scales of blocks 32 x 16 of [96, 64]"),
+        ("block", "weight_scale_inv", lambda each: each[:0], "is fp32 [0, 4]; expected scales"),
+        ("block", "weight_scale_inv", lambda each: each.long(), "is int64 [3, 4]; expected scales"),
+        ("block", "weight", lambda each: each.view(torch.uint8),
+         "is uint8 [96, 64]; expected fp8 [any, any]"),
+        ("tensor", "weight", lambda each: each.float(),
+         "is fp32 [96, 64]; expected fp8 [any, any]"),
+        ("compressed by row", "weight_scale", lambda each: each[:48],
+         "is bf16 [48, 1]; expected scales of blocks 1 x 64 of [96, 64]"),
+        ("compressed integers", "weight_scale", lambda each: each.repeat(2, 1),
+         "is fp32 [192, 1]; expected scales"),
+        ("compressed integers", "weight", lambda each: each[None],
+         "is int8 [1, 96, 64]; expected int8 [any, any]"),
+        ("packed integers", "weight_scale", lambda each: each[:, :3],
+         "is fp16 [96, 3]; expected scales"),
+        ("packed integers", "weight_packed", lambda each: each.long(),
+         "is int64 [96, 8]; expected int32 [any, any]"),
+        ("awq", "scales", lambda each: each[:3], "has 3 groups, which do not divide 64 inputs"),
+        ("awq", "qzeros", lambda each: each[:, :5], "is int32 [4, 5]; expected int32 [4, 12]"),
+        ("awq", "scales", lambda each: each.T, "is fp16 [96, 4]; expected"),
+        ("gptq", "qzeros", lambda each: each[:2], "is int32 [2, 12]; expected int32 [4, 12]"),
+        ("gptq", "g_idx", lambda each: each[:-1], "is int32 [63]; expected int32 or int64 [64]"),
+        ("gptq", "scales", lambda each: each[:0], "is fp16 [0, 96]; expected"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_fit_are_named_before_any_work(
+    form: str, end: str, change: Callable[..., Any], reported: str, original: Path, tmp_path: Path
+) -> None:
+    source, _ = quantised(original, tmp_path / "source", form)
+    name = MATRIX + end
+    other = MATRIX.replace("0", "1") + end
+    tensors = read_tensors(source)
+    changed = {key: change(tensors[key]).clone() for key in (name, other)}
+    broken = copy_of(source, tmp_path / "broken", tensors=changed)
+    if "groups" in reported:  # their zero points agree
+        zeros = {key.replace("scales", "qzeros"): tensors[key.replace("scales", "qzeros")][:3]
+                 for key in (name, other)}  # fmt: skip
+        broken = copy_of(broken, tmp_path / "agreeing", tensors=zeros)
+    problems = check_conversion(request(broken, tmp_path / "out"))
+    assert len(problems) == 2
+    assert f"{broken}: {name} {reported}" in problems[0]
+    assert other in problems[1]
+
+
+@pytest.mark.parametrize("group", [-1, 4])
+@pytest.mark.parametrize("is_shards", [False, True])
+def test_groups_that_are_not_there_are_named_and_leave_nothing(
+    group: int, is_shards: bool, original: Path, tmp_path: Path
+) -> None:
+    source, _ = quantised(original, tmp_path / "source", "gptq reordered")
+    key = MATRIX + "g_idx"
+    indices = read_tensors(source)[key].clone()
+    indices[5] = group
+    broken = copy_of(source, tmp_path / "broken", tensors={key: indices})
+    output = tmp_path / "out"
+    wanted = request(broken, output)
+    if is_shards:
+        wanted = ConversionRequest(broken, output, 1, "fp32")
+    with pytest.raises(CheckpointMismatchError) as caught:
+        convert(wanted)
+    assert f"{MATRIX}weight in {broken}: g_idx names groups from" in str(caught.value)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "fp8", "weight_block_size": [0, 16]},
+        {"quant_method": "fp8", "weight_block_size": [32, 1e400]},
+        {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}},
+    ],
+)
+def test_damaged_settings_are_refused(settings: Any, original: Path, tmp_path: Path) -> None:
+    source = copy_of(original, tmp_path / "source", config={"quantization_config": settings})
+    (problem,) = check_conversion(request(source, tmp_path / "out"))
+    assert "deploy.engine=vllm" in problem

@@ -13,6 +13,8 @@ from export_scripts.conversion.convert import ConversionRequest, check_conversio
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.reader import FTReader
 from tests.tiny import gpt_tensors, nemo_config, nemo_members, write_megatron, write_nemo
+from tests.tiny_huggingface import copy_of
+from tests.tiny_transformers import write_model
 
 
 @pytest.mark.parametrize(
@@ -189,3 +191,19 @@ def test_token_ids_outside_the_vocabulary_are_warned_of(tmp_path: Path, end_id: 
     assert len(reported) == 1
     assert reported[0].startswith(f"end_id = {end_id} is outside the vocabulary of ")
     assert "--set end_id=.." in reported[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "reported"),
+    [
+        ({"model_type": ["llama"]}, "model_type = ['llama'] of its configuration is not a text"),
+        ({"model_type": {}}, "model_type = {} of its configuration is not a text"),
+        ({"head_dim": 10**400}, "is not a count; expected a whole number from 1 to 2147483647"),
+    ],
+)
+def test_values_that_no_json_of_a_model_has_are_reported(
+    config: dict[str, Any], reported: str, tmp_path: Path
+) -> None:
+    source = copy_of(write_model("llama", tmp_path / "llama"), tmp_path / "source", config=config)
+    (problem,) = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert reported in problem

@@ -101,5 +101,5 @@ def test_a_flipped_array_of_a_jax_release_is_noticed(tmp_path: Path) -> None:
     flip(shard / "0.npz", arrays[3].tobytes())
     index = open_jax(tmp_path)
     maps = FileMaps()
-    damaged = [key for key in index.keys() if not maps.is_intact(index.pieces(key)[0])]  # noqa: SIM118
+    damaged = [key for key in index.tensors if not maps.is_intact(index.tensors[key][0])]
     assert damaged == ["h.0.v.weight"]

@@ -1,0 +1,105 @@
+"""The arithmetic of quantised matrices: the fp32 values that stored integers and scales stand for.
+
+Shapes: matrices are (out, in); G groups of inputs share a scale. numpy is imported here, so that
+the checks of names and shapes in `quantized` do without it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.numeric.arrays import Array, to_float32
+
+# AutoAWQ, awq/modules/linear/gemm.py: column of each of the 4-bit integers in a word.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def scaled(
+    stored: Array, scale: Array, grid: tuple[int, int], block: tuple[int, int], zero: Array | None
+) -> Array:
+    """Return scale x (values - zero); each entry of the grid is for a block of rows and columns."""
+    values = _wide(stored)
+    rows, columns = block
+    width = values.shape[1]
+    scale = to_float32(scale).reshape(grid)
+    zero = None if zero is None else _wide(zero).reshape(grid)
+    for number, row in enumerate(scale):
+        part = values[number * rows : (number + 1) * rows]
+        if zero is not None:
+            part -= np.repeat(zero[number], columns)[:width]
+        part *= np.repeat(row, columns)[:width]
+    return values
+
+
+def packed(
+    words: Array, scale: Array, grid: tuple[int, int], block: tuple[int, int], bits: int
+) -> Array:
+    """Return scale x values of words (out, in / n) that hold signed integers, stored from 0."""
+    values = _unpacked(words, bits).reshape(len(words), -1) - (1 << bits - 1)
+    return scaled(values, scale, grid, block, None)
+
+
+def awq(words: Array, zeros: Array, scales: Array) -> Array:
+    """Return the values of words (in, out / 8), zero points in words (G, out / 8), scales."""
+    values, zeros = _in_awq_order(words), _in_awq_order(zeros)
+    group = len(values) // len(zeros)
+    values -= np.repeat(zeros, group, axis=0)
+    scale = np.ascontiguousarray(scales.T)
+    return scaled(values.T, scale, (values.shape[1], len(zeros)), (1, group), None)
+
+
+def gptq(
+    words: Array, zeros: Array, scales: Array, group: Array | None, *, bits: int, less: int
+) -> Array:
+    """Return the values of words (in / n, out), zero points in words (G, out / n), scales.
+
+    Args:
+        words: The integers.
+        zeros: The zero points, each stored as `less` less.
+        scales: (G, out).
+        group: The group of each input; None for inputs in order.
+        bits: Bits of an integer.
+        less: 1 or 0.
+
+    Raises:
+        CheckpointMismatchError: An input is in a group that is not there.
+    """
+    groups, out = scales.shape
+    values = _unpacked(words, bits).transpose(0, 2, 1).reshape(-1, out)  # from (in / n, out, n)
+    zeros = (_unpacked(zeros, bits).reshape(groups, out) + less) & ((1 << bits) - 1)
+    scales = to_float32(scales)
+    if group is None:
+        group = np.arange(len(values)) // (len(values) // groups)
+    elif group.min() < 0 or group.max() >= groups:
+        raise CheckpointMismatchError(
+            f"g_idx names groups from {group.min()} to {group.max()}; the scales have {groups}"
+        )
+    return np.ascontiguousarray(((values - zeros[group]) * scales[group]).T)
+
+
+def _wide(values: Array) -> Array:
+    """Return integers, or the bytes of FP8, as fp32."""
+    return _from_fp8(values) if values.dtype == np.uint8 else values.astype(np.float32)
+
+
+def _from_fp8(values: Array) -> Array:
+    """Return the values of bytes in FP8 E4M3 (no infinities; NaN is 0x7F and 0xFF)."""
+    every = np.arange(256)
+    exponent, mantissa = every >> 3 & 15, every & 7
+    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
+    table = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
+    table[every & 127 == 127] = np.nan
+    table = np.where(every >= 128, -table, table).astype(np.float32)
+    return np.take(table, values)
+
+
+def _unpacked(words: Array, bits: int) -> Array:
+    """Return the integers in 32-bit words on a new last axis, lowest bits first."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    found = words.view(np.uint32)[..., None] >> shifts & ((1 << bits) - 1)
+    return found.astype(np.int16)
+
+
+def _in_awq_order(words: Array) -> Array:
+    return _unpacked(words, 4)[..., np.argsort(_AWQ_ORDER)].reshape(len(words), -1)
