@@ -15,7 +15,7 @@ from typing import Any
 from export_scripts.checkpoints.base import CheckpointReader, FileMaps, Piece
 from export_scripts.checkpoints.nemo import open_nemo
 from export_scripts.commands import command_parser, run_command, say
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import FTConfig, Index
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
@@ -120,8 +120,7 @@ def _added_ia3(
         )
     if present:
         raise ValueError(f"the folder has {present} IA3 tasks already; add all to one without")
-    if problems := ia3_reasons(archives, in_place=False):
-        raise CheckpointMismatchError(problems)
+    refuse(ia3_reasons(archives, in_place=False))
     facts = Facts(
         reader=archives[0],
         tp_size=config.tensor_para_size,
@@ -141,8 +140,7 @@ def _added_ia3(
                     if not facts.has(key)]  # fmt: skip
         if not missing:
             added[tensor.name] = _built(sources[spec.name], facts, index, made)
-    if missing:
-        raise CheckpointMismatchError(missing)
+    refuse(missing)
     return Addition(made, added)
 
 

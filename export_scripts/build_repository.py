@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,19 +19,11 @@ from export_scripts.triton.repository import (
 )
 
 # Fields of the request as this command spells them.
-_FLAGS = {
+_FIELDS = [field.name for field in dataclasses.fields(RepositoryRequest)]
+_FLAGS = {name: f"--{name.replace('_', '-')}" for name in _FIELDS if name != "parameters"} | {
     "tp_size": "--tensor-model-parallel-size",
     "pp_size": "--pipeline-model-parallel-size",
-    "max_batch_size": "--max-batch-size",
-    "data_type": "--data-type",
-    "int8_mode": "--int8-mode",
-    "enable_custom_all_reduce": "--enable-custom-all-reduce",
-    "engine": "--engine",
     "model_dir": "MODEL_DIR",
-    "interactive": "--interactive",
-    "instance_count": "--instance-count",
-    "max_queue_delay_us": "--max-queue-delay-us",
-    "ensemble": "--ensemble",
 }
 
 
@@ -41,22 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _build(arguments: argparse.Namespace) -> int:
     request = RepositoryRequest(
-        model_dir=arguments.model_dir,
-        tp_size=arguments.tensor_model_parallel_size,
-        pp_size=arguments.pipeline_model_parallel_size,
-        max_batch_size=arguments.max_batch_size,
-        data_type=arguments.data_type,
-        int8_mode=arguments.int8_mode,
-        enable_custom_all_reduce=arguments.enable_custom_all_reduce,
-        engine=arguments.engine,
-        decoupled=arguments.decoupled,
-        ensemble=arguments.ensemble,
-        overwrite=arguments.overwrite,
-        portable=not arguments.absolute_path,
-        interactive=arguments.interactive,
-        answer_only=arguments.answer_only,
-        max_queue_delay_us=arguments.max_queue_delay_us,
-        instance_count=arguments.instance_count,
+        **{name: getattr(arguments, name) for name in _FIELDS if name in arguments},
         parameters=dict(parse_pair(text, "--parameter") for text in arguments.parameter),
     )
     if problems := check_repository(request, names=_FLAGS):
@@ -91,16 +69,18 @@ def _parser() -> argparse.ArgumentParser:
         help="<repository>/<model name>, with the weights at 1/<ranks>-gpu inside",
     )
     numbers = (
-        ("--tensor-model-parallel-size", 1, "ranks that share each layer"),
-        ("--pipeline-model-parallel-size", 1, "groups of layers"),
-        ("--max-batch-size", 1, "most sequences of one request"),
-        ("--int8-mode", 0, "weight-only int8: 0 for none, 1 or 2"),
-        ("--enable-custom-all-reduce", 0, "0 or 1; the C++ backend's own reduction"),
-        ("--instance-count", 1, "instances of the model"),
-        ("--max-queue-delay-us", None, "switch the server's batcher on, with this delay"),
+        ("tp_size", 1, "ranks that share each layer"),
+        ("pp_size", 1, "groups of layers"),
+        ("max_batch_size", 1, "most sequences of one request"),
+        ("int8_mode", 0, "weight-only int8: 0 for none, 1 or 2"),
+        ("enable_custom_all_reduce", 0, "0 or 1; the C++ backend's own reduction"),
+        ("instance_count", 1, "instances of the model"),
+        ("max_queue_delay_us", None, "switch the server's batcher on, with this delay"),
     )
-    for flag, default, text in numbers:
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
+    for name, default, text in numbers:
+        parser.add_argument(
+            _FLAGS[name], dest=name, type=int, default=default, metavar="N", help=text
+        )
     parser.add_argument("--data-type", default="fp16", help=f"one of {', '.join(DATA_TYPES)}")
     parser.add_argument("--engine", default="pytorch", help=f"one of {', '.join(ENGINES)}")
     parser.add_argument(
@@ -113,11 +93,16 @@ def _parser() -> argparse.ArgumentParser:
         ("--decoupled", "stream: one response per token"),
         ("--answer-only", "leave the prompt out of the ensemble's text"),
         ("--interactive", "keep conversations between requests; needs --max-batch-size 1"),
-        ("--absolute-path", "name the weights by their absolute path"),
         ("--overwrite", "replace a repository of another configuration"),
     )
     for flag, text in switches:
         parser.add_argument(flag, action="store_true", help=text)
+    parser.add_argument(
+        "--absolute-path",
+        dest="portable",
+        action="store_false",
+        help="name the weights by their absolute path",
+    )
     parser.add_argument(
         "--publish", metavar="s3://BUCKET/PREFIX", help="then copy the repository to a store"
     )

@@ -8,11 +8,12 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from export_scripts.checkpoints.hub import cached_model
 from export_scripts.commands import ProgressLine, command_parser, parse_pair, run_command, say
 from export_scripts.conversion.convert import ConversionRequest, ConversionSummary, convert
-from export_scripts.conversion.request import MAX_SHARD_BYTES, OUTPUT_FORMATS
+from export_scripts.conversion.request import MAX_SHARD_BYTES, OPTION_NAMES, OUTPUT_FORMATS
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 
 _MOST_WORKERS = 8
@@ -48,53 +49,49 @@ def convert_parser() -> argparse.ArgumentParser:
         listed and no folder left; 2 for wrong options; 130 after Ctrl-C (run it again to continue).
         """,
     )
-    add = parser.add_argument
-    add("--checkpoint-path", type=Path, required=True, metavar="PATH",
-        help="source: a .nemo archive, a folder, or the id of a model in the cache of the Hugging "
-        "Face hub")  # fmt: skip
-    add("--checkpoint-name", metavar="NAME",
-        help="of several checkpoints in that folder, the one of this name or pattern "
-        "(default: the last)")  # fmt: skip
-    add("--output-dir", type=Path, required=True, metavar="DIR",
-        help="folder in which <N>-gpu, or huggingface, is made")  # fmt: skip
-    add("--tensor-model-parallel-size", type=int, default=1, metavar="N",
-        help="tensor-parallel ranks of inference (default: 1)")  # fmt: skip
-    add("--output-format", choices=OUTPUT_FORMATS, default=OUTPUT_FORMATS[0],
-        help="shards for this engine and FasterTransformer's backend in <N>-gpu (default), or a "
-        "folder huggingface for transformers, vLLM, SGLang and TensorRT-LLM")  # fmt: skip
-    add("--max-shard-size", type=_bytes, default=MAX_SHARD_BYTES, metavar="SIZE",
-        dest="max_shard_bytes",
-        help="most bytes of a file of a Hugging Face folder, such as 2GB "
-        "(default: 5GB)")  # fmt: skip
-    add("--weight-data-type", required=True, choices=WEIGHT_DATA_TYPES, help="type on disk")
+
+    def add(field: str, text: str, **facts: Any) -> None:
+        parser.add_argument(OPTION_NAMES[field], dest=field, help=text, **facts)
+
+    count, file = {"type": int, "metavar": "N"}, {"type": Path, "metavar": "FILE"}
+    several: dict[str, Any] = {"action": "append", "default": []}
+    paths = {"type": Path, "metavar": "PATH", **several}
     workers = usual_workers()
-    add("--processes", type=int, default=workers, metavar="N",
-        help=f"workers (default: one a core, at most {_MOST_WORKERS}: {workers} here)")  # fmt: skip
-    add("--pipeline-model-parallel-size", type=int, default=1, metavar="N",
-        help="pipeline stages of inference, to check that they divide the layers")  # fmt: skip
-    add("--model-type", metavar="KIND",
-        help="refuse a checkpoint of another kind (gpt3, t5, mt5 or a family)")  # fmt: skip
-    add("--prompt-checkpoint", type=Path, action="append", default=[], metavar="PATH",
-        help="prompt-learning archive to add; repeat for more")  # fmt: skip
-    add("--ia3-checkpoint", type=Path, action="append", default=[], metavar="PATH",
-        help="IA3 archive to add, one task each; repeat for more")  # fmt: skip
-    add("--ia3-in-place", action="store_true",
-        help="multiply the IA3 scalers into the weights instead of storing them")  # fmt: skip
-    add("--adapter-checkpoint", type=Path, action="append", default=[], metavar="PATH",
-        help="linear adapter archive to add")  # fmt: skip
-    add("--lora", type=Path, action="append", default=[], metavar="PATH",
-        help="LoRA adapter (PEFT, NeMo, Megatron Bridge) to merge into the weights; repeat for "
-        "more, merged in order")  # fmt: skip
-    add("--activation-ranges", type=Path, metavar="FILE",
-        help="activation ranges (.json or .pt): also write static int8 weights")  # fmt: skip
-    add("--vocab-path", type=Path, metavar="FILE",
-        help="vocabulary or sentencepiece model in place of the checkpoint's")  # fmt: skip
-    add("--merges-path", type=Path, metavar="FILE", help="merges in place of the checkpoint's")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="given",
-        help="a config.ini value that the checkpoint lacks, such as head_num=16")  # fmt: skip
-    add("--allow", action="append", default=[], metavar="PATTERN",
-        help="accept unknown, damaged or non-finite tensors of these names")  # fmt: skip
-    add("--overwrite", action="store_true", help="replace a folder that holds something else")
+    add("checkpoint_path", "source: a .nemo archive, a folder, or the id of a model in the cache "
+        "of the Hugging Face hub", type=Path, required=True, metavar="PATH")  # fmt: skip
+    add("checkpoint_name", "of several checkpoints in that folder, the one of this name or pattern "
+        "(default: the last)", metavar="NAME")  # fmt: skip
+    add("output_dir", "folder in which <N>-gpu, or huggingface, is made",
+        type=Path, required=True, metavar="DIR")  # fmt: skip
+    add("tp_size", "tensor-parallel ranks of inference (default: 1)", default=1, **count)
+    add("output_format", "shards for this engine and FasterTransformer's backend in <N>-gpu "
+        "(default), or a folder huggingface for transformers, vLLM, SGLang and TensorRT-LLM",
+        choices=OUTPUT_FORMATS, default=OUTPUT_FORMATS[0])  # fmt: skip
+    add("max_shard_bytes", "most bytes of a file of a Hugging Face folder, such as 2GB "
+        "(default: 5GB)", type=_bytes, default=MAX_SHARD_BYTES, metavar="SIZE")  # fmt: skip
+    add("weight_data_type", "type on disk", required=True, choices=WEIGHT_DATA_TYPES)
+    add("processes", f"workers (default: one a core, at most {_MOST_WORKERS}: {workers} here)",
+        default=workers, **count)  # fmt: skip
+    add("pp_size", "pipeline stages of inference, to check that they divide the layers",
+        default=1, **count)  # fmt: skip
+    add("model_type", "refuse a checkpoint of another kind (gpt3, t5, mt5 or a family)",
+        metavar="KIND")  # fmt: skip
+    add("prompt_checkpoints", "prompt-learning archive to add; repeat for more", **paths)
+    add("ia3_checkpoints", "IA3 archive to add, one task each; repeat for more", **paths)
+    add("ia3_in_place", "multiply the IA3 scalers into the weights instead of storing them",
+        action="store_true")  # fmt: skip
+    add("adapter_checkpoints", "linear adapter archive to add", **paths)
+    add("lora_checkpoints", "LoRA adapter (PEFT, NeMo, Megatron Bridge) to merge into the weights; "
+        "repeat for more, merged in order", **paths)  # fmt: skip
+    add("activation_ranges", "activation ranges (.json or .pt): also write static int8 weights",
+        **file)  # fmt: skip
+    add("vocab_path", "vocabulary or sentencepiece model in place of the checkpoint's", **file)
+    add("merges_path", "merges in place of the checkpoint's", **file)
+    add("given", "a config.ini value that the checkpoint lacks, such as head_num=16",
+        metavar="KEY=VALUE", **several)  # fmt: skip
+    add("allow", "accept unknown, damaged or non-finite tensors of these names",
+        metavar="PATTERN", **several)  # fmt: skip
+    add("overwrite", "replace a folder that holds something else", action="store_true")
     return parser
 
 
@@ -112,29 +109,14 @@ def request_of(options: argparse.Namespace) -> ConversionRequest:
     Raises:
         ValueError: A --set is not KEY=VALUE.
     """
-    return ConversionRequest(
-        checkpoint_path=cached_model(options.checkpoint_path),
-        checkpoint_name=options.checkpoint_name,
-        output_dir=options.output_dir,
-        tp_size=options.tensor_model_parallel_size,
-        weight_data_type=options.weight_data_type,
-        output_format=options.output_format,
-        max_shard_bytes=options.max_shard_bytes,
-        processes=options.processes,
-        prompt_checkpoints=tuple(options.prompt_checkpoint),
-        ia3_checkpoints=tuple(options.ia3_checkpoint),
-        ia3_in_place=options.ia3_in_place,
-        adapter_checkpoints=tuple(options.adapter_checkpoint),
-        lora_checkpoints=tuple(options.lora),
-        activation_ranges=options.activation_ranges,
-        vocab_path=options.vocab_path,
-        merges_path=options.merges_path,
-        overwrite=options.overwrite,
-        allow=tuple(options.allow),
-        model_type=options.model_type,
-        pp_size=options.pipeline_model_parallel_size,
-        given=tuple(parse_pair(text, "--set") for text in options.given),
-    )
+    values = vars(options) | {
+        "checkpoint_path": cached_model(options.checkpoint_path),
+        "given": [parse_pair(text, "--set") for text in options.given],
+    }
+    fields: dict[str, Any] = {
+        key: tuple(each) if isinstance(each, list) else each for key, each in values.items()
+    }
+    return ConversionRequest(**fields)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -44,3 +44,9 @@ def listed(problems: Sequence[str], prefix: str = "") -> list[str]:
     more = len(problems) - _MOST_LISTED
     shown = [prefix + problem for problem in problems[:_MOST_LISTED]]
     return shown + ([f"{prefix}... and {more} more like these"] if more > 0 else [])
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise CheckpointMismatchError with every problem, if there are any."""
+    if problems:
+        raise CheckpointMismatchError(problems)

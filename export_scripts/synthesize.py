@@ -199,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--inter-size", type=int, metavar="N", help="width of the MLP (default: 4 x hidden)")
     add("--positions", type=int, default=2048, metavar="N",
         help="longest sequence, where the family has a limit (default: 2048)")  # fmt: skip
-    add("--tensor-model-parallel-size", type=int, default=1, metavar="N",
+    add("--tensor-model-parallel-size", type=int, default=1, metavar="N", dest="tensor_para_size",
         help="tensor-parallel ranks (default: 1)")  # fmt: skip
     add("--weight-data-type", default="fp16", choices=WEIGHT_DATA_TYPES, help="(default: fp16)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="given",
@@ -216,21 +216,12 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit status."""
 
     def handler(options: argparse.Namespace) -> int:
-        family = FAMILIES[options.family]
-        config = synthetic_config(
-            family,
-            hidden=options.hidden,
-            layers=options.layers,
-            heads=options.heads,
-            vocab=options.vocab,
-            inter_size=options.inter_size,
-            positions=options.positions,
-            weight_data_type=options.weight_data_type,
-            tensor_para_size=options.tensor_model_parallel_size,
-            given=[parse_pair(text, "--set") for text in options.given],
-        )
-        seed, sparse = options.seed, options.sparse
-        say(str(synthesize(family, config, options.output_dir, seed=seed, sparse=sparse)))
+        values = vars(options)
+        family = FAMILIES[values.pop("family")]
+        values["given"] = [parse_pair(text, "--set") for text in options.given]
+        output_dir, seed, sparse = (values.pop(key) for key in ("output_dir", "seed", "sparse"))
+        config = synthetic_config(family, **values)
+        say(str(synthesize(family, config, output_dir, seed=seed, sparse=sparse)))
         return 0
 
     return run_command(_parser(), handler, arguments)

@@ -162,7 +162,7 @@ class StoredTensor:
 
 
 class ComputedPiece:
-    """What pieces have in common that are computed as a whole, in fp32."""
+    """Common part of pieces that are computed as a whole, in fp32."""
 
     dtype: ClassVar[str] = "fp32"
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from export_scripts.checkpoints.base import truncated, yaml_table
 from export_scripts.checkpoints.pt_archive import Region
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.files.disk import disk_full_as_value_error
 from export_scripts.files.tree import files_below
 
@@ -170,8 +170,7 @@ def _tar_members(tar: Path, shown: Path) -> dict[str, Region]:
         raise CheckpointMismatchError(
             f"{shown} is not a readable tar archive ({error}); expected a .nemo file"
         ) from error
-    if problems:
-        raise CheckpointMismatchError(problems)
+    refuse(problems)
     return _without_wrapper(members)
 
 

@@ -15,7 +15,7 @@ from export_scripts.checkpoints.chunks import Chunk, ChunkedTensor
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.pt_archive import Region, read_torch_file
 from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
-from export_scripts.errors import CheckpointMismatchError, listed
+from export_scripts.errors import CheckpointMismatchError, listed, refuse
 
 INDEX_NAME = ".metadata"
 # Newer versions of megatron-core keep the contents of common.pt here.
@@ -111,11 +111,9 @@ class TorchDistFolder:
             if not self._tensors[name].dtype
         ]
         problems += self._lost(names)
-        if problems:
-            raise CheckpointMismatchError(problems)
+        refuse(problems)
         found = {name: self._read(name, problems) for name in names}
-        if problems:
-            raise CheckpointMismatchError(listed(problems))
+        refuse(listed(problems))
         return found
 
     def _lost(self, names: list[str]) -> list[str]:

@@ -18,7 +18,7 @@ from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.dcp import INDEX_NAME, TorchDistFolder
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.zarr import zarr_tensors
-from export_scripts.errors import CheckpointMismatchError, listed
+from export_scripts.errors import CheckpointMismatchError, listed, refuse
 
 METADATA_NAME = "metadata.json"
 _COMMON_NAME = "common.pt"
@@ -145,8 +145,7 @@ def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, Chunked
             f"{each} is there twice, once in {full_name}" for each in named if each in tensors
         ]
         tensors |= named
-    if twice:
-        raise CheckpointMismatchError(listed(twice, f"{where}: "))
+    refuse(listed(twice, f"{where}: "))
     return tensors
 
 
@@ -181,6 +180,5 @@ def _as_pieces(tensors: Mapping[str, ChunkedTensor], where: str) -> dict[str, tu
     problems = [
         f"{name}: {problem}" for name, each in tensors.items() for problem in each.problems()
     ]
-    if problems:
-        raise CheckpointMismatchError(listed(problems, f"{where}: "))
+    refuse(listed(problems, f"{where}: "))
     return {name: (tensor.simplest(),) for name, tensor in tensors.items()}

@@ -19,7 +19,7 @@ from export_scripts.checkpoints.base import (
 from export_scripts.checkpoints.partitioned import flatten
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
-from export_scripts.errors import CheckpointMismatchError, listed
+from export_scripts.errors import CheckpointMismatchError, listed, refuse
 
 CONFIG_NAME = "config.json"
 
@@ -110,8 +110,7 @@ def open_huggingface(path: Path) -> CheckpointReader:
         ]
         tensors |= found
         home |= dict.fromkeys(found, file)
-    if problems:
-        raise CheckpointMismatchError(listed(problems))
+    refuse(listed(problems))
     return CheckpointReader(
         format="huggingface",
         path=path,

@@ -21,7 +21,7 @@ from export_scripts.checkpoints.base import (
     truncated,
 )
 from export_scripts.checkpoints.pt_archive import zip_data_offset
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, refuse
 
 FORMAT = "jax"
 
@@ -69,8 +69,7 @@ def open_jax(path: Path) -> CheckpointReader:
     shards = _shards(step)
     parts = {shard: _parts(shard) for shard in shards}
     problems = _shape_problems(step, parts)
-    if problems:
-        raise CheckpointMismatchError(problems)
+    refuse(problems)
     arrays = {shard: [a for part in parts[shard] for a in _read_npz(part)] for shard in shards}
     names = _names(len(arrays[shards[0]]), step)
     tensors = _gather(names, list(arrays.values()), step)
@@ -138,15 +137,13 @@ def _gather(
             problems.append(
                 f"{step}: shard {number} holds {len(arrays)} arrays, shard 0 {len(names)}"
             )
-    if problems:
-        raise CheckpointMismatchError(problems)
+    refuse(problems)
     for name, pieces in zip(names, zip(*shards, strict=True), strict=True):
         tensors[name] = pieces
         if len({piece.shape for piece in pieces}) > 1:
             shapes = ", ".join(str(list(piece.shape)) for piece in pieces)
             problems.append(f"{step}: shards disagree about {name}: {shapes}")
-    if problems:
-        raise CheckpointMismatchError(problems)
+    refuse(problems)
     return tensors
 
 

@@ -7,6 +7,7 @@ its Megatron models. NeMo 2 checkpoints are recognised here and read in nemo2.py
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -43,6 +44,7 @@ _STEP = re.compile(r"step=(\d+)")
 _LAST = re.compile(r"last(?:-v\d+)?\.ckpt$")
 
 _Tree = Mapping[str, Any]
+_Trees = Callable[[Region], _Tree]
 
 
 def is_nemo(path: Path) -> bool:
@@ -86,7 +88,7 @@ def open_nemo(
     for folder in (_DISTRIBUTED, ""):
         if container.find(folder + METADATA_NAME):
             return _open_distributed(container, folder, config, remarks)
-    trees = _TreeCache()
+    trees = functools.cache(_read_tree)  # each file is read once
     ranks, weights = _find_weights(container, config, trees, remarks, name)
     if config is None:
         config = _config_of_checkpoint(trees(next(iter(weights.values()))), path)
@@ -175,19 +177,11 @@ def _chosen_folder(path: Path, remarks: list[str]) -> Path:
     return newest
 
 
-class _TreeCache:
-    """Read each torch file once."""
-
-    def __init__(self) -> None:
-        self._trees: dict[Region, _Tree] = {}
-
-    def __call__(self, region: Region) -> _Tree:
-        if region not in self._trees:
-            tree = read_torch_file(region)
-            if not isinstance(tree, Mapping):
-                raise CheckpointMismatchError(f"{region} does not hold a state dict")
-            self._trees[region] = tree
-        return self._trees[region]
+def _read_tree(region: Region) -> _Tree:
+    tree = read_torch_file(region)
+    if not isinstance(tree, Mapping):
+        raise CheckpointMismatchError(f"{region} does not hold a state dict")
+    return tree
 
 
 def _state(tree: _Tree) -> dict[str, StoredTensor]:
@@ -221,7 +215,7 @@ def _config_of_checkpoint(tree: _Tree, path: Path) -> dict[str, Any]:
 def _find_weights(
     container: Container,
     config: Mapping[str, Any] | None,
-    trees: _TreeCache,
+    trees: _Trees,
     remarks: list[str],
     asked: str | None,
 ) -> tuple[list[RankName], dict[str, Region]]:
@@ -265,7 +259,7 @@ def _asked_name(container: Container, ranks: list[RankName], asked: str) -> str:
 
 
 def _weights_name(
-    container: Container, ranks: list[RankName], trees: _TreeCache, remarks: list[str]
+    container: Container, ranks: list[RankName], trees: _Trees, remarks: list[str]
 ) -> str:
     """Return the name of every rank's weight file; of several last checkpoints the newest."""
     if any(container.find(_joined(rank.folder, WEIGHTS_NAME)) for rank in ranks):
@@ -293,7 +287,7 @@ def _weights_name(
     return newest
 
 
-def _step(name: str, region: Region, trees: _TreeCache) -> int:
+def _step(name: str, region: Region, trees: _Trees) -> int:
     """Return the training step from a checkpoint's name, or from the file."""
     step = _step_told(name)
     step = trees(region).get("global_step") if step is None else step

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.checkpoints.base import FileMaps, StoredTensor
-from export_scripts.errors import CheckpointMismatchError, first_names
+from export_scripts.errors import CheckpointMismatchError, first_names, refuse
 
 _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 
@@ -98,8 +98,7 @@ def check_training_ranks(
             f"{where} holds {first_names(extra)}, but its configuration says TP {tp_size}, "
             f"PP {pp_size}; the folder mixes runs or the configuration is another's"
         )
-    if problems:
-        raise CheckpointMismatchError(problems)
+    refuse(problems)
     return by_rank
 
 
@@ -166,8 +165,7 @@ def join_ranks(
                 joined[name] = pieces
             elif not _equal(joined[name], pieces, maps):
                 problems.append(f"{where}: pipeline stages hold different values of {name}")
-    if problems:
-        raise CheckpointMismatchError(problems)
+    refuse(problems)
     return joined
 
 

@@ -25,7 +25,7 @@ from export_scripts.checkpoints.base import (
     StoredTensor,
     json_file,
 )
-from export_scripts.errors import CheckpointMismatchError, listed
+from export_scripts.errors import CheckpointMismatchError, listed, refuse
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -67,7 +67,10 @@ class WidePiece(ComputedPiece):
 
     def load(self, maps: FileMaps) -> Array:
         """Return the values."""
-        return self.widen({name: part.load(maps) for name, part in self.parts.items()})
+        try:
+            return self.widen({name: part.load(maps) for name, part in self.parts.items()})
+        except ValueError as error:  # of indices
+            raise CheckpointMismatchError(str(error)) from error
 
     def same_bytes(self, other: Piece, maps: FileMaps) -> bool:
         """Return whether both are stored with the same bytes."""
@@ -154,8 +157,7 @@ def _wide_tensors(reader: CheckpointReader, form: _Form) -> dict[str, tuple[Piec
             tensors[f"{name}.weight"] = (WidePiece(*form.fit(parts), parts),)
         except ValueError as error:
             problems.append(f"{name}{error}")
-    if problems:
-        raise CheckpointMismatchError(listed(problems, f"{reader.path}: "))
+    refuse(listed(problems, f"{reader.path}: "))
     rest = {
         key: pieces
         for key, pieces in plain.items()
@@ -170,7 +172,7 @@ def _is_quantised(pieces: Sequence[Piece], ends: Sequence[str]) -> bool:
 
 def _widening() -> ModuleType:
     """Return the module of arithmetic. It imports numpy, and a check does without."""
-    from export_scripts.checkpoints import widening
+    from export_scripts.numeric import widening
 
     return widening
 
@@ -220,7 +222,7 @@ def _scaled(scale: str, kind: str, block: Pair | None = None, zero: str = "") ->
         grid = _grid(parts, scale, sizes, block)
         if zero in parts:
             _sizes(parts, zero, (kind,), *parts[scale].shape)
-        return sizes, lambda loaded: _widening().scaled(
+        return sizes, lambda loaded: _widening().with_scales(
             loaded[".weight"], loaded[scale], *grid, loaded.get(zero)
         )
 

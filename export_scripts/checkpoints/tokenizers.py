@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import TokenizerFile, json_table
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.wire_format import WireFormatError, wire_fields
 
 # sentencepiece_model.proto: ModelProto.trainer_spec = 2; TrainerSpec.bos_id, eos_id, pad_id.
@@ -149,8 +149,7 @@ def check_outside_files(files: Sequence[TokenizerFile]) -> None:
         for file in files
         if (file.is_outside or _is_link_outside(file.path)) and not _is_tokenizer(file, by_name)
     ]
-    if problems:
-        raise CheckpointMismatchError(problems)
+    refuse(problems)
 
 
 def _is_link_outside(path: Path) -> bool:

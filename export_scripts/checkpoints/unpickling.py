@@ -71,25 +71,16 @@ class Inert:
 
     qualified_name: ClassVar[str] = "?"
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
-        """Keep the arguments."""
-        self = super().__new__(cls)
-        self.args = args
-        self.kwargs = kwargs
-        self.state = None
-        self.items = {}
-        self.elements = []
-        return self
-
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
     state: Any
     items: dict[Any, Any]
     elements: list[Any]
 
-    def __setstate__(self, state: Any) -> None:
-        """Keep the state."""
-        self.state = state
+    def __new__(cls, *args: Any, **_: Any) -> Inert:
+        """Keep the arguments."""
+        self = super().__new__(cls)
+        self.args, self.state, self.items, self.elements = args, None, {}, []
+        return self
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Keep an item."""
@@ -99,13 +90,11 @@ class Inert:
         """Keep an element."""
         self.elements.append(value)
 
+    add = append
+
     def extend(self, values: Any) -> None:
         """Keep elements."""
         self.elements.extend(values)
-
-    def add(self, value: Any) -> None:
-        """Keep an element."""
-        self.elements.append(value)
 
     def __hash__(self) -> int:
         return id(self)
@@ -177,7 +166,7 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
         state = stack.pop()
         target = stack[-1]
         if isinstance(target, Inert):
-            target.__setstate__(state)
+            target.state = state
         elif not isinstance(target, _Ordered):  # a state dict's _metadata is not needed
             raise CheckpointMismatchError(
                 f"{self._source} is refused: its pickle changes a {type(target).__name__}"

@@ -16,7 +16,7 @@ from export_scripts.checkpoints.base import SOURCE_TYPES, StoredTensor
 from export_scripts.checkpoints.chunks import Chunk, ChunkedTensor
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.pt_archive import Region
-from export_scripts.errors import CheckpointMismatchError, listed
+from export_scripts.errors import listed, refuse
 from export_scripts.files.json_content import json_object
 
 _HEADER_NAME = ".zarray"
@@ -76,8 +76,7 @@ def zarr_tensors(
         name: _read(container, f"{folder}{name}/", problems)
         for name in filter(wanted, sorted(names))
     }
-    if problems:
-        raise CheckpointMismatchError(listed(problems, f"{container.path}: "))
+    refuse(listed(problems, f"{container.path}: "))
     return tensors
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from export_scripts.checkpoints import open_addition, open_checkpoint, recognise_format
 from export_scripts.checkpoints.base import CheckpointReader, Piece, json_file
 from export_scripts.checkpoints.huggingface import index_tensors
-from export_scripts.errors import CheckpointMismatchError, first_names, listed
+from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
 
 _PEFT_CONFIG = "adapter_config.json"
 _PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -128,30 +128,40 @@ def open_adapter(path: Path, *, base: CheckpointReader, scratch_dir: Path | None
     return _open_core(path, reader)
 
 
+# Names that a matrix may have, the axis on which training ranks cut its first factor, and the side
+# of one of its factors.
+_Factor = tuple[tuple[str, ...], int, str]
+
+
 def _adapter(
     path: Path,
     reader: CheckpointReader,
-    factors: Mapping[tuple[tuple[str, ...], int], Mapping[str, str]],
-    scale: float,
+    factor: Callable[[str], _Factor | None],
+    alpha: float,
     problems: list[str],
 ) -> Adapter:
-    """Return an adapter from its keys: (names of the matrix, axis) -> side -> key.
-
-    A `scale` is alpha, to be divided by the rank.
-    """
-    problems += _lone(path, {keys[0]: sides for (keys, _), sides in factors.items()}, "in", "out")
-    if not factors and not problems:
+    """Return an adapter; `factor` says what a key holds."""
+    found: dict[tuple[tuple[str, ...], int], dict[str, str]] = {}
+    unknown = []
+    for key in reader.tensors:
+        if part := factor(key):
+            names, axis, side = part
+            found.setdefault((names, axis), {})[side] = key
+        else:
+            unknown.append(key)
+    if unknown:
+        problems.append(f"{path} holds {first_names(unknown)}, no factors of LoRA")
+    problems += _lone(path, {names[0]: sides for (names, _), sides in found.items()}, "in", "out")
+    if not found and not problems:
         problems.append(f"{path} has no factors of LoRA; expected an adapter")
-    if problems:
-        raise CheckpointMismatchError(listed(problems))
+    refuse(listed(problems))
     updates = []
-    for (keys, axis), sides in factors.items():
-        down, up = (tuple(reader.tensors[sides[side]]) for side in ("in", "out"))
+    for (names, axis), sides in found.items():
+        down, up = (reader.tensors[sides[side]] for side in ("in", "out"))
         rank = up[0].shape[-1] if up[0].shape else 0
-        updates.append(
-            Update(keys, down, up, scale / rank if rank else 0.0, origin=path, down_axis=axis)
-        )
-    return Adapter(path, tuple(updates), tuple(reader.files), kept=reader)
+        scale = alpha / rank if rank else 0.0
+        updates.append(Update(names, down, up, scale, origin=path, down_axis=axis))
+    return Adapter(path, tuple(updates), reader.files, kept=reader)
 
 
 def _lone(path: Path, factors: Mapping[str, Mapping[str, Any]], *sides: str) -> list[str]:
@@ -167,59 +177,49 @@ def _number(value: Any, what: str, problems: list[str]) -> float:
     return float(value)
 
 
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _open_nemo(path: Path, reader: CheckpointReader) -> Adapter:
-    settings = reader.config.get("peft")
-    settings = settings if isinstance(settings, Mapping) else {}
-    tuning = settings.get("lora_tuning")
-    tuning = tuning if isinstance(tuning, Mapping) else {}
+    settings = _table(reader.config.get("peft"))
+    tuning = _table(settings.get("lora_tuning"))
     problems: list[str] = []
     if (scheme := settings.get("peft_scheme")) not in _NEMO_SCHEMES:
         problems.append(f"{path}: peft.peft_scheme = {scheme!r}; expected lora")
     if tuning.get("weight_tying"):
         problems.append(f"{path}: peft.lora_tuning.weight_tying = true is not supported")
-    factors: dict[tuple[tuple[str, ...], int], dict[str, str]] = {}
-    unknown = []
-    for key in reader.tensors:
-        match = _NEMO_FACTOR.match(key)
-        if match is None or match["adapter"] not in _NEMO_LAYERS:
-            unknown.append(key)
-            continue
-        layers, axis = _NEMO_LAYERS[match["adapter"]]
-        names = tuple(f"{match['block']}.{layer}.weight" for layer in layers)
-        factors.setdefault((names, axis), {})[match["side"]] = key
-    problems += _unknown(path, unknown)
     # Without a scale of its own, an adapter's output is added as it is.
     width = tuning.get("adapter_dim")
     alpha = tuning.get("alpha") if tuning.get("alpha") is not None else width
-    if alpha is None and factors and not problems:
+    if alpha is None and not problems:
         problems.append(f"{path}: peft.lora_tuning states neither alpha nor adapter_dim")
-    scale = _number(alpha, f"{path}: peft.lora_tuning.alpha", problems) if alpha is not None else 1
-    return _adapter(path, reader, factors, scale, problems)
+    alpha = 1 if alpha is None else _number(alpha, f"{path}: peft.lora_tuning.alpha", problems)
+    return _adapter(path, reader, _nemo_factor, alpha, problems)
+
+
+def _nemo_factor(key: str) -> _Factor | None:
+    match = _NEMO_FACTOR.match(key)
+    if match is None or match["adapter"] not in _NEMO_LAYERS:
+        return None
+    layers, axis = _NEMO_LAYERS[match["adapter"]]
+    return tuple(f"{match['block']}.{layer}.weight" for layer in layers), axis, match["side"]
 
 
 def _open_core(path: Path, reader: CheckpointReader) -> Adapter:
     """Return the adapter in a distributed checkpoint of NeMo 2 or Megatron Bridge."""
-    settings = reader.config.get("peft")
-    settings = settings if isinstance(settings, Mapping) else {}
+    settings = _table(reader.config.get("peft"))
     problems: list[str] = []
     kind = str(settings.get("_target_") or "none").rpartition(".")[2]
     if kind != "LoRA":
         problems.append(f"{path} is trained with {kind}; expected LoRA")
-    factors: dict[tuple[tuple[str, ...], int], dict[str, str]] = {}
-    unknown = []
-    for key in reader.tensors:
-        if match := _CORE_FACTOR.match(key):
-            names = (f"{match['module']}.weight",)
-            factors.setdefault((names, 0), {})[match["side"]] = key
-        else:
-            unknown.append(key)
-    problems += _unknown(path, unknown)
-    alpha = settings.get("alpha", _CORE_ALPHA)
-    return _adapter(path, reader, factors, _number(alpha, f"{path}: alpha", problems), problems)
+    alpha = _number(settings.get("alpha", _CORE_ALPHA), f"{path}: alpha", problems)
+    return _adapter(path, reader, _core_factor, alpha, problems)
 
 
-def _unknown(path: Path, keys: list[str]) -> list[str]:
-    return [f"{path} holds {first_names(keys)}, no factors of LoRA"] if keys else []
+def _core_factor(key: str) -> _Factor | None:
+    match = _CORE_FACTOR.match(key)
+    return ((f"{match['module']}.weight",), 0, match["side"]) if match else None
 
 
 def _open_peft(path: Path, base: CheckpointReader) -> Adapter:
@@ -253,8 +253,7 @@ def _open_peft(path: Path, base: CheckpointReader) -> Adapter:
                 Update((f"{module}.weight",), (sides["A"],), (sides["B"],), scale, origin=path,
                        is_transposed=turned)
             )  # fmt: skip
-    if problems:
-        raise CheckpointMismatchError(listed(problems))
+    refuse(listed(problems))
     return Adapter(path, tuple(updates), (path / _PEFT_CONFIG, weights), replaced)
 
 

@@ -20,7 +20,7 @@ from export_scripts.conversion.huggingface import HuggingFacePlan, plan_huggingf
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
 from export_scripts.conversion.validation import folder_problems
-from export_scripts.errors import CheckpointMismatchError, listed
+from export_scripts.errors import CheckpointMismatchError, listed, refuse
 from export_scripts.files.disk import check_space
 from export_scripts.files.json_content import json_object
 from export_scripts.files.lock import FolderLock
@@ -151,8 +151,7 @@ def convert(
     started = time.monotonic()
     names = {**OPTION_NAMES, **(names or {})}
     problems = request_problems(request, names)
-    if problems:
-        raise CheckpointMismatchError(problems)
+    refuse(problems)
     paths = WorkPaths.of(request.folder)
     with FolderLock(paths.lock, f"another conversion is writing {paths.final}") as lock:
         recover(paths)
@@ -161,8 +160,7 @@ def convert(
         if _is_finished(paths, identity):
             return _summary(paths, started, written_bytes=None)
         problems = _folder_problems(request, paths, identity, names)
-        if problems:
-            raise CheckpointMismatchError(problems)
+        refuse(problems)
         try:
             paths.scratch.mkdir()
             plan = _planned(request, names, paths.scratch)

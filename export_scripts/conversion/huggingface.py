@@ -28,7 +28,7 @@ from export_scripts.conversion.ft_source import FTFolder
 from export_scripts.conversion.peft import is_adapted, peft_adapters, prompt_reasons
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tensor_plan import TensorPlan, plan_tensors
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor
@@ -122,8 +122,7 @@ def plan_huggingface(source: ConversionPlan) -> HuggingFacePlan:
     Raises:
         CheckpointMismatchError: Hugging Face has no model like it; every reason is listed.
     """
-    if reasons := prompt_reasons(source):
-        raise CheckpointMismatchError(reasons)
+    refuse(prompt_reasons(source))
     found = _chosen(source)
     tensors = found.tensors + _carried(source, found)
     kind = source.config.weight_data_type

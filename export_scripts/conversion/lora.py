@@ -23,7 +23,7 @@ from export_scripts.checkpoints.base import (
     StoredTensor,
 )
 from export_scripts.conversion.adapters import Adapter, Update, open_adapter
-from export_scripts.errors import CheckpointMismatchError, first_names, listed
+from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -153,8 +153,7 @@ def with_adapters(
             if fit is None
         ]
         shares[key] = fits[0] or ()
-    if problems:
-        raise CheckpointMismatchError(listed(problems))
+    refuse(listed(problems))
     for key, several in updates.items():
         tensors[key] = tuple(
             MergedPiece(base, tuple(several), share)

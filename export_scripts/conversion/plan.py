@@ -21,7 +21,7 @@ from export_scripts.conversion.ft_source import FTFolder, ft_mapping, is_ft_fold
 from export_scripts.conversion.lora import with_adapters
 from export_scripts.conversion.request import MODEL_TYPES, ConversionRequest
 from export_scripts.conversion.tensor_plan import TensorPlan, plan_tensors
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, parse_value
 from export_scripts.families.layout.spec import ModelFamily
@@ -106,8 +106,7 @@ def plan_conversion(
     facts = dataclasses.replace(facts, prefix=mapping.prefix)
     stated, problems = _stated_values(mapping.family.config, request, names)
     problems = [*_refused(request, facts, mapping, names), *problems]
-    if problems:
-        raise CheckpointMismatchError(problems)
+    refuse(problems)
     config = dataclasses.replace(mapping.config(facts), **stated)
     problems = divisibility_problems(mapping, config, request, names)
     # A size that does not divide is reported once, not again for every tensor.
@@ -117,8 +116,7 @@ def plan_conversion(
     problems += tensor_problems
     text = "" if request.is_huggingface else _config_text(config, problems)
     problems += _tokenizer_problems(request, facts, names)
-    if problems:
-        raise CheckpointMismatchError(problems)
+    refuse(problems)
     readers = (facts.reader, *facts.prompts, *facts.ia3, *facts.adapters)
     outside = {file.path for file in facts.tokenizer if file.path not in facts.reader.files}
     return ConversionPlan(
@@ -163,8 +161,7 @@ def source_config(
     facts = _open(request, None)
     mapping = find_mapping(facts)
     facts = dataclasses.replace(facts, prefix=mapping.prefix)
-    if problems := mapping.unsupported(facts):
-        raise CheckpointMismatchError(problems)
+    refuse(mapping.unsupported(facts))
     return mapping.family, mapping.config(facts)
 
 
@@ -262,8 +259,7 @@ def _open_shards(path: Path, request: ConversionRequest) -> FTFolder:
             f"{path} is a folder of shards, whose names no LoRA adapter has: write it as a Hugging "
             "Face folder first, and merge the adapters into that"
         )
-    if problems:
-        raise CheckpointMismatchError(problems)
+    refuse(problems)
     return open_ft_folder(path)
 
 

@@ -108,12 +108,14 @@ OPTION_NAMES: Mapping[str, str] = {
     "model_type": "--model-type",
     "prompt_checkpoints": "--prompt-checkpoint",
     "ia3_checkpoints": "--ia3-checkpoint",
+    "ia3_in_place": "--ia3-in-place",
     "adapter_checkpoints": "--adapter-checkpoint",
     "lora_checkpoints": "--lora",
     "activation_ranges": "--activation-ranges",
     "vocab_path": "--vocab-path",
     "merges_path": "--merges-path",
     "given": "--set",
+    "allow": "--allow",
     "overwrite": "--overwrite",
     "output_format": "--output-format",
     "max_shard_bytes": "--max-shard-size",
@@ -123,15 +125,11 @@ OPTION_NAMES: Mapping[str, str] = {
 
 def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> list[str]:
     """Return the problems of the request itself."""
-    problems = []
-    for key, value in (
-        ("tp_size", request.tp_size),
-        ("pp_size", request.pp_size),
-        ("processes", request.processes),
-        ("max_shard_bytes", request.max_shard_bytes),
-    ):
-        if value < 1:
-            problems.append(f"{names[key]}={value} is not a positive number")
+    problems = [
+        f"{names[key]}={value} is not a positive number"
+        for key in ("tp_size", "pp_size", "processes", "max_shard_bytes")
+        if (value := getattr(request, key)) < 1
+    ]
     if request.weight_data_type not in WEIGHT_DATA_TYPES:
         problems.append(
             f"{names['weight_data_type']}={request.weight_data_type} is unknown; "
@@ -167,16 +165,10 @@ def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> li
 
 
 def _source_paths(request: ConversionRequest) -> Mapping[str, tuple[Path | None, ...]]:
-    return {
-        "checkpoint_path": (request.checkpoint_path,),
-        "prompt_checkpoints": request.prompt_checkpoints,
-        "ia3_checkpoints": request.ia3_checkpoints,
-        "adapter_checkpoints": request.adapter_checkpoints,
-        "lora_checkpoints": request.lora_checkpoints,
-        "activation_ranges": (request.activation_ranges,),
-        "vocab_path": (request.vocab_path,),
-        "merges_path": (request.merges_path,),
-    }
+    keys = ("checkpoint_path", "prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints",
+            "lora_checkpoints", "activation_ranges", "vocab_path", "merges_path")  # fmt: skip
+    values = {key: getattr(request, key) for key in keys}
+    return {key: each if isinstance(each, tuple) else (each,) for key, each in values.items()}
 
 
 def _output_problems(output_dir: Path, name: str) -> list[str]:

@@ -24,8 +24,8 @@ from export_scripts.conversion.write import (
     build_parts,
     range_record,
     recorded_range,
-    run_all,
     tensor_record,
+    write_all,
 )
 from export_scripts.families.mapping.sources import Parts
 from export_scripts.families.mapping.views import taken
@@ -42,7 +42,7 @@ def write_shards(
     Files are written in parallel, the tensors of one in order.
     """
     task = _ShardTask(plan, writer, counter, SourceValues(plan.source))
-    problems = run_all(task.write, plan.shards, task.stopping, processes=processes)
+    problems = write_all(task.write, plan.shards, task.stopping, processes=processes)
     writer.flush()
     return [problem for each in problems for problem in each]
 

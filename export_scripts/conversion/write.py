@@ -67,13 +67,13 @@ def write_tensors(
     # Source order: reads go forward, and a layer's small tensors come between its large ones,
     # which keeps the disk busy.
     ordered = sorted(plan.tensors, key=values.place)
-    problems = run_all(task.write, ordered, stopping, processes=processes)
+    problems = write_all(task.write, ordered, stopping, processes=processes)
     writer.flush()
     found = {item.tensor.name: each for item, each in zip(ordered, problems, strict=True)}
     return [problem for item in plan.tensors for problem in found[item.tensor.name]]
 
 
-def run_all(
+def write_all(
     write: Callable[[_Item], list[str]],
     items: Sequence[_Item],
     stopping: threading.Event,

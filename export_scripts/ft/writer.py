@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
@@ -39,27 +38,20 @@ class WorkPaths:
 
     final: Path
     staging: Path
+    manifest: Path
     journal: Path
     lock: Path
     replaced: Path
     replaced_manifest: Path
     scratch: Path
-    manifest: Path
 
     @classmethod
     def of(cls, final: Path) -> WorkPaths:
         """Return the paths for one folder."""
         hidden = final.with_name(f".{final.name}")
-        return cls(
-            final=final,
-            staging=staging_directory(final),
-            journal=hidden.with_suffix(".journal"),
-            lock=hidden.with_suffix(".lock"),
-            replaced=hidden.with_suffix(".replaced"),
-            replaced_manifest=hidden.with_suffix(".replaced.json"),
-            scratch=hidden.with_suffix(".unpacked"),
-            manifest=manifest_path(final),
-        )
+        ends = (".journal", ".lock", ".replaced", ".replaced.json", ".unpacked")
+        paths = (hidden.with_suffix(end) for end in ends)
+        return cls(final, staging_directory(final), manifest_path(final), *paths)
 
 
 class _PartialFile:
@@ -130,12 +122,7 @@ class FTWriter:
         self._drop_incomplete()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the journal; complete files are kept for the next run."""
         for queue in self._queues:
             queue.close()

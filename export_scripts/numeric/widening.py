@@ -1,21 +1,20 @@
 """The arithmetic of quantised matrices: the fp32 values that stored integers and scales stand for.
 
-Shapes: matrices are (out, in); G groups of inputs share a scale. numpy is imported here, so that
-the checks of names and shapes in `quantized` do without it.
+Shapes: matrices are (out, in); G groups of inputs share a scale. Names and shapes are checked by
+`checkpoints.quantized`, without numpy.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.numeric.arrays import Array, to_float32
 
 # AutoAWQ, awq/modules/linear/gemm.py: column of each of the 4-bit integers in a word.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def scaled(
+def with_scales(
     stored: Array, scale: Array, grid: tuple[int, int], block: tuple[int, int], zero: Array | None
 ) -> Array:
     """Return scale x (values - zero); each entry of the grid is for a block of rows and columns."""
@@ -37,7 +36,7 @@ def packed(
 ) -> Array:
     """Return scale x values of words (out, in / n) that hold signed integers, stored from 0."""
     values = _unpacked(words, bits).reshape(len(words), -1) - (1 << bits - 1)
-    return scaled(values, scale, grid, block, None)
+    return with_scales(values, scale, grid, block, None)
 
 
 def awq(words: Array, zeros: Array, scales: Array) -> Array:
@@ -46,7 +45,7 @@ def awq(words: Array, zeros: Array, scales: Array) -> Array:
     group = len(values) // len(zeros)
     values -= np.repeat(zeros, group, axis=0)
     scale = np.ascontiguousarray(scales.T)
-    return scaled(values.T, scale, (values.shape[1], len(zeros)), (1, group), None)
+    return with_scales(values.T, scale, (values.shape[1], len(zeros)), (1, group), None)
 
 
 def gptq(
@@ -63,7 +62,7 @@ def gptq(
         less: 1 or 0.
 
     Raises:
-        CheckpointMismatchError: An input is in a group that is not there.
+        ValueError: An input is in a group that is not there.
     """
     groups, out = scales.shape
     values = _unpacked(words, bits).transpose(0, 2, 1).reshape(-1, out)  # from (in / n, out, n)
@@ -72,7 +71,7 @@ def gptq(
     if group is None:
         group = np.arange(len(values)) // (len(values) // groups)
     elif group.min() < 0 or group.max() >= groups:
-        raise CheckpointMismatchError(
+        raise ValueError(
             f"g_idx names groups from {group.min()} to {group.max()}; the scales have {groups}"
         )
     return np.ascontiguousarray(((values - zeros[group]) * scales[group]).T)
