@@ -8,7 +8,7 @@ come from here. Names, types and shapes are those of the FasterTransformer Trito
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 DATA_TYPE = "DATA_TYPE"  # placeholder of the model's computation type, filled in by `resolve`
@@ -54,10 +54,12 @@ def _scalar(name: str, dtype: str, doc: str, *, optional: bool = True) -> Tensor
     return TensorSignature(name, dtype, (1,), optional=optional, reshape=(), doc=doc)
 
 
-def _tensor(
-    name: str, dtype: str, dims: tuple[int, ...], doc: str, *, optional: bool = False
-) -> TensorSignature:
-    return TensorSignature(name, dtype, dims, optional=optional, doc=doc)
+def _tensor(name: str, dtype: str, dims: tuple[int, ...], doc: str) -> TensorSignature:
+    return TensorSignature(name, dtype, dims, doc=doc)
+
+
+def _optional(name: str, dtype: str, dims: tuple[int, ...], doc: str) -> TensorSignature:
+    return TensorSignature(name, dtype, dims, optional=True, doc=doc)
 
 
 # Shapes in the texts: B rows, S padded prompt, K beams, R new tokens, W word list width,
@@ -79,10 +81,8 @@ _SAMPLING = (
     ),
     _scalar("start_id", "UINT32", "first token of an empty prompt (T5: of the decoder)"),
     _scalar("end_id", "UINT32", "token that ends a sequence"),
-    _tensor(
-        "stop_words_list", "INT32", (2, -1), "token ids above their end offsets", optional=True
-    ),
-    _tensor("bad_words_list", "INT32", (2, -1), "token ids above their end offsets", optional=True),
+    _optional("stop_words_list", "INT32", (2, -1), "token ids above their end offsets"),
+    _optional("bad_words_list", "INT32", (2, -1), "token ids above their end offsets"),
 )
 _DECAY = (
     _scalar("top_p_decay", "FP32", "factor applied to top-p after every token"),
@@ -92,8 +92,8 @@ _DECAY = (
 _TASK = _scalar(
     "prompt_learning_task_name_ids", "UINT32", "index of the loaded prompt table to use"
 )
-_PROMPT_EMBEDDING = _tensor(
-    "request_prompt_embedding", DATA_TYPE, (-1, -1), "prompt table of this request", optional=True
+_PROMPT_EMBEDDING = _optional(
+    "request_prompt_embedding", DATA_TYPE, (-1, -1), "prompt table of this request"
 )
 _PROMPT_LENGTHS = _scalar("request_prompt_lengths", "UINT32", "virtual tokens in the row's table")
 _PROMPT_TYPE = _scalar("request_prompt_type", "UINT32", "1 soft prompt, 3 p/prompt tuning")
@@ -108,9 +108,9 @@ _ADDED_CONTEXT = _scalar(
     "is_return_context_cum_log_probs", "BOOL", "added: include the prompt in cum_log_probs"
 )
 _GENERATION_REQUIRED = (
-    TensorSignature("input_ids", "UINT32", (-1,), doc="prompt, right-padded"),
+    _tensor("input_ids", "UINT32", (-1,), "prompt, right-padded"),
     _scalar("input_lengths", "UINT32", "tokens of the row without padding", optional=False),
-    TensorSignature("request_output_len", "UINT32", (-1,), doc="new tokens wanted, (B, 1)"),
+    _tensor("request_output_len", "UINT32", (-1,), "new tokens wanted, (B, 1)"),
 )
 _GENERATION_OUTPUTS = (
     _tensor("output_ids", "UINT32", (-1, -1), "(B, K, S+R): prompt, answer, end tokens"),
@@ -157,16 +157,20 @@ GPTJ = ModelSignature(
 )
 GPTNEOX = GPTJ
 
+_ENCODER_REQUIRED = (
+    _tensor("input_ids", "UINT32", (-1,), "encoder input, right-padded"),
+    _scalar("sequence_length", "UINT32", "tokens of the row without padding", optional=False),
+)
+_IA3_TASKS = _scalar("ia3_tasks", "INT32", "index of the IA3 adapter to use")
 T5 = ModelSignature(
     inputs=(
-        TensorSignature("input_ids", "UINT32", (-1,), doc="encoder input, right-padded"),
-        _scalar("sequence_length", "UINT32", "tokens of the row without padding", optional=False),
+        *_ENCODER_REQUIRED,
         _scalar("max_output_len", "UINT32", "new tokens wanted", optional=False),
         *_SAMPLING,
         _TASK,
         _PROMPT_LENGTHS,
         _PROMPT_EMBEDDING,
-        _scalar("ia3_tasks", "INT32", "index of the IA3 adapter to use"),
+        _IA3_TASKS,
         *_DECAY,
     ),
     outputs=(
@@ -177,10 +181,9 @@ T5 = ModelSignature(
 )
 T5_ENCODER = ModelSignature(
     inputs=(
-        TensorSignature("input_ids", "UINT32", (-1,), doc="encoder input, right-padded"),
-        _scalar("sequence_length", "UINT32", "tokens of the row without padding", optional=False),
+        *_ENCODER_REQUIRED,
         _scalar("is_return_attentions", "BOOL", "also return output_attentions"),
-        _scalar("ia3_tasks", "INT32", "index of the IA3 adapter to use"),
+        _IA3_TASKS,
     ),
     outputs=(
         _tensor("output_hidden_state", DATA_TYPE, (-1, -1), "(B, S, H)"),
@@ -211,8 +214,8 @@ ENCODERS = ("T5-Encoder", "bert")
 PREPROCESSING = ModelSignature(
     inputs=(
         _tensor("QUERY", "BYTES", (1,), "text of the row"),
-        _tensor("BAD_WORDS_DICT", "BYTES", (1,), "one CSV record of words", optional=True),
-        _tensor("STOP_WORDS_DICT", "BYTES", (1,), "one CSV record of words", optional=True),
+        _optional("BAD_WORDS_DICT", "BYTES", (1,), "one CSV record of words"),
+        _optional("STOP_WORDS_DICT", "BYTES", (1,), "one CSV record of words"),
         _tensor("REQUEST_OUTPUT_LEN", "UINT32", (-1,), "new tokens wanted"),
     ),
     outputs=(
@@ -225,20 +228,14 @@ PREPROCESSING = ModelSignature(
     ),
 )
 _POSTPROCESSING_ADDED = (
-    _tensor("REQUEST_INPUT_LEN", "UINT32", (1,), "added: prompt length of the row", optional=True),
-    _tensor("IS_FINISHED", "BOOL", (-1,), "added: (B, K): the answer is complete", optional=True),
+    _optional("REQUEST_INPUT_LEN", "UINT32", (1,), "added: prompt length of the row"),
+    _optional("IS_FINISHED", "BOOL", (-1,), "added: (B, K): the answer is complete"),
 )
 POSTPROCESSING = ModelSignature(
     inputs=(
         _tensor("TOKENS_BATCH", "UINT32", (-1, -1), "(B, K, L): prompt, answer, end tokens"),
-        _tensor(
-            "RESPONSE_INPUT_LENGTHS",
-            "INT32",
-            (-1,),
-            "(B, K): where the answer starts",
-            optional=True,
-        ),
-        _tensor("sequence_length", "UINT32", (-1,), "(B, K): prompt and answer", optional=True),
+        _optional("RESPONSE_INPUT_LENGTHS", "INT32", (-1,), "(B, K): where the answer starts"),
+        _optional("sequence_length", "UINT32", (-1,), "(B, K): prompt and answer"),
         *_POSTPROCESSING_ADDED,
     ),
     outputs=(_tensor("OUTPUT", "BYTES", (-1,), "(B, K): text"),),
@@ -254,8 +251,8 @@ TOKENIZER = ModelSignature(
 _ENSEMBLE_TEXT: tuple[TensorSignature, ...] = (
     _tensor("INPUT_0", "BYTES", (1,), "text of the row"),
     _tensor("INPUT_1", "UINT32", (-1,), "new tokens wanted"),
-    _tensor("INPUT_2", "BYTES", (1,), "bad words, one CSV record", optional=True),
-    _tensor("INPUT_3", "BYTES", (1,), "stop words, one CSV record", optional=True),
+    _optional("INPUT_2", "BYTES", (1,), "bad words, one CSV record"),
+    _optional("INPUT_3", "BYTES", (1,), "stop words, one CSV record"),
 )
 # Inputs of a generation model to the output of preprocessing that each takes.
 FROM_TEXT = {
@@ -279,11 +276,7 @@ def postprocessing(model: ModelSignature) -> ModelSignature:
         "TOKENS_BATCH": model.output("output_ids").dtype,
         "sequence_length": model.output("sequence_length").dtype,
     }
-    inputs = tuple(
-        replace(tensor, dtype=sent.get(tensor.name, tensor.dtype))
-        for tensor in POSTPROCESSING.inputs
-    )
-    return ModelSignature(inputs, POSTPROCESSING.outputs)
+    return _each(POSTPROCESSING, lambda each: replace(each, dtype=sent.get(each.name, each.dtype)))
 
 
 # Of our own engine alone.
@@ -291,8 +284,8 @@ _BIASES = (
     _scalar(
         "frequency_penalty", "FP32", "added: times a token's count in the answer, off its logit"
     ),
-    _tensor("logit_bias_ids", "INT32", (-1,), "added: tokens with a bias; -1 pads", optional=True),
-    _tensor("logit_bias", "FP32", (-1,), "added: what their logits get added", optional=True),
+    _optional("logit_bias_ids", "INT32", (-1,), "added: tokens with a bias; -1 pads"),
+    _optional("logit_bias", "FP32", (-1,), "added: what their logits get added"),
 )
 # Of our own engine alone, and of models with one answer to a prompt that they repeat.
 _SCORES = ModelSignature(
@@ -361,10 +354,13 @@ def interactive(model: ModelSignature) -> ModelSignature:
 
 def with_leading_axis(model: ModelSignature) -> ModelSignature:
     """Return a signature in which every shape has a leading axis, of size 1 on the wire."""
-    return ModelSignature(
-        inputs=tuple(_with_rows(tensor) for tensor in model.inputs),
-        outputs=tuple(_with_rows(tensor) for tensor in model.outputs),
-    )
+    return _each(model, _with_rows)
+
+
+def _each(
+    model: ModelSignature, change: Callable[[TensorSignature], TensorSignature]
+) -> ModelSignature:
+    return ModelSignature(tuple(map(change, model.inputs)), tuple(map(change, model.outputs)))
 
 
 def _with_rows(tensor: TensorSignature) -> TensorSignature:
@@ -383,15 +379,11 @@ def resolve(model: ModelSignature, *, data_type: str) -> ModelSignature:
         known = ", ".join(_TRITON_DATA_TYPES)
         raise ValueError(f"data_type={data_type!r} is unknown; use one of {known}.")
 
-    def filled(tensors: Iterable[TensorSignature]) -> tuple[TensorSignature, ...]:
-        return tuple(
-            replace(tensor, dtype=_concrete(tensor, data_type))
-            if tensor.dtype == DATA_TYPE
-            else tensor
-            for tensor in tensors
-        )
+    def filled(tensor: TensorSignature) -> TensorSignature:
+        is_open = tensor.dtype == DATA_TYPE
+        return replace(tensor, dtype=_concrete(tensor, data_type)) if is_open else tensor
 
-    return ModelSignature(filled(model.inputs), filled(model.outputs))
+    return _each(model, filled)
 
 
 def _concrete(tensor: TensorSignature, data_type: str) -> str:
