@@ -38,7 +38,8 @@ class SequentialFile:
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(path, flags, 0o666)
         self.written_bytes = 0
         self._direct = False
         try:

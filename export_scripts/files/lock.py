@@ -35,28 +35,36 @@ class FolderLock:
         """Take the lock.
 
         Raises:
-            ValueError: Another process holds it.
+            ValueError: Another process holds it, or it is a link, whose target would be emptied.
         """
         folder = self._path.parent
         self._made = [each for each in (folder, *folder.parents) if not each.exists()]
         while True:
             folder.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             try:
-                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                fd = os.open(self._path, flags, 0o666)
             except FileNotFoundError:  # a failed run removed the folder it had made
                 continue
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                raise ValueError(
+                    f"{self._path} is a link, and a lock is a file; remove it"
+                ) from None
             try:
                 self._lock(fd)
                 # The file may have been removed by its last holder between opening and locking.
                 with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(fd), self._path.stat()):
+                    if os.path.samestat(os.fstat(fd), self._path.lstat()):
                         self._fd = fd
                         break
             finally:
                 if self._fd != fd:
                     os.close(fd)
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()}\n".encode())
+        with contextlib.suppress(OSError):  # of a full disk: the lock holds without a number
+            os.ftruncate(fd, 0)
+            os.write(fd, f"{os.getpid()}\n".encode())
         return self
 
     def _lock(self, fd: int) -> None:

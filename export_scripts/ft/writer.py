@@ -115,7 +115,7 @@ class FTWriter:
             _remove(paths.staging)
             paths.journal.unlink(missing_ok=True)
         paths.staging.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._journal_fd = os.open(paths.journal, flags, 0o666)
         if os.fstat(self._journal_fd).st_size == 0:
             self._append({"identity": self._identity, "boot": _boot_id()})
@@ -140,8 +140,10 @@ class FTWriter:
         return True
 
     def _drop_incomplete(self) -> None:
-        for name, path in _files(self.paths.staging).items():
-            if name not in self.records:
+        staging = self.paths.staging
+        for path in staging.rglob("*"):  # which does not enter linked folders
+            is_own = path.relative_to(staging).as_posix() in self.records
+            if path.is_symlink() or (path.is_file() and not is_own):
                 path.unlink()
 
     def _append(self, record: Mapping[str, Any]) -> None:
@@ -245,7 +247,12 @@ class FTWriter:
 
 
 def is_interrupted(paths: WorkPaths, identity: str) -> bool:
-    """Return whether an interrupted run of this identity can be continued."""
+    """Return whether an interrupted run of this identity can be continued.
+
+    Not if links lead elsewhere: what is behind them would be deleted or overwritten.
+    """
+    if paths.journal.is_symlink() or paths.staging.is_symlink():
+        return False
     lines = _read_journal(paths.journal)
     return bool(lines) and lines[0].get("identity") == identity and paths.staging.is_dir()
 

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import time
@@ -322,3 +323,53 @@ def test_the_manifest_records_files_ranges_and_source(source: Path, tmp_path: Pa
     assert (qkv["min"], qkv["max"]) == (float(wanted.min()), float(wanted.max()))
     assert qkv["abs_max"] == float(wanted.abs().max())
     assert manifest["source"]["path"] == str(source)
+
+
+@pytest.mark.parametrize("of", ["lock", "journal", "staging", "manifest"])
+def test_links_that_others_put_in_the_way_are_not_followed(
+    of: str, source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("kept")
+    output = tmp_path / "out"
+    output.mkdir()
+    link = getattr(WorkPaths.of(ft_directory(output, 3)), of)
+    link.symlink_to(precious if of == "staging" else precious / "file")
+    if of == "lock":
+        with pytest.raises(ValueError, match=r"3-gpu\.lock is a link, and a lock is a file"):
+            convert(request(source, output))
+    else:
+        assert contents(convert(request(source, output)).ft_dir) == expected
+    assert {path.name: path.read_text() for path in precious.iterdir()} == {"file": "kept"}
+
+
+def test_links_in_what_an_interrupted_run_left_are_removed(
+    source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("kept")
+    wanted = request(source, tmp_path / "out")
+    interrupt(wanted, after=0.5)
+    staging = WorkPaths.of(wanted.folder).staging
+    (staging / "folder").symlink_to(precious)
+    (staging / "config.ini.writing").symlink_to(precious / "file")
+    assert contents(convert(wanted).ft_dir) == expected
+    assert {path.name: path.read_text() for path in precious.iterdir()} == {"file": "kept"}
+
+
+def test_a_limit_of_file_sizes_leaves_what_can_be_continued(
+    source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        try:
+            convert(request(source, tmp_path))
+        except OSError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not WorkPaths.of(ft_directory(tmp_path, 3)).lock.exists()
+    assert contents(convert(request(source, tmp_path)).ft_dir) == expected
