@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
 _MAX_SMALL_BYTES = 64 << 20  # an index has some hundred bytes for each tensor
+MAX_YAML_BYTES = 1 << 20  # which takes some ten seconds to read
+_MOST_VALUES, _MOST_DIGITS = 1_000_000, 400
 # Bytes of one value, and torch's name, of every type a source may store.
 SOURCE_TYPES: dict[str, tuple[int, str]] = {
     "fp64": (8, "float64"),
@@ -346,12 +348,37 @@ def yaml_table(content: bytes, source: object) -> dict[str, Any]:
     import yaml
 
     try:
-        table = yaml.safe_load(content)
+        if len(content) > MAX_YAML_BYTES:
+            raise ValueError(f"it has {len(content)} bytes, more than {MAX_YAML_BYTES}")
+        loader = yaml.SafeLoader(content)
+        node = loader.get_single_node()
+        _count_values(node, {})
+        table = None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CheckpointMismatchError(f"{source} is not YAML: {error}") from error
     if not isinstance(table, dict | None):
         raise CheckpointMismatchError(f"{source} is not a table")
     return table or {}
+
+
+def _count_values(node: Any, counts: dict[int, int]) -> int:
+    """Return the number of values in a YAML node with its aliases repeated.
+
+    Raises:
+        ValueError: They, or a number in it, would keep their reader busy.
+    """
+    if node is not None and id(node) not in counts:
+        counts[id(node)] = _MOST_VALUES  # of a node in itself
+        count = 1
+        if not isinstance(node.value, str):
+            inner = (each if isinstance(each, tuple) else (each,) for each in node.value)
+            count += sum(_count_values(each, counts) for several in inner for each in several)
+        elif len(node.value) > _MOST_DIGITS and node.tag.endswith((":int", ":float")):
+            raise ValueError(f"it holds a number of {len(node.value)} characters")
+        if count > _MOST_VALUES:
+            raise ValueError(f"its aliases unfold to more than {_MOST_VALUES} values")
+        counts[id(node)] = count
+    return counts.get(id(node), 0)
 
 
 def json_table(content: bytes, source: object) -> dict[str, Any]:

@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import truncated, yaml_table
+from export_scripts.checkpoints.base import MAX_YAML_BYTES, truncated, yaml_table
 from export_scripts.checkpoints.pt_archive import Region
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.files.disk import disk_full_as_value_error
 from export_scripts.files.tree import files_below
 
 _COPY_BYTES = 1 << 22
-_MAX_YAML_BYTES = 8 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 
 # Weights barely compress; anything that grows beyond both is not a checkpoint.
@@ -76,7 +75,7 @@ def read_yaml(container: Container, name: str) -> dict[str, Any]:
     Raises:
         CheckpointMismatchError: It is not YAML, not a table, empty, or too large.
     """
-    content = container.read(name, limit_bytes=_MAX_YAML_BYTES)
+    content = container.read(name, limit_bytes=MAX_YAML_BYTES)
     table = yaml_table(content, source := f"{container.path}: {name}")
     if not table:
         raise CheckpointMismatchError(f"{source} is not a table with entries")

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,36 @@ def test_members_smaller_than_nothing_are_refused(tmp_path: Path, kind: bytes, w
 def test_a_configuration_that_yaml_cannot_read_is_named(tmp_path: Path, text: bytes) -> None:
     path = write_tar(tmp_path / "x.nemo", {"model_config.yaml": text, "model_weights.ckpt": b""})
     assert "x.nemo: model_config.yaml is not YAML: " in refusal(path, tmp_path)
+
+
+ALIASES = b"a: &a [0, 0, 0, 0, 0, 0, 0, 0, 0]\n" + b"".join(
+    b"%c: &%c [%s]\n" % (98 + i, 98 + i, b",".join([b"*%c" % (97 + i)] * 9)) for i in range(20)
+)
+MERGES = b"k0: &k0 {x: 1}\n" + b"".join(
+    b"k%d: &k%d {<<: [%s]}\n" % (i, i, b",".join([b"*k%d" % (i - 1)] * 40)) for i in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "reported"),
+    [
+        (ALIASES + b"num_layers: *u\n", "its aliases unfold to more than 1000000 values"),
+        (MERGES, "its aliases unfold to more than 1000000 values"),
+        (b"a: &a {b: *a}\n", "its aliases unfold to more than 1000000 values"),
+        (b"num_layers: 1" + b":59" * 50_000, "it holds a number of 150001 characters"),
+        (b"a: [" + b"1," * 1_000_000 + b"1]", "more than the 1048576 such a file may"),
+    ],
+    ids=["aliases", "merges", "a circle", "a number", "a list"],
+)
+def test_a_configuration_that_would_keep_its_reader_busy_is_refused(
+    text: bytes, reported: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "x.nemo"
+    write_tar(source, {**nemo_members(gpt_tensors()), "model_config.yaml": text})
+    began = time.monotonic()
+    (problem,) = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert reported in problem
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("text", [b"", b"# nothing", b"- a"])
