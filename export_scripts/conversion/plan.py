@@ -298,11 +298,11 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
     """
     if isinstance(facts.reader, FTFolder):
         return ft_mapping(facts.reader)
-    kind = facts.config.get("model_type") or facts.config.get("target") or "unknown"
-    if not isinstance(kind, str):
-        raise CheckpointMismatchError(
-            f"{facts.reader.path}: model type {kind!r:.100} is not a text"
-        )
+    for key in ("model_type", "target"):
+        if not isinstance(value := facts.config.get(key), str | None):
+            raise CheckpointMismatchError(
+                f"{facts.reader.path}: {key} = {value!r:.100} of its configuration is not a text"
+            )
     candidates = [mapping for mapping in SOURCE_MAPPINGS if mapping.format == facts.reader.format]
     fitting = [
         mapping
