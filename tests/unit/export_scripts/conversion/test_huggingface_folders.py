@@ -46,6 +46,8 @@ SIZES: Mapping[str, tuple[str, ...]] = {
 KIND = {"t5-encoder": "t5_encoder"}
 # Rows of OPT's positions that no token uses: FT does not store them.
 UNUSED_ROWS = {"model.decoder.embed_positions.weight": 2}
+# Biases of which each rank holds a share, which fp16 rounds where it is not a normal number.
+DIVIDED = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
 
 
 def written(source: Path, output: Path, **fields: Any) -> Path:
@@ -124,16 +126,21 @@ def test_a_model_comes_back_from_shards_equal_to_the_byte(
         back = way_out(shards, folder / "back", weight_data_type=kind, max_shard_bytes=shard)
         assert folder_problems(back) == []
         direct = way_out(original, folder / "direct", **first)
-        expected, found = (tensors_of(each) for each in (original, back))
+        expected, found, unsplit = (tensors_of(each) for each in (original, back, direct))
+        divided = DIVIDED if name == "gptneox-parallel" else ()
         # Saved by transformers 5, which ties every mT5; unscaled logits need a head of their own.
         extra = {"lm_head.weight"} if name == "mt5" else set()
         assert found.keys() - extra == expected.keys()
         for key, value in expected.items():
             rows = UNUSED_ROWS.get(key, 0)
             value = value.to(found[key].dtype)
+            assert torch.equal(unsplit[key][rows:], value[rows:]), key
+            if key.endswith(divided):
+                value = value / tp_size * tp_size
             assert torch.equal(found[key][rows:], value[rows:]), key
-        assert tensors_of(direct).keys() == found.keys()
-        assert all(torch.equal(each, found[key]) for key, each in tensors_of(direct).items())
+        assert unsplit.keys() == found.keys()
+        exact = [key for key in found if not key.endswith(divided)]
+        assert all(torch.equal(unsplit[key], found[key]) for key in exact)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
