@@ -18,6 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.front.access import OpenAIOptions
+from inference.ports import FREE_PORTS
 from inference.server.server import TritonServer
 from tests.tiny_transformers import write_model
 
@@ -59,9 +60,7 @@ def served(
     )
     server = TritonServer(
         root,
-        http_port=0,
-        grpc_port=0,
-        metrics_port=0,
+        ports=FREE_PORTS,
         log_path=tmp_path_factory.mktemp("log") / "triton.log",
         openai=OpenAIOptions(port=0),
     )

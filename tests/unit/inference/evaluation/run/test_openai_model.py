@@ -15,7 +15,10 @@ import pytest
 from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import EvaluationOptions, LatencyOptions
 from inference.evaluation.record import RunFacts
-from inference.evaluation.run import openai_model
+from inference.evaluation.run import (
+    connection,  # noqa: F401 - imports the loader of tokenizers before `server` replaces it
+    openai_model,
+)
 from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.run.task_run import EvaluationError
