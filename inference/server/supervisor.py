@@ -184,7 +184,8 @@ class ServerWatch:
     def _end_of(self, pid: int, state: ProcessState | None) -> str | None:
         """Forget a process that has ended; return its exit if it was that of a model."""
         name, is_model = self._name(pid), pid in self._models
-        self._ended.add((pid, self._started[pid]))
+        if is_model:  # else a scan after readiness judges it
+            self._ended.add((pid, self._started[pid]))
         is_replaced = not self._looked_ready and self._has_later(pid)
         is_same = state is not None and state.started == self._started[pid]
         how = _how_ended(state.exit_code) if state is not None and is_same else "has ended"

@@ -235,6 +235,23 @@ def test_model_lost_before_it_was_seen_is_reported(tmp_path: Path) -> None:
     process.wait(LIMIT_S)
 
 
+def test_model_that_ended_unidentified_while_others_load_is_reported(tmp_path: Path) -> None:
+    watch = supervisor.ServerWatch(os.getpid())
+    assert watch.loss() is None
+    process = _stub(tmp_path)
+    until(lambda: _program(process.pid) == "triton_python_b")
+    state = supervisor.process_state(process.pid)
+    assert state is not None
+    watch._started[process.pid] = state.started  # as a scan before its program had begun leaves it
+    process.kill()
+    until(lambda: getattr(supervisor.process_state(process.pid), "letter", "") == "Z")
+    watch._looked = float("-inf")
+    assert watch.loss() is None
+    watch.is_ready = True
+    until(lambda: "was ended by SIGKILL" in (watch.loss() or ""), limit_s=2.0)
+    process.wait(LIMIT_S)
+
+
 def test_model_that_ended_before_the_first_scan_is_reported(tmp_path: Path) -> None:
     watch = supervisor.ServerWatch(os.getpid())
     assert watch.loss() is None
