@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -132,6 +133,7 @@ def _program(pid: int) -> str:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait(LIMIT_S)
+    time.sleep(2 / os.sysconf("SC_CLK_TCK"))  # the next process starts in a later tick
 
 
 def _knows(watch: supervisor.ServerWatch, process: subprocess.Popen[bytes]) -> bool:
