@@ -87,11 +87,13 @@ def test_a_table_is_written_from_its_record(tmp_path: Path) -> None:
     assert written.endswith("\nafter\n")
 
 
-def test_the_tables_of_the_document_are_those_of_the_records() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"<!-- record ([\w.-]+) -->", text))
-    assert named == {path.stem for path in records.RESULTS.glob("*.json")}
-    assert with_tables(text) == text
+def test_the_tables_of_documents_are_those_of_the_records() -> None:
+    named: list[str] = []
+    for name in ("performance.md", "reliability.md"):
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        named += re.findall(r"<!-- record ([\w.-]+) -->", text)
+        assert with_tables(text) == text
+    assert sorted(named) == sorted(path.stem for path in records.RESULTS.glob("*.json"))
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/performance.md"])
