@@ -21,7 +21,7 @@ from export_scripts.families.layout.spec import (
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.keys import activation_name, key
 from export_scripts.families.mapping.names import in_layers
-from export_scripts.families.mapping.rotary import FT_BASE, plain_rotary_dims, rotary_fraction
+from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import (
     HUGGINGFACE_ACTIVATIONS,
     Settings,
@@ -167,8 +167,14 @@ _GELUS = {name: each for name, each in HUGGINGFACE_ACTIVATIONS.items() if each[0
 
 def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     _, exact_gelu = settings.activation("hidden_act", default="gelu", known=_GELUS)
-    dims = plain_rotary_dims(settings, values["size_per_head"], fraction=0.25)
-    return {"rotary_embedding": dims, "exact_gelu": exact_gelu}
+    rotary = rotary_fields(settings, values["size_per_head"], fraction=0.25)
+    base, kind = rotary.get("rotary_base", FT_BASE), rotary.get("rotary_scaling_type")
+    if kind is not None or base != FT_BASE:
+        settings.problems.append(
+            f"{settings.label}: rotary positions of kind {kind or 'default'} and base {base:g} "
+            f"cannot be represented: FT has only plain ones of base {FT_BASE:g}"
+        )
+    return {"rotary_embedding": rotary["rotary_embedding"], "exact_gelu": exact_gelu}
 
 
 def _written(config: GPTNeoXConfig) -> dict[str, Any]:

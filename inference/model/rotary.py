@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,10 +28,9 @@ def position_shift(rotary: Rotary | None, tokens: int) -> int:
     sequence that grows beyond that length computes its keys again; beams and conversations, which
     cannot, have the long factors from the start if they may exceed it.
     """
-    scaling = {} if rotary is None else dict(rotary.scaling)
-    if _kind(scaling) != "longrope":
+    if rotary is None or rotary.kind != "longrope":
         return 0
-    return _LONG if tokens > _number(scaling, "original_max_position_embeddings") else 0
+    return _LONG if tokens > rotary.scaling["original_max_position_embeddings"] else 0
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,6 @@ class RotaryTable:  # hashed by identity: a key of a step's angles
     def __init__(
         self, rotary: Rotary, *, interleaved: bool, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Prepare the frequencies.
-
-        Raises:
-            ValueError: The scaling is of a type this runtime does not compute.
-        """
         frequencies, self._scale = _frequencies(rotary)
         self._frequencies = frequencies.to(device)  # (R/2,), of LongRoPE (2, R/2): short and long
         self.interleaved = interleaved
@@ -98,78 +93,46 @@ def _frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
     """
     exponents = torch.arange(0, rotary.dims, 2, dtype=torch.float32) / rotary.dims
     frequencies = 1.0 / rotary.base**exponents
-    scaling = dict(rotary.scaling)
-    kind = _kind(scaling)
+    scaling = rotary.scaling
+    if rotary.kind == "linear":
+        return frequencies / scaling["factor"], 1.0
+    if rotary.kind == "llama3":
+        return _llama3(frequencies, scaling), 1.0
+    if rotary.kind == "yarn":
+        return _yarn(frequencies, rotary)
+    if rotary.kind == "longrope":
+        factors = torch.tensor([scaling["short_factor"], scaling["long_factor"]])
+        return frequencies / factors, scaling["attention_factor"]
     # "dynamic" changes angles only beyond the trained context, which the engine does not exceed but
     # in sessions that forget.
-    if kind in ("default", "dynamic"):
-        return frequencies, 1.0
-    if kind == "linear":
-        return frequencies / _number(scaling, "factor"), 1.0
-    if kind == "llama3":
-        return _llama3(frequencies, scaling), 1.0
-    if kind == "yarn":
-        return _yarn(frequencies, rotary, scaling)
-    if kind == "longrope":
-        factors = [_numbers(scaling, name, len(frequencies)) for name in _LONGROPE_FACTORS]
-        return frequencies / torch.tensor(factors), _number(scaling, "attention_factor")
-    raise ValueError(
-        f"rotary scaling of type {kind!r} is not supported; known: "
-        "default, linear, dynamic, llama3, yarn, longrope"
-    )
+    return frequencies, 1.0
 
 
-_LONGROPE_FACTORS = ("short_factor", "long_factor")
-
-
-def _kind(scaling: Mapping[str, str]) -> str:
-    return scaling.get("rope_type", scaling.get("type", "default"))
-
-
-def _numbers(scaling: Mapping[str, str], key: str, count: int) -> list[float]:
-    numbers = [_number({key: each}, key) for each in scaling.get(key, "").split(",")]
-    if len(numbers) != count:
-        raise ValueError(f"rotary scaling needs {count} numbers {key!r}, got {len(numbers)}")
-    return numbers
-
-
-def _number(scaling: Mapping[str, str], key: str, default: float | None = None) -> float:
-    if key not in scaling and default is not None:
-        return default
-    try:
-        return float(scaling[key])
-    except (KeyError, ValueError):
-        raise ValueError(f"rotary scaling needs a number {key!r}, got {dict(scaling)}") from None
-
-
-def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, str]) -> torch.Tensor:
+def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Slow down long waves by the factor, keep short ones, blend between (Llama 3.1)."""
-    factor = _number(scaling, "factor")
-    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
-    original = _number(scaling, "original_max_position_embeddings")
-    turns = original * frequencies / (2 * math.pi)  # of each pair over the original length
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    # Of each pair over the original length.
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (blend + (1 - blend) / factor)
+    return frequencies * (blend + (1 - blend) / scaling["factor"])
 
 
-def _yarn(
-    frequencies: torch.Tensor, rotary: Rotary, scaling: Mapping[str, str]
-) -> tuple[torch.Tensor, float]:
+def _yarn(frequencies: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, float]:
     """Interpolate long waves, keep short ones, sharpen attention (Peng et al., YaRN, 3.2-3.4)."""
-    factor = _number(scaling, "factor")
-    original = _number(scaling, "original_max_position_embeddings")
+    scaling = rotary.scaling
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
 
     def pair(turns: float) -> float:
         """Index of the pair that makes `turns` turns over the original length."""
         waves = math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rotary.base))
         return rotary.dims * waves
 
-    low, high = pair(_number(scaling, "beta_fast", 32.0)), pair(_number(scaling, "beta_slow", 1.0))
-    if scaling.get("truncate", "True") == "True":
+    low, high = pair(scaling.get("beta_fast", 32.0)), pair(scaling.get("beta_slow", 1.0))
+    if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary.dims - 1)
     index = torch.arange(len(frequencies), dtype=torch.float32)
     interpolated = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
     frequencies = frequencies * (1 - interpolated) + frequencies / factor * interpolated
     sharpened = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    return frequencies, _number(scaling, "attention_factor", sharpened)
+    return frequencies, scaling.get("attention_factor", sharpened)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from export_scripts.families.dense.huggingface import GATED, rotary_fields
+from export_scripts.families.dense.huggingface import GATED
 from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.gpt.core import (
     CORE_LAYER,
@@ -25,7 +25,7 @@ from export_scripts.families.layout.spec import WeightSpec
 from export_scripts.families.mapping.megatron_traits import MegatronTraits, foreign_settings
 from export_scripts.families.mapping.names import completed, named_sources
 from export_scripts.families.mapping.nemo2_traits import unknown_model
-from export_scripts.families.mapping.rotary import RotarySettings
+from export_scripts.families.mapping.rotary import scaling_fields
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
 
@@ -119,7 +119,7 @@ def core_config(facts: Facts) -> DenseConfig:
         embedding_scale=traits.hidden**0.5 if traits.source.get("apply_embedding_scaling") else 1.0,
         **_core_windows(traits),
         rotary_layers=_layers(traits, "no_rope_freq"),
-        **rotary_fields(_core_rotary(traits), traits.size_per_head),
+        **_core_rotary(traits),
     )
 
 
@@ -148,19 +148,21 @@ def _core_windows(traits: MegatronTraits) -> dict[str, Any]:
     return {"sliding_window": int(window[0]) + 1, "sliding_layers": layers}
 
 
-def _core_rotary(traits: MegatronTraits) -> RotarySettings:
-    base, fraction = traits.rotary_base, traits.rotary_fraction
+def _core_rotary(traits: MegatronTraits) -> dict[str, Any]:
     source = traits.source
+    fields = {
+        "rotary_embedding": int(traits.size_per_head * traits.rotary_fraction),
+        "rotary_base": traits.rotary_base,
+    }
     if source.get("scale_positional_embedding") or source.get("use_rope_scaling"):
         scaling = {
             name: type(usual)(next((source[key] for key in keys if source.get(key)), usual))
             for name, keys, usual in _LLAMA31
         }
-        return RotarySettings("llama3", base, fraction, scaling=scaling)
+        return {**fields, **scaling_fields("llama3", scaling)}
     if traits.rotary_interpolation not in (None, 1):
-        scaling = {"factor": traits.rotary_interpolation}
-        return RotarySettings("linear", base, fraction, scaling=scaling)
-    return RotarySettings("default", base, fraction)
+        return {**fields, **scaling_fields("linear", {"factor": traits.rotary_interpolation})}
+    return fields
 
 
 def core_sources(

@@ -6,17 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from export_scripts.families.dense.layout import DENSE, SCALING_FIELDS, DenseConfig
+from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.keys import Setting, key
 from export_scripts.families.mapping.names import Names, in_layers
-from export_scripts.families.mapping.rotary import (
-    FT_BASE,
-    RotarySettings,
-    rotary_fraction,
-    rotary_settings,
-)
+from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import Settings
 
 HF_LAYER = "model.layers.{layer}."
@@ -106,54 +101,29 @@ class DenseDecoder(HuggingFaceDecoder):
         return {
             "size_per_head": size,
             "activation_type": GATED[activation] if self.is_gated else activation,
-            **rotary_fields(self._rotary(settings), size),
+            **rotary_fields(
+                settings,
+                size,
+                fraction=self.rotary_fraction,
+                base=self.rotary_base,
+                local_base=self.rotary_local_base,
+            ),
         }
-
-    def _rotary(self, settings: Settings) -> RotarySettings:
-        rotary = rotary_settings(
-            settings,
-            fraction=self.rotary_fraction or 1.0,
-            base=self.rotary_base,
-            local_base=self.rotary_local_base,
-        )
-        if rotary.fraction != 1 and self.rotary_fraction is None:
-            settings.problems.append(
-                f"config.json: partial_rotary_factor = {rotary.fraction:g} cannot be represented: "
-                "transformers rotates whole heads in these models"
-            )
-        return rotary
 
     def written_derived(self, config: DenseConfig) -> dict[str, Any]:
         """Return the size of a head and rotary positions."""
         return {"head_dim": config.size_per_head, **written_rotary(config)}
 
 
-def rotary_fields(rotary: RotarySettings, size_per_head: int) -> dict[str, Any]:
-    """Return the rotary keys of config.ini."""
-    scaled = {} if rotary.kind == "default" else {"rotary_scaling_type": rotary.kind}
-    return {
-        "rotary_embedding": int(size_per_head * rotary.fraction),
-        "rotary_base": rotary.base,
-        "rotary_local_base": rotary.local_base,
-        **scaled,
-        **{f"rotary_{name}": value for name, value in rotary.scaling.items()},
-    }
-
-
 def written_rotary(config: DenseConfig) -> dict[str, Any]:
     """Return the rotary settings of config.json of which `rotary_fields` makes the config's."""
-    scaling = {
-        name: value
-        for name in SCALING_FIELDS
-        if (value := getattr(config, f"rotary_{name}")) is not None
-    }
     kind = config.rotary_scaling_type
     fraction = rotary_fraction(config.rotary_embedding, config.size_per_head)
     return {
         "rope_theta": config.rotary_base,
         "rope_local_base_freq": config.rotary_local_base,
         **({} if fraction == 1 else {"partial_rotary_factor": fraction}),
-        "rope_scaling": None if kind is None else {"rope_type": kind, **scaling},
+        "rope_scaling": None if kind is None else {"rope_type": kind, **config.rotary_scaling},
     }
 
 

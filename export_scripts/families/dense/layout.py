@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from export_scripts.families.layout.architecture import (
+    ROTARY_SCALINGS,
     DecoderArchitecture,
     Rotary,
     activation_choice,
@@ -27,7 +28,24 @@ _CHOICES = {
     "norm_type": ("rmsnorm", "layernorm"),
     "residual": ("sequential", "parallel", "parallel_shared"),
     "query_key_norm": (None, "head", "all"),
+    "rotary_scaling_type": (None, *ROTARY_SCALINGS),
 }
+# Parameters that a folder must have as well.
+_LENGTH = ("original_max_position_embeddings",)
+_COMPUTED = {"llama3": _LENGTH, "yarn": _LENGTH, "longrope": (*_LENGTH, "attention_factor")}
+# Parameters of rotary scaling, under Hugging Face's names and, after "rotary_", in config.ini.
+_SCALING = (
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "truncate",
+    "short_factor",
+    "long_factor",
+)
 
 
 def _trait(default: Any) -> Any:
@@ -98,6 +116,12 @@ class DenseConfig(DecoderConfig):
                 f"rotary_embedding = {dims} of the head size {size} cannot be represented: "
                 "dimensions are rotated two at a time"
             )
+        kind = self.rotary_scaling_type or ""
+        problems += [
+            f"rotary_scaling_type = {kind} needs rotary_{name}"
+            for name in (*ROTARY_SCALINGS.get(kind, ()), *_COMPUTED.get(kind, ()))
+            if name not in self.rotary_scaling
+        ]
         problems += [
             f"{name} has {len(factors)} factors for {dims} rotated dimensions: expected {dims // 2}"
             for name in ("rotary_short_factor", "rotary_long_factor")
@@ -105,6 +129,12 @@ class DenseConfig(DecoderConfig):
         ]
         if problems:
             raise ValueError("\n".join(problems))
+
+    @property
+    def rotary_scaling(self) -> dict[str, Any]:
+        """Parameters of rotary scaling, under Hugging Face's names."""
+        values = {name: getattr(self, f"rotary_{name}") for name in _SCALING}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def hidden(self) -> int:
@@ -172,9 +202,9 @@ def dense_architecture(config: DenseConfig) -> DecoderArchitecture:
     """
     activation, gated = activation_choice(config.activation_type)
     rotary = local = None
-    if config.rotary_embedding:
-        dims = config.rotary_embedding
-        rotary = Rotary(dims=dims, base=config.rotary_base, scaling=_scaling(config))
+    if dims := config.rotary_embedding:
+        kind, scaling = config.rotary_scaling_type, config.rotary_scaling
+        rotary = Rotary(dims=dims, base=config.rotary_base, kind=kind, scaling=scaling)
         if config.rotary_local_base is not None:
             local = Rotary(dims=dims, base=config.rotary_local_base)
     alibi = config.use_attention_linear_bias
@@ -197,32 +227,6 @@ def dense_architecture(config: DenseConfig) -> DecoderArchitecture:
 
 def _per_layer(config: DenseConfig, layers: tuple[int, ...] | None) -> tuple[bool, ...] | None:
     return None if layers is None else tuple(n in layers for n in range(config.num_layer))
-
-
-SCALING_FIELDS = (
-    "factor",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "truncate",
-    "short_factor",
-    "long_factor",
-)
-
-
-def _scaling(config: DenseConfig) -> tuple[tuple[str, str], ...]:
-    if config.rotary_scaling_type is None:
-        return ()
-    values = {name: getattr(config, f"rotary_{name}") for name in SCALING_FIELDS}
-    known = (
-        (name, ",".join(map(str, value)) if isinstance(value, tuple) else str(value))
-        for name, value in values.items()
-        if value is not None
-    )
-    return (("type", config.rotary_scaling_type), *known)
 
 
 def _heads_norm(name: str, width: str) -> tuple[WeightSpec, ...]:

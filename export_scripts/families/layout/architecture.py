@@ -6,8 +6,9 @@ the family.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 Position = Literal["learned", "alibi", "rotary_interleaved", "rotary_half", "none"]
 Norm = Literal["layernorm", "rmsnorm"]
@@ -46,18 +47,28 @@ def activation_choice(spelling: str) -> tuple[Activation, bool]:
         ) from None
 
 
+# Kinds of rotary scaling, and the parameters that each must have, by Hugging Face's names.
+ROTARY_SCALINGS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotary position embedding of a decoder.
+    """Rotary position embedding of a decoder, of `dims` dimensions of each head.
 
-    `dims` of each head are rotated; `scaling` holds the parameters of its `type` ("linear",
-    "dynamic", "llama3", "yarn" or "longrope") under the names Hugging Face gives them, as text,
-    lists with commas; it is empty for plain rotary. The attention_factor of longrope is given.
+    `kind` is one of ROTARY_SCALINGS, `scaling` its parameters; longrope's include its
+    attention_factor, and those with an original length that too.
     """
 
     dims: int
     base: float = 10000.0
-    scaling: tuple[tuple[str, str], ...] = ()
+    kind: str | None = None  # None: plain rotary
+    scaling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

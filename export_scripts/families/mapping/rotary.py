@@ -8,106 +8,94 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+from export_scripts.families.layout.architecture import ROTARY_SCALINGS
 from export_scripts.families.mapping.settings import Settings
 
 # Built into FasterTransformer's GPT-J and GPT-NeoX.
 FT_BASE = 10000.0
 
-# Parameters of each kind, in addition to its base.
-_REQUIRED: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-}
 # Earlier names.
-_RENAMED = {"su": "longrope"}
+_RENAMED = {"su": "longrope", "default": None}
 
 
-@dataclass(frozen=True)
-class RotarySettings:
-    """Rotary positions of a source: base, rotated fraction of a head, scaling.
-
-    `scaling` is empty for the default kind; for yarn and longrope it includes the computed
-    attention_factor. `local_base` is that of layers with a sliding window, if another.
-    """
-
-    kind: str = "default"
-    base: float = 10000.0
-    fraction: float = 1.0
-    local_base: float | None = None
-    scaling: Mapping[str, Any] = field(default_factory=dict)
-
-
-def rotary_settings(
+def rotary_fields(
     settings: Settings,
+    size_per_head: int,
     *,
-    fraction: float = 1.0,
+    fraction: float | None = None,
     base: float = FT_BASE,
     local_base: float | None = None,
-) -> RotarySettings:
-    """Return a configuration's rotary positions; problems are noted in `settings`.
+) -> dict[str, Any]:
+    """Return the rotary keys of config.ini; problems are noted in `settings`.
 
     Args:
-        settings: The configuration.
-        fraction: The rotated fraction where the configuration names none.
+        settings: A configuration.
+        size_per_head: Dimensions of a head.
+        fraction: The rotated fraction of a head where the configuration names none; None where
+            the library always rotates whole heads.
         base: The base where it names none.
         local_base: That of layers with a sliding window, in a family where it is another.
     """
     source = settings.source
     # With both, transformers 4 reads the second only and 5 prefers it.
     given = source.get("rope_scaling") or source.get("rope_parameters") or {}
+    plain = {"rotary_embedding": size_per_head}
     if not isinstance(given, Mapping):
         settings.problems.append(
             f"{settings.label}: rotary scaling {given!r} is not a table of parameters"
         )
-        return RotarySettings()
+        return plain
     if local_base is not None:
         local_base = settings.number("rope_local_base_freq", default=local_base)
     if any(isinstance(value, Mapping) for value in given.values()):
         if local_base is None or not set(given) <= {"full_attention", "sliding_attention"}:
             settings.problems.append(f"{settings.label}: layers with rotary positions of their own")
-            return RotarySettings()
+            return plain
         local = Settings(given.get("sliding_attention") or {}, settings.label, settings.problems)
         local.expect("rope_type", "default", why="layers with a window have plain rotary positions")
         local_base = local.number("rope_theta", default=local_base)
         given = given.get("full_attention") or {}
-    kind = given.get("rope_type") or given.get("type") or "default"
-    kind = _RENAMED.get(kind, kind) if isinstance(kind, str) else kind
-    if not isinstance(kind, str) or kind not in _REQUIRED:
-        known = ", ".join(_REQUIRED)
+    stated = given.get("rope_type") or given.get("type")
+    kind = _RENAMED.get(stated, stated) if isinstance(stated, str) else stated
+    if kind is not None and (not isinstance(kind, str) or kind not in ROTARY_SCALINGS):
         settings.problems.append(
-            f"{settings.label}: rotary scaling {kind!r} cannot be represented; known: {known}"
+            f"{settings.label}: rotary scaling {kind!r} cannot be represented; known: default, "
+            f"{', '.join(ROTARY_SCALINGS)}"
         )
-        return RotarySettings()
+        return plain
     base = settings.number("rope_theta", "rotary_emb_base", default=base)
-    part = settings.number("partial_rotary_factor", "rotary_pct", default=fraction)
+    part = settings.number("partial_rotary_factor", "rotary_pct", default=fraction or 1.0)
     inner = Settings(given, f"{settings.label}: rotary scaling", settings.problems)
     base = inner.number("rope_theta", default=base)
     part = inner.number("partial_rotary_factor", default=part)
-    missing = [name for name in _REQUIRED[kind] if given.get(name) is None]
+    if part != 1 and fraction is None:
+        settings.problems.append(
+            f"{settings.label}: partial_rotary_factor = {part:g} cannot be represented: "
+            "transformers rotates whole heads in these models"
+        )
+    fields = {"rotary_embedding": int(size_per_head * part), "rotary_base": base}
+    if local_base is not None:
+        fields["rotary_local_base"] = local_base
+    if kind is None:
+        return fields
+    missing = [name for name in ROTARY_SCALINGS[kind] if given.get(name) is None]
     if missing:
         settings.problems.append(
             f"{settings.label}: {kind} rotary scaling without {', '.join(missing)}"
         )
-        return RotarySettings()
-    return RotarySettings(kind, base, part, local_base, _scaling(kind, inner, settings))
+        return plain
+    scaling = _scaling(kind, inner, settings)
+    return {**fields, **scaling_fields(kind, scaling)}
 
 
-def plain_rotary_dims(settings: Settings, size_per_head: int, *, fraction: float) -> int:
-    """Return the rotated dimensions of a head for a family with fixed rotary positions."""
-    rotary = rotary_settings(settings, fraction=fraction)
-    if rotary.kind != "default" or rotary.base != FT_BASE:
-        settings.problems.append(
-            f"{settings.label}: rotary positions of kind {rotary.kind} and base {rotary.base:g} "
-            f"cannot be represented: FT has only plain ones of base {FT_BASE:g}"
-        )
-    return int(size_per_head * rotary.fraction)
+def scaling_fields(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.ini of a kind of rotary scaling and its parameters."""
+    return {
+        "rotary_scaling_type": kind,
+        **{f"rotary_{name}": value for name, value in scaling.items()},
+    }
 
 
 def rotary_fraction(dims: int, size_per_head: int) -> float:
@@ -117,11 +105,9 @@ def rotary_fraction(dims: int, size_per_head: int) -> float:
 
 
 def _scaling(kind: str, given: Settings, settings: Settings) -> dict[str, Any]:
-    if kind == "default":
-        return {}
     context = settings.integer("max_position_embeddings")
     read = given.numbers if kind == "longrope" else given.number
-    out: dict[str, Any] = {name: read(name) for name in _REQUIRED[kind]}
+    out: dict[str, Any] = {name: read(name) for name in ROTARY_SCALINGS[kind]}
     if kind == "dynamic":
         # The growth is measured against the model's own limit.
         out["original_max_position_embeddings"] = context

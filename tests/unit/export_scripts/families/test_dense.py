@@ -93,6 +93,18 @@ def test_fastertransformer_is_known_not_to_serve_it() -> None:
     assert not DENSE.ft_backend
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("yarn", "yarn needs rotary_factor\nrotary_scaling_type = yarn needs rotary_original_max"),
+        ("spiral", "rotary_scaling_type = spiral; known: None, linear"),
+    ],
+)
+def test_a_folder_whose_rotary_scaling_is_incomplete_is_refused(kind: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        config_for(1, rotary_scaling_type=kind)
+
+
 def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
@@ -101,10 +113,8 @@ def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
     rotary = dense_architecture(config).rotary
     assert rotary is not None
     assert (rotary.base, rotary.dims) == (5e5, 8)
-    assert dict(rotary.scaling) == {
-        "type": "llama3", "factor": "8.0", "low_freq_factor": "1.0", "high_freq_factor": "4.0",
-        "original_max_position_embeddings": "16",
-    }  # fmt: skip
+    assert rotary.kind == scaling.pop("rope_type")
+    assert rotary.scaling == scaling
     assert (config.head_num, config.kv_head_num, config.hidden_size) == (4, 2, 24)
 
 

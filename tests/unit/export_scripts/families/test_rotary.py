@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from export_scripts.families.mapping.rotary import rotary_settings
+from export_scripts.families.mapping.rotary import rotary_fields
 from export_scripts.families.mapping.settings import Settings
 
 
 def read(config: dict[str, Any], **options: Any) -> Any:
     settings = Settings({"max_position_embeddings": 64, **config})
-    rotary = rotary_settings(settings, **options)
+    rotary = rotary_fields(settings, 8, **{"fraction": 1.0, **options})
     settings.finish()
     return rotary
 
@@ -29,30 +29,30 @@ def read(config: dict[str, Any], **options: Any) -> Any:
 )
 def test_old_and_new_spellings_mean_the_same(config: dict[str, Any]) -> None:
     rotary = read(config)
-    assert (rotary.kind, rotary.base, rotary.fraction) == ("default", 5e5, 0.5)
+    assert rotary == {"rotary_embedding": 4, "rotary_base": 5e5}
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_scaling_is_named_by_either_key(key: str) -> None:
     rotary = read({"rope_scaling": {key: "linear", "factor": 2.0}})
-    assert (rotary.kind, dict(rotary.scaling)) == ("linear", {"factor": 2.0})
+    assert (rotary["rotary_scaling_type"], rotary["rotary_factor"]) == ("linear", 2.0)
 
 
 def test_dynamic_scaling_begins_at_the_models_limit() -> None:
     rotary = read({"rope_scaling": {"type": "dynamic", "factor": 2.0}})
-    assert rotary.scaling["original_max_position_embeddings"] == 64
+    assert rotary["rotary_original_max_position_embeddings"] == 64
 
 
 def test_yarn_computes_the_factor_of_sine_and_cosine() -> None:
     rotary = read({"rope_scaling": {"type": "yarn", "factor": 4.0}})
-    assert rotary.scaling["attention_factor"] == pytest.approx(0.1 * math.log(4.0) + 1)
-    assert rotary.scaling["original_max_position_embeddings"] == 64
+    assert rotary["rotary_attention_factor"] == pytest.approx(0.1 * math.log(4.0) + 1)
+    assert rotary["rotary_original_max_position_embeddings"] == 64
     stated = read({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}})
-    assert stated.scaling["attention_factor"] == 1.5
+    assert stated["rotary_attention_factor"] == 1.5
 
 
 def test_the_fraction_of_the_family_holds_where_none_is_named() -> None:
-    assert read({}, fraction=0.25).fraction == 0.25
+    assert read({}, fraction=0.25)["rotary_embedding"] == 2
 
 
 def test_unknown_scaling_is_reported_with_the_known_ones() -> None:

@@ -367,9 +367,7 @@ def test_the_newest_row_is_preempted_and_the_oldest_never() -> None:
 
 
 ORIGINAL = 10
-LONGROPE = Rotary(
-    dims=2, scaling=(("type", "longrope"), ("original_max_position_embeddings", str(ORIGINAL)))
-)
+LONGROPE = Rotary(dims=2, kind="longrope", scaling={"original_max_position_embeddings": ORIGINAL})
 
 
 @pytest.mark.parametrize("blocks", [0, BLOCKS])

@@ -20,44 +20,34 @@ def table(rotary: Rotary, *, interleaved: bool = False) -> RotaryTable:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "theirs"),
+    ("kind", "scaling"),
     [
-        ({}, {"rope_type": "default"}),
-        ({"type": "linear", "factor": "4"}, {"rope_type": "linear", "factor": 4.0}),
+        (None, {}),
+        ("linear", {"factor": 4.0}),
         (
+            "llama3",
             {
-                "type": "llama3",
-                "factor": "8",
-                "low_freq_factor": "1",
-                "high_freq_factor": "4",
-                "original_max_position_embeddings": "128",
-            },
-            {
-                "rope_type": "llama3",
                 "factor": 8.0,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 128,
             },
         ),
-        (
-            {"type": "yarn", "factor": "4", "original_max_position_embeddings": "128"},
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
-        ),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 128}),
     ],
 )
-def test_angles_equal_the_library(scaling: dict[str, str], theirs: dict[str, Any]) -> None:
+def test_angles_equal_the_library(kind: str | None, scaling: dict[str, Any]) -> None:
     llama = pytest.importorskip("transformers.models.llama")
     config = llama.LlamaConfig(
         hidden_size=64,
         num_attention_heads=4,
         num_hidden_layers=1,
         max_position_embeddings=512,
-        rope_parameters={"rope_theta": 10000.0, **theirs},
+        rope_parameters={"rope_theta": 10000.0, "rope_type": kind or "default", **scaling},
     )
     embedding = llama.modeling_llama.LlamaRotaryEmbedding(config)
     cos, sin = embedding(torch.zeros(1), POSITIONS.unsqueeze(0))
-    angles = table(Rotary(dims=16, scaling=tuple(scaling.items())))(POSITIONS)
+    angles = table(Rotary(dims=16, kind=kind, scaling=scaling))(POSITIONS)
     torch.testing.assert_close(angles.cos[:, 0], cos[0])
     torch.testing.assert_close(angles.sin[:, 0], sin[0])
 
@@ -80,13 +70,8 @@ def test_longrope_has_other_factors_beyond_the_original_length(length: int) -> N
     cos, sin = embedding(torch.zeros(1), positions.unsqueeze(0))
     rotary = Rotary(
         dims=16,
-        scaling=(
-            ("type", "longrope"),
-            ("original_max_position_embeddings", "128"),
-            ("attention_factor", str(embedding.attention_scaling)),
-            ("short_factor", ",".join(map(str, short))),
-            ("long_factor", ",".join(map(str, long))),
-        ),
+        kind="longrope",
+        scaling={**given, "attention_factor": embedding.attention_scaling},
     )
     angles = table(rotary)(positions + position_shift(rotary, length))
     torch.testing.assert_close(angles.cos[:, 0], cos[0])
@@ -112,8 +97,3 @@ def test_only_the_first_dimensions_turn() -> None:
     turned = turn.rotate(x, turn(POSITIONS))
     assert turned[..., 4:].equal(x[..., 4:])
     assert turned[0].equal(x[0])
-
-
-def test_unknown_scaling_is_refused() -> None:
-    with pytest.raises(ValueError, match="rotary scaling of type 'spiral' is not supported"):
-        table(Rotary(dims=4, scaling=(("type", "spiral"),)))
