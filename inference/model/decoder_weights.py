@@ -8,7 +8,6 @@ import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from inference.model.decoder import Decoder, DecoderLayer, Head, JointLayer
-from inference.model.layer_loader import LayerLoader
 from inference.model.layers import (
     MLP,
     Attention,
@@ -20,7 +19,7 @@ from inference.model.layers import (
 )
 from inference.model.rotary import RotaryTable
 from inference.model.step import AttentionRules
-from inference.model.weights import RankWeights
+from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.gemm import make_gemm
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.layout import undivided

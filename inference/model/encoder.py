@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from export_scripts.families.layout.architecture import EncoderArchitecture
-from inference.model.layer_loader import LayerLoader
 from inference.model.layers import MLP, Normalise, RowAttention
 from inference.model.ragged import RaggedRows, RowMasks
-from inference.model.weights import RankWeights
+from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.layout import undivided
 from inference.parallel.linear import AllReduce
 

@@ -19,8 +19,7 @@ from inference.model.kv_cache import KVCache
 from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows, RowMasks
 from inference.model.step import AttentionRules, Segment, Step, attention_groups, make_step
-from inference.model.t5_layers import T5DecoderLayer
-from inference.model.t5_weights import T5Loader, check_t5
+from inference.model.t5_layers import T5DecoderLayer, T5Loader, check_t5
 from inference.model.weights import RankWeights
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import AllReduce, VocabParallelHead

@@ -18,8 +18,8 @@ import torch
 from torch.nn import functional
 
 from inference.model.kv_cache import on_device
-from inference.model.padding import may_share_call
 from inference.model.relative_position import square_bias
+from inference.model.step import may_share_call
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from inference.model.kv_cache import Array, KVCache
-from inference.model.padding import may_share_call
 
 
 @dataclass(slots=True)
@@ -225,6 +224,18 @@ def _parts(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
         run.append(segment)
     if run:
         yield row, run
+
+
+# The padded work stays below this multiple of the true work, or it adds fewer tokens than a
+# further call costs.
+_MOST_PADDED = 1.25
+_CALL_TOKENS = 256
+
+
+def may_share_call(lengths: Sequence[int]) -> bool:
+    """Return whether sequences of these lengths are padded to the longest, for one call."""
+    padded, true = max(lengths) * len(lengths), sum(lengths)
+    return padded - true <= _CALL_TOKENS or padded <= _MOST_PADDED * true
 
 
 def _fits(run: list[Segment], segment: Segment) -> bool:

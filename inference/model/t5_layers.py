@@ -1,25 +1,31 @@
-"""T5 layers, and the parts that only they have: attention over the encoder's output; adapters.
+"""T5 layers and their loading; only they have attention over an encoder's output, and adapters.
 
 `scalers` are those of IA3, see `layers.scaled`.
 """
 
-# Shapes: N tokens, E hidden, H local heads, D head size, F local MLP width
+# Shapes: N tokens, E hidden, H local heads, D head size, V vocabulary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from inference.model.cached_attention import EncodedSlots, attend_cached
 from inference.model.kv_cache import KVCache
-from inference.model.layers import MLP, Attention, Normalise, RowAttention, scaled
+from inference.model.layers import MLP, Attention, Embedding, Normalise, RowAttention, scaled
 from inference.model.ragged import RowMasks
+from inference.model.relative_position import distance_bias
 from inference.model.step import Step
+from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.gemm import Product
-from inference.parallel.linear import RowParallelLinear
+from inference.parallel.gemm_options import GemmOptions
+from inference.parallel.layout import undivided
+from inference.parallel.linear import AllReduce, RowParallelLinear, VocabParallelHead
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,11 @@ class LinearAdapter:
 
     # Order: FasterTransformer, layers/adapter_layers/LinearAdapterLayer.cc (df4a753).
     norm: Normalise
-    wi: Product  # with its activation
-    wo: RowParallelLinear
+    mlp: MLP
 
     def __call__(self, y: torch.Tensor) -> torch.Tensor:
         """Return y plus its adaptation, (N, E)."""
-        return self.wo(self.wi(self.norm(y)), y)
+        return self.mlp(self.norm(y), y)
 
 
 # Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.
@@ -140,3 +145,152 @@ class T5DecoderLayer:
         x = self.attention(x, step, layer=layer, tasks=tasks)
         x = self.cross(x, encoded, step.cache, layer=layer)
         return self.mlp(x, tasks=tasks)
+
+
+def check_t5(architecture: EncoderDecoderArchitecture, tp_size: int) -> None:
+    """Check that the sizes divide among the ranks.
+
+    Raises:
+        ValueError: with every size that does not.
+    """
+    stack = architecture.encoder
+    sizes = {
+        "num_heads": stack.head_num,
+        "d_ff": stack.inter_size,
+        "adapter_inter_size": architecture.adapter_inter_size,
+    }
+    if problems := undivided(tp_size, sizes):
+        raise ValueError("\n".join(problems))
+
+
+class T5Loader(LayerLoader):
+    """Builder of a T5 model's layers from a rank's tensors."""
+
+    def __init__(
+        self,
+        weights: RankWeights,
+        architecture: EncoderDecoderArchitecture,
+        reduce: AllReduce | None,
+        gemm: GemmOptions,
+    ) -> None:
+        super().__init__(weights, architecture, reduce, gemm, norm=architecture.norm)
+        self._architecture = architecture
+        stack = architecture.encoder
+        self.score_scale = (
+            1 / math.sqrt(stack.size_per_head) if architecture.scale_attention else 1.0
+        )
+        self._heads = stack.head_num // weights.layout.tp_size
+        self._size = stack.size_per_head
+
+    def embedding(self) -> Embedding:
+        """Return the input side of both stacks."""
+        absolute = self._architecture.position == "absolute"
+        return Embedding(
+            tokens=self.tokens("shared.weight_T", self._architecture.vocab_size),
+            vocab_size=self._architecture.vocab_size,
+            positions=self.weights.tensor("shared.ape") if absolute else None,
+            prompts=self.prompts(),
+            dtype=self.weights.dtype,
+        )
+
+    def head(self) -> VocabParallelHead:
+        """Return the output side; without a head of its own the embedding serves."""
+        choice = self._architecture
+        table = "lm_head.weight" if choice.untied_head else "shared.weight_T"
+        return self.vocab_head(table, "shared.bias" if choice.bias else None, choice.vocab_size)
+
+    def relative_bias(self, side: str) -> torch.Tensor | None:
+        """Return the bias by distance of this rank's heads, None with absolute positions."""
+        if self._architecture.position != "relative":
+            return None
+        name = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        return distance_bias(
+            self.weights.tensor(name),  # (H, buckets)
+            max_distance=self._architecture.max_distance,
+            bidirectional=side == "encoder",
+        )
+
+    def final_norm(self, side: str) -> Normalise:
+        """Return the norm after a stack's last layer."""
+        return self.norm(f"{side}.final_layer_norm")
+
+    def encoder_layer(self, number: int) -> T5EncoderLayer:
+        """Return the encoder layer of global number `number`."""
+        block = f"encoder.block.{number}."
+        name = block + "layer.0.SelfAttention"
+        attention = RowAttention(
+            qkv=self.column(f"{name}.q", f"{name}.k", f"{name}.v"),
+            out=self.row(f"{name}.o"),
+            heads=self._heads,
+            scale=self.score_scale,
+            scalers=self._scalers(name),
+        )
+        return T5EncoderLayer(
+            attention=Sublayer(
+                self.norm(block + "layer.0.layer_norm"),
+                attention,
+                self._adapter(block + "after_attention_adapter."),
+            ),
+            mlp=self._mlp(block, "layer.1."),
+        )
+
+    def decoder_layer(self, number: int) -> T5DecoderLayer:
+        """Return the decoder layer of global number `number`."""
+        block = f"decoder.block.{number}."
+        name, across = block + "layer.0.SelfAttention", block + "layer.1.EncDecAttention"
+        attention = Attention(
+            qkv=self.column(f"{name}.qkv"),
+            out=self.row(f"{name}.o"),
+            heads=(self._heads, self._heads, self._size),
+            scalers=self._scalers(name),
+        )
+        cross = CrossAttention(
+            query=self.column(f"{across}.q"),
+            key_value=self.column(f"{across}.k", f"{across}.v"),
+            out=self.row(f"{across}.o"),
+            heads=self._heads,
+            scalers=self._scalers(across, queries=False),
+        )
+        return T5DecoderLayer(
+            attention=Sublayer(
+                self.norm(block + "layer.0.layer_norm"),
+                attention,
+                self._adapter(block + "after_attention_adapter."),
+            ),
+            cross=Sublayer(self.norm(block + "layer.1.layer_norm"), cross),
+            mlp=self._mlp(block, "layer.2."),
+        )
+
+    def _mlp(self, block: str, place: str) -> Sublayer[MLP]:
+        name = f"{block}{place}DenseReluDense"
+        up = self.up(f"{name}.wi", f"{name}.wi2" if self._architecture.gated else None)
+        return Sublayer(
+            self.norm(f"{block}{place}layer_norm"),
+            MLP(up, self.row(f"{name}.wo"), scalers=self._table(name)),
+            self._adapter(block + "after_ffn_adapter."),
+        )
+
+    def _adapter(self, prefix: str) -> LinearAdapter | None:
+        if not self._architecture.adapter_inter_size:
+            return None
+        # A LayerNorm and SiLU whatever the model itself has.
+        up = self.column(prefix + "DenseSiluDense.wi", activation="silu")
+        return LinearAdapter(
+            self.norm(prefix + "layer_norm", kind="layernorm"),
+            MLP(up, self.row(prefix + "DenseSiluDense.wo")),
+        )
+
+    def _scalers(self, attention: str, *, queries: bool = True) -> torch.Tensor | None:
+        """Return the IA3 tables of keys and values, after ones for queries, (tasks + 1, 3H, D)."""
+        key, value = self._table(f"{attention}.k"), self._table(f"{attention}.v")
+        if key is None or value is None:
+            return None
+        ones = [torch.ones_like(key)] if queries else []
+        return torch.cat([*ones, key, value], dim=1).view(len(key), -1, self._size)
+
+    def _table(self, name: str) -> torch.Tensor | None:
+        """Return an IA3 table with a row of ones for no task, (tasks + 1, width)."""
+        if not self._architecture.ia3_num_tasks:
+            return None
+        table = self.weights.tensor(f"{name}.ia3.weight")
+        return torch.cat((table, torch.ones_like(table[:1])))

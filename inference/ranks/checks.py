@@ -14,7 +14,7 @@ from export_scripts.families.layout.architecture import (
     EncoderArchitecture,
 )
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
-from inference.model import encoder, t5_weights
+from inference.model import encoder, t5_layers
 from inference.model.decoder_weights import check_decoder
 from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.layout import ParallelLayout
@@ -85,7 +85,7 @@ def _checks(architecture: Architecture, layout: ParallelLayout) -> list[Callable
         ]
     stacks = [stack for stack in (architecture.encoder, architecture.decoder) if stack]
     return [
-        lambda: t5_weights.check_t5(architecture, layout.tp_size),
+        lambda: t5_layers.check_t5(architecture, layout.tp_size),
         *(partial(layout.layers, depth) for depth in {stack.num_layer for stack in stacks}),
     ]
 
