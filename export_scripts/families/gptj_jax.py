@@ -23,7 +23,7 @@ from export_scripts.families.mapping.sources import (
     Copy,
     StackQKV,
     TensorSource,
-    Transpose,
+    transposed,
 )
 from export_scripts.families.mapping.tensors import ShapeTensor, float32, rounded
 
@@ -151,7 +151,7 @@ WEIGHTS: Mapping[str, TensorSource] = {
     LAYER + "mlp.dense_4h_to_h.bias": _on_every_shard(_replicated, _H + "c_proj.bias"),
     "model.final_layernorm.weight": _on_every_shard(_norm_scale, "ln_f.weight"),
     "model.final_layernorm.bias": _on_every_shard(_norm_bias, "ln_f.bias"),
-    "model.lm_head.weight": Adjusted(Transpose("lm_head.weight", cut=1), _rounded),
+    "model.lm_head.weight": Adjusted(transposed("lm_head.weight", cut=1), _rounded),
     "model.lm_head.bias": Adjusted(Copy("lm_head.bias", cut=0), _rounded),
     **PROMPT_SOURCES,
 }

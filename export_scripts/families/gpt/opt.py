@@ -16,10 +16,12 @@ from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import (
     Compute,
     Constant,
-    Mapped,
+    Copy,
+    Get,
+    Parts,
     PerIndex,
     TensorSource,
-    View,
+    Views,
     same,
 )
 from export_scripts.families.mapping.tensors import float32
@@ -65,14 +67,19 @@ def _embed_out(_: GPTConfig, table: Any, project: Any) -> Any:
     return float32(table) @ float32(project)
 
 
-def _without_offset(table: Any, _: GPTConfig) -> Any:
-    return table[POSITION_OFFSET:]
+class _Positions(Copy):
+    """The table of positions without its unused rows."""
 
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return the rows in use."""
+        (table,) = super().build(get, config).tensors
+        return Parts(0, (table[POSITION_OFFSET:],))
 
-def _with_offset(shape: tuple[int, ...]) -> View:
-    rows, width = shape
-    stored = (rows + POSITION_OFFSET, width)
-    return dataclasses.replace(same(shape, stored=stored), zero_rows=POSITION_OFFSET)
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
+        """Return the table, whose unused rows are zeros."""
+        stored = (shape[0] + POSITION_OFFSET, shape[1])
+        view = same(shape, stored=stored)
+        return [(self.key, dataclasses.replace(view, zero_rows=POSITION_OFFSET))]
 
 
 def _neutral(facts: Facts) -> dict[str, TensorSource]:
@@ -91,7 +98,7 @@ def _sources(facts: Facts, _: GPTConfig) -> Mapping[str, TensorSource | PerIndex
     positions = "model.decoder.embed_positions.weight"
     table: dict[str, TensorSource | PerIndex] = {
         **_neutral(facts),
-        "model.wpe": Mapped(positions, _without_offset, view=_with_offset),
+        "model.wpe": _Positions(positions),
     }
     if facts.has(PROJECT_IN):
         table["model.wte"] = Compute(_embed_in, (EMBEDDING, PROJECT_IN))

@@ -41,7 +41,7 @@ class HuggingFaceDecoder:
         fixed: Fields that all models of the family have alike; a function is one of the values
             read before.
         names: Modules of the layout and of the source, the embedding among them.
-        rows: How rows of a fused projection are nested, as `AttentionHeads` calls it.
+        rows: How rows of a fused projection are nested, as `attention_heads` calls it.
         in_out: Whether matrices are (in, out).
         sources: Sources of tensors that have none by their names, or another one.
         expected: Settings with the only values that the layout holds, the library's default first,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.families.layout.decoder import LAYER
@@ -11,19 +10,19 @@ from export_scripts.families.layout.spec import WeightSpec
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import (
     Adjusted,
-    AttentionHeads,
     Constant,
     Copy,
     Get,
-    Half,
-    Mapped,
     Parts,
-    SplitQKV,
     StackQKV,
     TensorSource,
-    Transpose,
-    View,
+    Views,
+    attention_heads,
+    half,
+    key_scales,
     same,
+    split_qkv,
+    transposed,
 )
 
 # Modules of the layout and of a source; of a fused projection, those of its three parts.
@@ -38,27 +37,17 @@ _VOCABULARY = ("model.wte", "model.lm_head")
 _AS_STORED = (*_VOCABULARY, "model.wpe", LAYER + "mlp.router")
 
 
-@dataclass(frozen=True)
-class _KeyScales(Copy):
-    """Scales of the keys' norm: those of all heads together are repeated like the heads."""
+class _Thirds(Copy):
+    """Three blocks of columns (in, 3 * hidden), or of a bias, as (in, 3, hidden)."""
 
     def build(self, get: Get, config: Any) -> Parts:
-        """Return each rank's scales."""
-        parts = super().build(get, config)
-        times, d = config.stored_kv_head_num // config.kv_head_num, config.size_per_head
-        if not config.has_joint_norms or times == 1:
-            return parts
-        heads = (part.reshape(part.shape[0] // d, d).repeat(times, 0) for part in parts.tensors)
-        return Parts(parts.axis, tuple(each.reshape(each.shape[0] * d) for each in heads))
+        """Return the blocks on an axis of their own."""
+        (whole,) = super().build(get, config).tensors
+        return Parts(0, (whole.reshape(*whole.shape[:-1], 3, config.hidden),))
 
-
-def _in_thirds(columns: Any, config: Any) -> Any:
-    """Return (in, 3, hidden) of (in, 3 * hidden), or (3, hidden) of a bias."""
-    return columns.reshape(*columns.shape[:-1], 3, config.hidden)
-
-
-def _side_by_side(shape: tuple[int, ...]) -> View:
-    return same(shape, stored=(*shape[:-2], shape[-2] * shape[-1]))
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
+        """Return the blocks side by side."""
+        return [(self.key, same(shape, stored=(*shape[:-2], shape[-2] * shape[-1])))]
 
 
 def in_layers(layer: str, names: Names) -> dict[str, Any]:
@@ -90,9 +79,9 @@ def named_sources(
             of one name are the halves of one tensor; a name that ends in "_" is a part of the
             tensor's own.
         layout: The layout.
-        rows: How the rows of separate queries, keys and values are nested, as `AttentionHeads`
+        rows: How the rows of separate queries, keys and values are nested, as `attention_heads`
             calls it.
-        order: How those of a projection that the layout fuses too are, as `SplitQKV` calls it.
+        order: How those of a projection that the layout fuses too are, as `split_qkv` calls it.
         in_out: Whether matrices are (in, out), as in the layout; queries, keys and values are
             then three blocks of columns.
         halves_of_each: Whether each training rank has a part of both halves of an MLP.
@@ -117,19 +106,18 @@ def named_sources(
             continue
         key = f"{theirs}{kind}" if theirs.endswith("_") else f"{theirs}.{kind}"
         if module == _FUSED:
-            fused = Mapped(key, _in_thirds, view=_side_by_side)
-            out[spec.name] = fused if in_out else SplitQKV(key, order)
+            out[spec.name] = _Thirds(key) if in_out else split_qkv(key, order)
         elif bare in QUERY_KEY_VALUE:
             cut = None if rows == "blocks" else 0
-            out[spec.name] = AttentionHeads(key, QUERY_KEY_VALUE.index(bare), rows, cut)
+            out[spec.name] = attention_heads(key, QUERY_KEY_VALUE.index(bare), rows, cut)
         elif module in halves:
-            out[spec.name] = Half(key, halves[module], halves_of_each)
+            out[spec.name] = half(key, halves[module], of_each=halves_of_each)
         elif module in _AS_STORED:
             out[spec.name] = Copy(key, cut=0 if module in _VOCABULARY else None)
         elif bare == "attention.key_norm":
-            out[spec.name] = _KeyScales(key, cut=spec.split)
+            out[spec.name] = key_scales(key, spec.split)
         elif len(spec.shape) == 2 and not in_out:
-            out[spec.name] = Transpose(key, cut=None if spec.split is None else 1 - spec.split)
+            out[spec.name] = transposed(key, cut=None if spec.split is None else 1 - spec.split)
         else:
             out[spec.name] = Copy(key, cut=spec.split)
     return out

@@ -5,15 +5,15 @@ along one axis, which the conversion copies straight into the files. The same co
 `ShapeTensor`, which has a shape and no values, so that every shape is checked before a byte is
 read. Tensors are handled through their methods only; nothing here imports numpy.
 
-Each rearrangement is followed by its inverse, `views`: the source's tensors as views of the FT one.
+Each rearrangement has its inverse, `views`: the source's tensors as views of the FT one.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from export_scripts.families.mapping.tensors import ShapeTensor, Tensor, float32, joined
 
@@ -79,29 +79,26 @@ def same(shape: Sequence[int], *, stored: Sequence[int] | None = None) -> View:
     return View(tuple(shape), tuple(range(len(shape))), tuple(stored or shape))
 
 
-def turned(shape: Sequence[int]) -> View:
-    """Return the view of a transposed matrix, or of a vector as it is."""
-    order = tuple(reversed(range(len(shape))))
-    return View(tuple(shape), order, tuple(shape[axis] for axis in order))
-
-
-class TensorSource(Protocol):
+class TensorSource:
     """The source of an FT tensor."""
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """Keys read, each with the axis on which training ranks cut it (None: replicated)."""
+        return ()
+
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return the tensor; `get` gives the pieces of a key, one per training rank."""
+        raise NotImplementedError
+
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
         """Return the keys read as views of the FT tensor; empty if it does not hold them.
 
         Args:
             shape: Sizes of the FT tensor.
             config: The config of one rank.
         """
-
-    @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
-        """Keys read, each with the axis on which training ranks cut it (None: replicated)."""
-
-    def build(self, get: Get, config: Any) -> Parts:
-        """Return the tensor; `get` gives the pieces of a key, one per training rank."""
+        return []
 
 
 def join(pieces: Sequence[Tensor], axis: int | None) -> Tensor:
@@ -113,130 +110,149 @@ def _taken(pieces: Sequence[Tensor], cut: int | None) -> Sequence[Tensor]:
     return pieces[:1] if cut is None else pieces
 
 
-class _OneKey:
-    """A source that reads one key."""
+@dataclass(frozen=True)
+class Copy(TensorSource):
+    """A tensor as stored; `cut` is the axis on which training ranks cut it."""
 
     key: str
-    cut: int | None
+    cut: int | None = None
 
     @property
     def reads(self) -> tuple[tuple[str, int | None], ...]:
         """The one key."""
         return ((self.key, self.cut),)
 
+    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
+        """Return the pieces as they are."""
+        return Parts(self.cut or 0, tuple(_taken(get(self.key, self.cut), self.cut)))
+
     def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
         """Return the tensor as it is."""
         return [(self.key, same(shape))]
 
 
-class _Derived:
-    """A source whose values do not give back what they were made of."""
+class Nesting(NamedTuple):
+    """How the rows of a tensor are nested in a source and in the layout.
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
-        """Return nothing."""
-        return []
-
-
-@dataclass(frozen=True)
-class Copy(_OneKey):
-    """A tensor as stored; `cut` is the axis on which training ranks cut it."""
-
-    key: str
-    cut: int | None = None
-
-    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
-        """Return the pieces as they are."""
-        return Parts(self.cut or 0, tuple(_taken(get(self.key, self.cut), self.cut)))
-
-
-@dataclass(frozen=True)
-class Transpose(_OneKey):
-    """A transposed nn.Linear weight, (out, in) -> (in, out); `cut` is the axis in the source."""
-
-    key: str
-    cut: int | None = None
-
-    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
-        """Return the pieces transposed."""
-        pieces = _taken(get(self.key, self.cut), self.cut)
-        axis = 0 if self.cut is None else 1 - self.cut
-        return Parts(axis, tuple(piece.T for piece in pieces))
-
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
-        """Return the transposed tensor."""
-        return [(self.key, turned(shape))]
-
-
-@dataclass(frozen=True)
-class Mapped(_OneKey):
-    """`function(tensor, config)` of a tensor that is not cut.
-
-    Args:
-        key: Source key.
-        function: Gives the tensor in FT layout.
-        view: The inverse of `function`, from the FT shape.
+    Attributes:
+        stored: The axes of the rows as stored, the outermost first, one letter each.
+        order: Those of the result; the letters of a word become one axis.
+        sizes: Sizes by letter; that of one axis may be left out, as what remains.
+        taken: An axis of which only some entries are taken, from the first to before the second.
+        times: How often each entry of the last axis but one is stored in the layout.
     """
 
-    key: str
-    function: Callable[[Tensor, Any], Tensor]
-    view: Callable[[tuple[int, ...]], View]
-    cut: None = None
+    stored: str
+    order: tuple[str, ...]
+    sizes: Mapping[str, int]
+    taken: tuple[str, int, int] | None = None
+    times: int = 1
 
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
-        """Return the tensor before `function`."""
-        return [(self.key, self.view(shape))]
+
+@dataclass(frozen=True)
+class Rows(Copy):
+    """Rows of a weight (rows, in) or a bias (rows,) in another order: ([in,] rows).
+
+    Attributes:
+        nesting: Of a config.
+        of_each: Whether each training rank's piece is nested so; else only the whole tensor is, and
+            what is taken of it lies together.
+        place: Which of the tensors that are taken of one key this is.
+    """
+
+    nesting: Callable[[Any], Nesting] = lambda _: Nesting("r", ("r",), {})
+    of_each: bool = True
+    place: int = 0
 
     def build(self, get: Get, config: Any) -> Parts:
-        """Return the mapped tensor."""
-        return Parts(0, (self.function(get(self.key)[0], config),))
+        """Return the rows of each piece."""
+        nesting = self.nesting(config)
+        if not self.of_each:
+            parts = _between(get(self.key, 0), nesting)
+            return Parts(parts[0].ndim - 1, tuple(map(_columns, parts)))
+        free = "".join(set(nesting.stored) - set(nesting.sizes))
+        if self.cut == 1 or nesting.stored[0] == free:
+            pieces = get(self.key, self.cut, math.prod(nesting.sizes.values()))
+        else:  # Pieces can be cut once more only between the outermost entries.
+            pieces = get(self.key)
+        out = tuple(_moved(piece, nesting) for piece in _taken(pieces, self.cut))
+        axis = out[0].ndim - len(nesting.order)
+        axis += next((n for n, word in enumerate(nesting.order) if free and free in word), 0)
+        return Parts(0 if self.cut == 1 else axis, out)
+
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:
+        """Return the rows as stored: all, or for each entry of the outermost axis those taken."""
+        nesting = self.nesting(config)
+        tail = shape[: len(shape) - (2 if nesting.order[0] == "k" else 1)]
+        rows, sizes = math.prod(shape[len(tail) :]), dict(nesting.sizes)
+        outer = ""
+        if nesting.taken is not None:
+            letter, first, end = nesting.taken
+            sizes[letter], outer = end - first, nesting.stored[: nesting.stored.index(letter)]
+        for free in set(nesting.stored) - set(sizes):
+            sizes[free] = rows // math.prod(sizes.values())
+        letters = "".join(nesting.order)
+        fine = (*tail, *(sizes[letter] for letter in letters))
+        groups = math.prod(sizes[letter] for letter in outer)
+        inner = nesting.stored if groups == 1 else nesting.stored.removeprefix(outer)
+        order = (*(len(tail) + letters.index(each) for each in inner), *range(len(tail)))
+        stored = (rows // groups, *tail)
+        # Of each group the queries, keys and values follow each other.
+        return [
+            (self.key, View(fine, order, stored, index=group, place=3 * group + self.place))
+            for group in range(groups)
+        ]
 
 
-@dataclass(frozen=True)
-class Half(_OneKey):
-    """A half of the rows of a tensor (2 * f[, in]), transposed if it is a weight.
+def _moved(rows: Tensor, nesting: Nesting) -> Tensor:
+    letters, tail = nesting.stored, tuple(rows.shape[1:])
+    split = rows.reshape(*(nesting.sizes.get(each, -1) for each in letters), *tail)
+    if nesting.taken is not None:
+        letter, first, end = nesting.taken
+        split = split[(*(slice(None),) * letters.index(letter), slice(first, end))]
+    order = [letters.index(each) for word in nesting.order for each in word]
+    moved = split.transpose(*range(len(letters), len(letters) + len(tail)), *order)
+    if len(order) > len(nesting.order):
+        sizes = iter(moved.shape[len(tail) :])
+        merged = [math.prod(next(sizes) for _ in word) for word in nesting.order]
+        moved = moved.reshape(*moved.shape[: len(tail)], *merged)
+    return moved if nesting.times == 1 else moved.repeat(nesting.times, moved.ndim - 2)
 
-    Args:
-        key: Source key.
-        which: 0 for the first half, 1 for the second.
-        of_each: Whether each training rank's piece holds a part of both halves; if not, only the
-            whole tensor does.
-    """
 
-    key: str
-    which: int
-    of_each: bool = False
-    cut: int | None = 0
-
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
-        """Return the half's rows."""
-        return [(self.key, dataclasses.replace(turned(shape), place=self.which))]
-
-    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
-        """Return the rows of the half, in as many parts as they are stored."""
-        if self.of_each:
-            halves = [piece.reshape(2, -1, *piece.shape[1:])[self.which] for piece in get(self.key)]
-            return Parts(halves[0].ndim - 1, tuple(map(_columns, halves)))
-        pieces = get(self.key, 0)
-        rows = sum(piece.shape[0] for piece in pieces)
-        low, high = (rows * i // 2 for i in (self.which, self.which + 1))
-        parts = []
-        begin = 0
-        for piece in pieces:
-            end = begin + piece.shape[0]
-            part = piece[max(low - begin, 0) : max(min(high, end) - begin, 0)]
-            if part.shape[0]:
-                parts.append(_columns(part))
-            begin = end
-        return Parts(parts[0].ndim - 1, tuple(parts))
+def _between(pieces: Sequence[Tensor], nesting: Nesting) -> list[Tensor]:
+    """Return the rows that are taken of pieces which follow each other."""
+    assert nesting.taken is not None
+    letter, *ends = nesting.taken
+    rows = sum(piece.shape[0] for piece in pieces)
+    low, high = (rows * end // nesting.sizes[letter] for end in ends)
+    parts, begin = [], 0
+    for piece in pieces:
+        part = piece[max(low - begin, 0) : max(high - begin, 0)]
+        parts += [part] if part.shape[0] else []
+        begin += piece.shape[0]
+    return parts
 
 
 def _columns(rows: Tensor) -> Tensor:
     return rows.T if rows.ndim == 2 else rows
 
 
-@dataclass(frozen=True)
-class AttentionHeads(_OneKey):
-    """Query, key or value heads, (rows[, in]) -> ([in,] heads, size per head).
+def transposed(key: str, cut: int | None = None) -> Rows:
+    """Return a transposed nn.Linear weight, (out, in) -> (in, out); `cut` is of the source."""
+    return Rows(key, cut)
+
+
+def half(key: str, which: int, *, of_each: bool = False) -> Rows:
+    """Return the first (0) or second (1) half of the rows of a tensor, as `Rows` turns them.
+
+    With `of_each` each training rank's piece holds a part of both halves.
+    """
+    nesting = Nesting("hf", ("hf",), {"h": 2}, ("h", which, which + 1))
+    return Rows(key, 0, lambda _: nesting, of_each, which)
+
+
+def attention_heads(key: str, part: int, rows: str, cut: int | None) -> Rows:
+    """Return query, key or value heads, (rows[, in]) -> ([in,] heads, size per head).
 
     Key and value heads are repeated for a folder of more ranks than it has of them.
 
@@ -248,111 +264,63 @@ class AttentionHeads(_OneKey):
         cut: 0 when training ranks each hold some heads.
     """
 
-    key: str
-    part: int
-    rows: str = "own"
-    cut: int | None = None
+    def nesting(config: Any) -> Nesting:
+        d, kv_heads = config.size_per_head, config.kv_head_num
+        times = config.stored_kv_head_num // kv_heads if part else 1
+        if rows == "own":
+            return Nesting("nd", ("n", "d"), {"d": d}, times=times)
+        counts = (config.head_num // kv_heads, 1, 1)
+        first, end = sum(counts[:part]), sum(counts[: part + 1])
+        if rows == "groups":
+            sizes = {"m": sum(counts), "d": d}
+            return Nesting("gmd", ("gm", "d"), sizes, ("m", first, end), times)
+        sizes = {"m": sum(counts) * kv_heads, "d": d}
+        return Nesting("md", ("m", "d"), sizes, ("m", first * kv_heads, end * kv_heads), times)
 
-    def build(self, get: Get, config: Any) -> Parts:
-        """Return each rank's heads."""
-        d = config.size_per_head
-        found = get(self.key, self.cut, sum(_group(config)) * d) if self.cut == 0 else get(self.key)
-        out = tuple(self._heads(piece, config) for piece in _taken(found, self.cut))
-        return Parts(out[0].ndim - 2, out)
-
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:
-        """Return the heads as rows: of all groups together, or of one group after the other."""
-        if self.rows != "groups" or config.kv_head_num == 1:
-            return [(self.key, dataclasses.replace(turned(shape), place=self.part))]
-        groups, each, d = config.kv_head_num, _group(config)[self.part], config.size_per_head
-        sizes = (*shape[:-1], groups, each, d)  # ([in,] groups, heads of a group, d)
-        order = (*range(len(sizes) - 2, len(sizes)), *range(len(shape) - 1))
-        stored = (each * d, *shape[:-1])
-        return [
-            (self.key, View(sizes, order, stored, index=group, place=3 * group + self.part))
-            for group in range(groups)
-        ]
-
-    def _heads(self, rows: Tensor, config: Any) -> Tensor:
-        d, parts = config.size_per_head, _group(config)
-        tail = rows.shape[1:]
-        if self.rows == "own":
-            heads = rows.reshape(rows.shape[0] // d, d, *tail)
-        else:
-            ends = [sum(parts[: number + 1]) for number in range(3)]
-            if self.rows == "blocks":
-                ends = [end * config.kv_head_num for end in ends]
-            begin = ends[self.part - 1] if self.part else 0
-            split = rows.reshape(rows.shape[0] // (ends[-1] * d), ends[-1], d, *tail)
-            heads = split[:, begin : ends[self.part]]  # (groups, heads of a group, d[, in])
-            heads = heads.reshape(heads.shape[0] * heads.shape[1], d, *tail)
-        times = config.stored_kv_head_num // config.kv_head_num
-        heads = heads if self.part == 0 or times == 1 else heads.repeat(times, 0)
-        return heads.transpose(2, 0, 1) if heads.ndim == 3 else heads
+    return Rows(key, cut, nesting, place=part)
 
 
-def _group(config: Any) -> tuple[int, int, int]:
-    """Return the queries, keys and values of one key/value head."""
-    return config.head_num // config.kv_head_num, 1, 1
+def key_scales(key: str, cut: int | None) -> Rows:
+    """Return scales of the keys' norm: those of all heads together are repeated like the heads."""
+
+    def nesting(config: Any) -> Nesting:
+        times = config.stored_kv_head_num // config.kv_head_num if config.has_joint_norms else 1
+        return Nesting("nd", ("n", "d"), {"d": config.size_per_head}, times=times)
+
+    return Rows(key, cut, nesting)
 
 
-# Row order of a fused projection on one training rank: n heads, k parts (q, k, v), d per head.
-ORDERS = ("nkd", "knd", "ndk")
+def split_qkv(
+    key: str,
+    order: str = "nkd",
+    *,
+    parts: int = 3,
+    select: int | None = None,
+    head_size: str = "size_per_head",
+) -> Rows:
+    """Return a fused projection with rows (heads x parts x size per head).
 
-
-@dataclass(frozen=True)
-class SplitQKV(_OneKey):
-    """A fused projection with rows (heads x parts x size per head) -> (in, parts, heads, size).
+    It becomes ([in,] parts, heads, size), or (in, heads, size) where one part is selected.
 
     Args:
-        key: Weight (rows, in) or bias (rows,).
-        order: Nesting of the rows on one training rank, one of ORDERS.
-        cut: 0 when training ranks each hold some heads.
+        key: Weight or bias, of which training ranks each hold some heads.
+        order: Nesting of the rows on one training rank: n heads, k parts, d per head.
         parts: 3 for q, k, v; 2 for k, v.
-        select: Take one part alone -> (in, heads, size).
+        select: The part to take alone.
         head_size: Config field with the size per head.
     """
 
-    key: str
-    order: str = "nkd"
-    cut: int | None = 0
-    parts: int = 3
-    select: int | None = None
-    head_size: str = "size_per_head"
+    def nesting(config: Any) -> Nesting:
+        sizes = {"k": parts, "d": getattr(config, head_size)}
+        if select is None:
+            return Nesting(order, ("k", "n", "d"), sizes)
+        return Nesting(order, ("kn", "d"), sizes, ("k", select, select + 1))
 
-    def build(self, get: Get, config: Any) -> Parts:
-        """Return each rank's heads, parts first."""
-        assert self.order in ORDERS, self.order
-        d = getattr(config, self.head_size)
-        # Heads can be separated only if they are the outermost.
-        found = get(self.key, self.cut, self.parts * d) if self.order[0] == "n" else get(self.key)
-        out = tuple(self._split(piece, d) for piece in _taken(found, self.cut))
-        return Parts(out[0].ndim - 2, out)
-
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:
-        """Return the fused rows, of all parts."""
-        assert self.select is None, self.key
-        d = getattr(config, self.head_size)
-        heads = shape[-1] // d
-        sizes = (*shape[:-1], heads, d)  # ([in], k, n, d)
-        tail = len(shape) - 2
-        order = (*(tail + "knd".index(axis) for axis in self.order), *range(tail))
-        return [(self.key, View(sizes, order, (shape[-2] * shape[-1], *shape[:-2])))]
-
-    def _split(self, rows: Tensor, d: int) -> Tensor:
-        n = rows.shape[0] // (self.parts * d)
-        sizes = {"n": n, "k": self.parts, "d": d}
-        tail = tuple(rows.shape[1:])  # (in,) for a weight, () for a bias
-        split = rows.reshape(*(sizes[axis] for axis in self.order), *tail)
-        order = [self.order.index(axis) for axis in "knd"]
-        split = split.transpose(*([3] if tail else []), *order)  # ([in], k, n, d)
-        if self.select is None:
-            return split
-        return split[:, self.select] if tail else split[self.select]
+    return Rows(key, 0, nesting)
 
 
 @dataclass(frozen=True)
-class StackQKV:
+class StackQKV(TensorSource):
     """Three tensors stacked on a new axis before the last.
 
     Weights (out, in) become (in, 3, out), or stay (in, out) with `transposed=False`; biases
@@ -388,7 +356,7 @@ class StackQKV:
 
 
 @dataclass(frozen=True)
-class Stack(_Derived):
+class Stack(TensorSource):
     """Tensors stacked on a new first axis, one per task."""
 
     keys: tuple[str, ...]
@@ -406,7 +374,7 @@ class Stack(_Derived):
 
 
 @dataclass(frozen=True)
-class Compute(_Derived):
+class Compute(TensorSource):
     """`function(config, *wholes)` of gathered tensors, where values are computed.
 
     Arithmetic is the function's, in `float32`.
@@ -429,7 +397,7 @@ class Compute(_Derived):
 
 
 @dataclass(frozen=True)
-class Adjusted(_Derived):
+class Adjusted(TensorSource):
     """Another source with `function(part, config)` applied to each of its parts in fp32."""
 
     source: TensorSource
@@ -455,16 +423,11 @@ class PerIndex:
 
 
 @dataclass(frozen=True)
-class Constant(_Derived):
+class Constant(TensorSource):
     """A tensor the loader requires and the architecture lacks; `shape` as in the layout."""
 
     shape: tuple[str | int, ...]
     value: float = 0.0
-
-    @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
-        """No keys."""
-        return ()
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
         """Return a part without values; the conversion writes `value` everywhere."""

@@ -16,9 +16,9 @@ from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Adjusted,
     Copy,
-    SplitQKV,
     TensorSource,
-    Transpose,
+    split_qkv,
+    transposed,
 )
 from export_scripts.families.t5.config import HEAD, T5Config
 from export_scripts.families.t5.layout import (
@@ -165,7 +165,7 @@ def _fused(
 ) -> dict[str, TensorSource]:
     """Return one part of a fused projection, or all of it."""
     return {
-        f"{target}.{kind}": SplitQKV(
+        f"{target}.{kind}": split_qkv(
             f"{source}.{kind}", order, parts=parts, select=select, head_size="d_kv"
         )
         for kind in ("weight", "bias")
@@ -208,7 +208,7 @@ def _attention(order: str) -> dict[str, TensorSource]:
         **_fused(f"{_CROSS}.k", _DLAYER + _KEY_VALUE, order, parts=2, select=0),
         **_fused(f"{_CROSS}.v", _DLAYER + _KEY_VALUE, order, parts=2, select=1),
         **{
-            RELATIVE_BIAS.format(side=side): Transpose(_RELATIVE.format(side=side))
+            RELATIVE_BIAS.format(side=side): transposed(_RELATIVE.format(side=side))
             for side in ("encoder", "decoder")
         },
     }

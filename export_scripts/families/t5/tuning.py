@@ -19,9 +19,8 @@ from export_scripts.families.mapping.sources import (
     Parts,
     Stack,
     TensorSource,
-    Transpose,
-    Views,
     join,
+    transposed,
 )
 from export_scripts.families.mapping.tensors import ShapeTensor, Tensor, constant, float32, stacked
 from export_scripts.families.t5.layout import DECODER, ENCODER
@@ -162,8 +161,8 @@ def adapter_sources(facts: Facts) -> dict[str, TensorSource]:
         sources |= {
             f"{name}layer_norm.weight": Copy(f"{stem}0.weight"),
             f"{name}layer_norm.bias": Copy(f"{stem}0.bias"),
-            f"{name}DenseSiluDense.wi.weight": Transpose(f"{stem}1.weight", cut=0),
-            f"{name}DenseSiluDense.wo.weight": Transpose(f"{stem}3.weight", cut=1),
+            f"{name}DenseSiluDense.wi.weight": transposed(f"{stem}1.weight", cut=0),
+            f"{name}DenseSiluDense.wo.weight": transposed(f"{stem}3.weight", cut=1),
         }
     return sources
 
@@ -198,7 +197,7 @@ def ia3_sources(scalers: IA3Scalers) -> dict[str, TensorSource]:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Scaled(TensorSource):
     """Another source, computed whole in fp32 and multiplied by a factor.
 
     Args:
@@ -224,10 +223,6 @@ class Scaled:
         if isinstance(whole, ShapeTensor) and not factors:
             return Parts(parts.axis, (whole,))
         return Parts(parts.axis, (whole * self.factor(config, *factors),))
-
-    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
-        """Return nothing: the factor is not kept."""
-        return []
 
 
 def ia3_in_place(table: Mapping[str, TensorSource], scalers: IA3Scalers) -> dict[str, TensorSource]:

@@ -20,7 +20,7 @@ from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.config import FTConfig, ini_field
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource, Transpose
+from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource, transposed
 from export_scripts.families.mixture import MIXTURE
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
@@ -63,7 +63,7 @@ def toy_weights(facts: Facts, config: ToyConfig) -> Mapping[str, TensorSource]:
     return {
         "model.wte": Copy("emb"),
         "model.layers.{layer}.qkv.weight": StackQKV("{layer}.q", "{layer}.k", "{layer}.v"),
-        "model.layers.{layer}.out.weight": Transpose("{layer}.o"),
+        "model.layers.{layer}.out.weight": transposed("{layer}.o"),
     }
 
 
