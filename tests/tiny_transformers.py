@@ -91,6 +91,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "falcon-sequential": (
         "FalconForCausalLM", {**_FALCON, "parallel_attn": False, "multi_query": False},
     ),
+    "gemma": ("GemmaForCausalLM", {**_GEMMA, "hidden_act": "gelu"}),
     "gemma2": ("Gemma2ForCausalLM", {**_GEMMA, "query_pre_attn_scalar": 11}),
     "gemma3": (
         "Gemma3ForCausalLM",

@@ -286,8 +286,8 @@ def test_logits_do_not_depend_on_the_ranks(
 
 # Windows of 5 and a LongRoPE that begins at 8 positions, both exceeded by the prompt.
 TODAYS = (
-    "qwen3", "granite", "olmo2", "gemma2", "gemma3", "smollm3", "phi3", "starcoder2", "nemotron",
-    "falcon", "falcon-bias", "falcon-new", "falcon-one-norm", "falcon-sequential",
+    "qwen3", "granite", "olmo2", "gemma", "gemma2", "gemma3", "smollm3", "phi3", "starcoder2",
+    "nemotron", "falcon", "falcon-bias", "falcon-new", "falcon-one-norm", "falcon-sequential",
 )  # fmt: skip
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from export_scripts.families.dense.core import DENSE_CORE_MAPPINGS
 from export_scripts.families.dense.falcon import FALCON_HUGGINGFACE
-from export_scripts.families.dense.gemma import GEMMA2_HUGGINGFACE, GEMMA3_HUGGINGFACE
+from export_scripts.families.dense.gemma import (
+    GEMMA2_HUGGINGFACE,
+    GEMMA3_HUGGINGFACE,
+    GEMMA_HUGGINGFACE,
+)
 from export_scripts.families.dense.granite import GRANITE_HUGGINGFACE
 from export_scripts.families.dense.llama import LLAMA_HUGGINGFACE
 from export_scripts.families.dense.mistral import MISTRAL_HUGGINGFACE
@@ -23,6 +27,7 @@ DENSE_MAPPINGS: tuple[SourceMapping, ...] = (
     QWEN3_HUGGINGFACE,
     GRANITE_HUGGINGFACE,
     OLMO2_HUGGINGFACE,
+    GEMMA_HUGGINGFACE,
     GEMMA2_HUGGINGFACE,
     GEMMA3_HUGGINGFACE,
     SMOLLM3_HUGGINGFACE,

@@ -6,6 +6,7 @@ NeMo and Megatron-LM save the same tensors and differ in their configuration onl
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from export_scripts.families.mapping.rotary import scaling_fields
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
 
+_OUTPUT_NORM = "model.decoder.layers.0.mlp.linear_fc2.post_layernorm.weight"
 _QKV = CORE_LAYER + "self_attention.linear_qkv."
 _FC1 = CORE_LAYER + "mlp.linear_fc1."
 
@@ -107,7 +109,8 @@ def core_config(facts: Facts) -> DenseConfig:
         kv_head_num=traits.query_groups,
         hidden_size=traits.hidden,
         norm_type=traits.normalization.removesuffix("1p"),
-        norm_one_plus=traits.normalization == "layernorm1p",
+        norm_one_plus=_keeps_one_plus(traits),
+        has_output_norms=facts.has(_OUTPUT_NORM),
         query_key_norm="head" if traits.qk_norm else None,
         activation_type=GATED[traits.activation] if traits.gated else traits.activation,
         has_qkv_bias=facts.has(_QKV.format(layer=0) + "bias"),
@@ -115,12 +118,44 @@ def core_config(facts: Facts) -> DenseConfig:
             "model.decoder.layers.0.self_attention.linear_proj.bias"
         ),
         has_mlp_bias=facts.has(_FC1.format(layer=0) + "bias"),
-        attention_scale=traits.source.get("softmax_scale"),
-        embedding_scale=traits.hidden**0.5 if traits.source.get("apply_embedding_scaling") else 1.0,
+        attention_scale=_attention_scale(traits),
+        attention_softcap=traits.source.get("attn_logit_softcapping") or None,
+        logit_softcap=traits.source.get("final_logit_softcapping") or None,
+        embedding_scale=math.sqrt(traits.hidden) if _scales_embedding(traits) else 1.0,
         **_core_windows(traits),
         rotary_layers=_layers(traits, "no_rope_freq"),
         **_core_rotary(traits),
     )
+
+
+def _is_gemma(traits: MegatronTraits) -> bool:
+    """Return whether a model is one of Megatron Bridge's Gemmas, which add to their settings.
+
+    NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/gemma
+    """
+    return str(traits.source.get("model_class")).startswith("Gemma")
+
+
+def _keeps_one_plus(traits: MegatronTraits) -> bool:
+    """Return whether a folder keeps the distance of scales from 1, as the models do elsewhere.
+
+    Of those in transformers, Gemmas do, and others with layernorms, but not with RMSNorm.
+    """
+    return traits.normalization == "layernorm1p" or (
+        _is_gemma(traits) and traits.normalization == "rmsnorm1p"
+    )
+
+
+def _scales_embedding(traits: MegatronTraits) -> bool:
+    return _is_gemma(traits) or bool(traits.source.get("apply_embedding_scaling"))
+
+
+def _attention_scale(traits: MegatronTraits) -> float | None:
+    """Return the stated scale of scores, or that of a stated width of heads."""
+    width, scale = (traits.source.get(key) for key in ("query_pre_attn_scalar", "softmax_scale"))
+    if width is None and _is_gemma(traits) and scale:
+        width = round(scale**-2)  # of which the scale was computed
+    return scale if width is None else width**-0.5
 
 
 def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> tuple[int, ...] | None:
@@ -140,12 +175,26 @@ def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> tuple[
 
 
 def _core_windows(traits: MegatronTraits) -> dict[str, Any]:
-    """Return Transformer Engine's window, which counts the positions before the current one."""
-    window = traits.source.get("window_size")
+    """Return the window and the layers that have it.
+
+    Transformer Engine counts the positions before the current one; Gemma 3 states one number.
+    """
+    window, count = traits.source.get("window_size"), traits.num_layer
     layers = _layers(traits, "window_attn_skip_freq", skipped=False)
-    if not window or int(window[0]) < 0 or layers == ():
+    if pattern := traits.source.get("interleaved_attn_pattern"):
+        kinds = pattern
+        if not isinstance(pattern[0], str):
+            local, others = pattern
+            kinds = [
+                "sliding_attention" if n % (local + others) < local else "" for n in range(count)
+            ]
+        layers = tuple(n for n in range(count) if kinds[n] == "sliding_attention")
+    elif _is_gemma(traits):
+        layers = tuple(range(0, count, 2))
+    size = window if isinstance(window, int) else int(window[0]) + 1 if window else 0
+    if size < 1 or layers == ():
         return {}
-    return {"sliding_window": int(window[0]) + 1, "sliding_layers": layers}
+    return {"sliding_window": size, "sliding_layers": layers}
 
 
 def _core_rotary(traits: MegatronTraits) -> dict[str, Any]:
@@ -154,6 +203,11 @@ def _core_rotary(traits: MegatronTraits) -> dict[str, Any]:
         "rotary_embedding": int(traits.size_per_head * traits.rotary_fraction),
         "rotary_base": traits.rotary_base,
     }
+    if (local_base := source.get("rotary_local_base")) is not None:
+        fields["rotary_local_base"] = float(local_base)
+        if (factor := source.get("rope_scaling_factor") or 1) != 1:
+            return {**fields, **scaling_fields("linear", {"factor": float(factor)})}
+        return fields
     if source.get("scale_positional_embedding") or source.get("use_rope_scaling"):
         scaling = {
             name: type(usual)(next((source[key] for key in keys if source.get(key)), usual))
@@ -172,9 +226,8 @@ def core_sources(
     # A distributed checkpoint keeps whole tensors.
     of_each = not facts.reader.is_distributed
     table = named_sources(names, layout, rows="groups", halves_of_each=of_each)
-    # Of the models in transformers, those with layernorms keep the distance of their scales from
-    # 1, and those with RMSNorm do not.
-    one_plus = core_traits(facts).normalization == "rmsnorm1p"
+    traits = core_traits(facts)
+    one_plus = traits.normalization.endswith("1p") and not _keeps_one_plus(traits)
     return completed(table, layout, facts, lacks=lambda _: False, is_one_plus=one_plus)
 
 

@@ -1,4 +1,7 @@
-"""Hugging Face Gemma 2 and the text models of Gemma 3: norms before and after each half."""
+"""Hugging Face Gemma, Gemma 2 and the text models of Gemma 3.
+
+The two later ones normalise what attention and MLP add, too.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from export_scripts.families.dense.huggingface import (
     window_fields,
     written_windows,
 )
-from export_scripts.families.mapping.keys import inverse_root, key
+from export_scripts.families.mapping.keys import Setting, inverse_root, key
 from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.settings import Settings
 
@@ -32,21 +35,22 @@ _NAMES = {
 }
 _FIXED = {
     "norm_one_plus": True,
-    "has_output_norms": True,
     "embedding_scale": lambda known: math.sqrt(known["hidden_size"]),
 }
+_FIXED2 = {**_FIXED, "has_output_norms": True}
 
 
-def _keys(logit_cap: float | None, attention_cap: float | None) -> tuple[Any, ...]:
+_KEYS = (*KEYS, key("layernorm_eps", "rms_norm_eps", kind="number", default=1e-6))
+
+
+def _activation(name: str) -> Setting:
+    return key("activation_type", name, kind="activation", default="gelu_pytorch_tanh")
+
+
+def _keys(logit_cap: float | None, attention_cap: float | None) -> tuple[Setting, ...]:
     return (
-        *KEYS,
-        key("layernorm_eps", "rms_norm_eps", kind="number", default=1e-6),
-        key(
-            "activation_type",
-            "hidden_activation",
-            kind="activation",
-            default="gelu_pytorch_tanh",
-        ),
+        *_KEYS,
+        _activation("hidden_activation"),
         *ATTENTION_BIAS_KEYS,
         key(
             "attention_scale",
@@ -69,24 +73,34 @@ def _read(settings: Settings, values: Mapping[str, Any], pattern: int) -> dict[s
 
 
 _COMMON: dict[str, Any] = {
-    "names": _NAMES,
     "expected": {
         "use_bidirectional_attention": ((None, False), "attention is causal"),
     },
-    "written": written_windows,
     "head_dim": 256,
     "is_tied": True,
     "bos": 2,
     "eos": 1,
 }
 
+# Older files call its activation gelu, and mean the tanh form.
+GEMMA_HUGGINGFACE = DenseDecoder(
+    model_type="gemma",
+    model="GemmaForCausalLM",
+    title="Gemma",
+    keys=(*_KEYS, _activation("hidden_act"), *ATTENTION_BIAS_KEYS),
+    fixed={**_FIXED, "exact_gelu": False},
+    **_COMMON,
+).mapping()
+
 GEMMA2_HUGGINGFACE = DenseDecoder(
     model_type="gemma2",
     model="Gemma2ForCausalLM",
     title="Gemma 2",
     keys=_keys(30.0, 50.0),
-    fixed=_FIXED,
+    names=_NAMES,
+    fixed=_FIXED2,
     read=lambda settings, values: _read(settings, values, 2),
+    written=written_windows,
     **_COMMON,
 ).mapping()
 
@@ -95,10 +109,12 @@ GEMMA3_HUGGINGFACE = DenseDecoder(
     model="Gemma3ForCausalLM",
     title="Gemma 3 text",
     keys=_keys(None, None),
-    fixed={**_FIXED, "query_key_norm": "head"},
+    names=_NAMES,
+    fixed={**_FIXED2, "query_key_norm": "head"},
     read=lambda settings, values: _read(
         settings, values, settings.integer("sliding_window_pattern", default=6)
     ),
+    written=written_windows,
     rotary_base=1e6,
     rotary_local_base=1e4,
     **_COMMON,

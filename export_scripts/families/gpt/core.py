@@ -37,6 +37,8 @@ _TRAITS = {
 
 CORE_LAYER = "model.decoder.layers.{layer}."
 CORE_WTE = "model.embedding.word_embeddings.weight"
+# Of Megatron Bridge's Gemma 2 and 3.
+_OUTPUT_NORM = "post_layernorm"
 CORE_HEAD = "model.output_layer.weight"
 
 
@@ -53,10 +55,12 @@ def core_names(facts: Facts) -> dict[str, Any]:
         "attention.query_norm": "self_attention.q_layernorm",
         "attention.key_norm": "self_attention.k_layernorm",
         "attention.dense": "self_attention.linear_proj",
+        "attention_output_layernorm": f"self_attention.linear_proj.{_OUTPUT_NORM}",
         "post_attention_layernorm": f"{fc1}.layer_norm_" if fused else "pre_mlp_layernorm",
         "mlp.dense_h_to_4h": fc1,
         **({"mlp.dense_h_to_4h_2": fc1} if core_traits(facts).gated else {}),
         "mlp.dense_4h_to_h": "mlp.linear_fc2",
+        "mlp_output_layernorm": f"mlp.linear_fc2.{_OUTPUT_NORM}",
     }
     return {
         "model.wte": "model.embedding.word_embeddings",

@@ -68,7 +68,8 @@ _COUNTS = (
 _LEARNED = "learned_absolute"
 _ZERO_CENTRED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 _NUMBERS = (
-    "layernorm_epsilon", "norm_epsilon", "rotary_base", "rotary_percentage", "rotary_percent",
+    "layernorm_epsilon", "norm_epsilon", "rotary_base", "rotary_local_base", "rotary_percentage",
+    "rotary_percent",
 )  # fmt: skip
 
 

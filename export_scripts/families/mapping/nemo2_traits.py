@@ -20,7 +20,8 @@ KNOWN_MODELS = {
     "nemo2": ("GPTModel", "LlamaModel", "MistralModel", "MixtralModel", "NemotronModel",
               "Qwen2Model", "Qwen3Model", "Starcoder2Model", "StarcoderModel"),
     "bridge": ("BridgeGPTModelConfig", "CodeLlamaModelProvider", "GPTModelConfig",
-               "GPTModelProvider", "GPTProvider", "Llama2ModelProvider", "Llama3ModelProvider",
+               "GPTModelProvider", "GPTProvider", "Gemma2ModelProvider", "Gemma3ModelProvider",
+               "GemmaModelProvider", "Llama2ModelProvider", "Llama3ModelProvider",
                "Llama31ModelProvider", "Llama32ModelProvider", "LlamaModelProvider",
                "MistralModelProvider", "MistralSmall3ModelProvider", "MixtralModelProvider",
                "Nemotron3ModelProvider", "Nemotron4ModelProvider", "NemotronModelProvider",
@@ -31,10 +32,10 @@ KNOWN_MODELS = {
 _SIZE = re.compile(r"(?:\d+x)?\d+(?:P\d+)?[MB](?:_A\d+B)?$")
 
 # The functions of Megatron Bridge that build megatron-core's own layers.
-_KNOWN_LAYERS = ("default_layer_spec", "get_gpt_layer_local_spec",
-                 "get_gpt_layer_with_transformer_engine_spec", "local_layer_spec",
-                 "modelopt_transformer_layer_spec", "transformer_engine_full_layer_spec",
-                 "transformer_engine_layer_spec")  # fmt: skip
+_KNOWN_LAYERS = ("default_layer_spec", "gemma2_layer_spec", "gemma3_layer_spec",
+                 "get_gpt_layer_local_spec", "get_gpt_layer_with_transformer_engine_spec",
+                 "local_layer_spec", "modelopt_transformer_layer_spec",
+                 "transformer_engine_full_layer_spec", "transformer_engine_layer_spec")  # fmt: skip
 
 # Activation functions by name -> kind; only torch's own gelu is by erf.
 _ACTIVATIONS = {
@@ -68,6 +69,9 @@ def bridge_traits(config: Mapping[str, Any]) -> MegatronTraits:
 
 def _traits(config: Mapping[str, Any], label: str, *, scaled: bool) -> MegatronTraits:
     """Return the traits; `scaled` says whether positions are scaled as Llama 3.1's."""
+    bases = config.get("rotary_base")
+    if isinstance(bases, list) and len(bases) == 2:  # of the layers with a window, and the others
+        config = {**config, "rotary_local_base": bases[0], "rotary_base": bases[1]}
     word = _function_name(config.get("activation_func")) or "gelu"
     fused = word == "gelu" and bool(config.get("bias_activation_fusion"))
     return traits_of(

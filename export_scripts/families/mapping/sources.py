@@ -132,7 +132,7 @@ class Copy(TensorSource):
 
 
 class Nesting(NamedTuple):
-    """How the rows of a tensor are nested in a source and in the layout.
+    """The nested axes of the rows of a tensor, in a source and in the layout.
 
     Attributes:
         stored: The axes of the rows as stored, the outermost first, one letter each.

@@ -177,7 +177,7 @@ def test_biased_decoders_with_learned_positions_are_gpts(tmp_path: Path) -> None
 
 def test_every_setting_that_does_not_fit_is_named(state: Tensors, tmp_path: Path) -> None:
     changed = MODEL | {
-        "_target_": "megatron.bridge.models.gemma.gemma_provider.GemmaModelProvider",
+        "_target_": "megatron.bridge.models.glm.glm45_provider.GLMMoEModelProvider",
         "qk_layernorm": True,
         "num_moe_experts": 8,
         "glu_linear_offset": 1.0,
@@ -187,7 +187,7 @@ def test_every_setting_that_does_not_fit_is_named(state: Tensors, tmp_path: Path
     }
     text = refusal(write_bridge(tmp_path / "run", state, changed), tmp_path)
     for named in (
-        "GemmaModelProvider", "mixture of experts", "glu_linear_offset", "my_spec",
+        "GLMMoEModelProvider", "mixture of experts", "glu_linear_offset", "my_spec",
         "multi_latent_attention", "transformer_block_type = post_ln",
     ):  # fmt: skip
         assert named in text, text
