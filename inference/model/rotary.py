@@ -111,10 +111,11 @@ def _frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
 def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Slow down long waves by the factor, keep short ones, blend between (Llama 3.1)."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    factor: float = scaling["factor"]
     # Of each pair over the original length.
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    turns: torch.Tensor = scaling["original_max_position_embeddings"] * frequencies / math.tau
     blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (blend + (1 - blend) / scaling["factor"])
+    return frequencies * (blend + (1 - blend) / factor)
 
 
 def _yarn(frequencies: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, float]:

@@ -209,7 +209,8 @@ def _moved(rows: Tensor, nesting: Nesting) -> Tensor:
     split = rows.reshape(*(nesting.sizes.get(each, -1) for each in letters), *tail)
     if nesting.taken is not None:
         letter, first, end = nesting.taken
-        split = split[(*(slice(None),) * letters.index(letter), slice(first, end))]
+        index = (*(slice(None),) * letters.index(letter), slice(first, end))
+        split = split[index]
     order = [letters.index(each) for word in nesting.order for each in word]
     moved = split.transpose(*range(len(letters), len(letters) + len(tail)), *order)
     if len(order) > len(nesting.order):
