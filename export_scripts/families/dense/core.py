@@ -203,8 +203,8 @@ def _core_rotary(traits: MegatronTraits) -> dict[str, Any]:
         "rotary_embedding": int(traits.size_per_head * traits.rotary_fraction),
         "rotary_base": traits.rotary_base,
     }
-    if (local_base := source.get("rotary_local_base")) is not None:
-        fields["rotary_local_base"] = float(local_base)
+    if traits.rotary_local_base is not None:
+        fields["rotary_local_base"] = traits.rotary_local_base
         if (factor := source.get("rope_scaling_factor") or 1) != 1:
             return {**fields, **scaling_fields("linear", {"factor": float(factor)})}
         return fields

@@ -6,12 +6,12 @@ megatron/training/arguments.py.
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.mapping.settings import Settings
 
 # NeMo spells the fused variants with a "fast-" prefix; they compute the same.
 _GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
@@ -53,63 +53,26 @@ class MegatronTraits:
     expert_num: int
     qk_norm: bool
     rotary_base: float
+    rotary_local_base: float | None  # of layers with a window, if another
     rotary_fraction: float
     rotary_interpolation: float | None
     source: Mapping[str, Any]
 
 
-# Keys read here and by T5 that hold a size, and those that hold a number.
-_COUNTS = (
-    "num_attention_heads", "hidden_size", "ffn_hidden_size", "num_layers", "kv_channels",
-    "max_position_embeddings", "encoder_seq_length", "num_query_groups", "num_moe_experts",
-    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "relative_attention_num_buckets", "relative_attention_max_distance",
-)  # fmt: skip
 _LEARNED = "learned_absolute"
 _ZERO_CENTRED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
-_NUMBERS = (
-    "layernorm_epsilon", "norm_epsilon", "rotary_base", "rotary_local_base", "rotary_percentage",
-    "rotary_percent",
-)  # fmt: skip
+# YAML takes 1e-5, without a point, for text.
+_EXPONENT = re.compile(r"\d+e-?\d+")
 
 
-def refuse_mistyped(config: Mapping[str, Any], label: str) -> None:
-    """Refuse a configuration with malformed sizes; null counts as absent.
-
-    Args:
-        config: Keys of NeMo or Megatron-LM.
-        label: Its name in messages.
-
-    Raises:
-        CheckpointMismatchError: Every such key with its value.
-    """
-    problems = [
-        f"{label}: {key} = {config[key]!r} is not a positive whole number"
-        for key in _COUNTS
-        if config.get(key) is not None and not _is_count(config[key])
-    ]
-    width = config.get("project_size") or 1
-    if not _is_count(width):
-        problems.append(f"{label}: project_size = {width!r} is not a positive whole number")
-    problems += [
-        f"{label}: {key} = {config[key]!r} is not a number"
-        for key in _NUMBERS
-        if config.get(key) is not None and not _is_number(config[key])
-    ]
-    if problems:
-        raise CheckpointMismatchError(problems)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value reads as a number; YAML takes 1e-5, without a point, for text."""
-    try:
-        return not isinstance(value, bool) and math.isfinite(float(value))
-    except (TypeError, ValueError):
-        return False
+def megatron_settings(config: Mapping[str, Any], label: str) -> Settings:
+    """Return the settings of NeMo, Megatron-LM or megatron-core; null counts as absent."""
+    numbers = {
+        key: float(value)
+        for key, value in config.items()
+        if isinstance(value, str) and _EXPONENT.fullmatch(value)
+    }
+    return Settings({**config, **numbers}, label)
 
 
 def traits_of(
@@ -124,44 +87,55 @@ def traits_of(
         activation: The traits of the MLP's activation.
 
     Raises:
-        CheckpointMismatchError: A size is malformed.
+        CheckpointMismatchError: Sizes or numbers are malformed; all are listed.
     """
-    refuse_mistyped(config, label)
+    settings = megatron_settings(config, label)
 
-    def first(*keys: str, default: Any = None) -> Any:
-        return _first(config, *keys, default=default)
+    def size(*keys: str, default: int = 0) -> int:
+        return settings.integer(_stated(config, *keys), default=default, least=0)
 
-    heads, hidden = first("num_attention_heads", default=0), first("hidden_size", default=0)
+    def number(*keys: str, default: float) -> float:
+        return settings.number(_stated(config, *keys), default=default)
+
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
     post = config.get("apply_residual_connection_post_layernorm")
     rotates = config.get("use_rotary_position_embeddings")
     # Megatron-LM states a number of groups even where no heads share one.
     is_grouped = config.get("group_query_attention", True)
-    return MegatronTraits(
+    size("project_size")
+    # Megatron-DeepSpeed lists the experts of each layer.
+    experts = _first(config, "num_moe_experts", "num_experts")
+    traits = MegatronTraits(
         head_num=heads,
         hidden=hidden,
-        inter_size=first("ffn_hidden_size", default=4 * hidden),
-        num_layer=first("num_layers", default=0),
-        max_positions=first(*positions, default=0),
-        size_per_head=first("kv_channels", default=hidden // heads if heads else 0),
-        query_groups=(first("num_query_groups") if is_grouped else None) or heads,
-        norm_eps=float(first("layernorm_epsilon", "norm_epsilon", default=1e-5)),
-        position="rope" if rotates else str(first("position_embedding_type", default=_LEARNED)),
+        inter_size=size("ffn_hidden_size", default=4 * hidden),
+        num_layer=size("num_layers"),
+        max_positions=size(*positions),
+        size_per_head=size("kv_channels", default=hidden // heads if heads else 0),
+        query_groups=(size("num_query_groups") if is_grouped else 0) or heads,
+        norm_eps=number("layernorm_epsilon", "norm_epsilon", default=1e-5),
+        position="rope" if rotates else str(_first(config, "position_embedding_type") or _LEARNED),
         normalization=_normalization(config),
-        bias=bool(first("bias", "add_bias_linear", default=True)),
-        tied=bool(first("share_embeddings_and_output_weights", default=True))
+        bias=bool(_first(config, "bias", "add_bias_linear", default=True)),
+        tied=bool(_first(config, "share_embeddings_and_output_weights", default=True))
         and not config.get("untie_embeddings_and_output_weights"),
-        block_type="post_ln" if post else str(first("transformer_block_type", default="pre_ln")),
-        virtual_pp=first("virtual_pipeline_model_parallel_size", default=1),
-        expert_num=_experts(first("num_moe_experts", "num_experts")),
+        block_type="post_ln" if post else str(_first(config, "transformer_block_type") or "pre_ln"),
+        virtual_pp=size("virtual_pipeline_model_parallel_size", default=1),
+        expert_num=max(experts, default=1)
+        if isinstance(experts, list)
+        else size("num_moe_experts", "num_experts", default=1),
         qk_norm=bool(config.get("qk_layernorm")),
-        rotary_base=float(first("rotary_base", default=10000)),
-        rotary_fraction=float(first("rotary_percentage", "rotary_percent", default=1.0)),
-        rotary_interpolation=first(
-            "seq_len_interpolation_factor", "rotary_seq_len_interpolation_factor"
+        rotary_base=number("rotary_base", default=10000),
+        rotary_local_base=settings.optional("rotary_local_base"),
+        rotary_fraction=number("rotary_percentage", "rotary_percent", default=1.0),
+        rotary_interpolation=_first(
+            config, "seq_len_interpolation_factor", "rotary_seq_len_interpolation_factor"
         ),
         source=config,
         **activation,
     )
+    settings.finish()
+    return traits
 
 
 def nemo_traits(config: Mapping[str, Any]) -> MegatronTraits:
@@ -209,14 +183,13 @@ def megatron_traits(args: Mapping[str, Any]) -> MegatronTraits:
     )
 
 
+def _stated(config: Mapping[str, Any], *keys: str) -> str:
+    return next((key for key in keys if config.get(key) is not None), keys[0])
+
+
 def _first(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), default)
-
-
-def _experts(value: Any) -> int:
-    if isinstance(value, list):
-        return max((int(item) for item in value), default=1)
-    return int(value) if value else 1
+    value = config.get(_stated(config, *keys))
+    return default if value is None else value
 
 
 def _normalization(config: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ from export_scripts.families.t5.layout import (
     T5,
     t5_warnings,
 )
-from export_scripts.families.t5.nemo_traits import NemoT5, nemo_t5, not_t5
+from export_scripts.families.t5.nemo_traits import nemo_t5, not_t5
 from export_scripts.families.t5.tuning import (
     Scaled,
     adapter_fields,
@@ -91,23 +91,21 @@ def _reasons(facts: Facts) -> list[str]:
 
 def _config(facts: Facts) -> T5Config:
     traits = nemo_t5(facts.config)
-    encoder = traits.encoder
     start_id, end_id, pad_id = _special_ids(facts)
     vocab_size = facts.rows(_EMBEDDING)
     prompts = prompt_fields(facts, start_id=vocab_size)
-    assert traits.positions is not None
     tasks = 0 if facts.ia3_in_place else len(facts.ia3)
     return T5Config(
         name_or_path="t5",
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
         vocab_size=vocab_size,
-        d_model=encoder.get("hidden_size"),
-        d_kv=encoder.head_size,
-        d_ff=encoder.get("ffn_hidden_size"),
-        num_heads=encoder.get("num_attention_heads"),
-        num_layers=encoder.get("num_layers"),
-        num_decoder_layers=traits.decoder.get("num_layers"),
+        d_model=traits.sizes["hidden_size"],
+        d_kv=traits.size_per_head,
+        d_ff=traits.sizes["ffn_hidden_size"],
+        num_heads=traits.sizes["num_attention_heads"],
+        num_layers=traits.sizes["num_layers"],
+        num_decoder_layers=traits.decoder_layers,
         feed_forward_proj=traits.feed_forward_proj,
         exact_gelu=traits.exact_gelu,
         relative_attention_num_buckets_or_max_pos_seq_len=traits.positions,
@@ -214,7 +212,7 @@ def _attention(order: str) -> dict[str, TensorSource]:
     }
 
 
-def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
+def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
     traits = nemo_t5(facts.config)
     order = "knd" if traits.legacy else "nkd"
     table: dict[str, TensorSource] = {
@@ -226,7 +224,7 @@ def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
         HEAD: Copy(_HEAD if facts.has(_HEAD) else _EMBEDDING, cut=0),
         "shared.bias": Copy(_HEAD_BIAS, cut=0),
     }
-    table = _scaled_queries(table, traits, config)
+    table = _scaled_queries(table, traits.query_factor())
     if facts.ia3_in_place and facts.ia3:
         table = ia3_in_place(table, find_scalers(facts))
     table = completed(
@@ -240,11 +238,8 @@ def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
     return {**table, **stored, **adapter_sources(facts), **PROMPT_SOURCES}
 
 
-def _scaled_queries(
-    table: dict[str, TensorSource], traits: NemoT5, config: T5Config
-) -> dict[str, TensorSource]:
+def _scaled_queries(table: dict[str, TensorSource], factor: float) -> dict[str, TensorSource]:
     """Return the table with queries multiplied by the rest of FT's scaling of scores."""
-    factor = traits.query_factor(config.d_kv)
     if factor == 1.0:
         return table
 

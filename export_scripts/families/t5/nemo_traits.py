@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.families.mapping.megatron_traits import (
+    megatron_settings,
     nemo_fuses_activation,
     nemo_gelu_is_exact,
-    refuse_mistyped,
 )
+from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.t5.config import FT_MAX_DISTANCE, FT_NORM_EPS
 
 # NeMo's activations -> the loader's spelling. The fast- variants fuse both halves of a gate into
@@ -30,41 +31,26 @@ _ACTIVATIONS = {
 _NORMS = ("layernorm", "layernorm1p", "low_precision_layernorm", "rmsnorm")
 _POSITIONS = {"learned_absolute": "absolute", "relative": "relative"}
 
-# Sizes that FT's T5 stores once for both stacks.
-_COMMON_SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
-_COMMON_CHOICES = (
-    "activation", "bias", "normalization", "position_embedding_type", "transformer_block_type",
+_SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_layers")
+# What FT's T5 stores once for both stacks.
+_COMMON = (
+    "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "activation", "bias",
+    "normalization", "position_embedding_type", "transformer_block_type",
     "normalize_attention_scores", "layernorm_epsilon", "megatron_legacy",
-    "relative_attention_num_buckets", "relative_attention_max_distance",
-    "max_position_embeddings", "bias_activation_fusion", "bias_gelu_fusion", "openai_gelu",
+    "relative_attention_num_buckets", "relative_attention_max_distance", "max_position_embeddings",
+    "bias_activation_fusion", "bias_gelu_fusion", "openai_gelu",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """One stack's configuration: the flat keys, overridden by the stack's own section."""
-
-    name: str
-    source: Mapping[str, Any]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a value; null counts as absent."""
-        value = self.source.get(key)
-        return default if value is None else value
-
-    @property
-    def head_size(self) -> Any:
-        """Width of one head, if it is known."""
-        hidden, heads = self.get("hidden_size"), self.get("num_attention_heads")
-        return self.get("kv_channels", hidden // heads if hidden and heads else None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NemoT5:
     """Traits of a NeMo T5, common to both stacks."""
 
-    encoder: Side
-    decoder: Side
+    encoder: Settings
+    decoder: Settings
+    sizes: Mapping[str, int]  # of the encoder, by the source's keys; 0 if absent
+    decoder_layers: int
+    size_per_head: int
     pp_size: int
     split_rank: int
     activation: str  # the source's word
@@ -72,7 +58,7 @@ class NemoT5:
     normalization: str
     bias: bool  # of the linears
     position: str  # FT's name, or the source's if FT has none
-    positions: int | None  # rows of the table of positions or of the relative bias
+    positions: int  # rows of the table of positions or of the relative bias
     max_distance: int  # from which all relative positions share the last bucket
     norm_eps: float
     legacy: bool  # fused projections are ordered parts first, then heads
@@ -88,11 +74,11 @@ class NemoT5:
         """The value of t5_with_bias: biases, LayerNorm and scaled attention, or none of them."""
         return self.normalization != "rmsnorm"
 
-    def query_factor(self, size_per_head: int) -> float:
+    def query_factor(self) -> float:
         """Return the factor of queries that corrects FT's scaling by t5_with_bias alone."""
         if self.scores_normalised == self.with_bias:
             return 1.0
-        root = math.sqrt(size_per_head)
+        root = math.sqrt(self.size_per_head)
         return 1 / root if self.scores_normalised else root
 
 
@@ -100,53 +86,60 @@ def nemo_t5(config: Mapping[str, Any]) -> NemoT5:
     """Return the facts of a NeMo model_config, flat or with a section per stack.
 
     Raises:
-        CheckpointMismatchError: A size is malformed.
+        CheckpointMismatchError: Sizes or numbers are malformed; all are listed.
     """
-
-    def side(name: str) -> Side:
+    flat = {k: v for k, v in config.items() if k not in ("encoder", "decoder")}
+    sides = {}
+    for name in ("encoder", "decoder"):
         own = config.get(name)
-        flat = {k: v for k, v in config.items() if k not in ("encoder", "decoder")}
-        return Side(name=name, source={**flat, **own} if isinstance(own, Mapping) else flat)
-
-    sides = {name: side(name) for name in ("encoder", "decoder")}
-    for name, each in sides.items():
-        refuse_mistyped(each.source, f"model_config.yaml, {name}")
-    encoder = sides["encoder"]
-    word = str(encoder.get("position_embedding_type", "learned_absolute"))
+        own = own if isinstance(own, Mapping) else {}
+        sides[name] = megatron_settings({**flat, **own}, f"model_config.yaml, {name}")
+    encoder, decoder = sides["encoder"], sides["decoder"]
+    sizes = {name: [each.integer(name, default=0, least=0) for each in sides.values()]
+             for name in _SIZES}  # fmt: skip
+    heads, hidden = sizes["num_attention_heads"][0], sizes["hidden_size"][0]
+    word = str(encoder.value("position_embedding_type", default="learned_absolute"))
     is_relative = word == "relative"
-    return NemoT5(
+    bucket_num = encoder.integer("relative_attention_num_buckets", default=32)
+    traits = NemoT5(
         **sides,
+        sizes={name: counts[0] for name, counts in sizes.items()},
+        decoder_layers=sizes["num_layers"][1],
+        size_per_head=encoder.integer("kv_channels", default=hidden // heads if heads else 1),
         pp_size=config.get("pipeline_model_parallel_size") or 1,
         split_rank=config.get("pipeline_model_parallel_split_rank") or 0,
-        activation=str(encoder.get("activation", "gelu")).lower(),
+        activation=str(encoder.value("activation", default="gelu")).lower(),
         exact_gelu=nemo_gelu_is_exact(encoder.source) and not nemo_fuses_activation(encoder.source),
-        normalization=str(encoder.get("normalization", "layernorm")).lower(),
-        bias=bool(encoder.get("bias", True)),
+        normalization=str(encoder.value("normalization", default="layernorm")).lower(),
+        bias=bool(encoder.value("bias", default=True)),
         position=_POSITIONS.get(word, word),
-        positions=encoder.get("relative_attention_num_buckets", 32)
+        positions=bucket_num
         if is_relative
-        else encoder.get("max_position_embeddings"),
-        max_distance=encoder.get("relative_attention_max_distance", FT_MAX_DISTANCE),
-        norm_eps=float(encoder.get("layernorm_epsilon", FT_NORM_EPS)),
-        legacy=bool(encoder.get("megatron_legacy")),
-        scores_normalised=bool(encoder.get("normalize_attention_scores", True)),
+        else encoder.integer("max_position_embeddings", default=0, least=0),
+        max_distance=encoder.integer("relative_attention_max_distance", default=FT_MAX_DISTANCE),
+        norm_eps=encoder.number("layernorm_epsilon", default=FT_NORM_EPS),
+        legacy=bool(encoder.source.get("megatron_legacy")),
+        scores_normalised=bool(encoder.value("normalize_attention_scores", default=True)),
     )
+    encoder.problems += decoder.problems
+    encoder.finish()
+    return traits
 
 
 def not_t5(traits: NemoT5) -> list[str]:
     """Return every reason the FT T5 layout cannot hold a model."""
     encoder, decoder = traits.encoder, traits.decoder
     reasons = [
-        f"{side.name}: {key} = {side.get(key)!r}: a T5 folder needs {key}"
+        f"{side.label} has no {key}: a T5 folder needs it"
         for side in (encoder, decoder)
-        for key in ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_layers")
-        if side.get(key) is None
+        for key in _SIZES
+        if not side.source.get(key)
     ]
     reasons += [
-        f"{key} = {encoder.get(key)!r} in the encoder and {decoder.get(key)!r} in the decoder: "
-        "FT's T5 has one value for both"
-        for key in (*_COMMON_SIZES, *_COMMON_CHOICES)
-        if encoder.get(key) != decoder.get(key)
+        f"{key} = {encoder.source.get(key)!r} in the encoder and {decoder.source.get(key)!r} in "
+        "the decoder: FT's T5 has one value for both"
+        for key in _COMMON
+        if encoder.source.get(key) != decoder.source.get(key)
     ]
     norm = traits.normalization
     checks = (
@@ -155,7 +148,7 @@ def not_t5(traits: NemoT5) -> list[str]:
             f"activation = {traits.activation}: FT's T5 has {', '.join(_ACTIVATIONS)}",
         ),
         (
-            bool(encoder.get("openai_gelu")) and traits.activation not in ("gelu", "geglu"),
+            bool(encoder.source.get("openai_gelu")) and traits.activation not in ("gelu", "geglu"),
             f"openai_gelu = true overrides activation = {traits.activation}",
         ),
         (
@@ -164,7 +157,7 @@ def not_t5(traits: NemoT5) -> list[str]:
             "relative",
         ),
         (
-            traits.positions is None,
+            not traits.positions,
             "max_position_embeddings is missing: the table of positions needs its size",
         ),
         (norm not in _NORMS, f"normalization = {norm}: FT's T5 has {', '.join(_NORMS)}"),
@@ -173,24 +166,24 @@ def not_t5(traits: NemoT5) -> list[str]:
             "bias = true with normalization = rmsnorm: FT's T5 with biases has layernorm",
         ),
         (
-            encoder.get("transformer_block_type", "pre_ln") != "pre_ln",
-            f"transformer_block_type = {encoder.get('transformer_block_type')}: only pre_ln",
+            encoder.value("transformer_block_type", default="pre_ln") != "pre_ln",
+            f"transformer_block_type = {encoder.source.get('transformer_block_type')}: only pre_ln",
         ),
         (
-            not encoder.get("relative_position_bias_self_attention_only", True),
+            not encoder.value("relative_position_bias_self_attention_only", default=True),
             "relative_position_bias_self_attention_only = false: FT's T5 has no position bias in "
             "cross attention",
         ),
         (
-            any(bool(side.get("headscale", False)) for side in (encoder, decoder)),
+            any(bool(side.source.get("headscale")) for side in (encoder, decoder)),
             "headscale = true: FT's T5 does not scale heads",
         ),
         (
-            any((side.get("num_moe_experts") or 1) > 1 for side in (encoder, decoder)),
+            any((side.source.get("num_moe_experts") or 1) > 1 for side in (encoder, decoder)),
             "num_moe_experts: a mixture of experts is not converted",
         ),
         (
-            (encoder.get("virtual_pipeline_model_parallel_size") or 1) > 1,
+            (encoder.source.get("virtual_pipeline_model_parallel_size") or 1) > 1,
             "virtual_pipeline_model_parallel_size > 1: an interleaved schedule's layer order "
             "is unknown",
         ),

@@ -240,7 +240,7 @@ CONFIG_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "biases with rmsnorm": ({"normalization": "rmsnorm"}, {}, "bias = true with normalization"),
     "unequal heads": ({}, {"num_attention_heads": 2}, "num_attention_heads = 4 in the encoder"),
     "unequal norms": ({}, {"normalization": "layernorm1p"}, "normalization = 'layernorm'"),
-    "no depth": ({"num_layers": None}, {}, "num_layers = None"),
+    "no depth": ({"num_layers": None}, {}, "has no num_layers"),
     "a gate that is not there": ({"activation": "geglu"}, {}, "no second matrix"),
 }
 
