@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 from export_scripts.families.dense import core
 from export_scripts.families.dense.huggingface import (
     ATTENTION_BIAS_KEYS,
-    HF_LAYER,
-    NAMES,
-    RMS_KEYS,
+    SIZES,
     DenseDecoder,
+    llama_keys,
+    llama_names,
     stated_window,
 )
 from export_scripts.families.dense.layout import LAYOUT, DenseConfig, dense_architecture
@@ -89,27 +89,21 @@ _EXPECTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def _keys(inter_size: str, *experts: str) -> tuple[Setting, ...]:
-    return (
-        *(each for each in RMS_KEYS if each.field != "inter_size"),
+    return llama_keys(
         key("inter_size", inter_size),
         key("expert_num", *experts),
         key("experts_per_token", "num_experts_per_tok"),
+        sizes=[each for each in SIZES if each.field != "inter_size"],
     )
 
 
 def _names(mlp: str, *matrices: str) -> dict[str, str]:
     ours = ("dense_h_to_4h", "dense_h_to_4h_2", "dense_4h_to_h")
-    experts = zip(ours, matrices, strict=True)
-    return {
-        **{name: theirs for name, theirs in NAMES.items() if ".mlp." not in name},
-        **in_layers(
-            HF_LAYER,
-            {
-                "mlp.router": f"{mlp}.gate",
-                **{EXPERT + name: f"{mlp}.experts.{{expert}}.{theirs}" for name, theirs in experts},
-            },
-        ),
+    experts = {
+        EXPERT + name: f"{mlp}.experts.{{expert}}.{theirs}"
+        for name, theirs in zip(ours, matrices, strict=True)
     }
+    return llama_names({"mlp.router": f"{mlp}.gate", **experts})
 
 
 _MIXTRAL = _names("block_sparse_moe", "w1", "w3", "w2")

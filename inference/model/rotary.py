@@ -110,10 +110,9 @@ def _frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
 
 def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Slow down long waves by the factor, keep short ones, blend between (Llama 3.1)."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    factor: float = scaling["factor"]
-    # Of each pair over the original length.
-    turns: torch.Tensor = scaling["original_max_position_embeddings"] * frequencies / math.tau
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, original = (float(scaling[name]) for name in names)
+    turns = original * frequencies / math.tau  # of each pair over the original length
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (blend + (1 - blend) / factor)
 

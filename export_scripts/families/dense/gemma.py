@@ -11,28 +11,22 @@ from typing import Any
 
 from export_scripts.families.dense.huggingface import (
     ATTENTION_BIAS_KEYS,
-    HF_LAYER,
-    KEYS,
-    NAMES,
     DenseDecoder,
+    llama_keys,
+    llama_names,
     window_fields,
     written_windows,
 )
 from export_scripts.families.mapping.keys import Setting, inverse_root, key
-from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.settings import Settings
 
-_NAMES = {
-    **NAMES,
-    **in_layers(
-        HF_LAYER,
-        {
-            "attention_output_layernorm": "post_attention_layernorm",
-            "post_attention_layernorm": "pre_feedforward_layernorm",
-            "mlp_output_layernorm": "post_feedforward_layernorm",
-        },
-    ),
-}
+_NAMES = llama_names(
+    {
+        "attention_output_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "mlp_output_layernorm": "post_feedforward_layernorm",
+    }
+)
 _FIXED = {
     "norm_one_plus": True,
     "embedding_scale": lambda known: math.sqrt(known["hidden_size"]),
@@ -40,17 +34,11 @@ _FIXED = {
 _FIXED2 = {**_FIXED, "has_output_norms": True}
 
 
-_KEYS = (*KEYS, key("layernorm_eps", "rms_norm_eps", kind="number", default=1e-6))
-
-
-def _activation(name: str) -> Setting:
-    return key("activation_type", name, kind="activation", default="gelu_pytorch_tanh")
+_GELU = "gelu_pytorch_tanh"
 
 
 def _keys(logit_cap: float | None, attention_cap: float | None) -> tuple[Setting, ...]:
-    return (
-        *_KEYS,
-        _activation("hidden_activation"),
+    return llama_keys(
         *ATTENTION_BIAS_KEYS,
         key(
             "attention_scale",
@@ -61,6 +49,7 @@ def _keys(logit_cap: float | None, attention_cap: float | None) -> tuple[Setting
         ),
         key("logit_softcap", "final_logit_softcapping", kind="optional", default=logit_cap),
         key("attention_softcap", "attn_logit_softcapping", kind="optional", default=attention_cap),
+        activation=("hidden_activation", _GELU),
     )
 
 
@@ -87,7 +76,7 @@ GEMMA_HUGGINGFACE = DenseDecoder(
     model_type="gemma",
     model="GemmaForCausalLM",
     title="Gemma",
-    keys=(*_KEYS, _activation("hidden_act"), *ATTENTION_BIAS_KEYS),
+    keys=llama_keys(*ATTENTION_BIAS_KEYS, activation=("hidden_act", _GELU)),
     fixed={**_FIXED, "exact_gelu": False},
     **_COMMON,
 ).mapping()

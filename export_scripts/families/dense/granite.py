@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from export_scripts.families.dense.huggingface import BIAS_KEYS, RMS_KEYS, DenseDecoder
+from export_scripts.families.dense.huggingface import BIAS_KEYS, DenseDecoder, llama_keys
 from export_scripts.families.mapping.keys import key, reciprocal
 
 GRANITE_HUGGINGFACE = DenseDecoder(
     model_type="granite",
     model="GraniteForCausalLM",
     title="Granite",
-    keys=(
-        *RMS_KEYS,
+    keys=llama_keys(
         *BIAS_KEYS,
         key("embedding_scale", "embedding_multiplier", kind="number", default=1.0),
         key("residual_scale", "residual_multiplier", kind="number", default=1.0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,7 @@ from export_scripts.families.mapping.names import Names, in_layers
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import Settings
 
-HF_LAYER = "model.layers.{layer}."
-
-KEYS = (
+SIZES = (
     key("head_num", "num_attention_heads"),
     key("hidden_size", "hidden_size"),
     key("kv_head_num", "num_key_value_heads", default=lambda known: known["head_num"]),
@@ -31,33 +29,47 @@ ATTENTION_BIAS_KEYS = tuple(
     for field in ("has_attention_dense_bias", "has_qkv_bias")
 )
 BIAS_KEYS = (*ATTENTION_BIAS_KEYS, key("has_mlp_bias", "mlp_bias", kind="flag", default=False))
-RMS_KEYS = (
-    *KEYS,
-    key("layernorm_eps", "rms_norm_eps", kind="number", default=1e-6),
-    key("activation_type", "hidden_act", kind="activation", default="silu"),
-)
 
-NAMES: Mapping[str, str] = {
-    "model.wte": "model.embed_tokens",
-    "model.final_layernorm": "model.norm",
-    "model.lm_head": "lm_head",
-    **in_layers(
-        HF_LAYER,
-        {
-            "input_layernorm": "input_layernorm",
-            "attention.query": "self_attn.q_proj",
-            "attention.key": "self_attn.k_proj",
-            "attention.value": "self_attn.v_proj",
-            "attention.query_norm": "self_attn.q_norm",
-            "attention.key_norm": "self_attn.k_norm",
-            "attention.dense": "self_attn.o_proj",
-            "post_attention_layernorm": "post_attention_layernorm",
-            "mlp.dense_h_to_4h": "mlp.gate_proj",
-            "mlp.dense_h_to_4h_2": "mlp.up_proj",
-            "mlp.dense_4h_to_h": "mlp.down_proj",
-        },
-    ),
+
+def llama_keys(
+    *own: Setting,
+    sizes: Sequence[Setting] = SIZES,
+    eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+) -> tuple[Setting, ...]:
+    """Return the settings of a Llama and a family's own; `eps`, `activation` have defaults."""
+    return (
+        *sizes,
+        key("layernorm_eps", eps[0], kind="number", default=eps[1]),
+        key("activation_type", activation[0], kind="any_activation", default=activation[1]),
+        *own,
+    )
+
+
+_LAYER_NAMES: Names = {
+    "input_layernorm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "attention.dense": "self_attn.o_proj",
+    "post_attention_layernorm": "post_attention_layernorm",
+    "mlp.dense_h_to_4h": "mlp.gate_proj",
+    "mlp.dense_h_to_4h_2": "mlp.up_proj",
+    "mlp.dense_4h_to_h": "mlp.down_proj",
 }
+
+
+def llama_names(renamed: Names | None = None) -> dict[str, Any]:
+    """Return the names of a Llama's tensors, with those of a layer's modules that differ."""
+    return {
+        "model.wte": "model.embed_tokens",
+        "model.final_layernorm": "model.norm",
+        "model.lm_head": "lm_head",
+        **in_layers("model.layers.{layer}.", {**_LAYER_NAMES, **(renamed or {})}),
+    }
+
 
 # Activation of a gated MLP -> activation_type.
 GATED = {"silu": "gated-silu", "gelu": "geglu", "relu": "reglu", "relu2": "gated-relu2"}
@@ -77,8 +89,8 @@ class DenseDecoder(HuggingFaceDecoder):
     """
 
     family: ModelFamily = DENSE
-    keys: Sequence[Setting] = RMS_KEYS
-    names: Names = field(default_factory=lambda: NAMES)
+    keys: Sequence[Setting] = llama_keys()
+    names: Names = field(default_factory=llama_names)
     head_dim: int | None = None
     is_gated: bool = True
     rotary_base: float = FT_BASE

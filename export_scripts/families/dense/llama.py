@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from export_scripts.families.dense.huggingface import BIAS_KEYS, RMS_KEYS, DenseDecoder
+from export_scripts.families.dense.huggingface import BIAS_KEYS, DenseDecoder, llama_keys
 from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.families.mapping.source_mapping import Facts
 
@@ -18,7 +18,7 @@ LLAMA_HUGGINGFACE = DenseDecoder(
     model_type="llama",
     model="LlamaForCausalLM",
     title="Llama",
-    keys=(*RMS_KEYS, *BIAS_KEYS),
+    keys=llama_keys(*BIAS_KEYS),
     bos=1,
     eos=2,
     warnings=_warnings,

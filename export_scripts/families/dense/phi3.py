@@ -6,28 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.dense.huggingface import (
-    HF_LAYER,
-    KEYS,
-    NAMES,
     DenseDecoder,
+    llama_keys,
+    llama_names,
     stated_window,
     window_fields,
 )
 from export_scripts.families.dense.layout import DenseConfig
-from export_scripts.families.mapping.keys import key
-from export_scripts.families.mapping.names import QUERY_KEY_VALUE, in_layers
+from export_scripts.families.mapping.names import QUERY_KEY_VALUE
 from export_scripts.families.mapping.settings import Settings
-
-_NAMES = {
-    **NAMES,
-    **in_layers(
-        HF_LAYER,
-        {
-            **dict.fromkeys(QUERY_KEY_VALUE, "self_attn.qkv_proj"),
-            **dict.fromkeys(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"), "mlp.gate_up_proj"),
-        },
-    ),
-}
 
 
 def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,12 +40,13 @@ PHI3_HUGGINGFACE = DenseDecoder(
     model_type="phi3",
     model="Phi3ForCausalLM",
     title="Phi-3, Phi-4",
-    keys=(
-        *KEYS,
-        key("layernorm_eps", "rms_norm_eps", kind="number", default=1e-5),
-        key("activation_type", "hidden_act", kind="activation", default="silu"),
+    keys=llama_keys(eps=("rms_norm_eps", 1e-5)),
+    names=llama_names(
+        {
+            **dict.fromkeys(QUERY_KEY_VALUE, "self_attn.qkv_proj"),
+            **dict.fromkeys(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"), "mlp.gate_up_proj"),
+        }
     ),
-    names=_NAMES,
     rows="blocks",
     read=_read,
     written=_written,

@@ -7,8 +7,8 @@ from typing import Any
 
 from export_scripts.families.dense.huggingface import (
     ATTENTION_BIAS_KEYS,
-    RMS_KEYS,
     DenseDecoder,
+    llama_keys,
     window_fields,
     written_windows,
 )
@@ -42,7 +42,7 @@ QWEN3_HUGGINGFACE = DenseDecoder(
     model_type="qwen3",
     model="Qwen3ForCausalLM",
     title="Qwen3",
-    keys=(*RMS_KEYS, *ATTENTION_BIAS_KEYS),
+    keys=llama_keys(*ATTENTION_BIAS_KEYS),
     fixed={"query_key_norm": "head"},
     read=_read,
     written=_written,

@@ -7,8 +7,8 @@ from typing import Any
 
 from export_scripts.families.dense.huggingface import (
     BIAS_KEYS,
-    RMS_KEYS,
     DenseDecoder,
+    llama_keys,
     stated_window,
     window_fields,
     written_windows,
@@ -52,7 +52,7 @@ SMOLLM3_HUGGINGFACE = DenseDecoder(
     model_type="smollm3",
     model="SmolLM3ForCausalLM",
     title="SmolLM3",
-    keys=(*RMS_KEYS, *BIAS_KEYS),
+    keys=llama_keys(*BIAS_KEYS),
     read=_read,
     written=_written,
     is_tied=True,

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 from export_scripts.families.dense.huggingface import (
-    HF_LAYER,
-    KEYS,
-    NAMES,
     DenseDecoder,
+    llama_keys,
+    llama_names,
     stated_window,
     window_fields,
 )
 from export_scripts.families.mapping.keys import key
-from export_scripts.families.mapping.names import in_layers
 
-_NAMES = {
-    **NAMES,
-    **in_layers(HF_LAYER, {"mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}),
-}
-
+_BIASES = ("has_mlp_bias", "has_attention_dense_bias", "has_qkv_bias")
 
 STARCODER2_HUGGINGFACE = DenseDecoder(
     model_type="starcoder2",
     model="Starcoder2ForCausalLM",
     title="StarCoder2",
-    keys=(
-        *KEYS,
-        key("layernorm_eps", "norm_epsilon", kind="number", default=1e-5),
-        key("activation_type", "hidden_act", kind="activation", default="gelu_pytorch_tanh"),
-        *(
-            key(field, "use_bias", kind="flag", default=True)
-            for field in ("has_mlp_bias", "has_attention_dense_bias", "has_qkv_bias")
-        ),
+    keys=llama_keys(
+        *(key(field, "use_bias", kind="flag", default=True) for field in _BIASES),
+        eps=("norm_epsilon", 1e-5),
+        activation=("hidden_act", "gelu_pytorch_tanh"),
     ),
     fixed={"norm_type": "layernorm"},
-    names=_NAMES,
+    names=llama_names({"mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}),
     read=lambda settings, values: window_fields(
         settings, values["num_layer"], stated_window(settings)
     ),

@@ -51,12 +51,13 @@ class _Thirds(Copy):
 
 
 def in_layers(layer: str, names: Names) -> dict[str, Any]:
-    """Return names of modules within a layer as names in the whole model."""
+    """Return names of modules within a layer as names in the whole model, without empty ones."""
     return {
         LAYER + ours: layer + theirs
         if isinstance(theirs, str)
         else tuple(layer + part for part in theirs)
         for ours, theirs in names.items()
+        if theirs
     }
 
 
