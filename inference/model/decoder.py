@@ -8,13 +8,21 @@ linears know how tensors are divided among ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
-from inference.model.layers import MLP, Attention, Embedding, JointHalves, Normalise
+from inference.model.layers import (
+    MLP,
+    Attention,
+    Embedding,
+    JointHalves,
+    Normalise,
+    Sublayer,
+    normalised,
+)
 from inference.model.rotary import AnglesOf, RotaryTable
 from inference.model.step import AttentionRules, Step
 from inference.parallel.linear import AllReduce, VocabParallelHead
@@ -25,71 +33,32 @@ class DecoderLayer:
     """One layer; `architecture.residual` says how its two halves are joined."""
 
     architecture: DecoderArchitecture
-    attention_norm: Normalise | None  # None: attention reads the residual as it is
-    mlp_norm: Normalise | None  # None: likewise; of parallel halves, attention's norm feeds both
-    attention: Attention
-    mlp: MLP
-    attention_adapter: MLP | None
-    mlp_adapter: MLP | None
-    attention_output_norm: Normalise | None
-    mlp_output_norm: Normalise | None
+    attention: Sublayer[Attention]
+    mlp: Sublayer[MLP]  # of parallel halves without a norm of its own, attention's feeds both
     reduce: AllReduce | None  # of the parallel forms, which share one all-reduce
     bias: torch.Tensor | None  # added after it
 
     def __call__(self, x: torch.Tensor, step: Step, layer: int, angles: AnglesOf) -> torch.Tensor:
         """Return (N, E) for x (N, E); `layer` numbers the layers of this stage."""
+        choice, attention, mlp = self.architecture, self.attention, self.mlp
 
         def attend(h: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-            return self.attention(h, step, layer=layer, angles=angles, residual=residual)
+            return attention.part(h, step, layer=layer, angles=angles, residual=residual)
 
-        choice = self.architecture
         if choice.residual != "sequential":
-            return self._parallel(x, attend)
+            h = normalised(x, attention.norm)
+            inner = h if mlp.norm is None else mlp.norm(x)
+            if self.reduce is None:
+                return mlp.part(inner, attend(h, x))
+            return self.reduce(mlp.part(inner, attend(h, None)), bias=self.bias, residual=x)
         if not choice.norm_before:
-            x = _normalised(attend(x, x), self.attention_norm)
-            return _normalised(self.mlp(x, x), self.mlp_norm)
+            x = normalised(attend(x, x), attention.norm)
+            return normalised(mlp.part(x, x), mlp.norm)
         if choice.residual_from_norm:
-            h = _normalised(x, self.attention_norm)
-            h = _normalised(attend(h, h), self.mlp_norm)
-            return self.mlp(h, h)
-        norm, adapter = self.attention_output_norm, self.attention_adapter
-        x = self._add(x, _normalised(x, self.attention_norm), attend, norm, adapter)
-        norm, adapter = self.mlp_output_norm, self.mlp_adapter
-        return self._add(x, _normalised(x, self.mlp_norm), self.mlp, norm, adapter)
-
-    def _add(
-        self,
-        x: torch.Tensor,
-        h: torch.Tensor,
-        half: _Half,
-        norm: Normalise | None,
-        adapter: MLP | None,
-    ) -> torch.Tensor:
-        """Return x plus a half's output for its input h, normalised, scaled or adapted."""
-        scale = self.architecture.residual_scale
-        if norm is None and adapter is None and scale == 1:
-            return half(h, x)
-        y = half(h, None)
-        if adapter is not None:
-            # The adapter sees the output before the residual.
-            # Order: FasterTransformer, models/multi_gpu_gpt/ParallelGptDecoder.cc (4c014fb).
-            return adapter(y, x + y)
-        return torch.add(x, _normalised(y, norm), alpha=scale)
-
-    def _parallel(self, x: torch.Tensor, attend: _Half) -> torch.Tensor:
-        h = _normalised(x, self.attention_norm)
-        inner = h if self.mlp_norm is None else self.mlp_norm(x)
-        if self.reduce is None:
-            return self.mlp(inner, attend(h, x))
-        return self.reduce(self.mlp(inner, attend(h, None)), bias=self.bias, residual=x)
-
-
-# Attention or MLP: an input (N, E) and a residual, which is added.
-_Half = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-def _normalised(x: torch.Tensor, norm: Normalise | None) -> torch.Tensor:
-    return x if norm is None else norm(x)
+            h = normalised(x, attention.norm)
+            h = normalised(attend(h, h), mlp.norm)
+            return mlp.part(h, h)
+        return mlp(attention(x, step, layer=layer, angles=angles))
 
 
 @dataclass(frozen=True)
@@ -113,7 +82,7 @@ class Head:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n, slice) fp32 for the last layer's output (n, E)."""
-        return self.slice(_normalised(x, self.norm))
+        return self.slice(normalised(x, self.norm))
 
 
 class Decoder:

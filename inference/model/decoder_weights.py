@@ -10,11 +10,13 @@ from export_scripts.families.layout.architecture import DecoderArchitecture, Rot
 from inference.model.decoder import Decoder, DecoderLayer, Head, JointLayer
 from inference.model.layers import (
     MLP,
+    Adapter,
     Attention,
     Embedding,
     JointHalves,
-    Normalise,
+    PartT,
     QueryKeyNorm,
+    Sublayer,
     alibi_slopes,
 )
 from inference.model.rotary import RotaryTable
@@ -24,6 +26,10 @@ from inference.parallel.gemm import make_gemm
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.layout import undivided
 from inference.parallel.linear import AllReduce, RowParallelLinear
+
+# Of attention and MLP: the norms before and after, and the adapter.
+_ATTENTION_PLACES = ("input_layernorm", "attention_output_layernorm", "after_attention_adapter.")
+_MLP_PLACES = ("post_attention_layernorm", "mlp_output_layernorm", "after_ffn_adapter.")
 
 
 def load_decoder(
@@ -194,22 +200,27 @@ class _Loader(LayerLoader):
         late = self.reduce is not None and parallel
         biases = [b for b in (attention_out, mlp_out) if b is not None] if late else []
         reduce = None if parallel else self.reduce
+        attention = self._attention(number, None if late else attention_out, reduce)
+        mlp = self._mlp(prefix + "mlp.", None if late else mlp_out, reduce, gated=choice.gated)
         return DecoderLayer(
             architecture=choice,
-            attention_norm=self._norm(prefix + "input_layernorm", choice.input_norms),
-            mlp_norm=self._norm(
-                prefix + "post_attention_layernorm", choice.input_norms and not shared
-            ),
-            attention=self._attention(number, None if late else attention_out, reduce),
-            mlp=self._mlp(prefix + "mlp.", None if late else mlp_out, reduce, gated=choice.gated),
-            attention_adapter=self._adapter(prefix + "after_attention_adapter."),
-            mlp_adapter=self._adapter(prefix + "after_ffn_adapter."),
-            attention_output_norm=self._norm(
-                prefix + "attention_output_layernorm", choice.output_norms
-            ),
-            mlp_output_norm=self._norm(prefix + "mlp_output_layernorm", choice.output_norms),
+            attention=self._sublayer(attention, prefix, _ATTENTION_PLACES, choice.input_norms),
+            mlp=self._sublayer(mlp, prefix, _MLP_PLACES, choice.input_norms and not shared),
             reduce=self.reduce if parallel else None,
             bias=torch.stack(biases).sum(0) if biases else None,
+        )
+
+    def _sublayer(
+        self, part: PartT, prefix: str, places: tuple[str, str, str], has_norm: bool
+    ) -> Sublayer[PartT]:
+        before, after, adapter = (prefix + place for place in places)
+        choice = self.architecture
+        return Sublayer(
+            part,
+            self.norm(before) if has_norm else None,
+            self.norm(after) if choice.output_norms else None,
+            self._adapter(adapter) if choice.adapter_inter_size else None,
+            choice.residual_scale,
         )
 
     def _joins_halves(self, prefix: str) -> bool:
@@ -315,11 +326,7 @@ class _Loader(LayerLoader):
         up = self.up(name, name + "_2" if gated else None)
         return MLP(up, self.row_with(prefix + "dense_4h_to_h", out_bias, reduce))
 
-    def _norm(self, name: str, present: bool) -> Normalise | None:
-        return self.norm(name) if present else None
-
-    def _adapter(self, prefix: str) -> MLP | None:
-        if not self.architecture.adapter_inter_size:
-            return None
-        out_bias = self.weights.tensor(prefix + "dense_4h_to_h.bias")
-        return self._mlp(prefix, out_bias, self.reduce)
+    def _adapter(self, prefix: str) -> Adapter:
+        return Adapter(
+            self._mlp(prefix, self.weights.tensor(prefix + "dense_4h_to_h.bias"), self.reduce)
+        )

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.nn import functional
@@ -255,6 +256,55 @@ class MLP:
     ) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
         return self.down(scaled(self.up(x), self.scalers, tasks), residual)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A bottleneck added to the output of attention or MLP before that joins the residual."""
+
+    # Order: FasterTransformer, layers/adapter_layers/LinearAdapterLayer.cc (df4a753) and
+    # models/multi_gpu_gpt/ParallelGptDecoder.cc (4c014fb).
+    mlp: MLP
+    norm: Normalise | None = None
+
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        """Return y plus its adaptation, (N, E)."""
+        return self.mlp(normalised(y, self.norm), y)
+
+
+# Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.
+_FP16_LIMIT = 64504.0
+
+PartT = TypeVar("PartT", bound=Callable[..., torch.Tensor])
+
+
+@dataclass(frozen=True)
+class Sublayer(Generic[PartT]):
+    """Attention or MLP with its norms, an adapter, and the residual."""
+
+    part: PartT
+    norm: Normalise | None  # None: the part reads the residual as it is
+    output_norm: Normalise | None = None  # of the output, before it joins the residual
+    adapter: Adapter | None = None
+    scale: float = 1.0  # on what joins the residual
+    bounded: bool = False  # in fp16
+
+    def __call__(self, x: torch.Tensor, *inputs: Any, **more: Any) -> torch.Tensor:
+        """Return x plus what the part makes of the normalised x and its other inputs, (N, E)."""
+        h = normalised(x, self.norm)
+        if self.output_norm is None and self.adapter is None and self.scale == 1:
+            x = self.part(h, *inputs, residual=x, **more)
+        else:
+            y = self.part(h, *inputs, **more)
+            y = y if self.adapter is None else self.adapter(y)
+            x = torch.add(x, normalised(y, self.output_norm), alpha=self.scale)
+        is_bounded = self.bounded and x.dtype == torch.float16
+        return x.clamp_(-_FP16_LIMIT, _FP16_LIMIT) if is_bounded else x
+
+
+def normalised(x: torch.Tensor, norm: Normalise | None) -> torch.Tensor:
+    """Return the norm of x, or x where there is none."""
+    return x if norm is None else norm(x)
 
 
 def scaled(

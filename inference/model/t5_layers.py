@@ -8,16 +8,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
 
 import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from inference.model.cached_attention import EncodedSlots, attend_cached
 from inference.model.kv_cache import KVCache
-from inference.model.layers import MLP, Attention, Embedding, Normalise, RowAttention, scaled
+from inference.model.layers import (
+    MLP,
+    Adapter,
+    Attention,
+    Embedding,
+    Normalise,
+    PartT,
+    RowAttention,
+    Sublayer,
+    scaled,
+)
 from inference.model.ragged import RowMasks
 from inference.model.relative_position import distance_bias
 from inference.model.step import Step
@@ -67,43 +75,6 @@ class CrossAttention:
         else:
             mixed = attend_cached(query, encoded.groups, cache, layer)
         return self.out(mixed, residual)
-
-
-@dataclass(frozen=True)
-class LinearAdapter:
-    """A bottleneck added to a sublayer's output before the residual is."""
-
-    # Order: FasterTransformer, layers/adapter_layers/LinearAdapterLayer.cc (df4a753).
-    norm: Normalise
-    mlp: MLP
-
-    def __call__(self, y: torch.Tensor) -> torch.Tensor:
-        """Return y plus its adaptation, (N, E)."""
-        return self.mlp(self.norm(y), y)
-
-
-# Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.
-_FP16_LIMIT = 64504.0
-
-PartT = TypeVar("PartT", bound=Callable[..., torch.Tensor])
-
-
-@dataclass(frozen=True)
-class Sublayer(Generic[PartT]):
-    """A part of a layer with the norm before it, an adapter after it, and the residual."""
-
-    norm: Normalise
-    part: PartT
-    adapter: LinearAdapter | None = None
-
-    def __call__(self, x: torch.Tensor, *inputs: Any, **more: Any) -> torch.Tensor:
-        """Return x plus what the part makes of the normalised x and its other inputs, (N, E)."""
-        h = self.norm(x)
-        if self.adapter is None:
-            x = self.part(h, *inputs, residual=x, **more)
-        else:
-            x = x + self.adapter(self.part(h, *inputs, **more))
-        return x.clamp_(-_FP16_LIMIT, _FP16_LIMIT) if x.dtype == torch.float16 else x
 
 
 @dataclass(frozen=True)
@@ -226,12 +197,8 @@ class T5Loader(LayerLoader):
             scalers=self._scalers(name),
         )
         return T5EncoderLayer(
-            attention=Sublayer(
-                self.norm(block + "layer.0.layer_norm"),
-                attention,
-                self._adapter(block + "after_attention_adapter."),
-            ),
-            mlp=self._mlp(block, "layer.1."),
+            self._sublayer(attention, block, "layer.0.", "after_attention_adapter."),
+            self._mlp(block, "layer.1."),
         )
 
     def decoder_layer(self, number: int) -> T5DecoderLayer:
@@ -252,33 +219,34 @@ class T5Loader(LayerLoader):
             scalers=self._scalers(across, queries=False),
         )
         return T5DecoderLayer(
-            attention=Sublayer(
-                self.norm(block + "layer.0.layer_norm"),
-                attention,
-                self._adapter(block + "after_attention_adapter."),
-            ),
-            cross=Sublayer(self.norm(block + "layer.1.layer_norm"), cross),
-            mlp=self._mlp(block, "layer.2."),
+            self._sublayer(attention, block, "layer.0.", "after_attention_adapter."),
+            self._sublayer(cross, block, "layer.1."),
+            self._mlp(block, "layer.2."),
+        )
+
+    def _sublayer(
+        self, part: PartT, block: str, place: str, adapter: str | None = None
+    ) -> Sublayer[PartT]:
+        return Sublayer(
+            part,
+            self.norm(f"{block}{place}layer_norm"),
+            adapter=self._adapter(block + adapter) if adapter else None,
+            bounded=True,
         )
 
     def _mlp(self, block: str, place: str) -> Sublayer[MLP]:
         name = f"{block}{place}DenseReluDense"
         up = self.up(f"{name}.wi", f"{name}.wi2" if self._architecture.gated else None)
-        return Sublayer(
-            self.norm(f"{block}{place}layer_norm"),
-            MLP(up, self.row(f"{name}.wo"), scalers=self._table(name)),
-            self._adapter(block + "after_ffn_adapter."),
-        )
+        mlp = MLP(up, self.row(f"{name}.wo"), scalers=self._table(name))
+        return self._sublayer(mlp, block, place, "after_ffn_adapter.")
 
-    def _adapter(self, prefix: str) -> LinearAdapter | None:
+    def _adapter(self, prefix: str) -> Adapter | None:
         if not self._architecture.adapter_inter_size:
             return None
         # A LayerNorm and SiLU whatever the model itself has.
         up = self.column(prefix + "DenseSiluDense.wi", activation="silu")
-        return LinearAdapter(
-            self.norm(prefix + "layer_norm", kind="layernorm"),
-            MLP(up, self.row(prefix + "DenseSiluDense.wo")),
-        )
+        mlp = MLP(up, self.row(prefix + "DenseSiluDense.wo"))
+        return Adapter(mlp, self.norm(prefix + "layer_norm", kind="layernorm"))
 
     def _scalers(self, attention: str, *, queries: bool = True) -> torch.Tensor | None:
         """Return the IA3 tables of keys and values, after ones for queries, (tasks + 1, 3H, D)."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from inference.model.t5_layers import Sublayer
+from inference.model.layers import Sublayer
 from inference.parity.activations import Place
 from inference.parity.ranks import Notes
 
