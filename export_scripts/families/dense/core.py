@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from export_scripts.families.dense.huggingface import GATED
@@ -67,31 +67,25 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
     """Return every reason the layout, or that of its mixtures, cannot hold a model."""
     traits = core_traits(facts)
     is_rms = traits.normalization.startswith("rmsnorm")
-    checks = (
-        (
-            is_mixture and not traits.gated,
-            f"activation = {traits.activation}: mixtures are written with a gated one alone",
-        ),
-        (traits.activation not in GATED, f"activation = {traits.activation} is unknown"),
-        (
-            traits.normalization.removesuffix("1p") not in ("rmsnorm", "layernorm"),
-            f"normalization = {traits.normalization}: expected RMSNorm or LayerNorm",
-        ),
-        (
-            traits.qk_norm and not is_rms,
+    known: dict[str, tuple[str, Collection[str]]] = {
+        "activation": (traits.activation, GATED),
+        "normalization": (traits.normalization.removesuffix("1p"), ("rmsnorm", "layernorm")),
+    }
+    if is_mixture:
+        known["position_embedding_type"] = (traits.position, ("rope",))
+        known["normalization"] = (traits.normalization.removesuffix("1p"), ("rmsnorm",))
+    reasons = [
+        f"{key} = {value} cannot be represented; known: {', '.join(values)}"
+        for key, (value, values) in known.items()
+        if value not in values
+    ]
+    if is_mixture and not traits.gated:
+        reasons.append(f"activation = {traits.activation}: mixtures are written with a gate alone")
+    if traits.qk_norm and not is_rms:
+        reasons.append(
             f"qk_layernorm = true with normalization = {traits.normalization}: queries and keys "
-            "are normalised with RMSNorm alone",
-        ),
-        (
-            is_mixture and traits.position != "rope",
-            f"position_embedding_type = {traits.position}: mixtures are written with rope alone",
-        ),
-        (
-            is_mixture and not is_rms,
-            f"normalization = {traits.normalization}: mixtures are written with RMSNorm alone",
-        ),
-    )
-    reasons = [reason for applies, reason in checks if applies]
+            "are normalised with RMSNorm alone"
+        )
     return reasons + foreign_settings(traits, held=_HELD) + unknown_model(facts)
 
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gpt.layout import GPT, GPTConfig
-from export_scripts.families.gpt.limits import not_gpt
 from export_scripts.families.gpt.megatron import (
     assumed_tokens_warning,
     gpt_config,
     gpt_sources,
+    not_gpt,
     tuned_keys,
 )
 from export_scripts.families.mapping.megatron_traits import (

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
-from export_scripts.families.gpt.limits import not_gpt
 from export_scripts.families.mapping.megatron_traits import (
     MegatronTraits,
+    foreign_settings,
     megatron_traits,
     nemo_traits,
 )
@@ -32,6 +32,34 @@ _ROOTS = {"nemo": "model.language_model.", "megatron": "language_model."}
 # Row order of the fused QKV projection by checkpoint version.
 # Layout: NVIDIA/Megatron-LM, megatron/checkpointing.py fix_query_key_value_ordering.
 _QKV_ORDER = {0: "knd", 1: "ndk", 2: "nkd", 3: "nkd"}
+
+
+def not_gpt(traits: MegatronTraits) -> list[str]:
+    """Return every reason the FT GPT layout cannot hold a model."""
+    width = traits.size_per_head * traits.head_num
+    known = {
+        "position_embedding_type": (traits.position, ("learned_absolute",)),
+        "normalization": (traits.normalization, ("layernorm", "layernorm1p")),
+        "num_query_groups": (traits.query_groups, (traits.head_num,)),
+    }
+    reasons = [
+        f"{key} = {value}: FT's GPT has only {', '.join(map(str, values))}"
+        for key, (value, values) in known.items()
+        if value not in values
+    ]
+    if traits.gated or traits.activation not in _ACTIVATIONS:
+        word = traits.source.get("activation") or traits.activation
+        reasons.append(
+            f"activation = {word}: FT's GPT has {', '.join(_ACTIVATIONS)}, without a gate"
+        )
+    if traits.expert_num > 1:
+        reasons.append(f"{traits.expert_num} experts: FT's GPT has no mixture of experts")
+    if traits.head_num > 0 and width != traits.hidden:
+        reasons.append(
+            f"{traits.head_num} heads of {traits.size_per_head} do not make hidden_size = "
+            f"{traits.hidden}: FT's GPT needs kv_channels x num_attention_heads = hidden_size"
+        )
+    return reasons + foreign_settings(traits)
 
 
 def common_fields(

@@ -255,7 +255,33 @@ _FOREIGN = {
     "linear_attention_freq": "only some layers have softmax attention",
     "heterogeneous_block_specs": "layers differ from each other",
     "multi_latent_attention": "keys and values are compressed",
+    "rotary_interleaved": "neighbouring dimensions are rotated together",
+    "softmax_type": "attention has another softmax",
+    "normalize_attention_scores": "scores are not divided by sqrt(size_per_head)",
 }
+# Values of such settings, other than those that are false or 0, that change nothing.
+_NEUTRAL = {
+    "softmax_type": "vanilla",
+    "normalize_attention_scores": True,
+    "transformer_block_type": "pre_ln",
+    "relative_position_bias_self_attention_only": True,
+    "num_moe_experts": 1,
+    "virtual_pipeline_model_parallel_size": 1,
+}
+INTERLEAVED = "the interleaved schedule's order of layers is unknown"
+
+
+def in_use(source: Mapping[str, Any], settings: Mapping[str, str]) -> list[str]:
+    """Return a reason for each of some settings, of which no layout holds more than the neutral."""
+    return [
+        f"{key} = {source[key]!r}: {what}, which the layout does not hold"
+        for key, what in settings.items()
+        if _is_in_use(key, source.get(key))
+    ]
+
+
+def _is_in_use(key: str, value: Any) -> bool:
+    return value not in (None, _NEUTRAL[key]) if key in _NEUTRAL else bool(value)
 
 
 def foreign_settings(traits: MegatronTraits, *, held: Collection[str] = ()) -> list[str]:
@@ -278,27 +304,13 @@ def foreign_settings(traits: MegatronTraits, *, held: Collection[str] = ()) -> l
         for key, value in sizes.items()
         if not value
     ]
-    reasons += [
-        f"{key} = {source[key]!r}: {what}, which the layout does not hold"
-        for key, what in _FOREIGN.items()
-        if key not in held and source.get(key)
-    ]
-    softmax = source.get("softmax_type") or "vanilla"
-    checks = (
-        (bool(source.get("rotary_interleaved")), "rotary_interleaved = true"),
-        (softmax != "vanilla", f"softmax_type = {softmax}: attention has only the plain softmax"),
-        (
-            source.get("normalize_attention_scores") is False,
-            "normalize_attention_scores = false: scores are divided by sqrt(size_per_head)",
+    reasons += in_use(source, {key: what for key, what in _FOREIGN.items() if key not in held})
+    checks = {
+        f"virtual_pipeline_model_parallel_size = {traits.virtual_pp}: {INTERLEAVED}": (
+            traits.virtual_pp > 1
         ),
-        (
-            traits.virtual_pp > 1,
-            f"virtual_pipeline_model_parallel_size = {traits.virtual_pp}: an interleaved "
-            "schedule's layer order is unknown",
+        f"transformer_block_type = {traits.block_type}: only pre_ln is converted": (
+            traits.block_type != "pre_ln"
         ),
-        (
-            traits.block_type != "pre_ln",
-            f"transformer_block_type = {traits.block_type}: only pre_ln is converted",
-        ),
-    )
-    return reasons + [text for applies, text in checks if applies]
+    }
+    return reasons + [text for text, applies in checks.items() if applies]

@@ -118,7 +118,7 @@ def _config(facts: Facts) -> T5Config:
         tie_word_embeddings=False,
         t5_with_bias=traits.with_bias,
         use_gated_activation=facts.has_any(_GATE),
-        position_embedding_type=traits.position,
+        position_embedding_type=traits.position_embedding_type,
         ia3_num_tasks=tasks,
         ia3_adapted=True if facts.ia3_in_place and facts.ia3 else None,
         **prompts,

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.families.mapping.megatron_traits import (
+    INTERLEAVED,
+    in_use,
     megatron_settings,
     nemo_fuses_activation,
     nemo_gelu_is_exact,
@@ -30,6 +32,13 @@ _ACTIVATIONS = {
 }
 _NORMS = ("layernorm", "layernorm1p", "low_precision_layernorm", "rmsnorm")
 _POSITIONS = {"learned_absolute": "absolute", "relative": "relative"}
+_FOREIGN = {
+    "transformer_block_type": "norms stand elsewhere",
+    "relative_position_bias_self_attention_only": "cross attention has a position bias",
+    "headscale": "heads are scaled",
+    "num_moe_experts": "the model is a mixture of experts",
+    "virtual_pipeline_model_parallel_size": INTERLEAVED,
+}
 
 _SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_layers")
 # What FT's T5 stores once for both stacks.
@@ -57,7 +66,7 @@ class NemoT5:
     exact_gelu: bool  # gelu by erf; every archive of NeMo states whether its activation is fused
     normalization: str
     bias: bool  # of the linears
-    position: str  # FT's name, or the source's if FT has none
+    position: str  # the source's word
     positions: int  # rows of the table of positions or of the relative bias
     max_distance: int  # from which all relative positions share the last bucket
     norm_eps: float
@@ -68,6 +77,11 @@ class NemoT5:
     def feed_forward_proj(self) -> str:
         """The loader's word."""
         return _ACTIVATIONS[self.activation]
+
+    @property
+    def position_embedding_type(self) -> str:
+        """The loader's word."""
+        return _POSITIONS[self.position]
 
     @property
     def with_bias(self) -> bool:
@@ -112,7 +126,7 @@ def nemo_t5(config: Mapping[str, Any]) -> NemoT5:
         exact_gelu=nemo_gelu_is_exact(encoder.source) and not nemo_fuses_activation(encoder.source),
         normalization=str(encoder.value("normalization", default="layernorm")).lower(),
         bias=bool(encoder.value("bias", default=True)),
-        position=_POSITIONS.get(word, word),
+        position=word,
         positions=bucket_num
         if is_relative
         else encoder.integer("max_position_embeddings", default=0, least=0),
@@ -141,64 +155,33 @@ def not_t5(traits: NemoT5) -> list[str]:
         for key in _COMMON
         if encoder.source.get(key) != decoder.source.get(key)
     ]
-    norm = traits.normalization
-    checks = (
-        (
-            traits.activation not in _ACTIVATIONS,
-            f"activation = {traits.activation}: FT's T5 has {', '.join(_ACTIVATIONS)}",
-        ),
-        (
-            bool(encoder.source.get("openai_gelu")) and traits.activation not in ("gelu", "geglu"),
-            f"openai_gelu = true overrides activation = {traits.activation}",
-        ),
-        (
-            traits.position not in _POSITIONS.values(),
-            f"position_embedding_type = {traits.position}: FT's T5 has learned_absolute and "
-            "relative",
-        ),
-        (
-            not traits.positions,
-            "max_position_embeddings is missing: the table of positions needs its size",
-        ),
-        (norm not in _NORMS, f"normalization = {norm}: FT's T5 has {', '.join(_NORMS)}"),
-        (
-            norm == "rmsnorm" and traits.bias,
-            "bias = true with normalization = rmsnorm: FT's T5 with biases has layernorm",
-        ),
-        (
-            encoder.value("transformer_block_type", default="pre_ln") != "pre_ln",
-            f"transformer_block_type = {encoder.source.get('transformer_block_type')}: only pre_ln",
-        ),
-        (
-            not encoder.value("relative_position_bias_self_attention_only", default=True),
-            "relative_position_bias_self_attention_only = false: FT's T5 has no position bias in "
-            "cross attention",
-        ),
-        (
-            any(bool(side.source.get("headscale")) for side in (encoder, decoder)),
-            "headscale = true: FT's T5 does not scale heads",
-        ),
-        (
-            any((side.source.get("num_moe_experts") or 1) > 1 for side in (encoder, decoder)),
-            "num_moe_experts: a mixture of experts is not converted",
-        ),
-        (
-            (encoder.source.get("virtual_pipeline_model_parallel_size") or 1) > 1,
-            "virtual_pipeline_model_parallel_size > 1: an interleaved schedule's layer order "
-            "is unknown",
-        ),
+    known = {
+        "activation": (traits.activation, _ACTIVATIONS),
+        "position_embedding_type": (traits.position, _POSITIONS),
+        "normalization": (traits.normalization, _NORMS),
+    }
+    reasons += [
+        f"{key} = {value}: FT's T5 has {', '.join(values)}"
+        for key, (value, values) in known.items()
+        if value not in values
+    ]
+    reasons += dict.fromkeys(
+        reason for side in (encoder, decoder) for reason in in_use(side.source, _FOREIGN)
     )
-    reasons += [text for applies, text in checks if applies]
-    return reasons + _stage_reasons(traits)
-
-
-def _stage_reasons(traits: NemoT5) -> list[str]:
-    if traits.pp_size == 1:
-        return []
-    if not 0 < traits.split_rank < traits.pp_size:
-        return [
-            f"pipeline_model_parallel_split_rank = {traits.split_rank} with "
-            f"pipeline_model_parallel_size = {traits.pp_size}: expected a stage between, where the "
-            "decoder begins"
-        ]
-    return []
+    is_gelu = traits.activation in ("gelu", "geglu")
+    is_cut = traits.pp_size > 1
+    checks = {
+        f"openai_gelu = true overrides activation = {traits.activation}": (
+            bool(encoder.source.get("openai_gelu")) and not is_gelu
+        ),
+        "max_position_embeddings is missing: the table of positions needs its size": (
+            not traits.positions
+        ),
+        "bias = true with normalization = rmsnorm: FT's T5 with biases has layernorm": (
+            traits.normalization == "rmsnorm" and traits.bias
+        ),
+        f"pipeline_model_parallel_split_rank = {traits.split_rank} with "
+        f"pipeline_model_parallel_size = {traits.pp_size}: expected a stage between, where the "
+        "decoder begins": is_cut and not 0 < traits.split_rank < traits.pp_size,
+    }
+    return reasons + [text for text, applies in checks.items() if applies]

@@ -139,9 +139,9 @@ def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path: Path) -> None:
         ({"moe_layer_freq": [0, 1]}, "some layers have no experts"),
         ({"moe_router_pre_softmax": True}, "normalized_routing is False in the model"),
         ({"add_bias_linear": True}, "experts with biases"),
-        ({"normalization": "LayerNorm"}, "written with RMSNorm alone"),
-        ({"position_embedding_type": "learned_absolute"}, "written with rope alone"),
-        ({"swiglu": False}, "written with a gated one alone"),
+        ({"normalization": "LayerNorm"}, "known: rmsnorm"),
+        ({"position_embedding_type": "learned_absolute"}, "known: rope"),
+        ({"swiglu": False}, "written with a gate alone"),
     ],
 )
 def test_what_no_mixture_of_transformers_computes_is_refused(

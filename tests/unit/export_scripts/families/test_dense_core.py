@@ -97,15 +97,15 @@ def test_settings_of_megatron_core_are_carried(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"activation": "quick-gelu"}, "activation = quick-gelu is unknown"),
-        ({"normalization": "low_precision_layernorm"}, "expected RMSNorm or LayerNorm"),
+        ({"activation": "quick-gelu"}, "activation = quick-gelu cannot be represented"),
+        ({"normalization": "low_precision_layernorm"}, "known: rmsnorm, layernorm"),
         ({"num_moe_experts": 4}, "mixture of experts"),
         ({"qk_layernorm": True}, "self_attention.q_layernorm.weight is missing"),
-        ({"rotary_interleaved": True}, "rotary_interleaved = true"),
+        ({"rotary_interleaved": True}, "rotary_interleaved = True"),
         ({"headscale": True}, "headscale = True: heads are scaled"),
         ({"max_position_embeddings": None}, "max_position_embeddings = None"),
         ({"mcore_customization_config": {"attn_logit_softcapping": 50.0}}, "layers are changed"),
-        ({"softmax_type": "off-by-one"}, "softmax_type = off-by-one"),
+        ({"softmax_type": "off-by-one"}, "softmax_type = 'off-by-one'"),
     ],
 )
 def test_megatron_core_models_that_the_layout_cannot_hold_are_refused(

@@ -345,7 +345,7 @@ def test_gelu_of_megatron_is_by_erf_unless_it_is_fused(
         ({"apply_embedding_scaling": True}, "the embedding is multiplied by sqrt(hidden_size)"),
         ({"drop_layers": [1]}, "drop_layers = [1]: layers are left out"),
         ({"softmax_scale": 0.5}, "scores are divided by another number"),
-        ({"window_size": [4, 0]}, "window_size: FT's GPT attends to all positions"),
+        ({"window_size": [4, 0]}, "window_size = [4, 0]: attention has a window"),
     ],
 )
 def test_settings_that_no_tensor_shows_are_refused(

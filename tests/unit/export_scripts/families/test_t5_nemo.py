@@ -230,8 +230,8 @@ CONFIG_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "squared relu": ({"activation": "squared-relu"}, {}, "activation = squared-relu"),
     "fused gate": ({"activation": "fast-swiglu"}, {}, "activation = fast-swiglu"),
     "other norm": ({"normalization": "scalenorm"}, {}, "normalization = scalenorm"),
-    "post-ln": ({"transformer_block_type": "post_ln"}, {}, "transformer_block_type = post_ln"),
-    "headscale": ({"headscale": True}, {}, "headscale = true"),
+    "post-ln": ({"transformer_block_type": "post_ln"}, {}, "transformer_block_type = 'post_ln'"),
+    "headscale": ({"headscale": True}, {}, "headscale = True"),
     "cross position bias": (
         {"relative_position_bias_self_attention_only": False},
         {},
