@@ -75,8 +75,6 @@ def check_decoder(architecture: DecoderArchitecture, tp_size: int) -> None:
         "adapter_inter_size": architecture.adapter_inter_size,
     }
     problems = undivided(tp_size, sizes)
-    if not architecture.norm_before and architecture.residual != "sequential":
-        problems.append("layernorm_type=post_layernorm with a parallel residual is not supported")
     defaults = {field.name: field.default for field in fields(architecture)}
     special = ("adapter_inter_size", "input_norms", "output_norms", "residual_scale")
     given = [name for name in special if getattr(architecture, name) != defaults[name]]
@@ -86,15 +84,8 @@ def check_decoder(architecture: DecoderArchitecture, tp_size: int) -> None:
         or architecture.residual != "sequential"
     ):
         problems.append(f"{', '.join(given)}: supported with layernorm_type=pre_layernorm only")
-    if architecture.adapter_inter_size and len(given) > 1:
-        problems.append(f"adapter_inter_size with {', '.join(given[1:])} is not supported")
     if not (architecture.input_norms or architecture.output_norms):
         problems.append("input_norms or output_norms must be set: a layer without is not supported")
-    count = architecture.num_layer
-    for name in ("sliding_layers", "rotary_layers"):
-        layers = getattr(architecture, name)
-        if layers is not None and len(layers) != count:
-            problems.append(f"{name} names {len(layers)} layers, num_layer is {count}")
     if problems:
         raise ValueError("\n".join(problems))
 

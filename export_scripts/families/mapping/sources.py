@@ -357,24 +357,6 @@ class StackQKV(TensorSource):
 
 
 @dataclass(frozen=True)
-class Stack(TensorSource):
-    """Tensors stacked on a new first axis, one per task."""
-
-    keys: tuple[str, ...]
-    cut: int | None = None
-
-    @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
-        """All keys."""
-        return tuple((key, self.cut) for key in self.keys)
-
-    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
-        """Return one part per key."""
-        wholes = [join(get(key), self.cut) for key in self.keys]
-        return Parts(0, tuple(whole[None] for whole in wholes))
-
-
-@dataclass(frozen=True)
 class Compute(TensorSource):
     """`function(config, *wholes)` of gathered tensors, where values are computed.
 
@@ -399,20 +381,26 @@ class Compute(TensorSource):
 
 @dataclass(frozen=True)
 class Adjusted(TensorSource):
-    """Another source with `function(part, config)` applied to each of its parts in fp32."""
+    """Another source with `function(part, config, *others)` applied to its parts in fp32.
+
+    The others are whole tensors, which training ranks cut on axis 0; with any the part is whole.
+    """
 
     source: TensorSource
-    function: Callable[[Tensor, Any], Tensor]
+    function: Callable[..., Tensor]
+    others: tuple[str, ...] = ()
 
     @property
     def reads(self) -> tuple[tuple[str, int | None], ...]:
-        """The other source's keys."""
-        return self.source.reads
+        """The other source's keys, and those of the others."""
+        return (*self.source.reads, *((key, 0) for key in self.others))
 
     def build(self, get: Get, config: Any) -> Parts:
         """Return the adjusted parts."""
         parts = self.source.build(get, config)
-        changed = tuple(self.function(float32(part), config) for part in parts.tensors)
+        tensors = (join(parts.tensors, parts.axis),) if self.others else parts.tensors
+        others = [join(get(key), 0) for key in self.others]
+        changed = tuple(self.function(float32(part), config, *others) for part in tensors)
         return Parts(parts.axis, changed)
 
 

@@ -20,6 +20,7 @@ from export_scripts.families.mapping.sources import (
     split_qkv,
     transposed,
 )
+from export_scripts.families.mapping.tensors import constant
 from export_scripts.families.t5.config import HEAD, T5Config
 from export_scripts.families.t5.layout import (
     DECODER,
@@ -31,7 +32,6 @@ from export_scripts.families.t5.layout import (
 )
 from export_scripts.families.t5.nemo_traits import nemo_t5, not_t5
 from export_scripts.families.t5.tuning import (
-    Scaled,
     adapter_fields,
     adapter_reasons,
     adapter_sources,
@@ -40,7 +40,6 @@ from export_scripts.families.t5.tuning import (
     ia3_reasons,
     ia3_sources,
     rank_reasons,
-    scale_queries,
 )
 
 _ROOT = "enc_dec_model."
@@ -246,6 +245,9 @@ def _scaled_queries(table: dict[str, TensorSource], factor: float) -> dict[str, 
     def scale(part: Any, _: Any) -> Any:
         return part * factor
 
+    def scale_first(part: Any, _: Any) -> Any:  # (..., 3, heads, size)
+        return part * constant([factor, 1.0, 1.0]).reshape(3, 1, 1)
+
     out = dict(table)
     for kind in ("weight", "bias"):
         for name in (
@@ -254,7 +256,7 @@ def _scaled_queries(table: dict[str, TensorSource], factor: float) -> dict[str, 
         ):
             out[name] = Adjusted(table[name], scale)
         fused = f"{DECODER}layer.0.SelfAttention.qkv.{kind}"
-        out[fused] = Scaled(table[fused], scale_queries(factor))
+        out[fused] = Adjusted(table[fused], scale_first)
     return out
 
 

@@ -14,15 +14,13 @@ from typing import Any
 from export_scripts.checkpoints.base import CheckpointReader, Piece
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import (
+    Adjusted,
+    Compute,
     Copy,
-    Get,
-    Parts,
-    Stack,
     TensorSource,
-    join,
     transposed,
 )
-from export_scripts.families.mapping.tensors import ShapeTensor, Tensor, constant, float32, stacked
+from export_scripts.families.mapping.tensors import Tensor, constant, float32, stacked
 from export_scripts.families.t5.layout import DECODER, ENCODER
 
 _SIDE_LAYER = r"\.(?P<side>encoder|decoder)\.model\.layers\.(?P<layer>\d+)"
@@ -188,41 +186,13 @@ _SCALED = {
 def ia3_sources(scalers: IA3Scalers) -> dict[str, TensorSource]:
     """Return the sources of the stored scalers of both stacks, one row per task."""
     return {
-        f"{_BLOCKS[side]}{name}.ia3.weight": Stack(
-            tuple(scalers.key(task, side, kind) for task in range(scalers.task_num)), cut=0
+        f"{_BLOCKS[side]}{name}.ia3.weight": Compute(
+            lambda _, *rows: stacked(rows, 0), keys, cuts=(0,) * len(keys)
         )
         for side, names in _SCALED.items()
         for name, kind in names.items()
+        for keys in [tuple(scalers.key(task, side, kind) for task in range(scalers.task_num))]
     }
-
-
-@dataclass(frozen=True)
-class Scaled(TensorSource):
-    """Another source, computed whole in fp32 and multiplied by a factor.
-
-    Args:
-        source: The source to scale.
-        factor: Returns the factor, from the config and the tensors of `keys`; it broadcasts.
-        keys: Further keys the factor needs, each cut on axis 0 over training ranks.
-    """
-
-    source: TensorSource
-    factor: Callable[..., Tensor]
-    keys: tuple[str, ...] = ()
-
-    @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
-        """The other source's keys, and the factor's."""
-        return (*self.source.reads, *((key, 0) for key in self.keys))
-
-    def build(self, get: Get, config: Any) -> Parts:
-        """Return one scaled part."""
-        parts = self.source.build(get, config)
-        whole = float32(join(parts.tensors, parts.axis))
-        factors = [join(get(key), 0) for key in self.keys]
-        if isinstance(whole, ShapeTensor) and not factors:
-            return Parts(parts.axis, (whole,))
-        return Parts(parts.axis, (whole * self.factor(config, *factors),))
 
 
 def ia3_in_place(table: Mapping[str, TensorSource], scalers: IA3Scalers) -> dict[str, TensorSource]:
@@ -251,7 +221,9 @@ def _scale(
     table: dict[str, TensorSource], name: str, factor: Callable[..., Tensor], *keys: str
 ) -> None:
     if name in table and table[name].reads:
-        table[name] = Scaled(table[name], factor, keys)
+        table[name] = Adjusted(
+            table[name], lambda part, config, *found: part * factor(config, *found), keys
+        )
 
 
 def _rows(_: Any, scaler: Tensor) -> Tensor:
@@ -267,12 +239,3 @@ def _fused(config: Any, key: Tensor, value: Tensor) -> Tensor:
     queries = constant([1.0] * config.inner, like=key)
     rows = [queries, float32(key), float32(value)]
     return stacked(rows, 0).reshape(3, config.num_heads, config.d_kv)
-
-
-def scale_queries(factor: float) -> Callable[[Any], Tensor]:
-    """Return a factor for the fused (..., 3, heads, size) projection that scales queries alone."""
-
-    def fused(_: Any) -> Tensor:
-        return constant([factor, 1.0, 1.0]).reshape(3, 1, 1)
-
-    return fused

@@ -18,13 +18,9 @@ SIZES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("choices", "problem"),
     [
-        ({"norm_before": False, "residual": "parallel"}, "with a parallel residual"),
         ({"output_norms": True, "residual": "parallel"}, "output_norms: supported with"),
         ({"residual_scale": 0.5, "norm_before": False}, "residual_scale: supported with"),
-        ({"adapter_inter_size": 8, "output_norms": True}, "adapter_inter_size with output_norms"),
         ({"input_norms": False}, "input_norms or output_norms must be set"),
-        ({"sliding_layers": (True, False)}, "sliding_layers names 2 layers, num_layer is 3"),
-        ({"rotary_layers": (True,) * 4}, "rotary_layers names 4 layers, num_layer is 3"),
     ],
 )
 def test_each_problem_is_named(choices: dict[str, Any], problem: str) -> None:
@@ -34,6 +30,6 @@ def test_each_problem_is_named(choices: dict[str, Any], problem: str) -> None:
 
 
 def test_all_problems_are_named_at_once() -> None:
-    choices = {"sliding_layers": (True,), "rotary_layers": (True,), "inter_size": 55}
-    with pytest.raises(ValueError, match=r"(?s)inter_size.*sliding_layers.*rotary_layers"):
+    choices = {"input_norms": False, "norm_before": False, "inter_size": 55}
+    with pytest.raises(ValueError, match=r"(?s)inter_size.*input_norms: supported.*must be set"):
         check_decoder(DecoderArchitecture(**{**SIZES, **choices}), tp_size=2)
