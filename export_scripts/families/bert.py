@@ -16,7 +16,7 @@ from export_scripts.families.layout.spec import (
     ModelFamily,
     WeightSpec,
 )
-from export_scripts.families.mapping.keys import key, read_keys, written_keys
+from export_scripts.families.mapping.huggingface import key, read_keys, written_keys
 from export_scripts.families.mapping.names import named_sources
 from export_scripts.families.mapping.settings import huggingface_settings, model_name
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping

@@ -15,8 +15,7 @@ from export_scripts.families.layout.spec import (
     ModelFamily,
     WeightSpec,
 )
-from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
-from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, key
 from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings
 

@@ -18,8 +18,7 @@ from export_scripts.families.layout.spec import (
     ModelFamily,
     WeightSpec,
 )
-from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
-from export_scripts.families.mapping.keys import activation_name, key
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, activation_name, key
 from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import (

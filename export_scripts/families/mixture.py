@@ -26,7 +26,7 @@ from export_scripts.families.gpt.megatron import assumed_tokens_warning
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
-from export_scripts.families.mapping.keys import Setting, key
+from export_scripts.families.mapping.huggingface import Setting, key
 from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource

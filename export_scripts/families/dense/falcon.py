@@ -11,7 +11,7 @@ from typing import Any
 
 from export_scripts.families.dense.huggingface import DenseDecoder
 from export_scripts.families.dense.layout import LAYOUT, DenseConfig
-from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.huggingface import key
 from export_scripts.families.mapping.names import QUERY_KEY_VALUE, in_layers, named_sources
 from export_scripts.families.mapping.settings import Settings
 

@@ -17,7 +17,7 @@ from export_scripts.families.dense.huggingface import (
     window_fields,
     written_windows,
 )
-from export_scripts.families.mapping.keys import Setting, inverse_root, key
+from export_scripts.families.mapping.huggingface import Setting, inverse_root, key
 from export_scripts.families.mapping.settings import Settings
 
 _NAMES = llama_names(

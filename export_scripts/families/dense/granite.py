@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from export_scripts.families.dense.huggingface import BIAS_KEYS, DenseDecoder, llama_keys
-from export_scripts.families.mapping.keys import key, reciprocal
+from export_scripts.families.mapping.huggingface import key, reciprocal
 
 GRANITE_HUGGINGFACE = DenseDecoder(
     model_type="granite",

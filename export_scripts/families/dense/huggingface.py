@@ -8,8 +8,7 @@ from typing import Any
 
 from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
-from export_scripts.families.mapping.keys import Setting, key
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, Setting, key
 from export_scripts.families.mapping.names import Names, in_layers
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import Settings

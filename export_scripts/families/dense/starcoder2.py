@@ -9,7 +9,7 @@ from export_scripts.families.dense.huggingface import (
     stated_window,
     window_fields,
 )
-from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.huggingface import key
 
 _BIASES = ("has_mlp_bias", "has_attention_dense_bias", "has_qkv_bias")
 

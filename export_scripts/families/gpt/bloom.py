@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gpt.layout import GPT
-from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
-from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, key
 from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.settings import Settings
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from export_scripts.families.gpt.layout import GPT
-from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
-from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, key
 from export_scripts.families.mapping.names import in_layers
 
 GPT2_HUGGINGFACE = HuggingFaceDecoder(

@@ -8,8 +8,7 @@ from typing import Any
 
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
 from export_scripts.families.gpt.opt_int8 import check_ranges, int8_weights
-from export_scripts.families.mapping.huggingface import HEAD, HuggingFaceDecoder
-from export_scripts.families.mapping.keys import key
+from export_scripts.families.mapping.huggingface import HEAD, HuggingFaceDecoder, key
 from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.settings import Settings, stored_head
 from export_scripts.families.mapping.source_mapping import Facts

@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.mapping.keys import activation_name, key, read_keys, written_keys
+from export_scripts.families.mapping.huggingface import (
+    activation_name,
+    key,
+    read_keys,
+    written_keys,
+)
 from export_scripts.families.mapping.names import named_sources
 from export_scripts.families.mapping.settings import (
     HUGGINGFACE_ACTIVATIONS,
