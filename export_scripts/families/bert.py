@@ -63,14 +63,10 @@ def bert_architecture(config: BertConfig) -> EncoderArchitecture:
     activation, gated = activation_choice(config.activation_type)
     if gated:
         raise ValueError(f"activation_type = {config.activation_type}: BERT folders hold no gate")
+    names = ("head_num", "size_per_head", "hidden", "inter_size", "num_layer", "exact_gelu")
     return EncoderArchitecture(
-        head_num=config.head_num,
-        size_per_head=config.size_per_head,
-        hidden=config.hidden,
-        inter_size=config.inter_size,
-        num_layer=config.num_layer,
+        **{name: getattr(config, name) for name in names},
         activation=activation,
-        exact_gelu=config.exact_gelu,
         norm_eps=config.layer_norm_eps,
         q_scaling=config.q_scaling,
     )
@@ -99,17 +95,7 @@ BERT = ModelFamily(
 _PREFIX = "bert."
 _HF = _PREFIX + "encoder.layer.{layer}."
 # Everything around the layers, and the heads of tasks.
-_IGNORED = (
-    "*embeddings.*",
-    "*pooler.*",
-    "cls.*",
-    "classifier.*",
-    "qa_outputs.*",
-)
-
-
-def _is_bert(facts: Facts) -> bool:
-    return facts.config.get("model_type") == "bert"
+_IGNORED = ("*embeddings.*", "*pooler.*", "cls.*", "classifier.*", "qa_outputs.*")
 
 
 _KEYS = (
@@ -146,8 +132,7 @@ def _config(facts: Facts) -> BertConfig:
 
 
 def _written(config: BertConfig, is_tied: bool) -> list[dict[str, Any]]:  # noqa: ARG001
-    keys = written_keys(_KEYS, config)
-    return [{"model_type": "bert", **keys}]
+    return [{"model_type": "bert", **written_keys(_KEYS, config)}]
 
 
 def _weights(facts: Facts, config: BertConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
@@ -167,7 +152,7 @@ BERT_HUGGINGFACE = SourceMapping(
     title="Hugging Face BERT (layers; embeddings, pooler and heads run outside)",
     family=BERT,
     format="huggingface",
-    matches=_is_bert,
+    matches=lambda facts: facts.config.get("model_type") == "bert",
     config=_config,
     written=_written,
     weights=_weights,

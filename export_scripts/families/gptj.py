@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from export_scripts.families.gpt.gpt2 import GPT2_SIZES
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import (
     ModelFamily,
     WeightSpec,
 )
-from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, key
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings
 
@@ -97,14 +98,7 @@ GPTJ_HUGGINGFACE = HuggingFaceDecoder(
     model="GPTJForCausalLM",
     title="GPT-J",
     family=GPTJ,
-    keys=(
-        key("head_num", "n_head", "num_attention_heads"),
-        key("hidden", "n_embd", "hidden_size"),
-        key("inter_size", "n_inner", default=lambda known: 4 * known["hidden"]),
-        key("num_layer", "n_layer", "num_hidden_layers"),
-        key("vocab_size", "vocab_size"),
-        key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
-    ),
+    keys=GPT2_SIZES,
     names={
         "model.wte": "transformer.wte",
         "model.final_layernorm": "transformer.ln_f",

@@ -56,13 +56,12 @@ class MixtureArchitecture(DecoderArchitecture):
     normalized_routing: bool
 
 
+_ROUTING = ("expert_num", "experts_per_token", "normalized_routing")
+
+
 def _architecture(config: MixtureConfig) -> MixtureArchitecture:
-    return MixtureArchitecture(
-        **vars(dense_architecture(config)),
-        expert_num=config.expert_num,
-        experts_per_token=config.experts_per_token,
-        normalized_routing=config.normalized_routing,
-    )
+    routing = {name: getattr(config, name) for name in _ROUTING}
+    return MixtureArchitecture(**vars(dense_architecture(config)), **routing)
 
 
 MIXTURE = ModelFamily(

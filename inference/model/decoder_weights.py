@@ -10,8 +10,8 @@ from export_scripts.families.layout.architecture import DecoderArchitecture, Rot
 from inference.model.decoder import Decoder, DecoderLayer, Head, JointLayer
 from inference.model.layers import (
     MLP,
-    Adapter,
     Attention,
+    Bottleneck,
     Embedding,
     JointHalves,
     PartT,
@@ -317,7 +317,7 @@ class _Loader(LayerLoader):
         up = self.up(name, name + "_2" if gated else None)
         return MLP(up, self.row_with(prefix + "dense_4h_to_h", out_bias, reduce))
 
-    def _adapter(self, prefix: str) -> Adapter:
-        return Adapter(
+    def _adapter(self, prefix: str) -> Bottleneck:
+        return Bottleneck(
             self._mlp(prefix, self.weights.tensor(prefix + "dense_4h_to_h.bias"), self.reduce)
         )

@@ -259,7 +259,7 @@ class MLP:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class Bottleneck:
     """A bottleneck added to the output of attention or MLP before that joins the residual."""
 
     # Order: FasterTransformer, layers/adapter_layers/LinearAdapterLayer.cc (df4a753) and
@@ -285,7 +285,7 @@ class Sublayer(Generic[PartT]):
     part: PartT
     norm: Normalise | None  # None: the part reads the residual as it is
     output_norm: Normalise | None = None  # of the output, before it joins the residual
-    adapter: Adapter | None = None
+    adapter: Bottleneck | None = None
     scale: float = 1.0  # on what joins the residual
     bounded: bool = False  # in fp16
 

@@ -30,9 +30,14 @@ from export_scripts.families.mapping.rotary import scaling_fields
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
 
-_OUTPUT_NORM = "model.decoder.layers.0.mlp.linear_fc2.post_layernorm.weight"
-_QKV = CORE_LAYER + "self_attention.linear_qkv."
-_FC1 = CORE_LAYER + "mlp.linear_fc1."
+# Traits that the tensors of the first layer show.
+_FIRST_LAYER = CORE_LAYER.format(layer=0)
+_PRESENT = {
+    "has_qkv_bias": "self_attention.linear_qkv.bias",
+    "has_attention_dense_bias": "self_attention.linear_proj.bias",
+    "has_mlp_bias": "mlp.linear_fc1.bias",
+    "has_output_norms": "mlp.linear_fc2.post_layernorm.weight",
+}
 
 # Settings that leave no trace in the tensors, and that the layout holds.
 _HELD = (
@@ -57,10 +62,7 @@ _LLAMA31: tuple[tuple[str, tuple[str, ...], float], ...] = (
 
 
 def _is_core_dense(facts: Facts) -> bool:
-    if not is_core(facts):
-        return False
-    traits = core_traits(facts)
-    return traits.position == "rope"
+    return is_core(facts) and core_traits(facts).position == "rope"
 
 
 def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
@@ -96,6 +98,7 @@ def core_config(facts: Facts) -> DenseConfig:
         ValueError: The special tokens are not known.
     """
     traits = core_traits(facts)
+    is_scaled = _is_gemma(traits) or traits.source.get("apply_embedding_scaling")
     common = common_fields(facts, traits, vocab_size=facts.rows(CORE_WTE), tied=core_is_tied(facts))
     return DenseConfig(
         **common,
@@ -104,18 +107,13 @@ def core_config(facts: Facts) -> DenseConfig:
         hidden_size=traits.hidden,
         norm_type=traits.normalization.removesuffix("1p"),
         norm_one_plus=_keeps_one_plus(traits),
-        has_output_norms=facts.has(_OUTPUT_NORM),
         query_key_norm="head" if traits.qk_norm else None,
         activation_type=GATED[traits.activation] if traits.gated else traits.activation,
-        has_qkv_bias=facts.has(_QKV.format(layer=0) + "bias"),
-        has_attention_dense_bias=facts.has(
-            "model.decoder.layers.0.self_attention.linear_proj.bias"
-        ),
-        has_mlp_bias=facts.has(_FC1.format(layer=0) + "bias"),
+        **{field: facts.has(_FIRST_LAYER + name) for field, name in _PRESENT.items()},
         attention_scale=_attention_scale(traits),
         attention_softcap=traits.source.get("attn_logit_softcapping") or None,
         logit_softcap=traits.source.get("final_logit_softcapping") or None,
-        embedding_scale=math.sqrt(traits.hidden) if _scales_embedding(traits) else 1.0,
+        embedding_scale=math.sqrt(traits.hidden) if is_scaled else 1.0,
         **_core_windows(traits),
         rotary_layers=_layers(traits, "no_rope_freq"),
         **_core_rotary(traits),
@@ -138,10 +136,6 @@ def _keeps_one_plus(traits: MegatronTraits) -> bool:
     return traits.normalization == "layernorm1p" or (
         _is_gemma(traits) and traits.normalization == "rmsnorm1p"
     )
-
-
-def _scales_embedding(traits: MegatronTraits) -> bool:
-    return _is_gemma(traits) or bool(traits.source.get("apply_embedding_scaling"))
 
 
 def _attention_scale(traits: MegatronTraits) -> float | None:
@@ -174,17 +168,17 @@ def _core_windows(traits: MegatronTraits) -> dict[str, Any]:
     Transformer Engine counts the positions before the current one; Gemma 3 states one number.
     """
     window, count = traits.source.get("window_size"), traits.num_layer
-    layers = _layers(traits, "window_attn_skip_freq", skipped=False)
-    if pattern := traits.source.get("interleaved_attn_pattern"):
-        kinds = pattern
-        if not isinstance(pattern[0], str):
-            local, others = pattern
-            kinds = [
-                "sliding_attention" if n % (local + others) < local else "" for n in range(count)
-            ]
-        layers = tuple(n for n in range(count) if kinds[n] == "sliding_attention")
+    pattern = traits.source.get("interleaved_attn_pattern")
+    layers: tuple[int, ...] | None
+    if pattern and isinstance(pattern[0], str):
+        layers = tuple(n for n, kind in enumerate(pattern) if kind == "sliding_attention")
+    elif pattern:
+        local, others = pattern
+        layers = tuple(n for n in range(count) if n % (local + others) < local)
     elif _is_gemma(traits):
         layers = tuple(range(0, count, 2))
+    else:
+        layers = _layers(traits, "window_attn_skip_freq", skipped=False)
     size = window if isinstance(window, int) else int(window[0]) + 1 if window else 0
     if size < 1 or layers == ():
         return {}

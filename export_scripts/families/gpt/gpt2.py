@@ -6,6 +6,15 @@ from export_scripts.families.gpt.layout import GPT
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, key
 from export_scripts.families.mapping.names import in_layers
 
+GPT2_SIZES = (
+    key("head_num", "n_head", "num_attention_heads"),
+    key("hidden", "n_embd", "hidden_size"),
+    key("inter_size", "n_inner", default=lambda known: 4 * known["hidden"]),
+    key("num_layer", "n_layer", "num_hidden_layers"),
+    key("vocab_size", "vocab_size"),
+    key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
+)
+
 GPT2_HUGGINGFACE = HuggingFaceDecoder(
     model_type="gpt2",
     model="GPT2LMHeadModel",
@@ -13,13 +22,8 @@ GPT2_HUGGINGFACE = HuggingFaceDecoder(
     name="gpt",
     family=GPT,
     keys=(
-        key("head_num", "n_head", "num_attention_heads"),
-        key("hidden", "n_embd", "hidden_size"),
-        key("inter_size", "n_inner", default=lambda known: 4 * known["hidden"]),
-        key("num_layer", "n_layer", "num_hidden_layers"),
-        key("vocab_size", "vocab_size"),
+        *GPT2_SIZES,
         key("max_pos_seq_len", "n_positions", "max_position_embeddings"),
-        key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
         key("activation_type", "activation_function", kind="activation", default="gelu_new"),
     ),
     names={
