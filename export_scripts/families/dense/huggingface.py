@@ -76,24 +76,16 @@ GATED = {"silu": "gated-silu", "gelu": "geglu", "relu": "reglu", "relu2": "gated
 
 @dataclass(frozen=True, kw_only=True)
 class DenseDecoder(HuggingFaceDecoder):
-    """A family of dense decoders.
-
-    Attributes:
-        head_dim: Size of a head where the configuration names none; None: hidden size by heads.
-        is_gated: Whether the MLP is.
-        rotary_base: The library's default of rope_theta.
-        rotary_local_base: That of layers with a sliding window, where it is another.
-        rotary_fraction: The library's default of partial_rotary_factor; None where it always
-            rotates whole heads.
-    """
+    """A family of dense decoders."""
 
     family: ModelFamily = DENSE
     keys: Sequence[Setting] = llama_keys()
     names: Names = field(default_factory=llama_names)
-    head_dim: int | None = None
-    is_gated: bool = True
-    rotary_base: float = FT_BASE
-    rotary_local_base: float | None = None
+    head_dim: int | None = None  # where the configuration names none; None: hidden size by heads
+    is_gated: bool = True  # whether the MLP is
+    rotary_base: float = FT_BASE  # the library's default of rope_theta
+    rotary_local_base: float | None = None  # of layers with a sliding window, if another
+    # The library's default of partial_rotary_factor; None where it always rotates whole heads.
     rotary_fraction: float | None = None
     ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     warns_of_fp16: bool = True

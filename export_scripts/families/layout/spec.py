@@ -26,21 +26,13 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class FTTensor:
-    """One tensor of an FT folder.
+    """One tensor of an FT folder."""
 
-    Attributes:
-        name: File stem, indices filled in.
-        shape: Whole shape, before any split.
-        split: Axis divided among tensor-parallel ranks; None for one copy read by all.
-        dtype: Type on disk when it is not the folder's weight_data_type.
-        optional: Whether folders without it are complete: no loader reads it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    split: int | None = None
-    dtype: str | None = None
-    optional: bool = False
+    name: str  # file stem, indices filled in
+    shape: tuple[int, ...]  # before any split
+    split: int | None = None  # axis divided among tensor-parallel ranks; None: one copy for all
+    dtype: str | None = None  # on disk, when it is not the folder's weight_data_type
+    optional: bool = False  # no loader reads it: folders without are complete
 
     def file_name(self, tp_rank: int = 0) -> str:
         """Return the file that rank `tp_rank` reads."""
@@ -74,25 +66,15 @@ class FTTensor:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One record of a layout.
+    """One record of a layout."""
 
-    Attributes:
-        name: File stem; {layer}, {task} and the like are expanded.
-        shape: Whole FT shape, in numbers and names of config fields or properties.
-        split: Axis divided among tensor-parallel ranks; None for one copy.
-        when: Config fields or properties that are all true (or not zero) of a model that has the
-            tensor.
-        dtype: Type on disk when it is not the folder's weight_data_type.
-        optional: Written although no loader reads it, so that the source can be made again.
-    """
-
-    name: str
-    shape: tuple[str | int, ...]
+    name: str  # file stem; {layer}, {task} and the like are expanded
+    shape: tuple[str | int, ...]  # whole, in numbers and names of config fields or properties
     _: dataclasses.KW_ONLY
-    split: int | None = None
-    when: When = ()
-    dtype: str | None = None
-    optional: bool = False
+    split: int | None = None  # axis divided among tensor-parallel ranks; None: one copy for all
+    when: When = ()  # of a model that has the tensor
+    dtype: str | None = None  # on disk, when it is not the folder's weight_data_type
+    optional: bool = False  # written, though no loader reads it, so as to make the source again
 
     @property
     def placeholders(self) -> tuple[str, ...]:
@@ -143,36 +125,23 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A model family, without its source mappings.
+    """A model family, without its source mappings."""
 
-    Attributes:
-        name: Key of the families table.
-        model_type: As config.pbtxt spells it for NVIDIA's backend.
-        config: Class of its configs.
-        architecture: Derives what the runtime builds from a config.
-        layout: Every tensor of a folder.
-        divisible: Config fields or properties that the tensor-parallel size must divide.
-        unread: Patterns of file names that other converters write and no loader reads.
-        ft_backend: Whether NVIDIA's FasterTransformer backend can serve it.
-        has_shards: Whether it has a folder of shards, which our engine serves; else it becomes a
-            Hugging Face folder alone.
-        ft_limits: Reasons that backend would compute a model of some config wrongly.
-        owns: Whether a config.ini with the main section is this family's, if two share it.
-        whole: For a folder's config and the names of its tensors, the sources of those whose
-            values or shapes depend on the number of ranks (`families.mapping.sources`).
-    """
-
-    name: str
-    model_type: str
+    name: str  # key of the families table
+    model_type: str  # as config.pbtxt spells it for NVIDIA's backend
     config: type[FTConfig]
-    architecture: Callable[[Any], Architecture]
+    architecture: Callable[[Any], Architecture]  # what the runtime builds, from a config
     layout: tuple[WeightSpec, ...]
+    # Config fields or properties that the tensor-parallel size must divide.
     divisible: tuple[str, ...] = ("head_num", "inter_size")
-    unread: tuple[str, ...] = ()
-    ft_backend: bool = True
-    has_shards: bool = True
-    ft_limits: Callable[[Any], list[str]] = lambda _: []
+    unread: tuple[str, ...] = ()  # patterns of files that other converters write for no loader
+    ft_backend: bool = True  # whether NVIDIA's FasterTransformer backend can serve it
+    has_shards: bool = True  # else it becomes a Hugging Face folder alone
+    ft_limits: Callable[[Any], list[str]] = lambda _: []  # why that backend errs with a config
+    # Whether a config.ini with the main section is this family's, if two share it.
     owns: Callable[[Sections], bool] = lambda _: True
+    # For a folder's config and the names of its tensors, the sources of those whose values or
+    # shapes depend on the number of ranks (`families.mapping.sources`).
     whole: Callable[[Any, Collection[str]], Mapping[str, Any]] = lambda *_: {}
 
     def expand(self, config: FTConfig) -> Iterator[tuple[WeightSpec, Index, FTTensor]]:

@@ -46,22 +46,14 @@ def _whole(value: float) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting.
+    """One setting."""
 
-    Attributes:
-        field: Field or property of the config.
-        names: Spellings in the source; the first is written.
-        kind: Method of `Settings` that reads it: integer, number, optional, flag, activation
-            or any_activation.
-        default: Value that the source's library takes for an absent key, or a function of the
-            values read so far; without one, the key is required.
-        inverse: Makes the field's value of the source's, and the source's of the field's.
-    """
-
-    field: str
-    names: tuple[str, ...]
-    kind: str = "integer"
+    field: str  # or a property of the config
+    names: tuple[str, ...]  # spellings in the source; the first is written
+    kind: str = "integer"  # method of `Settings` that reads it
+    # Of the values read so far, what the source's library takes for an absent key; None: required.
     default: Callable[[Mapping[str, Any]], Any] | None = None
+    # Make the field's value of the source's, and the source's of the field's.
     inverse: tuple[Callable[[float], float], Callable[[float], float]] | None = None
 
 
@@ -117,64 +109,38 @@ def written_keys(keys: Sequence[Setting], config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceDecoder:
-    """A family of decoders: its settings and the names of its tensors.
+    """A family of decoders: its settings and the names of its tensors."""
 
-    Attributes:
-        model_type: In config.json.
-        model: Class of transformers.
-        title: For the support table.
-        name: Of a model without one; that of its mapping ends so too. `model_type` if empty.
-        family: Its layout.
-        keys: The settings that are one field of the config each, and `hidden`, whose quotient by
-            `head_num` is the size of a head.
-        fixed: Fields that all models of the family have alike; a function is one of the values
-            read before.
-        names: Modules of the layout and of the source, the embedding among them.
-        rows: How rows of a fused projection are nested, as `attention_heads` calls it.
-        in_out: Whether matrices are (in, out).
-        sources: Sources of tensors that have none by their names, or another one.
-        expected: Settings with the only values that the layout holds, the library's default first,
-            and why.
-        read: Further fields, from the settings and the values read before.
-        written: The settings of which `read` makes its fields.
-        heads: Names of the head, of which the first stored one counts.
-        is_tied: The library's default of tie_word_embeddings.
-        stores_head: Whether a folder holds the head of a tied model too.
-        bos: The library's default of bos_token_id.
-        eos: The library's default of eos_token_id.
-        positions: Key of the longest sequence, where the config has none.
-        ignored: Patterns of source tensors without anything to convert.
-        prefix: Of names in a model saved without its head.
-        accepts: Kinds of added archives, next to prompts where the layout has their tables.
-        warnings: Warnings about a model that converts.
-        warns_of_fp16: Whether one trained in bf16 may overflow in fp16.
-    """
-
-    model_type: str
-    model: str
-    title: str
-    name: str = ""
+    model_type: str  # in config.json
+    model: str  # class of transformers
+    title: str  # for the support table
+    name: str = ""  # of a model without one, and of the mapping; `model_type` if empty
     family: ModelFamily
+    # Settings of one field each, and `hidden`, which divided by `head_num` is the size of a head.
     keys: Sequence[Setting]
+    # Fields that all models have alike; a function is one of the values read before.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    names: Names
-    rows: str = "own"
-    in_out: bool = False
+    names: Names  # of the embedding, too
+    rows: str = "own"  # see `attention_heads`
+    in_out: bool = False  # whether matrices are (in, out)
+    # Of tensors that have none by their names, or another one.
     sources: Callable[[Facts, Any], Mapping[str, TensorSource | PerIndex]] = lambda *_: {}
+    # Values that the layout holds, the library's default first, and why only these.
     expected: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    # Further fields, from the settings and the values read before, and the way back.
     read: Callable[[Settings, dict[str, Any]], Mapping[str, Any]] = lambda *_: {}
     written: Callable[[Any], Mapping[str, Any]] = lambda _: {}
-    heads: tuple[str, ...] = ("lm_head.weight",)
-    is_tied: bool = False
-    stores_head: bool = False
-    bos: int | None = None
-    eos: int | None = None
-    positions: str | None = None
-    ignored: tuple[str, ...] = ()
-    prefix: str = "model."
-    accepts: tuple[str, ...] = ()
-    warnings: Callable[[Facts, Any], list[str]] = lambda *_: []
-    warns_of_fp16: bool = False
+    heads: tuple[str, ...] = ("lm_head.weight",)  # the first stored one counts
+    is_tied: bool = False  # the library's default of tie_word_embeddings
+    stores_head: bool = False  # whether a folder holds the head of a tied model too
+    bos: int | None = None  # the library's default of bos_token_id
+    eos: int | None = None  # of eos_token_id
+    positions: str | None = None  # key of the longest sequence, where the config has none
+    ignored: tuple[str, ...] = ()  # patterns of source tensors without anything to convert
+    prefix: str = "model."  # of names in a model saved without its head
+    accepts: tuple[str, ...] = ()  # added archives, next to prompts
+    warnings: Callable[[Facts, Any], list[str]] = lambda *_: []  # of a model that converts
+    warns_of_fp16: bool = False  # whether one trained in bf16 may overflow in fp16
 
     @property
     def embedding(self) -> str:

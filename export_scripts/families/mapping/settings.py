@@ -50,17 +50,11 @@ ALL_ACTIVATIONS = {**HUGGINGFACE_ACTIVATIONS, "relu2": ("Relu2", False)}
 
 @dataclass
 class Settings:
-    """A source's configuration, with the problems found in reading it.
+    """A source's configuration, with the problems found in reading it."""
 
-    Attributes:
-        source: The configuration as its library wrote it.
-        label: Its name in messages.
-        problems: Missing and unreadable keys so far.
-    """
-
-    source: Mapping[str, Any]
-    label: str = "config.json"
-    problems: list[str] = field(default_factory=list)
+    source: Mapping[str, Any]  # as its library wrote it
+    label: str = "config.json"  # in messages
+    problems: list[str] = field(default_factory=list)  # missing and unreadable keys so far
 
     def value(self, *names: str, default: Any = _REQUIRED) -> Any:
         """Return the value under whichever of several spellings is set; null counts as unset."""

@@ -21,35 +21,21 @@ from export_scripts.families.mapping.sources import PerIndex, TensorSource
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a source that a mapping decides from.
-
-    Attributes:
-        reader: The checkpoint.
-        tp_size: Tensor-parallel ranks of the folder to write.
-        weight_data_type: Type of the weights to write.
-        given: Config values stated by the user.
-        tokenizer: Tokenizer files that will lie in the folder.
-        prompts: Opened prompt-learning archives, in order.
-        ia3: Opened IA3 archives, in order.
-        ia3_in_place: Multiply IA3 scalers into the weights instead of storing them.
-        adapters: Opened adapter archives, in order.
-        activation_ranges: Ranges of module inputs and outputs, for static int8.
-        extra: Tensors of the added archives, by the names source mappings use for them.
-        prefix: Key prefix that a source may leave out.
-    """
+    """The facts of a source that a mapping decides from."""
 
     reader: CheckpointReader
-    tp_size: int
-    weight_data_type: str
-    given: Mapping[str, str] = field(default_factory=dict)
-    tokenizer: tuple[TokenizerFile, ...] = ()
-    prompts: tuple[CheckpointReader, ...] = ()
-    ia3: tuple[CheckpointReader, ...] = ()
-    ia3_in_place: bool = False
+    tp_size: int  # of the folder to write
+    weight_data_type: str  # likewise
+    given: Mapping[str, str] = field(default_factory=dict)  # config values that the user states
+    tokenizer: tuple[TokenizerFile, ...] = ()  # files that will lie in the folder
+    prompts: tuple[CheckpointReader, ...] = ()  # opened archives of prompt learning, in order
+    ia3: tuple[CheckpointReader, ...] = ()  # of IA3
+    ia3_in_place: bool = False  # multiply IA3 scalers into the weights instead of storing them
     adapters: tuple[CheckpointReader, ...] = ()
-    activation_ranges: Mapping[str, Any] | None = None
+    activation_ranges: Mapping[str, Any] | None = None  # of inputs and outputs, for static int8
+    # Tensors of the added archives, by the names source mappings use for them.
     extra: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
-    prefix: str = ""
+    prefix: str = ""  # of keys, which a source may leave out
     maps: FileMaps = field(default_factory=FileMaps)
 
     @property
@@ -125,45 +111,28 @@ class Facts:
 
 @dataclass(frozen=True)
 class SourceMapping:
-    """The mapping of one source architecture and format to a family's layout.
+    """The mapping of one source architecture and format to a family's layout."""
 
-    Attributes:
-        name: Unique short name, such as "nemo-gpt".
-        title: For the support table.
-        family: The layout it becomes.
-        format: Reader's format it applies to.
-        matches: Whether a checkpoint is of this kind (first match of the table wins).
-        config: Builds the family's config.
-        weights: Layout record's name -> source; asked once the config is known.
-        unsupported: Every reason the layout cannot hold this model.
-        ignored: Patterns of source tensors without anything to convert.
-        copies: Source tensors that repeat another, such as a tied head.
-        prefix: Key prefix that sources may leave out.
-        accepts: Kinds of added archives: "prompt", "ia3", "adapter", "activation_ranges".
-        warnings: Warnings about a model that converts, with the remedy.
-        written: Configurations in the source's own words that may describe a family's config, in
-            order of preference, and whether its head equals its embedding; a configuration holds
-            if `config` reads it back as the same architecture. None for formats not written.
-        positions: Key of the longest sequence, where the family's config has none.
-        carried: Patterns of ignored tensors that belong to the model nevertheless.
-    """
-
-    name: str
-    title: str
+    name: str  # unique and short, such as "nemo-gpt"
+    title: str  # for the support table
     family: ModelFamily
-    format: str
-    matches: Callable[[Facts], bool]
+    format: str  # of the readers it applies to
+    matches: Callable[[Facts], bool]  # whether a checkpoint is of this kind
     config: Callable[[Facts], FTConfig]
+    # Of each layout record's name; asked once the config is known.
     weights: Callable[[Facts, Any], Mapping[str, TensorSource | PerIndex]]
-    unsupported: Callable[[Facts], list[str]] = lambda _: []
-    ignored: tuple[str, ...] = ()
-    copies: Callable[[Facts, Any], tuple[str, ...]] = lambda *_: ()
-    prefix: str = ""
-    accepts: tuple[str, ...] = ()
-    warnings: Callable[[Facts, Any], list[str]] = lambda *_: []
+    unsupported: Callable[[Facts], list[str]] = lambda _: []  # why the layout cannot hold a model
+    ignored: tuple[str, ...] = ()  # patterns of source tensors without anything to convert
+    copies: Callable[[Facts, Any], tuple[str, ...]] = lambda *_: ()  # such as a tied head
+    prefix: str = ""  # of keys, which sources may leave out
+    accepts: tuple[str, ...] = ()  # added archives: prompt, ia3, adapter, activation_ranges
+    warnings: Callable[[Facts, Any], list[str]] = lambda *_: []  # of a model that converts
+    # Configurations in the source's own words that may describe a config, and whether its head
+    # equals its embedding, in order of preference; one holds if `config` reads it back as the same
+    # architecture. None for formats that are not written.
     written: Callable[[Any, bool], Sequence[Mapping[str, Any]]] | None = None
-    positions: str | None = None
-    carried: tuple[str, ...] = ()
+    positions: str | None = None  # key of the longest sequence, where the config has none
+    carried: tuple[str, ...] = ()  # ignored tensors that belong to the model nevertheless
 
     def is_ignored(self, key: str) -> bool:
         """Return whether a source tensor has nothing to convert."""

@@ -52,23 +52,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor of a source as a rearrangement of an FT tensor; see `families.mapping.views`.
+    """A tensor of a source as a rearrangement of an FT tensor; see `families.mapping.views`."""
 
-    Attributes:
-        sizes: Axes of the FT tensor, split where the rearrangement needs it.
-        order: The axes of `sizes` in the order of the source; an axis may be left out.
-        shape: Sizes in the source: the same values in C order.
-        index: Entry taken of the axis left out.
-        zero_rows: Rows in the source before those that FT has.
-        place: Position among the views whose rows follow each other in one tensor of the source.
-    """
-
-    sizes: tuple[int, ...]
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-    index: int = 0
-    zero_rows: int = 0
-    place: int = 0
+    sizes: tuple[int, ...]  # axes of the FT tensor, split where the rearrangement needs it
+    order: tuple[int, ...]  # of `sizes` in the source; an axis may be left out
+    shape: tuple[int, ...]  # in the source: the same values in C order
+    index: int = 0  # entry taken of the axis left out
+    zero_rows: int = 0  # rows in the source before those that FT has
+    place: int = 0  # among the views whose rows follow each other in one tensor of the source
 
 
 Views = Sequence[tuple[str, View]]
@@ -132,37 +123,24 @@ class Copy(TensorSource):
 
 
 class Nesting(NamedTuple):
-    """The nested axes of the rows of a tensor, in a source and in the layout.
+    """The nested axes of the rows of a tensor, in a source and in the layout."""
 
-    Attributes:
-        stored: The axes of the rows as stored, the outermost first, one letter each.
-        order: Those of the result; the letters of a word become one axis.
-        sizes: Sizes by letter; that of one axis may be left out, as what remains.
-        taken: An axis of which only some entries are taken, from the first to before the second.
-        times: How often each entry of the last axis but one is stored in the layout.
-    """
-
-    stored: str
-    order: tuple[str, ...]
-    sizes: Mapping[str, int]
-    taken: tuple[str, int, int] | None = None
-    times: int = 1
+    stored: str  # axes as stored, the outermost first, one letter each
+    order: tuple[str, ...]  # of the result; the letters of a word become one axis
+    sizes: Mapping[str, int]  # by letter; one may be left out, which is what remains
+    taken: tuple[str, int, int] | None = None  # an axis, and the first and end of what is taken
+    times: int = 1  # how often the layout has each entry of the last axis but one
 
 
 @dataclass(frozen=True)
 class Rows(Copy):
-    """Rows of a weight (rows, in) or a bias (rows,) in another order: ([in,] rows).
+    """Rows of a weight (rows, in) or a bias (rows,) in another order: ([in,] rows)."""
 
-    Attributes:
-        nesting: Of a config.
-        of_each: Whether each training rank's piece is nested so; else only the whole tensor is, and
-            what is taken of it lies together.
-        place: Which of the tensors that are taken of one key this is.
-    """
-
-    nesting: Callable[[Any], Nesting] = lambda _: Nesting("r", ("r",), {})
+    nesting: Callable[[Any], Nesting] = lambda _: Nesting("r", ("r",), {})  # of a config
+    # Each training rank's piece is nested so; else only the whole tensor is, and what is taken of
+    # it lies together.
     of_each: bool = True
-    place: int = 0
+    place: int = 0  # which of the tensors that are taken of one key this is
 
     def build(self, get: Get, config: Any) -> Parts:
         """Return the rows of each piece."""
