@@ -96,14 +96,7 @@ class KVCache:
         device: torch.device,
         prefixes: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Allocate the cache.
-
-        Args:
-            shape: Sizes.
-            dtype: Of keys and values.
-            device: Where they lie.
-            prefixes: Of each prompt task, what a slot may start with: (L, 2, H, tokens, D).
-        """
+        """Allocate it; of each prompt task, `prefixes` are (L, 2, H, tokens, D) to start with."""
         self.shape = shape
         self.device = device
         self._prefixes = prefixes

@@ -139,13 +139,9 @@ def stated_window(settings: Settings, *, in_use: Any = True) -> int | None:
 def window_fields(
     settings: Settings, count: int, window: int | None, usual: Sequence[bool] | None = None
 ) -> dict[str, Any]:
-    """Return the sliding window and the layers that have it.
+    """Return the sliding window, if there is one, and the layers that have it.
 
-    Args:
-        settings: The configuration; its layer_types say which layers have it.
-        count: Number of layers.
-        window: The window, if there is one.
-        usual: Whether each layer has it where there are no layer_types; None: all have.
+    Without layer_types these are the `usual` ones; None: all.
     """
     kinds = settings.source.get("layer_types")
     if kinds is None:

@@ -143,11 +143,9 @@ class FTConfig:
     def from_sections(
         cls: type[ConfigT], sections: Sections, files: Collection[str] = ()
     ) -> ConfigT:
-        """Build the config from parsed sections.
+        """Build the config from parsed sections: section -> key -> text, names in lower case.
 
-        Args:
-            sections: Section -> key -> text, names in lower case.
-            files: Names of the weight files present, for facts that only presence shows.
+        `files` are the weight files present, for facts that only presence shows.
 
         Raises:
             ValueError: Keys missing or not readable as their type; all of them are listed.
@@ -200,11 +198,7 @@ def _spell(value: Any, as_digit: bool) -> str:
 
 
 def parse_value(text: str, hint: Any) -> Any:
-    """Return the value of a config.ini key from its text.
-
-    Args:
-        text: What the file says.
-        hint: Type of the config's field.
+    """Return the value of a config.ini key from its text, by the type of the config's field.
 
     Raises:
         ValueError: The text is not such a value.

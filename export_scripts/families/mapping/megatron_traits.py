@@ -80,11 +80,7 @@ def traits_of(
 ) -> MegatronTraits:
     """Return the traits that NeMo and Megatron-LM state alike; no key means two things.
 
-    Args:
-        config: Keys of NeMo, Megatron-LM or megatron-core.
-        label: Its name in messages.
-        positions: Keys of the longest sequence.
-        activation: The traits of the MLP's activation.
+    `label` names the configuration in messages, `positions` are keys of the longest sequence.
 
     Raises:
         CheckpointMismatchError: Sizes or numbers are malformed; all are listed.
@@ -287,9 +283,7 @@ def _is_in_use(key: str, value: Any) -> bool:
 def foreign_settings(traits: MegatronTraits, *, held: Collection[str] = ()) -> list[str]:
     """Return every reason a layout of dense pre-norm decoders cannot hold a model.
 
-    Args:
-        traits: The model's.
-        held: Settings that leave no trace in the tensors, and that the layout holds.
+    It holds those settings without a trace in the tensors that are `held`.
     """
     source = traits.source
     sizes = {

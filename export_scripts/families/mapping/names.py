@@ -134,12 +134,8 @@ def completed(
 ) -> dict[str, TensorSource]:
     """Return a table with zeros for absent biases, and 1 added to scales of norms.
 
-    Args:
-        table: Sources by the layout's names.
-        layout: The layout.
-        facts: The source.
-        lacks: Whether the model has no bias of a name, where the source stores none.
-        is_one_plus: Whether scales are stored as their distance from 1.
+    `lacks` says whether the model has no bias of a name, `is_one_plus` whether scales are stored as
+    their distance from 1.
     """
     shapes = {spec.name: spec.shape for spec in layout}
     first = {"layer": 0, "encoder_layer": 0, "decoder_layer": 0}

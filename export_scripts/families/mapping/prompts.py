@@ -55,9 +55,7 @@ def prompt_tensors(
 def prompt_fields(facts: Facts, *, start_id: int) -> dict[str, Any]:
     """Return the config fields that describe the added prompt tables (empty without any).
 
-    Args:
-        facts: The source.
-        start_id: First virtual token id, unless the user gives prompt_learning_start_id.
+    `start_id` is the first virtual token, unless the user gives prompt_learning_start_id.
 
     Raises:
         CheckpointMismatchError: An archive's templates and tables disagree.

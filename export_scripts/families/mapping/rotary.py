@@ -30,13 +30,9 @@ def rotary_fields(
 ) -> dict[str, Any]:
     """Return the rotary keys of config.ini; problems are noted in `settings`.
 
-    Args:
-        settings: A configuration.
-        size_per_head: Dimensions of a head.
-        fraction: The rotated fraction of a head where the configuration names none; None where
-            the library always rotates whole heads.
-        base: The base where it names none.
-        local_base: That of layers with a sliding window, in a family where it is another.
+    Where the configuration names none, `fraction` of a head is rotated (None: the library always
+    rotates whole heads) with `base`, and in layers with a sliding window with `local_base`, in a
+    family where that is another.
     """
     source = settings.source
     # With both, transformers 4 reads the second only and 5 prefers it.

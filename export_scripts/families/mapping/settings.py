@@ -163,12 +163,8 @@ class Settings:
     ) -> tuple[int, int]:
         """Return (start_id, end_id); a model with only one uses it for both.
 
-        Sources in order: the user, config.json, generation_config.json, the tokenizer.
-
-        Args:
-            facts: The source.
-            bos: The library's default of bos_token_id.
-            eos: The library's default of eos_token_id.
+        Sources in order: the user, config.json with the library's defaults, the generation's
+        configuration, the tokenizer.
         """
         generation = _generation_config(facts)
         known = facts.special_ids()
@@ -248,14 +244,7 @@ def head_is_tied(
 ) -> bool:
     """Return whether a model's head is its embedding.
 
-    tie_word_embeddings decides, unless both are stored and differ.
-
-    Args:
-        facts: The source.
-        settings: Its configuration.
-        head: Key of the head.
-        embedding: Key of the embedding.
-        default: The library's default of tie_word_embeddings.
+    tie_word_embeddings, by `default` the library's, decides unless both are stored and differ.
     """
     tied = settings.flag("tie_word_embeddings", default=default)
     if not facts.has(head):
@@ -287,13 +276,7 @@ def model_name(source: Mapping[str, Any], family: str) -> str:
 
 
 def half_precision_warnings(facts: Facts, config: FTConfig, embedding: str) -> list[str]:
-    """Return a warning when weights trained in bf16 are to be computed in fp16.
-
-    Args:
-        facts: The source.
-        config: The config to be written.
-        embedding: Key of a tensor whose stored type is that of training.
-    """
+    """Return a warning when weights trained in bf16, as `embedding`, are to compute in fp16."""
     stated = str(facts.config.get("dtype") or facts.config.get("torch_dtype") or "")
     stored = [piece.dtype for piece in facts.pieces(embedding)] if facts.has(embedding) else []
     if config.weight_data_type != "fp16" or not ("bfloat16" in stated or "bf16" in stored):

@@ -22,13 +22,7 @@ class Get(Protocol):
     """A function that returns the pieces of a key, one per training rank."""
 
     def __call__(self, key: str, cut: int | None = None, unit: int = 1) -> Sequence[Tensor]:
-        """Return the pieces.
-
-        Args:
-            key: Source key.
-            cut: Axis on which they may be cut once more, where that saves gathering them.
-            unit: Number of entries of that axis that belong together.
-        """
+        """Return the pieces, perhaps cut once more between `unit` entries of the axis `cut`."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +77,7 @@ class TensorSource:
         raise NotImplementedError
 
     def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
-        """Return the keys read as views of the FT tensor; empty if it does not hold them.
-
-        Args:
-            shape: Sizes of the FT tensor.
-            config: The config of one rank.
-        """
+        """Return the keys read as views of the FT tensor; empty if it does not hold them."""
         return []
 
 
@@ -231,16 +220,11 @@ def half(key: str, which: int, *, of_each: bool = False) -> Rows:
 
 
 def attention_heads(key: str, part: int, rows: str, cut: int | None) -> Rows:
-    """Return query, key or value heads, (rows[, in]) -> ([in,] heads, size per head).
+    """Return queries (`part` 0), keys (1) or values (2), (rows[, in]) -> ([in,] heads, size).
 
-    Key and value heads are repeated for a folder of more ranks than it has of them.
-
-    Args:
-        key: Weight or bias.
-        part: 0 for the queries, 1 for the keys, 2 for the values.
-        rows: What the rows are: "own", of this part alone; "blocks", all queries, all keys, all
-            values; "groups", for each key/value head its queries, its key and its value.
-        cut: 0 when training ranks each hold some heads.
+    The rows are "own", of this part alone; "blocks", all queries, all keys, all values; or
+    "groups", for each key/value head its queries, its key and its value. Key and value heads are
+    repeated for a folder of more ranks than it has of them.
     """
 
     def nesting(config: Any) -> Nesting:
@@ -279,14 +263,9 @@ def split_qkv(
 ) -> Rows:
     """Return a fused projection with rows (heads x parts x size per head).
 
-    It becomes ([in,] parts, heads, size), or (in, heads, size) where one part is selected.
-
-    Args:
-        key: Weight or bias, of which training ranks each hold some heads.
-        order: Nesting of the rows on one training rank: n heads, k parts, d per head.
-        parts: 3 for q, k, v; 2 for k, v.
-        select: The part to take alone.
-        head_size: Config field with the size per head.
+    It becomes ([in,] parts, heads, size), or (in, heads, size) where one part is selected. The rows
+    of a training rank are nested by `order`: n heads, k parts, d per head, whose config field is
+    `head_size`.
     """
 
     def nesting(config: Any) -> Nesting:
