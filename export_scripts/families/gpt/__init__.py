@@ -1,4 +1,1 @@
-"""The GPT layout and the sources that become it: GPT-2, OPT, BLOOM, Megatron-LM and NeMo.
-
-GPT-J, GPT-NeoX and Llama have layouts of their own.
-"""
+"""The GPT layout and its sources: GPT-2, OPT, BLOOM, Megatron-LM, NeMo, megatron-core."""

@@ -49,10 +49,6 @@ def ini_field(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def _not_ini(default: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"skip": True})
-
-
 @dataclass(frozen=True, kw_only=True)
 class PromptTask:
     """One p-tuned task: its table holds `prompt_length` virtual-token embeddings."""
@@ -79,7 +75,7 @@ class FTConfig:
     tensor_para_size: int = 1
     prompt_learning_start_id: int | None = None
     prompt_learning_type: int | None = None
-    tasks: tuple[PromptTask, ...] = _not_ini(())
+    tasks: tuple[PromptTask, ...] = ()
 
     @property
     def prompt_length(self) -> Mapping[str, int]:
@@ -124,10 +120,8 @@ class FTConfig:
         if self.tasks:
             out[self.SECTION]["num_tasks"] = str(len(self.tasks))
         for number, task in enumerate(self.tasks):
-            out[f"task_{number}"] = {
-                "task_name": task.task_name,
-                "prompt_length": str(task.prompt_length),
-            }
+            values = dataclasses.asdict(task)
+            out[f"task_{number}"] = {name: str(value) for name, value in values.items()}
         return out
 
     @classmethod
@@ -180,7 +174,8 @@ class FTConfig:
 
 
 def _ini_fields(cls: type[FTConfig]) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(cls) if not f.metadata.get("skip")]
+    # Prompt tasks have sections of their own.
+    return [f for f in dataclasses.fields(cls) if f.name != "tasks"]
 
 
 def _key(field: dataclasses.Field[Any]) -> str:

@@ -1,4 +1,1 @@
-"""The vocabulary of a source mapping: tensors, operations on them, and settings that sources share.
-
-The table of one source is in the module of its family.
-"""
+"""The vocabulary of source mappings: tensors, operations on them, settings of sources."""

@@ -5,6 +5,7 @@ Names: transformers, models/t5/modeling_t5.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,17 +43,9 @@ _MODEL_TYPES = {"t5": "T5", "mt5": "MT5"}
 _COPIED = ("dropout_rate", "initializer_factor", "n_positions")
 
 
-def _is_t5(facts: Facts) -> bool:
-    return facts.config.get("model_type") in _MODEL_TYPES and not _lacks_decoder(facts)
-
-
 def _is_encoder(facts: Facts) -> bool:
     # A whole T5 also matches, if the user asks for its encoder.
     return facts.config.get("model_type") in _MODEL_TYPES
-
-
-def _lacks_decoder(facts: Facts) -> bool:
-    return not facts.has_any("decoder.block.*")
 
 
 def _embedding_key(facts: Facts) -> str:
@@ -220,7 +213,7 @@ T5_HUGGINGFACE = SourceMapping(
     title="Hugging Face T5, T5-v1.1, flan-T5, mT5, UL2",
     family=T5,
     format="huggingface",
-    matches=_is_t5,
+    matches=lambda facts: _is_encoder(facts) and facts.has_any("decoder.block.*"),
     config=lambda facts: _config(facts, has_decoder=True),
     written=_written,
     weights=_weights,
@@ -229,16 +222,12 @@ T5_HUGGINGFACE = SourceMapping(
     warnings=t5_warnings,
 )
 
-T5_ENCODER_HUGGINGFACE = SourceMapping(
+T5_ENCODER_HUGGINGFACE = dataclasses.replace(
+    T5_HUGGINGFACE,
     name="huggingface-t5-encoder",
     title="Hugging Face T5EncoderModel, or the encoder of a whole T5",
     family=T5_ENCODER,
-    format="huggingface",
     matches=_is_encoder,
     config=lambda facts: _config(facts, has_decoder=False),
-    written=_written,
-    weights=_weights,
-    unsupported=_reasons,
     ignored=(*_SHARED_IGNORED, "decoder.*", HEAD),
-    warnings=t5_warnings,
 )
