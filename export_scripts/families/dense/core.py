@@ -98,6 +98,9 @@ def core_config(facts: Facts) -> DenseConfig:
         ValueError: The special tokens are not known.
     """
     traits = core_traits(facts)
+    present: dict[str, Any] = {
+        field: facts.has(_FIRST_LAYER + name) for field, name in _PRESENT.items()
+    }
     is_scaled = _is_gemma(traits) or traits.source.get("apply_embedding_scaling")
     common = common_fields(facts, traits, vocab_size=facts.rows(CORE_WTE), tied=core_is_tied(facts))
     return DenseConfig(
@@ -109,7 +112,7 @@ def core_config(facts: Facts) -> DenseConfig:
         norm_one_plus=_keeps_one_plus(traits),
         query_key_norm="head" if traits.qk_norm else None,
         activation_type=GATED[traits.activation] if traits.gated else traits.activation,
-        **{field: facts.has(_FIRST_LAYER + name) for field, name in _PRESENT.items()},
+        **present,
         attention_scale=_attention_scale(traits),
         attention_softcap=traits.source.get("attn_logit_softcapping") or None,
         logit_softcap=traits.source.get("final_logit_softcapping") or None,
