@@ -72,9 +72,8 @@ GPTJ = ModelFamily(
 def check_rotary(settings: Settings, name: str, dims: int, size_per_head: int) -> None:
     """Note a problem unless `dims` dimensions of a head can be rotated, two at a time."""
     if dims % 2 or dims > size_per_head:
-        settings.problems.append(
-            f"{settings.label}: {name} = {dims} is not an even number of at most the head size of "
-            f"{size_per_head}"
+        settings.note(
+            f"{name} = {dims} is not an even number of at most the head size of {size_per_head}"
         )
 
 

@@ -169,8 +169,8 @@ def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     rotary = rotary_fields(settings, values["size_per_head"], fraction=0.25)
     base, kind = rotary.get("rotary_base", FT_BASE), rotary.get("rotary_scaling_type")
     if kind is not None or base != FT_BASE:
-        settings.problems.append(
-            f"{settings.label}: rotary positions of kind {kind or 'default'} and base {base:g} "
+        settings.note(
+            f"rotary positions of kind {kind or 'default'} and base {base:g} "
             f"cannot be represented: FT has only plain ones of base {FT_BASE:g}"
         )
     return {"rotary_embedding": rotary["rotary_embedding"], "exact_gelu": exact_gelu}

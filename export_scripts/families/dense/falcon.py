@@ -49,8 +49,8 @@ def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     elif settings.flag("multi_query", default=True):
         kv_heads = 1
     if is_new and not is_parallel:
-        settings.problems.append(
-            f"{settings.label}: parallel_attn = false with new_decoder_architecture = true: "
+        settings.note(
+            "parallel_attn = false with new_decoder_architecture = true: "
             "transformers has no such model"
         )
     residual = ("parallel_shared", "parallel")[is_new and norms == 2]

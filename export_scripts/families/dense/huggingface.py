@@ -150,15 +150,12 @@ def window_fields(
             for slides in usual or [True] * count
         ]
     if not isinstance(kinds, list) or len(kinds) != count:
-        settings.problems.append(
-            f"{settings.label}: layer_types = {kinds!r}: expected one entry for each of the "
-            f"{count} layers"
-        )
+        settings.note(f"layer_types = {kinds!r}: expected one entry for each of the {count} layers")
         return {}
     unknown = sorted({str(each) for each in kinds} - {"full_attention", "sliding_attention"})
     if unknown:
-        settings.problems.append(
-            f"{settings.label}: layer_types: {', '.join(unknown)} cannot be represented; known: "
+        settings.note(
+            f"layer_types: {', '.join(unknown)} cannot be represented; known: "
             "full_attention, sliding_attention"
         )
     layers = tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")

@@ -16,8 +16,8 @@ def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     window = settings.integer("sliding_window", default=4096)
     found = window_fields(settings, values["num_layer"], window)
     if found.get("sliding_layers") is not None:
-        settings.problems.append(
-            f"{settings.label}: only some layers have a sliding window; a Mistral has one in all "
+        settings.note(
+            "only some layers have a sliding window; a Mistral has one in all "
             "layers in transformers"
         )
     return found

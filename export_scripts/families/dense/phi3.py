@@ -19,8 +19,8 @@ from export_scripts.families.mapping.settings import Settings
 
 def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("rotary_scaling_type") not in (None, "longrope"):
-        settings.problems.append(
-            f"{settings.label}: rotary scaling {values['rotary_scaling_type']!r} cannot be "
+        settings.note(
+            f"rotary scaling {values['rotary_scaling_type']!r} cannot be "
             "represented: transformers takes a Phi-3's for longrope"
         )
     return window_fields(settings, values["num_layer"], stated_window(settings))

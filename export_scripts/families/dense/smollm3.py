@@ -23,9 +23,8 @@ def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     every = settings.integer("no_rope_layer_interval", default=4)
     rotates = source.get("no_rope_layers") or [(n + 1) % every != 0 for n in range(count)]
     if not isinstance(rotates, list) or len(rotates) < count:
-        settings.problems.append(
-            f"{settings.label}: no_rope_layers = {rotates!r}: expected an entry for each of the "
-            f"{count} layers"
+        settings.note(
+            f"no_rope_layers = {rotates!r}: expected an entry for each of the {count} layers"
         )
         return {}
     layers = tuple(number for number in range(count) if rotates[number])

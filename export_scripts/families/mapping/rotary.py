@@ -39,15 +39,13 @@ def rotary_fields(
     given = source.get("rope_scaling") or source.get("rope_parameters") or {}
     plain = {"rotary_embedding": size_per_head}
     if not isinstance(given, Mapping):
-        settings.problems.append(
-            f"{settings.label}: rotary scaling {given!r} is not a table of parameters"
-        )
+        settings.note(f"rotary scaling {given!r} is not a table of parameters")
         return plain
     if local_base is not None:
         local_base = settings.number("rope_local_base_freq", default=local_base)
     if any(isinstance(value, Mapping) for value in given.values()):
         if local_base is None or not set(given) <= {"full_attention", "sliding_attention"}:
-            settings.problems.append(f"{settings.label}: layers with rotary positions of their own")
+            settings.note("layers with rotary positions of their own")
             return plain
         local = Settings(given.get("sliding_attention") or {}, settings.label, settings.problems)
         local.expect("rope_type", "default", why="layers with a window have plain rotary positions")
@@ -56,8 +54,8 @@ def rotary_fields(
     stated = given.get("rope_type") or given.get("type")
     kind = _RENAMED.get(stated, stated) if isinstance(stated, str) else stated
     if kind is not None and (not isinstance(kind, str) or kind not in ROTARY_SCALINGS):
-        settings.problems.append(
-            f"{settings.label}: rotary scaling {kind!r} cannot be represented; known: default, "
+        settings.note(
+            f"rotary scaling {kind!r} cannot be represented; known: default, "
             f"{', '.join(ROTARY_SCALINGS)}"
         )
         return plain
@@ -67,8 +65,8 @@ def rotary_fields(
     base = inner.number("rope_theta", default=base)
     part = inner.number("partial_rotary_factor", default=part)
     if part != 1 and fraction is None:
-        settings.problems.append(
-            f"{settings.label}: partial_rotary_factor = {part:g} cannot be represented: "
+        settings.note(
+            f"partial_rotary_factor = {part:g} cannot be represented: "
             "transformers rotates whole heads in these models"
         )
     fields = {"rotary_embedding": int(size_per_head * part), "rotary_base": base}
@@ -78,9 +76,7 @@ def rotary_fields(
         return fields
     missing = [name for name in ROTARY_SCALINGS[kind] if given.get(name) is None]
     if missing:
-        settings.problems.append(
-            f"{settings.label}: {kind} rotary scaling without {', '.join(missing)}"
-        )
+        settings.note(f"{kind} rotary scaling without {', '.join(missing)}")
         return plain
     scaling = _scaling(kind, inner, settings)
     return {**fields, **scaling_fields(kind, scaling)}

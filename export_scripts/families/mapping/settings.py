@@ -56,6 +56,10 @@ class Settings:
     label: str = "config.json"  # in messages
     problems: list[str] = field(default_factory=list)  # missing and unreadable keys so far
 
+    def note(self, problem: str) -> None:
+        """Note a problem with a key."""
+        self.problems.append(f"{self.label}: {problem}")
+
     def value(self, *names: str, default: Any = _REQUIRED) -> Any:
         """Return the value under whichever of several spellings is set; null counts as unset."""
         given = [name for name in names if self.source.get(name) is not None]
@@ -80,8 +84,8 @@ class Settings:
         if value is None:
             return 1
         if type(value) is not int or not least <= value <= _MOST:
-            self.problems.append(
-                f"{self.label}: {names[0]} = {value!r:.100} is not a count; expected a whole "
+            self.note(
+                f"{names[0]} = {value!r:.100} is not a count; expected a whole "
                 f"number from {least} to {_MOST}"
             )
             return 1
@@ -93,10 +97,7 @@ class Settings:
         if value is None:
             return 1.0
         if not _is_positive(value):
-            self.problems.append(
-                f"{self.label}: {names[0]} = {value!r} is out of range; expected a number greater "
-                "than 0"
-            )
+            self.note(f"{names[0]} = {value!r} is out of range; expected a number greater than 0")
             return 1.0
         return float(value)
 
@@ -111,9 +112,7 @@ class Settings:
         value = self.value(name)
         entries = value if isinstance(value, (list, tuple)) else [None]
         if not all(_is_positive(each) for each in entries):
-            self.problems.append(
-                f"{self.label}: {name} = {value!r}: expected a list of numbers greater than 0"
-            )
+            self.note(f"{name} = {value!r}: expected a list of numbers greater than 0")
             return (1.0,)
         return tuple(map(float, entries))
 
@@ -121,7 +120,7 @@ class Settings:
         """Return a boolean; null, which is false to some readers, is refused."""
         value = self.source.get(name, default)
         if not isinstance(value, bool):
-            self.problems.append(f"{self.label}: {name} = {value!r} is neither true nor false")
+            self.note(f"{name} = {value!r} is neither true nor false")
             return default
         return value
 
@@ -134,10 +133,7 @@ class Settings:
         """Return (spelling in config.ini, whether gelu is by erf)."""
         name = self.value(*names, default=default)
         if not isinstance(name, str) or name not in known:
-            self.problems.append(
-                f"{self.label}: {names[0]} = {name} cannot be represented; known: "
-                f"{', '.join(known)}"
-            )
+            self.note(f"{names[0]} = {name} cannot be represented; known: {', '.join(known)}")
             return "Gelu", False
         return known[name]
 
@@ -149,12 +145,12 @@ class Settings:
         """Note a problem unless a key is absent or has one of the allowed values."""
         value = self.source.get(name, allowed[0])
         if value not in allowed:
-            self.problems.append(f"{self.label}: {name} = {value!r} cannot be represented: {why}")
+            self.note(f"{name} = {value!r} cannot be represented: {why}")
 
     def divide(self, total: int, parts: int, what: str) -> int:
         """Return total / parts; a remainder is noted as a problem."""
         if parts == 0 or total % parts:
-            self.problems.append(f"{self.label}: {what}: {total} does not divide by {parts}")
+            self.note(f"{what}: {total} does not divide by {parts}")
             return 1
         return total // parts
 
@@ -200,7 +196,7 @@ class Settings:
         if value is None or _is_negative(value):
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value > _MOST:
-            self.problems.append(f"{self.label}: {name} = {value!r} is not a token id")
+            self.note(f"{name} = {value!r} is not a token id")
             return None
         return value
 
