@@ -57,8 +57,8 @@ def _config(facts: Facts) -> GPTNeoXConfig:
         num_layer=sum(key.endswith(".input_layernorm.weight") for key in keys),
         vocab_size=vocab_size,
         rotary_embedding=_rotary_dims(facts, settings, size_per_head),
-        start_id=ids.bos if ids and ids.bos is not None else _START_ID,
-        end_id=ids.eos if ids and ids.eos is not None else _END_ID,
+        start_id=_START_ID if ids.bos is None else ids.bos,
+        end_id=_END_ID if ids.eos is None else ids.eos,
         use_gptj_residual=settings.flag("gpt-j-residual", default=assumed),
         layernorm_eps=settings.number("layernorm-epsilon", default=1e-5),
         # The fused kernel computes the tanh form.

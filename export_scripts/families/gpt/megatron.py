@@ -108,10 +108,9 @@ def start_and_end(facts: Facts) -> tuple[int, int]:
     Raises:
         ValueError: The tokenizer is another one and its files are missing.
     """
-    given = facts.given_int("start_id"), facts.given_int("end_id")
-    known = facts.special_ids()
-    start = given[0] if given[0] is not None else known.bos if known else None
-    end = given[1] if given[1] is not None else known.eos if known else None
+    known, start, end = facts.special_ids(), facts.given_int("start_id"), facts.given_int("end_id")
+    start = known.bos if start is None else start
+    end = known.eos if end is None else end
     if end is None and _assumes_gpt2(facts):
         end = _GPT2_END_OF_TEXT
     start = end if start is None else start
@@ -132,7 +131,7 @@ def _assumes_gpt2(facts: Facts) -> bool:
 
 def assumed_tokens_warning(facts: Facts, config: Any) -> list[str]:
     """Return a warning when the special tokens were assumed rather than read."""
-    if facts.special_ids() is not None or "end_id" in facts.given:
+    if facts.special_ids().eos is not None or "end_id" in facts.given:
         return []
     return [
         f"no tokenizer files came with the checkpoint; start_id and end_id are set to GPT-2's "

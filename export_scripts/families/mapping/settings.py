@@ -162,21 +162,19 @@ class Settings:
         Sources in order: the user, config.json with the library's defaults, the generation's
         configuration, the tokenizer.
         """
-        generation = _generation_config(facts)
-        known = facts.special_ids()
-        found = []
-        for name, ours, default, stated in (
-            ("bos_token_id", "start_id", bos, known.bos if known else None),
-            ("eos_token_id", "end_id", eos, known.eos if known else None),
-        ):
+        generation, known = _generation_config(facts), facts.special_ids()
+
+        def token(name: str, ours: str, default: int | None, stated: int | None) -> int | None:
             candidates = (
                 facts.given_int(ours),
                 self.token(name, self.source.get(name, default)),
                 self.token(name, generation.get(name)),
                 stated,
             )
-            found.append(next((token for token in candidates if token is not None), None))
-        start, end = found
+            return next((each for each in candidates if each is not None), None)
+
+        start = token("bos_token_id", "start_id", bos, known.bos)
+        end = token("eos_token_id", "end_id", eos, known.eos)
         start, end = (end if start is None else start), (start if end is None else end)
         if start is None or end is None:
             self.problems.append(

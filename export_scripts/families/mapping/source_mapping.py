@@ -90,9 +90,9 @@ class Facts:
             a.same_bytes(b, self.maps) for a, b in zip(*pairs, strict=True)
         )
 
-    def special_ids(self) -> SpecialIds | None:
-        """Return the special token ids in the tokenizer files."""
-        return special_ids(self.tokenizer)
+    def special_ids(self) -> SpecialIds:
+        """Return the special token ids in the tokenizer files, if any."""
+        return special_ids(self.tokenizer) or SpecialIds(None, None)
 
     def given_int(self, name: str) -> int | None:
         """Return an integer the user states.

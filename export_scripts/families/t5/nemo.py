@@ -61,10 +61,6 @@ _COPIES = {
 }
 
 
-def _is_nemo_t5(facts: Facts) -> bool:
-    return facts.has(_EMBEDDING)
-
-
 def _reasons(facts: Facts) -> list[str]:
     traits = nemo_t5(facts.config)
     reasons = not_t5(traits)
@@ -132,13 +128,11 @@ def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
         ValueError: Neither the tokenizer's files nor the user state them.
     """
     known = facts.special_ids()
-    start = facts.given_int("decoder_start_token_id")
-    end = facts.given_int("eos_token_id")
-    pad = facts.given_int("pad_id")
-    pad = known.pad if pad is None and known else pad
+    start, end, pad = map(facts.given_int, ("decoder_start_token_id", "eos_token_id", "pad_id"))
+    pad = known.pad if pad is None else pad
+    end = known.eos if end is None else end
     if start is None:
-        start = pad if _starts_with_pad(facts) else known.bos if known else None
-    end = known.eos if end is None and known else end
+        start = pad if _starts_with_pad(facts) else known.bos
     if start is None or end is None:
         raise ValueError(
             "decoder_start_token_id and eos_token_id are unknown: the checkpoint lacks "
@@ -150,60 +144,57 @@ def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
 
 def _starts_with_pad(facts: Facts) -> bool:
     """Return whether the decoder's first token is padding, as in some p-tuned models."""
-    for archive in facts.prompts:
-        data = archive.config.get("data")
-        if isinstance(data, Mapping) and data.get("decoder_starts_with_pad"):
-            return True
-    return False
-
-
-def _fused(
-    target: str, source: str, order: str, *, parts: int = 3, select: int | None = None
-) -> dict[str, TensorSource]:
-    """Return one part of a fused projection, or all of it."""
-    return {
-        f"{target}.{kind}": split_qkv(
-            f"{source}.{kind}", order, parts=parts, select=select, head_size="d_kv"
-        )
-        for kind in ("weight", "bias")
-    }
+    found = (archive.config.get("data") for archive in facts.prompts)
+    return any(isinstance(data, Mapping) and data.get("decoder_starts_with_pad") for data in found)
 
 
 _QKV, _KEY_VALUE = "self_attention.query_key_value", "inter_attention.key_value"
 _CROSS = DECODER + "layer.1.EncDecAttention"
 _RELATIVE = _ROOT + "{side}_relative_position_embedding.relative_position_embedding.weight"
 
-# Modules of the layout and of NeMo whose tensors are transposed or copied.
+# Modules of a layer in the layout and in NeMo whose tensors are transposed or copied; {mlp} is the
+# number of the MLP's part of the layer.
+_LAYER_NAMES = {
+    "layer.0.layer_norm": "input_layernorm",
+    "layer.0.SelfAttention.o": "self_attention.dense",
+    "layer.1.layer_norm": "post_attention_layernorm",
+    "layer.{mlp}.DenseReluDense.wi": "mlp.dense_h_to_4h",
+    "layer.{mlp}.DenseReluDense.wi2": "mlp.dense_h_to_4h_2",
+    "layer.{mlp}.DenseReluDense.wo": "mlp.dense_4h_to_h",
+}
 _NAMES = {
-    ENCODER + "layer.0.layer_norm": _ELAYER + "input_layernorm",
-    ENCODER + "layer.0.SelfAttention.o": _ELAYER + "self_attention.dense",
-    ENCODER + "layer.1.layer_norm": _ELAYER + "post_attention_layernorm",
-    ENCODER + "layer.1.DenseReluDense.wi": _ELAYER + "mlp.dense_h_to_4h",
-    ENCODER + "layer.1.DenseReluDense.wi2": _ELAYER + "mlp.dense_h_to_4h_2",
-    ENCODER + "layer.1.DenseReluDense.wo": _ELAYER + "mlp.dense_4h_to_h",
     "encoder.final_layer_norm": _E + "final_layernorm",
-    DECODER + "layer.0.layer_norm": _DLAYER + "input_layernorm",
-    DECODER + "layer.0.SelfAttention.o": _DLAYER + "self_attention.dense",
-    DECODER + "layer.1.layer_norm": _DLAYER + "post_attention_layernorm",
+    "decoder.final_layer_norm": _D + "final_layernorm",
     _CROSS + ".o": _DLAYER + "inter_attention.dense",
     DECODER + "layer.2.layer_norm": _DLAYER + "post_inter_attention_layernorm",
-    DECODER + "layer.2.DenseReluDense.wi": _DLAYER + "mlp.dense_h_to_4h",
-    DECODER + "layer.2.DenseReluDense.wi2": _DLAYER + "mlp.dense_h_to_4h_2",
-    DECODER + "layer.2.DenseReluDense.wo": _DLAYER + "mlp.dense_4h_to_h",
-    "decoder.final_layer_norm": _D + "final_layernorm",
+    **{
+        ours + name.replace("{mlp}", mlp): theirs + module
+        for ours, theirs, mlp in ((ENCODER, _ELAYER, "1"), (DECODER, _DLAYER, "2"))
+        for name, module in _LAYER_NAMES.items()
+    },
 }
 
 
 def _attention(order: str) -> dict[str, TensorSource]:
     encoder, decoder = ENCODER + "layer.0.SelfAttention", DECODER + "layer.0.SelfAttention"
+    # Module of the layout -> module of NeMo, its parts, and the one to take of them.
+    parts: dict[str, tuple[str, int, int | None]] = {
+        f"{encoder}.q": (_ELAYER + _QKV, 3, 0),
+        f"{encoder}.k": (_ELAYER + _QKV, 3, 1),
+        f"{encoder}.v": (_ELAYER + _QKV, 3, 2),
+        f"{decoder}.qkv": (_DLAYER + _QKV, 3, None),
+        f"{_CROSS}.q": (_DLAYER + "inter_attention.query", 1, 0),
+        f"{_CROSS}.k": (_DLAYER + _KEY_VALUE, 2, 0),
+        f"{_CROSS}.v": (_DLAYER + _KEY_VALUE, 2, 1),
+    }
     return {
-        **_fused(f"{encoder}.q", _ELAYER + _QKV, order, select=0),
-        **_fused(f"{encoder}.k", _ELAYER + _QKV, order, select=1),
-        **_fused(f"{encoder}.v", _ELAYER + _QKV, order, select=2),
-        **_fused(f"{decoder}.qkv", _DLAYER + _QKV, order),
-        **_fused(f"{_CROSS}.q", _DLAYER + "inter_attention.query", order, parts=1, select=0),
-        **_fused(f"{_CROSS}.k", _DLAYER + _KEY_VALUE, order, parts=2, select=0),
-        **_fused(f"{_CROSS}.v", _DLAYER + _KEY_VALUE, order, parts=2, select=1),
+        **{
+            f"{ours}.{kind}": split_qkv(
+                f"{theirs}.{kind}", order, parts=count, select=select, head_size="d_kv"
+            )
+            for ours, (theirs, count, select) in parts.items()
+            for kind in ("weight", "bias")
+        },
         **{
             RELATIVE_BIAS.format(side=side): transposed(_RELATIVE.format(side=side))
             for side in ("encoder", "decoder")
@@ -265,7 +256,7 @@ T5_NEMO = SourceMapping(
     title="NeMo T5 (.nemo, unpacked, checkpoint folder), with adapters, IA3 and prompt tables",
     family=T5,
     format="nemo",
-    matches=_is_nemo_t5,
+    matches=lambda facts: facts.has(_EMBEDDING),
     config=_config,
     weights=_weights,
     unsupported=_reasons,
