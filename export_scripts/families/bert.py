@@ -12,10 +12,7 @@ from typing import Any, ClassVar
 
 from export_scripts.families.layout.architecture import EncoderArchitecture, activation_choice
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.spec import (
-    ModelFamily,
-    WeightSpec,
-)
+from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import key, read_keys, written_keys
 from export_scripts.families.mapping.names import named_sources
 from export_scripts.families.mapping.settings import huggingface_settings, model_name
@@ -84,11 +81,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
 )
 
 BERT = ModelFamily(
-    name="bert",
-    model_type="bert",
-    config=BertConfig,
-    architecture=bert_architecture,
-    layout=LAYOUT,
+    name="bert", model_type="bert", config=BertConfig, architecture=bert_architecture, layout=LAYOUT
 )
 
 

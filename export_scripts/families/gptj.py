@@ -12,10 +12,7 @@ from typing import Any, ClassVar
 from export_scripts.families.gpt.gpt2 import GPT2_SIZES
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
-from export_scripts.families.layout.spec import (
-    ModelFamily,
-    WeightSpec,
-)
+from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings

@@ -14,25 +14,13 @@ from typing import Any, ClassVar
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
-from export_scripts.families.layout.spec import (
-    ModelFamily,
-    WeightSpec,
-)
+from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, activation_name, key
 from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
-from export_scripts.families.mapping.settings import (
-    HUGGINGFACE_ACTIVATIONS,
-    Settings,
-)
+from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.families.mapping.sources import (
-    Adjusted,
-    Compute,
-    Constant,
-    Copy,
-    TensorSource,
-)
+from export_scripts.families.mapping.sources import Adjusted, Compute, Constant, Copy, TensorSource
 from export_scripts.families.mapping.tensors import rounded
 
 # NVIDIA's GPT-NeoX runtime always computes with this epsilon.

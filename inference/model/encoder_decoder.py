@@ -185,11 +185,7 @@ class EncoderDecoder:
         return self._encoder_norm(x)
 
     def cache_encoded(
-        self,
-        encoded: torch.Tensor,
-        batch: EncoderBatch,
-        slots: Sequence[int],
-        cache: KVCache,
+        self, encoded: torch.Tensor, batch: EncoderBatch, slots: Sequence[int], cache: KVCache
     ) -> None:
         """Store the keys and values of the encoder's output (N, E) for this stage's decoder layers.
 

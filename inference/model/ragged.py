@@ -171,12 +171,7 @@ def _hidden(lengths: Sequence[int], width: int, device: torch.device) -> torch.T
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    masks: RowMasks,
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, masks: RowMasks, scale: float
 ) -> torch.Tensor:
     """Return each token's mix of the values of its own row, (N, H*D) for three (N, H, D)."""
     if masks.rows.tiles is not None:

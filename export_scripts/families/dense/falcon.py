@@ -24,10 +24,7 @@ _NAMES = {
         _LAYER,
         {
             "input_layernorm": "input_layernorm",
-            **dict.fromkeys(
-                QUERY_KEY_VALUE,
-                "self_attention.query_key_value",
-            ),
+            **dict.fromkeys(QUERY_KEY_VALUE, "self_attention.query_key_value"),
             "attention.dense": "self_attention.dense",
             "post_attention_layernorm": "post_attention_layernorm",
             "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",

@@ -27,10 +27,7 @@ _NAMES = llama_names(
         "mlp_output_layernorm": "post_feedforward_layernorm",
     }
 )
-_FIXED = {
-    "norm_one_plus": True,
-    "embedding_scale": lambda known: math.sqrt(known["hidden_size"]),
-}
+_FIXED = {"norm_one_plus": True, "embedding_scale": lambda known: math.sqrt(known["hidden_size"])}
 _FIXED2 = {**_FIXED, "has_output_norms": True}
 
 
@@ -62,9 +59,7 @@ def _read(settings: Settings, values: Mapping[str, Any], pattern: int) -> dict[s
 
 
 _COMMON: dict[str, Any] = {
-    "expected": {
-        "use_bidirectional_attention": ((None, False), "attention is causal"),
-    },
+    "expected": {"use_bidirectional_attention": ((None, False), "attention is causal")},
     "head_dim": 256,
     "is_tied": True,
     "bos": 2,

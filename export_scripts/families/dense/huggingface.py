@@ -161,10 +161,7 @@ def window_fields(
     layers = tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
     if window is None or not layers:
         return {}
-    return {
-        "sliding_window": window,
-        "sliding_layers": None if len(layers) == count else layers,
-    }
+    return {"sliding_window": window, "sliding_layers": None if len(layers) == count else layers}
 
 
 def written_windows(config: DenseConfig) -> dict[str, Any]:

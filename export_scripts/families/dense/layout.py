@@ -18,10 +18,7 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, DecoderConfig
-from export_scripts.families.layout.spec import (
-    ModelFamily,
-    WeightSpec,
-)
+from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.sources import Copy, Get, Parts, TensorSource
 
 _CHOICES = {

@@ -13,10 +13,7 @@ from typing import Any, ClassVar
 from export_scripts.families.layout.architecture import DecoderArchitecture, activation_choice
 from export_scripts.families.layout.config import Sections
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
-from export_scripts.families.layout.spec import (
-    ModelFamily,
-    WeightSpec,
-)
+from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 
 HEAD = "model.lm_head.weight"
 

@@ -56,11 +56,7 @@ class DecoderConfig(FTConfig):
 
 
 PROMPT_WEIGHTS = (
-    WeightSpec(
-        PROMPT_TABLE,
-        ("prompt_length", "hidden"),
-        when=("has_prompt_tables",),
-    ),
+    WeightSpec(PROMPT_TABLE, ("prompt_length", "hidden"), when=("has_prompt_tables",)),
     # Keys (already rotated), then values, of every layer.
     WeightSpec(
         "model.prefix_prompt.{task}.weight",

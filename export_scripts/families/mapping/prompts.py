@@ -26,9 +26,7 @@ _TABLE = re.compile(r"(?:^|\.)prompt_table\.(?P<task>[^.]+)\.prompt_embeddings\.
 _TASK_NAME = re.compile(r"[\w][\w\- ]*")
 
 
-def prompt_tensors(
-    archives: Sequence[CheckpointReader],
-) -> dict[str, tuple[Piece, ...]]:
+def prompt_tensors(archives: Sequence[CheckpointReader]) -> dict[str, tuple[Piece, ...]]:
     """Return the tables as "prompt:<task>" and everything else in the archives by full name.
 
     Raises:
