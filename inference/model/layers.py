@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.nn import functional
@@ -22,13 +22,8 @@ from inference.parallel.gemm import Product
 from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.linear import AllReduce, RowParallelLinear, VocabEmbedding
 
-
-class Normalise(Protocol):
-    """A LayerNorm or RMSNorm."""
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the norm of each row of x + residual, (N, E)."""
-        ...
+# A LayerNorm or RMSNorm: of x, or of x + residual, the norm of each row (N, E).
+Normalise = Callable[..., torch.Tensor]
 
 
 def make_norm(

@@ -53,38 +53,39 @@ def check_ranges(ranges: Ranges, num_layer: int) -> None:
 def int8_weights(ranges: Ranges) -> dict[str, PerIndex]:
     """Return the sources of the int8 weights and their scales."""
     return {
-        f"{LAYER}{name}.{suffix}": PerIndex(_chooser(modules, ranges, kind))
+        f"{LAYER}{name}.{suffix}": PerIndex(_chooser(modules, ranges, suffix))
         for name, modules in _MODULES.items()
-        for suffix, kind in (
-            ("weight.int8", _quantized),
-            ("scale", _scale),
-            ("scale_inter", _scale_inter),
-            ("scale_out", _scale_out),
-        )
+        for suffix in _VALUES
     }
 
 
-def _chooser(modules: tuple[str, ...], ranges: Ranges, kind: Any) -> Any:
+def _chooser(modules: tuple[str, ...], ranges: Ranges, suffix: str) -> Any:
     keys = tuple(f"{_L}{module}.weight" for module in modules)
 
     def choose(index: Mapping[str, int | str]) -> TensorSource:
         entries = [ranges[_L.format(**index) + module] for module in modules]
 
         def compute(config: GPTConfig, *weights: Any) -> Any:
-            return kind(config, weights, entries)
+            if not isinstance(weights[0], ShapeTensor):
+                return _VALUES[suffix](config, weights, entries)
+            if suffix == "weight.int8":
+                return _side_by_side([weight.T for weight in weights])
+            parts = len(weights)
+            is_wide = suffix == "scale_inter" and parts > 1
+            return ShapeTensor((parts, config.local_hidden) if is_wide else (parts,))
 
         return Compute(compute, keys)
 
     return choose
 
 
+def _side_by_side(parts: list[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else stacked(parts, 1)  # (in[, parts], out)
+
+
 def _quantized(_config: GPTConfig, weights: Any, _entries: Any) -> Any:
     """Return round(w * 127 / max |w|), each module by its own largest weight."""
-    if isinstance(weights[0], ShapeTensor):
-        parts = [weight.T for weight in weights]
-    else:
-        parts = [(float32(w).T * _weight_scale(w)).round() for w in weights]
-    return parts[0] if len(parts) == 1 else stacked(parts, 1)  # (in[, parts], out)
+    return _side_by_side([(float32(w).T * _weight_scale(w)).round() for w in weights])
 
 
 def _weight_scale(weight: Any) -> float:
@@ -99,46 +100,30 @@ def _weight_scale(weight: Any) -> float:
     return float(constant([_LARGEST])[0] / largest)
 
 
-def _scale(_: GPTConfig, weights: Any, entries: Any) -> Any:
-    """Return 127 / max |input|."""
-    return _tensor(_scales(weights, entries, "input"), weights)
-
-
-def _scale_out(_: GPTConfig, weights: Any, entries: Any) -> Any:
-    """Return max |output| / 127."""
-    return _tensor([entry["output"] / _LARGEST for entry in entries], weights)
-
-
 def _scale_inter(config: GPTConfig, weights: Any, entries: Any) -> Any:
     """Return scale of output / (scale of input * scale of weight); QKV: one per local column."""
-    quotients = []
-    if not isinstance(weights[0], ShapeTensor):
-        triples = zip(
-            _scales(weights, entries, "output"),
-            _scales(weights, entries, "input"),
-            (_weight_scale(weight) for weight in weights),
-            strict=True,
-        )
-        quotients = [after / (before * weight) for after, before, weight in triples]
-    values = _tensor(quotients, weights)
-    if len(weights) == 1:
-        return values
-    return values[:, None].repeat(config.local_hidden, 1)
+    scales = zip(_scales(entries, "output"), _scales(entries, "input"), weights, strict=True)
+    values = constant([after / (before * _weight_scale(each)) for after, before, each in scales])
+    return values if len(weights) == 1 else values[:, None].repeat(config.local_hidden, 1)
 
 
-def _scales(weights: Any, entries: Any, side: str) -> list[float]:
+def _scales(entries: Any, side: str) -> list[float]:
     """Return 127 / range of each module; the parts of QKV are rounded to fp32 on the way.
 
     NVIDIA's converter gathers those in an fp32 array and keeps the others as Python numbers.
     """
-    if len(entries) == 1 or isinstance(weights[0], ShapeTensor):
+    if len(entries) == 1:
         return [_LARGEST / entry[side] for entry in entries]
     quotients = constant([_LARGEST]) / constant([entry[side] for entry in entries])
     return [float(value) for value in quotients]
 
 
-def _tensor(numbers: list[float], weights: Any) -> Any:
-    """Return fp32 values, one per module."""
-    if isinstance(weights[0], ShapeTensor):
-        return ShapeTensor((len(weights),))
-    return constant(numbers)
+# What a tensor of the layout holds, one fp32 number for each module but the weights.
+_VALUES = {
+    "weight.int8": _quantized,
+    "scale": lambda _config, _weights, entries: constant(_scales(entries, "input")),
+    "scale_inter": _scale_inter,
+    "scale_out": lambda _config, _weights, entries: constant(
+        [entry["output"] / _LARGEST for entry in entries]
+    ),
+}

@@ -13,16 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from export_scripts.families.mapping.tensors import ShapeTensor, Tensor, float32, joined
 
-
-class Get(Protocol):
-    """A function that returns the pieces of a key, one per training rank."""
-
-    def __call__(self, key: str, cut: int | None = None, unit: int = 1) -> Sequence[Tensor]:
-        """Return the pieces, perhaps cut once more between `unit` entries of the axis `cut`."""
+# Of a key, and perhaps an axis and a number of its entries that belong together: the pieces, one
+# for each training rank, or more, cut on the axis where that saves gathering them.
+Get = Callable[..., Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
