@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from export_scripts.families.layout.architecture import EncoderArchitecture, activation_choice
 from export_scripts.families.layout.config import FTConfig
@@ -124,18 +124,14 @@ def _config(facts: Facts) -> BertConfig:
     return config
 
 
-def _written(config: BertConfig, is_tied: bool) -> list[dict[str, Any]]:  # noqa: ARG001
-    return [{"model_type": "bert", **written_keys(_KEYS, config)}]
-
-
-def _weights(facts: Facts, config: BertConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
+def _weights(facts: Facts, _: BertConfig) -> Mapping[str, TensorSource]:
     modules = (spec.name.rpartition(".")[0] for spec in LAYOUT)
     names = {module: module.replace(LAYER, _HF) for module in modules}
     table = named_sources(names, LAYOUT)
     # The first ports of BERT named the parameters of a norm gamma and beta.
     if facts.has(f"{_HF.format(layer=0)}output.LayerNorm.gamma"):
         for name in (name for name in table if "LayerNorm" in name):
-            module, _, kind = name.replace(LAYER, _HF).rpartition(".")
+            module, kind = name.replace(LAYER, _HF).rsplit(".", 1)
             table[name] = Copy(f"{module}.{'gamma' if kind == 'weight' else 'beta'}")
     return table
 
@@ -147,7 +143,7 @@ BERT_HUGGINGFACE = SourceMapping(
     format="huggingface",
     matches=lambda facts: facts.config.get("model_type") == "bert",
     config=_config,
-    written=_written,
+    written=lambda config, _: [{"model_type": "bert", **written_keys(_KEYS, config)}],
     weights=_weights,
     ignored=_IGNORED,
     carried=_IGNORED,

@@ -61,10 +61,6 @@ _LLAMA31: tuple[tuple[str, tuple[str, ...], float], ...] = (
 )
 
 
-def _is_core_dense(facts: Facts) -> bool:
-    return is_core(facts) and core_traits(facts).position == "rope"
-
-
 def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
     """Return every reason the layout, or that of its mixtures, cannot hold a model."""
     traits = core_traits(facts)
@@ -228,7 +224,7 @@ DENSE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         name=f"{gpt.format}-core-dense",
         title=gpt.title.replace("GPT", "Llama-style decoder"),
         family=DENSE,
-        matches=_is_core_dense,
+        matches=lambda facts: is_core(facts) and core_traits(facts).position == "rope",
         config=core_config,
         weights=lambda facts, _: core_sources(facts, core_names(facts)),
         unsupported=core_reasons,

@@ -6,10 +6,9 @@ Names: NVIDIA/Megatron-LM, megatron/core/models/gpt/gpt_model.py and its layer s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.gpt.layout import GPT, GPTConfig
+from export_scripts.families.gpt.layout import GPT
 from export_scripts.families.gpt.megatron import (
     assumed_tokens_warning,
     gpt_config,
@@ -25,7 +24,6 @@ from export_scripts.families.mapping.megatron_traits import (
 from export_scripts.families.mapping.names import QUERY_KEY_VALUE, in_layers
 from export_scripts.families.mapping.nemo2_traits import bridge_traits, nemo2_traits, unknown_model
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import TensorSource
 
 # Format -> reader of its configuration.
 _TRAITS = {
@@ -87,24 +85,11 @@ def core_traits(facts: Facts) -> MegatronTraits:
     return traits
 
 
-def _core_reasons(facts: Facts) -> list[str]:
-    return not_gpt(core_traits(facts)) + tuned_keys(facts) + unknown_model(facts)
-
-
 def core_is_tied(facts: Facts) -> bool:
     """Return whether the head is the embedding, of which pipeline stages may store a copy."""
     return core_traits(facts).tied and (
         not facts.has(CORE_HEAD) or facts.same_values(CORE_HEAD, CORE_WTE)
     )
-
-
-def _core_config(facts: Facts) -> GPTConfig:
-    rows = facts.rows(CORE_WTE)
-    return gpt_config(facts, core_traits(facts), vocab_size=rows, tied=core_is_tied(facts))
-
-
-def _core_weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
-    return gpt_sources(facts, core_traits(facts), core_names(facts))
 
 
 def _core_mapping(source_format: str, title: str) -> SourceMapping:
@@ -114,9 +99,13 @@ def _core_mapping(source_format: str, title: str) -> SourceMapping:
         family=GPT,
         format=source_format,
         matches=is_core,
-        config=_core_config,
-        weights=_core_weights,
-        unsupported=_core_reasons,
+        config=lambda facts: gpt_config(
+            facts, core_traits(facts), vocab_size=facts.rows(CORE_WTE), tied=core_is_tied(facts)
+        ),
+        weights=lambda facts, _: gpt_sources(facts, core_traits(facts), core_names(facts)),
+        unsupported=lambda facts: (
+            not_gpt(core_traits(facts)) + tuned_keys(facts) + unknown_model(facts)
+        ),
         ignored=("*._extra_state", "*rotary_pos_emb.inv_freq"),
         copies=lambda _, config: (CORE_HEAD,) if config.tie_word_embeddings else (),
         prefix="model.",

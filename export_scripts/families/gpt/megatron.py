@@ -255,10 +255,6 @@ def _config(facts: Facts) -> GPTConfig:
     return gpt_config(facts, traits, vocab_size=rows, tied=tied)
 
 
-def _weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
-    return gpt_sources(facts, _traits(facts), _names(facts), order=_order(facts) or "")
-
-
 GPT_MEGATRON_MAPPINGS: tuple[SourceMapping, ...] = tuple(
     SourceMapping(
         name=f"{source_format}-gpt",
@@ -267,7 +263,9 @@ GPT_MEGATRON_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         format=source_format,
         matches=lambda facts: facts.has(_embedding(facts)),
         config=_config,
-        weights=_weights,
+        weights=lambda facts, _: gpt_sources(
+            facts, _traits(facts), _names(facts), order=_order(facts) or ""
+        ),
         unsupported=_reasons,
         # The last pipeline stage's copy of the tied embedding.
         ignored=(

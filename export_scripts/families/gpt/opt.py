@@ -56,13 +56,8 @@ def _written(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _embed_in(_: GPTConfig, table: Any, project: Any) -> Any:
-    """Return (V, hidden) of a narrower table (V, w) and project_in (hidden, w)."""
-    return float32(table) @ float32(project).T
-
-
-def _embed_out(_: GPTConfig, table: Any, project: Any) -> Any:
-    """Return (V, hidden) of a narrower table (V, w) and project_out (w, hidden)."""
+def _widened(_: GPTConfig, table: Any, project: Any) -> Any:
+    """Return (V, hidden) of a narrower table (V, w) and a projection (w, hidden)."""
     return float32(table) @ float32(project)
 
 
@@ -100,10 +95,13 @@ def _sources(facts: Facts, _: GPTConfig) -> Mapping[str, TensorSource | PerIndex
         "model.wpe": _Positions(positions),
     }
     if facts.has(PROJECT_IN):
-        table["model.wte"] = Compute(_embed_in, (EMBEDDING, PROJECT_IN))
+        table["model.wte"] = Compute(
+            lambda config, table, project: _widened(config, table, project.T),
+            (EMBEDDING, PROJECT_IN),
+        )
     if facts.has(PROJECT_OUT):
         head = stored_head(facts, (LM_HEAD,), EMBEDDING, default=True)
-        table[HEAD] = Compute(_embed_out, (head, PROJECT_OUT))
+        table[HEAD] = Compute(_widened, (head, PROJECT_OUT))
     if facts.activation_ranges is not None:
         table |= int8_weights(facts.activation_ranges)
     return table

@@ -8,7 +8,7 @@ as the loader reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
@@ -119,7 +119,7 @@ def _scales(entries: Any, side: str) -> list[float]:
 
 
 # What a tensor of the layout holds, one fp32 number for each module but the weights.
-_VALUES = {
+_VALUES: Mapping[str, Callable[..., Any]] = {
     "weight.int8": _quantized,
     "scale": lambda _config, _weights, entries: constant(_scales(entries, "input")),
     "scale_inter": _scale_inter,
