@@ -62,7 +62,7 @@ class MegatronTraits:
 _LEARNED = "learned_absolute"
 _ZERO_CENTRED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 # YAML takes 1e-5, without a point, for text.
-_EXPONENT = re.compile(r"\d+e-?\d+")
+_EXPONENT = re.compile(r"\d+(\.\d+)?e[+-]?\d+", re.IGNORECASE)
 
 
 def megatron_settings(config: Mapping[str, Any], label: str) -> Settings:
