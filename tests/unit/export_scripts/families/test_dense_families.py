@@ -46,6 +46,14 @@ OLMO2_7B: dict[str, Any] = {
     "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000,
     "tie_word_embeddings": False, "torch_dtype": "float32", "vocab_size": 100352,
 }  # fmt: skip
+GEMMA_7B: dict[str, Any] = {
+    "architectures": ["GemmaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 2, "eos_token_id": 1, "head_dim": 256, "hidden_act": "gelu",
+    "hidden_activation": None, "hidden_size": 3072, "intermediate_size": 24576,
+    "max_position_embeddings": 8192, "model_type": "gemma", "num_attention_heads": 16,
+    "num_hidden_layers": 28, "num_key_value_heads": 16, "pad_token_id": 0, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "vocab_size": 256000,
+}  # fmt: skip
 GEMMA2_9B: dict[str, Any] = {
     "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
     "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid",
@@ -139,6 +147,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "OLMo-2-1124-7B": (
         OLMO2_7B, 7_298_617_344,
         {"query_key_norm": "all", "input_norms": False, "output_norms": True, "norm_eps": 1e-6},
+    ),
+    "gemma-7b": (
+        GEMMA_7B, 8_537_680_896,
+        {"exact_gelu": False, "norm_one_plus": True, "output_norms": False,
+         "embedding_scale": 3072**0.5},
     ),
     "gemma-2-9b": (
         GEMMA2_9B, 9_241_705_984,
