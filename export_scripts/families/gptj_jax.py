@@ -21,11 +21,10 @@ from export_scripts.families.mapping.sources import (
     Adjusted,
     Compute,
     Copy,
-    StackQKV,
     TensorSource,
     transposed,
 )
-from export_scripts.families.mapping.tensors import ShapeTensor, float32, rounded
+from export_scripts.families.mapping.tensors import ShapeTensor, float32, rounded, stacked
 
 # The only released model; its files state neither of the first two.
 _RELEASED = {"head_num": 16, "rotary_embedding": 64, "hidden": 4096}
@@ -140,9 +139,10 @@ WEIGHTS: Mapping[str, TensorSource] = {
     "model.wte": Compute(_embedding, ("wte.weight", "wte.bias"), cuts=(0, 0)),
     LAYER + "input_layernorm.weight": _on_every_shard(_norm_scale, _H + "ln_1.weight"),
     LAYER + "input_layernorm.bias": _on_every_shard(_norm_bias, _H + "ln_1.bias"),
-    LAYER + "attention.query_key_value.weight": Adjusted(
-        StackQKV(_H + "q.weight", _H + "k.weight", _H + "v.weight", transposed=False, cut=1),
-        _rounded,
+    LAYER + "attention.query_key_value.weight": Compute(
+        lambda _, *parts: rounded(stacked(parts, 1), "fp16"),
+        tuple(f"{_H}{part}.weight" for part in "qkv"),
+        cuts=(1, 1, 1),
     ),
     LAYER + "attention.dense.weight": Adjusted(Copy(_H + "out_proj.weight", cut=0), _rounded),
     LAYER + "mlp.dense_h_to_4h.weight": Adjusted(Copy(_H + "c_fc.weight", cut=1), _rounded),

@@ -103,7 +103,7 @@ def named_sources(
         theirs, bare = names[module], module.removeprefix(LAYER)
         if not isinstance(theirs, str):
             q, k, v = (f"{part}.{kind}" for part in theirs)
-            out[spec.name] = StackQKV(q, k, v)
+            out[spec.name] = StackQKV((q, k, v))
             continue
         key = f"{theirs}{kind}" if theirs.endswith("_") else f"{theirs}.{kind}"
         if module == _FUSED:

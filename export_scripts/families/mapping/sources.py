@@ -109,7 +109,10 @@ class Copy(TensorSource):
 
 
 class Nesting(NamedTuple):
-    """The nested axes of the rows of a tensor, in a source and in the layout."""
+    """The nested axes of the rows of a tensor, in a source and in the layout.
+
+    Their letters: k parts, n heads, g groups of m heads, d size of a head, h halves, f and r rows.
+    """
 
     stored: str  # axes as stored, the outermost first, one letter each
     order: tuple[str, ...]  # of the result; the letters of a word become one axis
@@ -276,38 +279,26 @@ def split_qkv(
 
 @dataclass(frozen=True)
 class StackQKV(TensorSource):
-    """Three tensors stacked on a new axis before the last.
+    """Three weights (out, in) or biases (out,) as ([in,] 3, out)."""
 
-    Weights (out, in) become (in, 3, out), or stay (in, out) with `transposed=False`; biases
-    (out,) become (3, out).
-    """
-
-    q: str
-    k: str
-    v: str
-    transposed: bool = True
-    cut: int | None = None
+    keys: tuple[str, str, str]
 
     @property
     def reads(self) -> tuple[tuple[str, int | None], ...]:
         """The three keys."""
-        return tuple((key, self.cut) for key in (self.q, self.k, self.v))
+        return tuple((key, None) for key in self.keys)
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
         """Return q, k and v as three parts."""
-        wholes = [join(get(key), self.cut) for key, _ in self.reads]
-        if wholes[0].ndim == 1:
-            return Parts(0, tuple(whole[None] for whole in wholes))
-        matrices = (whole.T if self.transposed else whole for whole in wholes)
-        return Parts(1, tuple(matrix[:, None] for matrix in matrices))
+        wholes = [_columns(get(key)[0]) for key in self.keys]
+        axis = wholes[0].ndim - 1
+        return Parts(axis, tuple(whole[:, None] if axis else whole[None] for whole in wholes))
 
     def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
         """Return each of the three."""
-        order = ((2, 0) if self.transposed else (0, 2)) if len(shape) == 3 else (1,)
+        order = (2, 0) if len(shape) == 3 else (1,)
         stored = tuple(shape[axis] for axis in order)
-        return [
-            (key, View(shape, order, stored, index)) for index, (key, _) in enumerate(self.reads)
-        ]
+        return [(key, View(shape, order, stored, index)) for index, key in enumerate(self.keys)]
 
 
 @dataclass(frozen=True)

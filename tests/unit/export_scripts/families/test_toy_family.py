@@ -62,7 +62,7 @@ TOY = ModelFamily(
 def toy_weights(facts: Facts, config: ToyConfig) -> Mapping[str, TensorSource]:
     return {
         "model.wte": Copy("emb"),
-        "model.layers.{layer}.qkv.weight": StackQKV("{layer}.q", "{layer}.k", "{layer}.v"),
+        "model.layers.{layer}.qkv.weight": StackQKV(("{layer}.q", "{layer}.k", "{layer}.v")),
         "model.layers.{layer}.out.weight": transposed("{layer}.o"),
     }
 
