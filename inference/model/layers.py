@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from export_scripts.families.layout.architecture import Norm
 from inference.model.cached_attention import attend_cached
-from inference.model.ragged import RowMasks, attend, attend_with_weights
+from inference.model.ragged import RowMasks, attend
 from inference.model.rotary import NO_ANGLES, AnglesOf, RotaryTable
 from inference.model.step import Step
 from inference.parallel.gemm import Product
@@ -222,15 +222,10 @@ class RowAttention:
         weights_out: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return (N, E) for x (N, E); `weights_out` as for `attend_with_weights`."""
+        """Return (N, E) for x (N, E); `weights_out` as for `attend`."""
         qkv = self.qkv(x).view(len(x), 3 * self.heads, -1)  # (N, 3H, D)
         query, key, value = scaled(qkv, self.scalers, tasks).chunk(3, dim=1)
-        if weights_out is None:
-            mixed = attend(query, key, value, masks=masks, scale=self.scale)
-        else:
-            mixed = attend_with_weights(
-                query, key, value, masks=masks, scale=self.scale, weights_out=weights_out
-            )
+        mixed = attend(query, key, value, masks=masks, scale=self.scale, weights_out=weights_out)
         return self.out(mixed, residual)
 
 

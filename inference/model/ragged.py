@@ -123,24 +123,17 @@ class RowMasks:
         ]
 
 
-def padded_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = False) -> RaggedRows:
-    """Lay out rows that all compute the longest one's tokens; `tiled` as for `ragged_rows`."""
-    return _rows(lengths, [max(lengths)] * len(lengths), device, tiled)
+def ragged_rows(
+    lengths: Sequence[int], device: torch.device, *, padded: bool = False, tiled: bool = False
+) -> RaggedRows:
+    """Lay out rows of `lengths` tokens, each at least 1.
 
-
-def ragged_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = False) -> RaggedRows:
-    """Lay out rows of `lengths` tokens, each at least 1; padding is not computed.
-
-    With `tiled` attention takes the kernels of `gpu.rows`, which are made for 16 bits.
+    With `padded` all compute the longest one's tokens, else true ones only; with `tiled` attention
+    takes the kernels of `gpu.rows`, which are made for 16 bits.
     """
     assert lengths, "no rows"
     assert min(lengths) >= 1, "an empty row"
-    return _rows(lengths, lengths, device, tiled)
-
-
-def _rows(
-    lengths: Sequence[int], counts: Sequence[int], device: torch.device, tiled: bool
-) -> RaggedRows:
+    counts = [max(lengths)] * len(lengths) if padded else lengths
     positions = np.concatenate([np.arange(count) for count in counts])
     tiles = None
     if tiled:
@@ -171,44 +164,38 @@ def _hidden(lengths: Sequence[int], width: int, device: torch.device) -> torch.T
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, masks: RowMasks, scale: float
-) -> torch.Tensor:
-    """Return each token's mix of the values of its own row, (N, H*D) for three (N, H, D)."""
-    if masks.rows.tiles is not None:
-        from inference.model.gpu.rows import attend_rows
-
-        return attend_rows(query, key, value, tiles=masks.rows.tiles, bias=masks.bias, scale=scale)
-    parts = []
-    for group, mask in zip(masks.rows.groups, masks.groups, strict=True):
-        mixed = functional.scaled_dot_product_attention(
-            group.pad(query), group.pad(key), group.pad(value), attn_mask=mask, scale=scale
-        )
-        parts.append(group.pack(mixed))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def attend_with_weights(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     *,
     masks: RowMasks,
     scale: float,
-    weights_out: torch.Tensor,
+    weights_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend as `attend`, and store the attention weights in `weights_out` (rows, H, S, S).
+    """Return each token's mix of the values of its own row, (N, H*D) for three (N, H, D).
 
-    Entries beyond a row's length are left as they are.
+    `weights_out` (rows, H, S, S), if given, receives the attention weights; entries beyond a row's
+    length are left as they are.
     """
+    if masks.rows.tiles is not None and weights_out is None:
+        from inference.model.gpu.rows import attend_rows
+
+        return attend_rows(query, key, value, tiles=masks.rows.tiles, bias=masks.bias, scale=scale)
     parts = []
     row = 0
     for group, mask in zip(masks.rows.groups, masks.groups, strict=True):
-        scores = group.pad(query) @ group.pad(key).transpose(2, 3) * scale  # (B, H, S, S)
-        if mask is not None:
-            scores = scores + mask
-        weights = scores.float().softmax(-1).to(query.dtype)
-        for index, length in enumerate(group.lengths):
-            weights_out[row + index, :, :length, :length] = weights[index, :, :length, :length]
+        queries, keys, values = (group.pad(each) for each in (query, key, value))
+        if weights_out is None:
+            mixed = functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=scale
+            )
+        else:
+            scores = queries @ keys.transpose(2, 3) * scale  # (B, H, S, S)
+            scores = scores if mask is None else scores + mask
+            weights = scores.float().softmax(-1).to(query.dtype)
+            for index, length in enumerate(group.lengths):
+                weights_out[row + index, :, :length, :length] = weights[index, :, :length, :length]
+            mixed = weights @ values
         row += len(group.lengths)
-        parts.append(group.pack(weights @ group.pad(value)))
-    return torch.cat(parts)
+        parts.append(group.pack(mixed))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

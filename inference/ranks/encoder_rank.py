@@ -10,7 +10,7 @@ import torch
 
 from export_scripts.families.layout.architecture import EncoderArchitecture
 from inference.model.encoder import Encoder
-from inference.model.ragged import RaggedRows, padded_rows, ragged_rows
+from inference.model.ragged import RaggedRows, ragged_rows
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.device import has_row_kernels, layer_parameters
@@ -72,10 +72,8 @@ class EncoderRank(RankBase):
         """
         with torch.inference_mode():
             lengths = [row.count for row in plan.encoder_rows]
-            if self._remove_padding:
-                rows = ragged_rows(lengths, self.device, tiled=self._tiled)
-            else:
-                rows = padded_rows(lengths, self.device, tiled=self._tiled)
+            padded = not self._remove_padding
+            rows = ragged_rows(lengths, self.device, padded=padded, tiled=self._tiled)
             inputs, empty = self._laid_out(embeddings, rows), self.model.empty_hidden
             output = None
             if self._graphs is not None and inputs is not None:

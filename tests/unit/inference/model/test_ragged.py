@@ -6,14 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from inference.model.ragged import (
-    RaggedRows,
-    RowMasks,
-    attend,
-    attend_with_weights,
-    padded_rows,
-    ragged_rows,
-)
+from inference.model.ragged import RaggedRows, RowMasks, attend, ragged_rows
 
 CPU = torch.device("cpu")
 LENGTHS = [[4], [5, 5, 5], [1, 2, 3], [300, 2, 301, 299], [2, 300]]
@@ -65,7 +58,7 @@ def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
     masks = RowMasks(rows, None, torch.float32)
     width = max(lengths)
     weights = torch.zeros(len(lengths), 3, width, width)
-    ours = attend_with_weights(*parts, masks=masks, scale=0.5, weights_out=weights)
+    ours = attend(*parts, masks=masks, scale=0.5, weights_out=weights)
     assert torch.allclose(ours, attend_alone(parts, rows, 0.5), atol=1e-5)
     for row, length in enumerate(lengths):
         assert torch.allclose(weights[row, :, :length].sum(-1), torch.ones(3, length))
@@ -75,7 +68,7 @@ def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
 
 def test_computed_padding_does_not_reach_true_tokens() -> None:
     lengths = [2, 5, 1]
-    padded, ragged = padded_rows(lengths, CPU), ragged_rows(lengths, CPU)
+    padded, ragged = ragged_rows(lengths, CPU, padded=True), ragged_rows(lengths, CPU)
     parts = states(15)
     masks = RowMasks(padded, None, torch.float32)
     ours = attend(*parts, masks=masks, scale=0.5)
