@@ -38,7 +38,9 @@ class DecoderLayer:
     reduce: AllReduce | None  # of the parallel forms, which share one all-reduce
     bias: torch.Tensor | None  # added after it
 
-    def __call__(self, x: torch.Tensor, step: Step, layer: int, angles: AnglesOf) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, step: Step, *, layer: int, angles: AnglesOf
+    ) -> torch.Tensor:
         """Return (N, E) for x (N, E); `layer` numbers the layers of this stage."""
         choice, attention, mlp = self.architecture, self.attention, self.mlp
 
@@ -62,18 +64,6 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True)
-class JointLayer:
-    """A layer whose attention and MLP share one norm, as two matrix products."""
-
-    norm: Normalise
-    halves: JointHalves
-
-    def __call__(self, x: torch.Tensor, step: Step, layer: int, angles: AnglesOf) -> torch.Tensor:
-        """Return (N, E) for x (N, E); `layer` numbers the layers of this stage."""
-        return self.halves(self.norm(x), step, layer=layer, angles=angles, residual=x)
-
-
-@dataclass(frozen=True)
 class Head:
     """The final norm and this rank's slice of the vocabulary."""
 
@@ -93,7 +83,7 @@ class Decoder:
         architecture: DecoderArchitecture,
         *,
         embedding: Embedding | None,
-        layers: Sequence[DecoderLayer | JointLayer],
+        layers: Sequence[DecoderLayer | Sublayer[JointHalves]],
         head: Head | None,
         rotary: Collection[RotaryTable],
         rules: AttentionRules,
@@ -125,7 +115,7 @@ class Decoder:
         """Return the output of this stage's last layer (N, E)."""
         angles = {table: table(step.positions) for table in self._rotary}
         for layer, run in enumerate(self.layers):
-            x = run(x, step, layer, angles)
+            x = run(x, step, layer=layer, angles=angles)
         return x
 
     def logits(self, x: torch.Tensor, step: Step) -> torch.Tensor:

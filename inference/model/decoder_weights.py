@@ -7,7 +7,7 @@ from dataclasses import fields
 import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
-from inference.model.decoder import Decoder, DecoderLayer, Head, JointLayer
+from inference.model.decoder import Decoder, DecoderLayer, Head
 from inference.model.layers import (
     MLP,
     Attention,
@@ -180,7 +180,7 @@ class _Loader(LayerLoader):
             ),
         )
 
-    def layer(self, number: int) -> DecoderLayer | JointLayer:
+    def layer(self, number: int) -> DecoderLayer | Sublayer[JointHalves]:
         """Return the layer of global number `number`."""
         choice, prefix = self.architecture, f"model.layers.{number}."
         if self._joins_halves(prefix):
@@ -224,7 +224,7 @@ class _Loader(LayerLoader):
             and self.weights.device.type != "cpu"
         )
 
-    def _joint_layer(self, number: int) -> JointLayer:
+    def _joint_layer(self, number: int) -> Sublayer[JointHalves]:
         weights, (heads, kv_heads, size) = self.weights, self._heads
         prefix = f"model.layers.{number}."
         widths = [heads * size, kv_heads * size, kv_heads * size]
@@ -252,7 +252,7 @@ class _Loader(LayerLoader):
             heads=self._heads,
             rotary=self._rotary_of(number),
         )
-        return JointLayer(self.norm(prefix + "input_layernorm"), halves)
+        return Sublayer(halves, self.norm(prefix + "input_layernorm"))
 
     def _output_biases(self, prefix: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the biases of attention and MLP output, whole."""

@@ -64,8 +64,8 @@ class _TappedLayer:
     inner: Any
     note: _Note
 
-    def __call__(self, *inputs: Any) -> torch.Tensor:
-        y: torch.Tensor = self.inner(*inputs)
+    def __call__(self, *inputs: Any, **more: Any) -> torch.Tensor:
+        y: torch.Tensor = self.inner(*inputs, **more)
         self.note(y)
         return y
 
