@@ -255,20 +255,20 @@ _FOREIGN = {
     "softmax_type": "attention has another softmax",
     "normalize_attention_scores": "scores are not divided by sqrt(size_per_head)",
 }
-# Values of such settings, other than those that are false or 0, that change nothing.
-_NEUTRAL = {
-    "softmax_type": "vanilla",
-    "normalize_attention_scores": True,
-    "transformer_block_type": "pre_ln",
-    "relative_position_bias_self_attention_only": True,
-    "num_moe_experts": 1,
-    "virtual_pipeline_model_parallel_size": 1,
+# Values that change nothing, of such settings for which these are not just what is false.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "softmax_type": ("vanilla", ""),
+    "normalize_attention_scores": (True,),
+    "transformer_block_type": ("pre_ln",),
+    "relative_position_bias_self_attention_only": (True,),
+    "num_moe_experts": (0, 1),
+    "virtual_pipeline_model_parallel_size": (0, 1),
 }
 INTERLEAVED = "the interleaved schedule's order of layers is unknown"
 
 
 def in_use(source: Mapping[str, Any], settings: Mapping[str, str]) -> list[str]:
-    """Return a reason for each of some settings, of which no layout holds more than the neutral."""
+    """Return a reason for each of some settings that changes what is computed."""
     return [
         f"{key} = {source[key]!r}: {what}, which the layout does not hold"
         for key, what in settings.items()
@@ -277,7 +277,7 @@ def in_use(source: Mapping[str, Any], settings: Mapping[str, str]) -> list[str]:
 
 
 def _is_in_use(key: str, value: Any) -> bool:
-    return value not in (None, _NEUTRAL[key]) if key in _NEUTRAL else bool(value)
+    return value not in (None, *_NEUTRAL[key]) if key in _NEUTRAL else bool(value)
 
 
 def foreign_settings(traits: MegatronTraits, *, held: Collection[str] = ()) -> list[str]:

@@ -254,6 +254,17 @@ def test_models_that_ft_cannot_express_are_refused(case: str, tmp_path: Path) ->
     assert words in refusal(nemo(tmp_path, config=config), tmp_path)
 
 
+def test_settings_that_are_off_are_not_refused(tmp_path: Path) -> None:
+    off = {
+        "num_moe_experts": 0, "virtual_pipeline_model_parallel_size": None, "headscale": False,
+        "transformer_block_type": None, "normalize_attention_scores": True,
+    }  # fmt: skip
+    config = t5_config(MODEL)
+    config["encoder"] |= off
+    config["decoder"] |= off
+    assert validate_directory(converted(nemo(tmp_path, config=config), tmp_path).path) == []
+
+
 def test_all_reasons_are_given_at_once(tmp_path: Path) -> None:
     config = t5_config(MODEL)
     for side in ("encoder", "decoder"):
