@@ -36,14 +36,8 @@ class ShapeTensor:
 
     @property
     def T(self) -> ShapeTensor:  # noqa: N802 - numpy's name
-        """A matrix transposed.
-
-        Raises:
-            ValueError: It is not a matrix.
-        """
-        if self.ndim != 2:
-            raise ValueError(f"{list(self.shape)} is not a matrix")
-        return ShapeTensor(self.shape[::-1])
+        """A matrix transposed."""
+        return self.transpose(1, 0)
 
     def reshape(self, *sizes: int) -> ShapeTensor:
         """Return the tensor in another shape.
