@@ -32,10 +32,16 @@ KNOWN_MODELS = {
 _SIZE = re.compile(r"(?:\d+x)?\d+(?:P\d+)?[MB](?:_A\d+B)?$")
 
 # The functions of Megatron Bridge that build megatron-core's own layers.
-_KNOWN_LAYERS = ("default_layer_spec", "gemma2_layer_spec", "gemma3_layer_spec",
-                 "get_gpt_layer_local_spec", "get_gpt_layer_with_transformer_engine_spec",
-                 "local_layer_spec", "modelopt_transformer_layer_spec",
-                 "transformer_engine_full_layer_spec", "transformer_engine_layer_spec")  # fmt: skip
+_KNOWN_LAYERS = ("default_layer_spec", "get_gpt_layer_local_spec",
+                 "get_gpt_layer_with_transformer_engine_spec", "local_layer_spec",
+                 "modelopt_transformer_layer_spec", "transformer_engine_full_layer_spec",
+                 "transformer_engine_layer_spec")  # fmt: skip
+
+# Those of a class whose layers are of another kind.
+_OWN_LAYERS = {
+    "Gemma2ModelProvider": ("gemma2_layer_spec",),
+    "Gemma3ModelProvider": ("gemma3_layer_spec",),
+}
 
 # Activation functions by name -> kind; only torch's own gelu is by erf.
 _ACTIVATIONS = {
@@ -93,18 +99,19 @@ def _function_name(value: Any) -> str:
 
 def unknown_model(facts: Facts) -> list[str]:
     """Return every reason the computation of a class of models is unknown."""
-    name = str(facts.config.get("model_class") or "")
+    name = _SIZE.sub("", str(facts.config.get("model_class") or ""))
     known = KNOWN_MODELS.get(facts.reader.format, ())
     reasons = []
-    if known and name and _SIZE.sub("", name) not in known:
+    if known and name and name not in known:
         reasons.append(
             f"its configuration is of a {name}, which may compute more than it says; known: "
             f"{', '.join(known)}"
         )
     layers = _function_name(facts.config.get("transformer_layer_spec"))
-    if layers and layers not in _KNOWN_LAYERS:
+    known_layers = _OWN_LAYERS.get(name, _KNOWN_LAYERS)
+    if layers and layers not in known_layers:
         reasons.append(
             f"transformer_layer_spec = {layers}: layers of its own, which may compute something "
-            f"else; known: {', '.join(_KNOWN_LAYERS)}"
+            f"else; known: {', '.join(known_layers)}"
         )
     return reasons

@@ -193,6 +193,21 @@ def test_every_setting_that_does_not_fit_is_named(state: Tensors, tmp_path: Path
         assert named in text, text
 
 
+@pytest.mark.parametrize(
+    ("provider", "layers"),
+    [("Gemma2ModelProvider9B", "default_layer_spec"), ("GPTModelProvider", "gemma2_layer_spec")],
+)
+def test_layers_of_another_class_of_models_are_refused(
+    state: Tensors, tmp_path: Path, provider: str, layers: str
+) -> None:
+    changed = MODEL | {
+        "_target_": f"x.{provider}",
+        "transformer_layer_spec": {"_target_": f"x.{layers}", "_call_": False},
+    }
+    text = refusal(write_bridge(tmp_path / "run", state, changed), tmp_path)
+    assert f"transformer_layer_spec = {layers}: layers of its own" in text
+
+
 def test_nothing_that_the_settings_name_is_run(state: Tensors, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     evil = {"_target_": "os.system", "_args_": [f"touch {mark}"], "_call_": True}
