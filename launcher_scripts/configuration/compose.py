@@ -149,7 +149,7 @@ def _is_for_hydra(override: str) -> bool:
     return (
         name in GROUPS
         or name.startswith(("hydra.", "hydra/"))
-        or (name not in KEYS and closest(name, GROUPS) is not None)
+        or ("." not in name and name not in KEYS and closest(name, GROUPS) is not None)
     )
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
 _NOTATION = "write MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, such as 2:00:00"
-_CLOCK = re.compile(r"\d+(:\d{1,2}){0,2}")
-_DAYS = re.compile(r"(\d+)-(\d{1,2}(?::\d{1,2}){0,2})")
+_CLOCK = re.compile(r"[0-9]+(:[0-9]{1,2}){0,2}")
+_DAYS = re.compile(r"([0-9]+)-([0-9]{1,2}(?::[0-9]{1,2}){0,2})")
+_LONGEST_MIN = 3650 * 24 * 60  # a longer limit can only be a typing error
 
 
 def minutes(value: Any, *, key: str) -> int:
     """Return a time limit in minutes, rounded up.
 
     Raises:
-        ValueError: the notation is unknown, the limit is zero, or it is an integer that YAML has
-            made of an unquoted clock time (`2:00:00` becomes 7200, which would mean five days).
+        ValueError: the notation is unknown, the limit is zero or above ten years, or it is an
+            integer that YAML has made of an unquoted clock time (`2:00:00` becomes 7200, which
+            would mean five days).
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return _whole_minutes(value, key)
@@ -36,7 +37,7 @@ def minutes(value: Any, *, key: str) -> int:
         raise ValueError(f"{key}={shown} is not a time limit; {_NOTATION}.")
     if seconds <= 0:
         raise ValueError(f"{key}={value} leaves no time; {_NOTATION}.")
-    return math.ceil(seconds / 60)
+    return _bounded(-(-seconds // 60), key, value)
 
 
 def slurm_notation(limit_min: int) -> str:
@@ -56,4 +57,10 @@ def _whole_minutes(value: int, key: str) -> int:
             f'YAML reads in seconds; write "{clock}" in quotes, or {value // 1440}-'
             f"{value // 60 % 24:02d}:{value % 60:02d} for {value} minutes."
         )
-    return value
+    return _bounded(value, key, value)
+
+
+def _bounded(limit_min: int, key: str, value: Any) -> int:
+    if limit_min > _LONGEST_MIN:
+        raise ValueError(f"{key}={value} is longer than ten years; {_NOTATION}.")
+    return limit_min

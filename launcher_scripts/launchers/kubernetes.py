@@ -89,6 +89,12 @@ def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
             "cluster.kubernetes.claim is not set; give the PersistentVolumeClaim that holds the "
             "repository, or deploy.repository=s3://bucket/prefix."
         )
+    inside = Path(settings.claim_path or "")
+    if inside.is_absolute() or ".." in inside.parts:
+        yield (
+            f"cluster.kubernetes.claim_path={inside} leads out of the claim; give the folder "
+            "relative to the root of the claim, such as gpt/model_repo."
+        )
     if server.nodes > 1 and server.store is not None:
         yield (
             f"{server.nodes} nodes share the key of their launch through a volume; set "

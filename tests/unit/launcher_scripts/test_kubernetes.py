@@ -197,6 +197,14 @@ def test_what_pods_cannot_do_is_refused_at_once(
     assert not list(tmp_path.rglob("*_manifests.yaml"))
 
 
+@pytest.mark.parametrize("folder", ["/models", "gpt/../.."])
+def test_a_folder_outside_the_claim_is_refused(
+    render: Render, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    render("cluster.kubernetes.claim=models", f"cluster.kubernetes.claim_path={folder}", status=2)
+    assert f"cluster.kubernetes.claim_path={folder} leads out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [

@@ -23,7 +23,10 @@ def test_slurm_notations_become_minutes(text: object, expected: int) -> None:
     assert minutes(text, key="export.run.time_limit") == expected
 
 
-@pytest.mark.parametrize("text", ["soon", "1:2:3:4", "2h", "", "-5", "0", "0:00:00", "1.5"])
+@pytest.mark.parametrize(
+    "text",
+    ["soon", "1:2:3:4", "2h", "", "-5", "0", "0:00:00", "1.5", "\uff11\uff12", "9" * 20, "4000-0"],
+)
 def test_anything_else_is_refused_with_key_and_value(text: str) -> None:
     with pytest.raises(ValueError, match=r"export\.run\.time_limit=" + text):
         minutes(text, key="export.run.time_limit")
