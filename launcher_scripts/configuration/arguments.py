@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,23 +16,14 @@ from hydra.errors import HydraException
 
 from export_scripts.suggest import did_you_mean
 from export_scripts.values import keys_of
-from launcher_scripts.configuration.cluster_section import (
-    CLUSTER_ALIASES,
-    CLUSTERS,
-    ClusterSection,
-)
-from launcher_scripts.configuration.diagnosis import likely_key
+from launcher_scripts.configuration.diagnosis import KEYS, likely_key
 from launcher_scripts.configuration.nemo_root import CONFIG_NAME, has_groups
+from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, ClusterSection
 
 SHELL_COMPLETION = "--shell-completion"
 _CLUSTER_KEYS = {key.name for key in keys_of(ClusterSection)}
-_FREE_NAMES = (
-    "env_vars.",
-    "evaluate.gate.",
-    "convert.given.",
-    "export.triton_deployment.parameters.",
-    "cluster.additional_parameters.",
-)
+# Beginnings of keys inside mappings with free names.
+_FREE_NAMES = tuple(f"{name}." for name, key in KEYS.items() if typing.get_origin(key.type) is dict)
 _NOT_UTF8 = re.compile(r"[\ud800-\udfff]")  # Python decodes such bytes to surrogates
 _PLUS_CLUSTER = re.compile(r"\+{1,2}cluster\.([A-Za-z_][\w-]*)=(.*)", re.DOTALL)
 

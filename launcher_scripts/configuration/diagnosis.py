@@ -13,8 +13,7 @@ from omegaconf import DictConfig
 
 from export_scripts.suggest import closest, did_you_mean
 from export_scripts.values import Key, shortened
-from launcher_scripts.configuration.cluster_section import CLUSTER_ALIASES
-from launcher_scripts.configuration.schema import GROUPS, keys
+from launcher_scripts.configuration.schema import CLUSTER_ALIASES, GROUPS, keys
 from launcher_scripts.configuration.settings import CONFIG_DIR
 from stages import STAGES
 

@@ -26,11 +26,82 @@ from export_scripts.values import (
     option,
 )
 from inference.evaluation.options import EvaluateSection
-from launcher_scripts.configuration.cluster_section import CLUSTERS, ClusterSection
 from stages.deploy_config import DeploySection
 
+CLUSTERS = ("local", "bcm", "bcp", "kubernetes")
+CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm", "k8s": "kubernetes"}
 DATA_TYPES = ("fp32", "fp16", "bf16")
 _RANKS = 4096  # beyond which a number can only be a typing error
+
+
+def _accepted(default: Any, why: str = "", **checks: Any) -> Any:
+    """Return the option of a key of the NeMo launcher that has no effect here."""
+    text = "accepted for compatibility" + (f": {why}" if why else "")
+    return option(text, default, ignored=True, **checks)
+
+
+@dataclass
+class KubernetesSection:
+    """`cluster.kubernetes`: further settings of the server's manifests."""
+
+    namespace: str | None = option("namespace of all objects; null: that of kubectl", None)
+    replicas: int = option("servers, or groups of pods of one server each", 1, within=(1, 1024))
+    strategy: str = option(
+        "how a new server takes over", "Recreate", choices=("Recreate", "RollingUpdate")
+    )
+    claim: str | None = option("PersistentVolumeClaim that holds the repository", None)
+    claim_path: str | None = option("folder of the repository in the claim", None)
+    token_secret: str | None = option("Secret whose key `tokens` holds accepted tokens", None)
+    tls_secret: str | None = option("Secret of type kubernetes.io/tls", None)
+    s3_secret: str | None = option("Secret with the variables of an object store", None)
+    pull_secret: str | None = option("Secret for the registry of the image", None)
+    gpu_resource: str = option("name of the GPU resource", "nvidia.com/gpu")
+    node_selector: dict[str, str] = option("labels that a node must have", {})
+    service_type: str = option(
+        "type of the Service", "ClusterIP", choices=("ClusterIP", "NodePort", "LoadBalancer")
+    )
+
+
+@dataclass
+class ClusterSection:
+    """`cluster`: scheduler options of every job (conf/cluster/<name>.yaml)."""
+
+    partition: str | None = option("partition to submit to", None)
+    account: str | None = option("account to charge", None)
+    qos: str | None = option("quality of service", None)
+    reservation: str | None = option("reservation to use", None)
+    constraint: str | None = option("node features that are required", None)
+    nodelist: str | None = option("nodes that must be used", None)
+    exclude: str | None = option("nodes that must not be used", None)
+    gres: str | None = option("generic resources, as sbatch takes them", None)
+    comment: str | None = option("comment on each job", None)
+    dependency: str | None = option("added to the dependencies of every job", None)
+    exclusive: bool | None = option("take whole nodes", None)
+    overcommit: bool | None = option("more than one task per processor", None)
+    gpus_per_node: int | None = option(
+        "GPUs of one node; null: the cluster has no GPU resource", within=(1, 64)
+    )
+    gpus_per_task: int | None = option("GPUs bound to each task", None, within=(1, 64))
+    mem: Any = option("memory per node: 0 is all of it, other numbers are GB", None)
+    job_name_prefix: str = option("put in front of every job's name")
+    srun_args: list[str] = option("appended to every srun", [])
+    mpi: str | None = option("MPI flavour of multi-node steps", "pmix")
+    setup: list[str] = option("shell lines that run before the job", [])
+    additional_parameters: dict[str, Any] = option("further sbatch options by name", {})
+    container_workdir: str | None = option("working directory inside the container", None)
+    container_python: str = option("interpreter inside the container", "python3")
+    signal_delay_s: int = option(
+        "seconds of warning before the time limit", 120, within=(1, 24 * 3600)
+    )
+    server_host: str = option(
+        "address that servers listen on; see deploy.host", "${server_host:${cluster_type}}"
+    )
+    probe: bool = option(
+        "before submitting, check from the nodes that they see the folders and Python", False
+    )
+    bcprun: str = option("Base Command's multi-node runner", "bcprun")
+    bcprun_args: list[str] = option("appended to every bcprun, ahead of its --cmd", [])
+    kubernetes: KubernetesSection = field(default_factory=KubernetesSection)
 
 
 @dataclass
@@ -87,9 +158,7 @@ class ModelSection:
     )
     weight_data_type: str = option("stored type of the weights", choices=DATA_TYPES)
     processes: int = option("processes that convert in parallel", within=(1, NODE_CPUS))
-    load_checkpoints_to_cpu: bool = option(
-        "accepted for compatibility: checkpoints are always read on the CPU", False, ignored=True
-    )
+    load_checkpoints_to_cpu: bool = _accepted(False, "checkpoints are always read on the CPU")
     sizes: SizesSection = field(default_factory=SizesSection)
 
 
@@ -132,31 +201,13 @@ class TritonDeploymentSection:
 class BenchmarkSection:
     """`export.benchmark`: how long to wait for the server; `evaluate.latency` does the rest."""
 
-    input_len: int = option(
-        "accepted for compatibility: see evaluate.latency.shapes",
-        60,
-        within=(1, TOKENS),
-        ignored=True,
-    )
-    output_len: int = option(
-        "accepted for compatibility: see evaluate.latency.shapes",
-        20,
-        within=(1, TOKENS),
-        ignored=True,
-    )
-    batch_sizes: list[int] = option(
-        "accepted for compatibility: see evaluate.latency.batch_sizes",
-        [1, 2, 4, 8, 16, 32, 64, 128, 256],
-        within=(1, INT32),
-        ignored=True,
+    input_len: int = _accepted(60, "see evaluate.latency.shapes", within=(1, TOKENS))
+    output_len: int = _accepted(20, "see evaluate.latency.shapes", within=(1, TOKENS))
+    batch_sizes: list[int] = _accepted(
+        [1, 2, 4, 8, 16, 32, 64, 128, 256], "see evaluate.latency.batch_sizes", within=(1, INT32)
     )
     triton_wait_time_s: float = option("seconds to wait for the server", 300, within=(0, SECONDS))
-    vocab_size: int = option(
-        "accepted for compatibility: prompts are real text",
-        51200,
-        within=(1, INT32),
-        ignored=True,
-    )
+    vocab_size: int = _accepted(51200, "prompts are real text", within=(1, INT32))
 
 
 @dataclass
@@ -265,16 +316,12 @@ class Config:
     container: str | None = option("image of every job: registry path or .sqsh file")
     container_mounts: list[Any] = option("further mounts: /a, or /a:/b")
     env_vars: dict[str, Any] = option("environment of every job; null entries are left out")
-    wandb_api_key_file: str | None = option(
-        "accepted for compatibility: nothing is sent", None, ignored=True
-    )
-    numa_mapping: dict[str, Any] = option(
-        "accepted for compatibility: training only", {}, ignored=True
-    )
+    wandb_api_key_file: str | None = _accepted(None, "nothing is sent")
+    numa_mapping: dict[str, Any] = _accepted({}, "training only")
     bcp_no_redirect: bool = option("all ranks write to the job's log on bcp", True)
     debug: bool = option("show tracebacks", False)
-    ci_test: bool = option("accepted for compatibility", False, ignored=True)
-    api_log: bool = option("accepted for compatibility", False, ignored=True)
+    ci_test: bool = _accepted(False)
+    api_log: bool = _accepted(False)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     export: ExportSection = field(default_factory=ExportSection)
     convert: ConvertSection = field(default_factory=ConvertSection)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.configuration.arguments import read_arguments
-from launcher_scripts.configuration.cluster_section import CLUSTERS
+from launcher_scripts.configuration.schema import CLUSTERS
 from launcher_scripts.launchers import make_launcher
 
 
@@ -104,8 +104,10 @@ def test_texts_that_hydra_cannot_read_are_quoted() -> None:
     )
 
 
-def test_environment_variables_need_no_plus() -> None:
-    assert read_arguments(["env_vars.FOO=1"]).overrides == ("++env_vars.FOO=1",)
+@pytest.mark.parametrize("mapping", ["env_vars", "deploy.vllm", "cluster.kubernetes.node_selector"])
+def test_names_in_a_mapping_need_no_plus(mapping: str) -> None:
+    for word in (f"{mapping}.FOO=1", f"{mapping}={{FOO: 1}}"):
+        assert read_arguments([word]).overrides == (f"++{word}",)
 
 
 def test_lists_that_cannot_be_read_are_not_taken_for_texts() -> None:
