@@ -64,7 +64,7 @@ def note_command(results_dir: Path, arguments: Sequence[str], *, at: str) -> Non
         log.write(f"# {at}\n" + " \\\n  ".join(arguments) + "\n")
 
 
-def write_job_files(job: Job, script: str, *, script_name: str = "submission.sh") -> list[Path]:
+def write_job_files(job: Job, script: str, *, script_name: str) -> list[Path]:
     """Write configuration and script, and return their paths; those of earlier runs are kept."""
     folder = job.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,12 +84,12 @@ def write_job_files(job: Job, script: str, *, script_name: str = "submission.sh"
     return list(files)
 
 
-def write_job_record(job: Job, *, job_id: str, cluster: str, dependency: str) -> None:
+def write_job_record(job: Job, *, cluster: str, dependency: str) -> None:
     """Write the record of a job that is about to be submitted."""
     record.write_record(
         job.record_path,
         record.JobRecord(
-            job_id=job_id,
+            job_id="",
             stage=job.stage.name,
             name=job.name,
             state=record.SUBMITTED,
@@ -101,12 +101,6 @@ def write_job_record(job: Job, *, job_id: str, cluster: str, dependency: str) ->
             outputs=tuple(str(path) for path in job.stage.outputs()),
         ),
     )
-
-
-def note_submission(job: Job, text: str) -> None:
-    """Add a line to the job's launcher.log."""
-    with (job.folder / "launcher.log").open("a", encoding="utf-8") as log:
-        log.write(f"{record.now()} {text}\n")
 
 
 def git_revision(checkout: Path) -> str:

@@ -187,9 +187,7 @@ class Run:
         dependency = ",".join(map(str, after))
         script = self.launcher.render(job, after)
         job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
-        job_folder.write_job_record(
-            job, job_id="", cluster=self.launcher.name, dependency=dependency
-        )
+        job_folder.write_job_record(job, cluster=self.launcher.name, dependency=dependency)
 
     def note_refusal(self, name: str, error: SubmissionError) -> None:
         """Record the scheduler's message in the job's record."""
@@ -199,8 +197,8 @@ class Run:
     def note_submission(self, name: str, handle: JobHandle) -> None:
         """Record a job that was submitted."""
         self.handles[name] = handle
-        text = f"Submitted {self.launcher.name} job {handle.job_id}"
-        job_folder.note_submission(self.jobs[name], text)
+        with (self.jobs[name].folder / "launcher.log").open("a", encoding="utf-8") as log:
+            log.write(f"{record.now()} Submitted {self.launcher.name} job {handle.job_id}\n")
         self.console.say(f"{name}: job {handle.job_id}, log {handle.log_path}")
 
     def _dependencies(self, name: str, ids: dict[str, str]) -> list[Dependency]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher_scripts.configuration.evaluation_config import evaluation_config
@@ -131,27 +131,12 @@ def _evaluate(config: Config, job: JobSettings, context: Context) -> Stage:
     )
 
 
-def _convert_resources(config: Config, limit_min: int) -> Resources:
-    asked = _export_resources(config, limit_min)
-    return replace(
-        asked, cpus_per_task=config.export.run.cpus_per_task or config.export.model.processes
-    )
-
-
-def _export_resources(config: Config, limit_min: int) -> Resources:
+def _export_resources(config: Config, limit_min: int, *, cpus: int = 1) -> Resources:
     run = config.export.run
     return Resources(
         gpus_per_node=run.gpus_per_node,
-        cpus_per_task=run.cpus_per_task or 1,
+        cpus_per_task=run.cpus_per_task or cpus,
         mem_gb=run.mem_gb,
-        time_limit_min=limit_min,
-    )
-
-
-def _evaluate_resources(config: Config, limit_min: int) -> Resources:
-    return Resources(
-        cpus_per_task=config.evaluate.cpus_per_task,
-        mem_gb=config.evaluate.mem_gb,
         time_limit_min=limit_min,
     )
 
@@ -159,7 +144,9 @@ def _evaluate_resources(config: Config, limit_min: int) -> Resources:
 STAGE_TABLE: dict[str, StageRow] = {
     "convert": StageRow(
         make=_convert,
-        resources=_convert_resources,
+        resources=lambda config, limit_min: _export_resources(
+            config, limit_min, cpus=config.export.model.processes
+        ),
         settings="export.run",
         saved=("export", "convert"),
     ),
@@ -179,7 +166,11 @@ STAGE_TABLE: dict[str, StageRow] = {
     ),
     "evaluate": StageRow(
         make=_evaluate,
-        resources=_evaluate_resources,
+        resources=lambda config, limit_min: Resources(
+            cpus_per_task=config.evaluate.cpus_per_task,
+            mem_gb=config.evaluate.mem_gb,
+            time_limit_min=limit_min,
+        ),
         settings="evaluate",
         saved=("evaluate",),
         needs="export",
