@@ -15,7 +15,7 @@ from typing import Any
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from launcher_scripts.console import Console
-from launcher_scripts.launchers import queue_of
+from launcher_scripts.launchers import slurm_state
 from stages import STAGES, record
 from stages.endpoint import forwarding_hint
 from stages.progress import DamagedFileError, read_json, read_progress, write_json
@@ -23,6 +23,7 @@ from stages.progress import DamagedFileError, read_json, read_progress, write_js
 LAST_RUN = "last_run.json"
 _POLL_S = 0.3
 _CANCEL_S = 60.0
+_QUEUED_CLUSTER = "bcm"  # whose jobs outlive the command
 
 
 def note_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
@@ -91,8 +92,8 @@ def read_job(results_dir: Path, stage: str) -> record.JobRecord | None:
     found = record.read_record(path)
     if found is None or found.is_final:
         return found
-    if (queue := queue_of(found.cluster)) is not None:
-        return queue.settle(path)
+    if found.cluster == _QUEUED_CLUSTER:
+        return slurm_state.settle(path)
     if _is_here(found) and found.process is not None and not _is_process_of(found, path.parent):
         return record.correct_record(
             path,
@@ -141,8 +142,8 @@ def _doing(found: record.JobRecord, results_dir: Path) -> str:
     """Return the progress of a job that has not ended, or its reason to wait."""
     if found.is_final:
         return ""
-    queue = queue_of(found.cluster)
-    if queue is not None and (reason := queue.waiting_for(found.job_id)):
+    in_queue = found.cluster == _QUEUED_CLUSTER
+    if in_queue and (reason := slurm_state.waiting_for(found.job_id)):
         after = f" ({found.dependency})" if found.dependency and reason == "Dependency" else ""
         return f"in the queue: {reason}{after}"
     phase = read_progress(results_dir / found.stage / "progress.json").phase
@@ -200,10 +201,10 @@ def cancel_jobs(results_dir: Path, records: list[record.JobRecord], console: Con
 
 def _cancel_one(found: record.JobRecord, results_dir: Path) -> str:
     """Ask a job to end; return the reason if that is impossible, else an empty text."""
-    if (queue := queue_of(found.cluster)) is not None:
+    if found.cluster == _QUEUED_CLUSTER:
         for other in filter(None, (found.successor, found.predecessor)):
-            queue.cancel(other)  # it may have ended
-        return "" if found.is_final else queue.cancel(found.job_id)
+            slurm_state.cancel(other)  # it may have ended
+        return "" if found.is_final else slurm_state.cancel(found.job_id)
     if not _is_here(found):
         return f"it runs on {found.host}; give the command there"
     if found.process is not None and _is_process_of(found, results_dir / found.stage):

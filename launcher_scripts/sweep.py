@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
@@ -22,13 +22,7 @@ from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
-from launcher_scripts.launchers.base import (
-    AFTER_TWIN,
-    Dependency,
-    Job,
-    JobHandle,
-    SubmissionError,
-)
+from launcher_scripts.launchers.base import AFTER_TWIN, Dependency, SubmissionError
 from launcher_scripts.run import Run
 from stages import record
 from stages.progress import write_json
@@ -58,19 +52,6 @@ class Combination:
     def folder_name(self) -> str:
         """The label as a file name."""
         return re.sub(r"[^\w.]+", "-", self.label)
-
-
-@runtime_checkable
-class ArrayLauncher(Protocol):
-    """A launcher whose queue takes several jobs of one shape at once."""
-
-    def fits_array(self, jobs: Sequence[tuple[Job, Config]]) -> bool:
-        """Return whether the jobs can be one array."""
-
-    def submit_array(
-        self, jobs: Sequence[tuple[Job, Config]], after: Sequence[Dependency], folder: Path
-    ) -> Sequence[JobHandle]:
-        """Submit them."""
 
 
 @dataclass
@@ -166,10 +147,12 @@ def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console, fold
 
 def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Console) -> bool:
     """Submit each stage of all combinations as one job array; False where they differ too much."""
+    from launcher_scripts.launchers.slurm import SlurmLauncher
+
     runs = [each.run for each in outcomes]
     names = [tuple(run.jobs) for run in runs]
     launcher = runs[0].launcher if runs else None
-    if not isinstance(launcher, ArrayLauncher) or len(set(names)) != 1 or not names[0]:
+    if not isinstance(launcher, SlurmLauncher) or len(set(names)) != 1 or not names[0]:
         return False
     stages = {
         name: [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from launcher_scripts.configuration.schema import Config
-    from launcher_scripts.launchers.base import Launcher, Queue
+    from launcher_scripts.launchers.base import Launcher
 
 
 def make_launcher(config: Config) -> Launcher:
@@ -32,12 +32,3 @@ def make_launcher(config: Config) -> Launcher:
             from launcher_scripts.launchers.local import LocalLauncher
 
             return LocalLauncher()
-
-
-def queue_of(cluster: str) -> Queue | None:
-    """Return the queue of a cluster whose jobs outlive the command; None for the others."""
-    if cluster != "bcm":
-        return None
-    from launcher_scripts.launchers import slurm_state
-
-    return slurm_state

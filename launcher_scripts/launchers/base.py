@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from stages.base import Stage
-from stages.record import RECORD_NAME, JobRecord
+from stages.record import RECORD_NAME
 
 # Kinds of dependency: on the success of another job, or only on its start or end.
 AFTER_SUCCESS, AFTER_START, AFTER_END = "afterok", "after", "afterany"
@@ -80,19 +80,19 @@ class Dependency:
         return f"{self.kind}:{self.job_id}"
 
 
-class JobHandle(Protocol):
-    """A submitted job."""
+@dataclass
+class JobHandle(ABC):
+    """A submitted job; `log_path` receives its output."""
 
     job: Job
     job_id: str
+    log_path: Path
 
-    @property
-    def log_path(self) -> Path:
-        """Path of the job's output."""
-
+    @abstractmethod
     def poll(self) -> str | None:
         """Return the final state, or None while the job has not ended."""
 
+    @abstractmethod
     def stop(self, grace_s: float) -> None:
         """Ask the job to end, then kill it; return when none of its processes is left."""
 
@@ -128,19 +128,6 @@ class Launcher(ABC):
         Raises:
             SubmissionError: the cluster refuses it.
         """
-
-
-class Queue(Protocol):
-    """The queue of a cluster whose jobs outlive the command."""
-
-    def settle(self, record_path: Path) -> JobRecord | None:
-        """Return a job's record, corrected from the cluster when the job ended unnoticed."""
-
-    def waiting_for(self, job_id: str) -> str:
-        """Return the reason why a job is still queued; empty when it is not."""
-
-    def cancel(self, job_id: str) -> str:
-        """Cancel a job; return the reason if that is impossible, else an empty text."""
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

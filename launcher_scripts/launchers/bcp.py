@@ -17,8 +17,14 @@ from submitit.core.utils import pickle_load
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.launchers.base import Dependency, Job, Launcher, clean_environment
-from launcher_scripts.launchers.bcp_executor import TIMED_OUT, BcpExecutor, BcpJob, task_command
-from launcher_scripts.launchers.bcp_script import MPIRUN, runner
+from launcher_scripts.launchers.bcp_executor import (
+    MPIRUN,
+    TIMED_OUT,
+    BcpExecutor,
+    BcpJob,
+    runner,
+    task_command,
+)
 from launcher_scripts.launchers.local import LocalHandle, new_id
 from stages import record
 from stages.base import Stage
@@ -87,7 +93,7 @@ class BcpLauncher(Launcher):
         submitted = executor.submit(StageJob(job.stage, job.record_path))
         assert isinstance(submitted, BcpJob)
         record.update_record(job.record_path, job_id, process=submitted.process.pid)
-        return BcpHandle(job, job_id, submitted, log_path, mark, submitted.process.pid)
+        return BcpHandle(job, job_id, log_path, submitted, mark, submitted.process.pid)
 
     def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
         config, resources = self._config, job.stage.resources()
@@ -161,7 +167,7 @@ class BcpHandle(LocalHandle):
     def _settle(self) -> str:
         """Return the state; the cause of a failure may be the time limit or another task."""
         state = super()._settle()
-        submitted = self._submitted
+        submitted = self.submitted
         assert isinstance(submitted, BcpJob)
         error = self._failed_task()
         if submitted.process.poll() == TIMED_OUT:
@@ -181,7 +187,7 @@ class BcpHandle(LocalHandle):
 
     def _failed_task(self) -> str | None:
         """Return the failure of a task other than the first."""
-        submitted = self._submitted
+        submitted = self.submitted
         for number in range(1, submitted.num_tasks):
             path = submitted.task(number).paths.result_pickle
             outcome, value = pickle_load(path) if path.exists() else ("", "")
@@ -190,8 +196,8 @@ class BcpHandle(LocalHandle):
         return None
 
     def _show_log(self) -> None:
-        if self._log_path.exists():
-            with self._log_path.open(encoding="utf-8", errors="replace") as log:
+        if self.log_path.exists():
+            with self.log_path.open(encoding="utf-8", errors="replace") as log:
                 log.seek(self._shown)
                 sys.stdout.write(log.read())
                 self._shown = log.tell()

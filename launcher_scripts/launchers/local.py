@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from submitit.core.utils import pickle_load
 from submitit.local.local import LocalExecutor, LocalJob
 
 from launcher_scripts.configuration.settings import CHECKOUT
-from launcher_scripts.launchers.base import Dependency, Job, Launcher, clean_environment
+from launcher_scripts.launchers.base import Dependency, Job, JobHandle, Launcher, clean_environment
 from stages import record
 from stages.base import Stage
 from stages.job import StageJob
@@ -99,39 +100,23 @@ class LocalLauncher(Launcher):
         log_path.symlink_to(os.path.relpath(submitted.paths.stdout, log_path.parent))
         process_id = int(submitted.job_id)
         record.update_record(job.record_path, job_id, log=str(log_path), process=process_id)
-        return LocalHandle(job, job_id, submitted, log_path, mark, process_id)
+        return LocalHandle(job, job_id, log_path, submitted, mark, process_id)
 
 
-class LocalHandle:
-    """A job on this machine."""
+@dataclass
+class LocalHandle(JobHandle):
+    """A job on this machine, whose processes have `mark` in their environment."""
 
-    def __init__(
-        self,
-        job: Job,
-        job_id: str,
-        submitted: SubmittedJob[Any],
-        log_path: Path,
-        mark: str,
-        process_id: int,
-    ) -> None:
-        self.job = job
-        self.job_id = job_id
-        self._submitted = submitted
-        self._log_path = log_path
-        self._mark = mark
-        self._process_id = process_id
-        self._state: str | None = None
-        self._was_stopped = False
-
-    @property
-    def log_path(self) -> Path:
-        """Log of the job's output and errors."""
-        return self._log_path
+    submitted: SubmittedJob[Any]
+    mark: str
+    process_id: int
+    _state: str | None = None
+    _was_stopped: bool = False
 
     def poll(self) -> str | None:
         """Return the final state, or None while the job runs."""
-        if self._state is None and self._submitted.done():
-            self._clear_away()
+        if self._state is None and self.submitted.done():
+            end_processes_of_job(self.mark)
             self._state = self._settle()
         return self._state
 
@@ -139,14 +124,14 @@ class LocalHandle:
         """Send SIGTERM for up to `grace_s`, then kill every process of the job."""
         self._was_stopped = True
         deadline = time.monotonic() + grace_s
-        while not self._submitted.done() and time.monotonic() < deadline:
+        while not self.submitted.done() and time.monotonic() < deadline:
             # Repeated: a process that is just starting may not handle the signal yet.
-            _send(self._process_id, signal.SIGTERM)
+            _send(self.process_id, signal.SIGTERM)
             waited_until = min(deadline, time.monotonic() + _ASK_AGAIN_S)
-            while not self._submitted.done() and time.monotonic() < waited_until:
+            while not self.submitted.done() and time.monotonic() < waited_until:
                 time.sleep(0.05)
-        self._clear_away()
-        while not self._submitted.done():
+        end_processes_of_job(self.mark)
+        while not self.submitted.done():
             time.sleep(0.05)
         self.poll()
 
@@ -170,7 +155,7 @@ class LocalHandle:
 
     def _result(self) -> str | None:
         """Return `success` or `error`, or None when the job left no result."""
-        path = self._submitted.paths.result_pickle
+        path = self.submitted.paths.result_pickle
         deadline = time.monotonic() + _RESULT_WAIT_S
         while not path.exists():
             if time.monotonic() > deadline:
@@ -178,9 +163,6 @@ class LocalHandle:
             time.sleep(0.05)
         outcome, _ = pickle_load(path)
         return str(outcome)
-
-    def _clear_away(self) -> None:
-        end_processes_of_job(self._mark)
 
 
 class _Executor(LocalExecutor):

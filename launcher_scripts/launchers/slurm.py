@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import (
     Dependency,
     Job,
+    JobHandle,
     Launcher,
     SubmissionError,
     clean_environment,
@@ -124,21 +126,13 @@ class SlurmLauncher(Launcher):
             raise SubmissionError(str(error).strip()) from error
 
 
-class SlurmHandle:
-    """A job in Slurm's queue."""
+@dataclass
+class SlurmHandle(JobHandle):
+    """A job in Slurm's queue; its errors are in .err next to its output."""
 
-    def __init__(self, job: Job, job_id: str, log_path: Path) -> None:
-        self.job = job
-        self.job_id = job_id
-        self._log_path = log_path
-        self._asked_at = 0.0
-        self._pause_s = _FIRST_POLL_S
-        self._state = ""
-
-    @property
-    def log_path(self) -> Path:
-        """Output of the job; its errors are in .err next to it."""
-        return self._log_path
+    _asked_at: float = 0.0
+    _pause_s: float = _FIRST_POLL_S
+    _state: str = ""
 
     def poll(self) -> str | None:
         """Return the final state, or None; reads the record each time, and polls Slurm seldom."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stages import record
 
-_ASK_S = 20.0
+ASK_S = 20.0
 _UNKNOWN_JOB = "Invalid job id"
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESV_DEL_HOLD")
 _RUNNING = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING")
@@ -43,7 +43,7 @@ def slurm_state(job_id: str) -> SlurmJobState | None:
     squeue lists queued jobs, scontrol recent ones, and sacct the rest, if the cluster has
     accounting, for which a file without a database is enough.
     """
-    queue = _ask(["squeue", "-h", "-o", "JobState=%T Reason=%r", "-j", job_id])
+    queue = ask_slurm(["squeue", "-h", "-o", "JobState=%T Reason=%r", "-j", job_id])
     if queue is None or (queue.returncode != 0 and _UNKNOWN_JOB not in queue.stderr):
         return None
     questions = (
@@ -53,7 +53,7 @@ def slurm_state(job_id: str) -> SlurmJobState | None:
     )
     if found := _read(queue):
         return found
-    return next((found for each in questions if (found := _read(_ask(each)))), SlurmJobState())
+    return next((found for each in questions if (found := _read(ask_slurm(each)))), SlurmJobState())
 
 
 def our_state(word: str) -> str:
@@ -103,7 +103,7 @@ def waiting_for(job_id: str) -> str:
 
 def jobs_below(folder: Path) -> list[str]:
     """Return the ids of the user's jobs whose batch scripts lie below a folder."""
-    answer = _ask(["squeue", "-h", "--me", "-o", "%i %o"])
+    answer = ask_slurm(["squeue", "-h", "--me", "-o", "%i %o"])
     pairs = [line.split(maxsplit=1) for line in (answer.stdout if answer else "").splitlines()]
     return [pair[0] for pair in pairs if len(pair) == 2 and Path(pair[1]).is_relative_to(folder)]
 
@@ -119,7 +119,7 @@ def release(job_id: str) -> str:
 
 
 def _order(command: list[str]) -> str:
-    done = _ask(command)
+    done = ask_slurm(command)
     if done is None:
         return f"{command[0]} is unavailable here, or does not answer"
     return "" if done.returncode == 0 else done.stderr.strip()
@@ -153,8 +153,18 @@ def _read(answer: subprocess.CompletedProcess[str] | None) -> SlurmJobState | No
     return SlurmJobState(word[1], others["Reason"], others["ExitCode"])
 
 
-def _ask(command: list[str]) -> subprocess.CompletedProcess[str] | None:
+def ask_slurm(
+    command: list[str], *, timeout_s: float = ASK_S
+) -> subprocess.CompletedProcess[str] | None:
+    """Run a command of Slurm; return None where it is missing or does not answer."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=False)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
