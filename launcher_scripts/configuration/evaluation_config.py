@@ -52,7 +52,7 @@ def evaluation_config(
         deploy=server,
         endpoint_path=endpoint_path if follows else None,
         stops_server=follows and not config.deploy.keep,
-        facts=replace(_facts(config), command=command, git_revision=git_revision),
+        facts=_facts(config, command=command, git_revision=git_revision),
     )
 
 
@@ -96,7 +96,7 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
     return replace(options, reference=_reference(section.reference))
 
 
-def _facts(config: Config) -> RunFacts:
+def _facts(config: Config, *, command: str, git_revision: str) -> RunFacts:
     model, triton = config.export.model, config.export.triton_deployment
     return RunFacts(
         name=config.export.run.model_train_name,
@@ -109,6 +109,8 @@ def _facts(config: Config) -> RunFacts:
         int8_mode=int(triton.int8_mode),
         max_batch_size=triton.max_batch_size,
         cluster=config.cluster_type,
+        command=command,
+        git_revision=git_revision,
     )
 
 

@@ -124,11 +124,43 @@ class BcpExecutor(core.PicklingExecutor):
         return self.script(command, job_id)
 
     def script(self, command: str, job_id: str) -> str:
-        """Return the script that runs the shell line of one task as each of them."""
+        """Return the script that runs the shell line of one task as each of them.
+
+        bash is replaced by the runner, whose status is the job's. Of the parameters, `exports` are
+        variables of every task, `setup` shell lines that run before, `arguments` further ones of
+        bcprun; `first` runs in every task before `command`, and has to succeed.
+        """
         program = runner(self.bcprun, self.environment) or self.bcprun
-        return _job_script(
-            command, job_id, self.parameters, program=program, environment=self.environment
-        )
+        parameters, by_mpirun = self.parameters, Path(program).name == MPIRUN
+        exports = parameters.get("exports", {})
+        lines = [
+            "#!/bin/bash",
+            "",
+            "# setup",
+            "set -euo pipefail",
+            *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
+            f"export {ID_VARIABLE}={shlex.quote(job_id)}",
+            "export SUBMITIT_EXECUTOR=bcp",
+            f"export PYTHONPATH={shlex.quote(str(CHECKOUT))}${{PYTHONPATH:+:$PYTHONPATH}}",
+            *parameters.get("setup", ()),
+            "",
+            "# Tasks inherit nothing: what they need is handed on.",
+            "hand_on=()",
+            *_hand_on([*_PASSED_ON, *exports], by_name=by_mpirun),
+            "",
+            "# command",
+        ]
+        words = _mpirun(parameters) if by_mpirun else _bcprun(parameters, self.environment)
+        start = f'{shlex.join([program, *words])} "${{hand_on[@]}}"'
+        tail = ["bash", "-c"] if by_mpirun else ["--cmd"]
+        if (first := parameters.get("first")) is not None:
+            lines.append(f"{start} {shlex.join([*tail, first])}")
+        limit = []
+        if (minutes := parameters.get("timeout_min")) is not None:
+            # `--foreground`: the signal goes to the runner alone, which passes it on to the tasks.
+            limit = ["timeout", "--foreground", f"--kill-after={_KILL_AFTER_S}", f"{minutes}m"]
+        lines.append(shlex.join(["exec", *limit]) + f" {start} {shlex.join([*tail, command])}")
+        return "\n".join(lines) + "\n"
 
     def _submit_command(self, command: str) -> BcpJob:
         """Start the tasks at once, under an id of our own."""
@@ -174,58 +206,7 @@ def runner(bcprun: str = "bcprun", environment: Mapping[str, str] = os.environ) 
     return next((each for each in (bcprun, MPIRUN) if shutil.which(each, path=path)), None)
 
 
-def _job_script(
-    command: str,
-    job_id: str,
-    parameters: Mapping[str, Any],
-    *,
-    program: str,
-    environment: Mapping[str, str],
-) -> str:
-    """Return the script of a job; bash is replaced by the runner, whose status is the job's.
-
-    Args:
-        command: Shell line of one task.
-        job_id: Id of the job.
-        parameters: Those of the executor. `exports` are variables of every task, `setup` shell
-            lines that run before, `arguments` further ones of bcprun; `first` runs in every task
-            before `command`, and has to succeed.
-        program: The runner, bcprun or mpirun.
-        environment: Variables of the Base Command job.
-    """
-    exports, by_mpirun = parameters.get("exports", {}), Path(program).name == MPIRUN
-    lines = [
-        "#!/bin/bash",
-        "",
-        "# setup",
-        "set -euo pipefail",
-        *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
-        f"export {ID_VARIABLE}={shlex.quote(job_id)}",
-        "export SUBMITIT_EXECUTOR=bcp",
-        f"export PYTHONPATH={shlex.quote(str(CHECKOUT))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        *parameters.get("setup", ()),
-        "",
-        "# Tasks inherit nothing: what they need is handed on.",
-        "hand_on=()",
-        *_hand_on([*_PASSED_ON, *exports], by_name=by_mpirun),
-        "",
-        "# command",
-    ]
-    words = (_mpirun if by_mpirun else _bcprun)(parameters, environment)
-    start = f'{shlex.join([program, *words])} "${{hand_on[@]}}"'
-    tail = ["bash", "-c"] if by_mpirun else ["--cmd"]
-    if (first := parameters.get("first")) is not None:
-        lines.append(f"{start} {shlex.join([*tail, first])}")
-    limit = []
-    if (minutes := parameters.get("timeout_min")) is not None:
-        # `--foreground`: the signal goes to the runner alone, which passes it on to the tasks.
-        limit = ["timeout", "--foreground", f"--kill-after={_KILL_AFTER_S}", f"{minutes}m"]
-    lines.append(shlex.join(["exec", *limit]) + f" {start} {shlex.join([*tail, command])}")
-    return "\n".join(lines) + "\n"
-
-
-def _mpirun(parameters: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[str]:
-    del environment
+def _mpirun(parameters: Mapping[str, Any]) -> Iterator[str]:
     per_node = parameters.get("tasks_per_node", 1)
     yield from (*_AS_ROOT, "-np", str(parameters.get("nodes", 1) * per_node))
     yield from ("-npernode", str(per_node), "-x", f"{LAUNCHER_VARIABLE}=mpirun")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,39 @@ class KubernetesLauncher(Launcher):
         ]
 
     def render(self, job: Job, after: Sequence[Dependency]) -> str:
-        """Return the manifests of the server's job."""
+        """Return the objects of a server, its workload and its Service, as YAML."""
         del after
-        return manifests(job.name, self._config, job.environment)
+        config = self._config
+        server, settings = server_config(config), config.cluster.kubernetes
+        name, options = object_name(job.name), _server_options(config, server)
+        ranks = server.tp_size * server.pp_size
+        template = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+        return template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+            name=name,
+            labels={"app.kubernetes.io/name": "slipway", "app.kubernetes.io/instance": name},
+            settings=settings,
+            image=image_of("deploy", config),
+            user=_NVIDIAS_USER if server.engine == FASTERTRANSFORMER else _USER,
+            environment=job.environment,
+            nodes=server.nodes,
+            ranks=ranks,
+            local_ranks=ranks // server.nodes,
+            options=options,
+            shell_options=shlex.join(options),
+            ports=_ports(server),
+            resources=_resources(config, server),
+            scheme="HTTPS" if settings.tls_secret else "HTTP",
+            probe_s=_PROBE_S,
+            start_failures=max(math.ceil(server.ready_timeout_s / _PROBE_S), 1),
+            grace_s=int(server.drain_s) + _UNLOAD_S,
+            secrets=_secrets(config),
+            secrets_dir=_SECRETS,
+            private_dir=_PRIVATE,
+            data_dir=_DATA,
+            rendezvous_variable=RENDEZVOUS_VARIABLE,
+            key_variable=KEY_FILE_VARIABLE,
+            is_interactive=config.export.triton_deployment.interactive,
+        )
 
     def submit(self, job: Job, after: Sequence[Dependency]) -> JobHandle:
         """Refuse: applying the manifests is up to the user."""
@@ -129,40 +159,6 @@ def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
                 f"deploy.{key}={value} is a file of this machine; name a Secret with its content "
                 f"in cluster.kubernetes.{secret}, and set deploy.{key}=null."
             )
-
-
-def manifests(job_name: str, config: Config, environment: Mapping[str, str]) -> str:
-    """Return the objects of a server, its workload and its Service, as YAML."""
-    server, settings = server_config(config), config.cluster.kubernetes
-    name, options = object_name(job_name), _server_options(config, server)
-    ranks = server.tp_size * server.pp_size
-    template = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    return template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        name=name,
-        labels={"app.kubernetes.io/name": "slipway", "app.kubernetes.io/instance": name},
-        settings=settings,
-        image=image_of("deploy", config),
-        user=_NVIDIAS_USER if server.engine == FASTERTRANSFORMER else _USER,
-        environment=environment,
-        nodes=server.nodes,
-        ranks=ranks,
-        local_ranks=ranks // server.nodes,
-        options=options,
-        shell_options=shlex.join(options),
-        ports=_ports(server),
-        resources=_resources(config, server),
-        scheme="HTTPS" if settings.tls_secret else "HTTP",
-        probe_s=_PROBE_S,
-        start_failures=max(math.ceil(server.ready_timeout_s / _PROBE_S), 1),
-        grace_s=int(server.drain_s) + _UNLOAD_S,
-        secrets=_secrets(config),
-        secrets_dir=_SECRETS,
-        private_dir=_PRIVATE,
-        data_dir=_DATA,
-        rendezvous_variable=RENDEZVOUS_VARIABLE,
-        key_variable=KEY_FILE_VARIABLE,
-        is_interactive=config.export.triton_deployment.interactive,
-    )
 
 
 def object_name(text: str) -> str:
