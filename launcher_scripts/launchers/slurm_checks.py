@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from launcher_scripts.configuration.checks import nearest_that_exists
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import image_of
 from launcher_scripts.configuration.settings import is_dry_run
+from launcher_scripts.launchers.slurm_script import MOUNTED
 from launcher_scripts.launchers.slurm_state import ASK_S, ask_slurm
 from stages.base import Stage
 from stages.preflight import mpi_problem
@@ -118,6 +120,7 @@ def _gpus(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def _images(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield the problems of images, and of folders that no container can see."""
     for key, image in _images_of(config, stages).items():
         if image.startswith(("/", "./")):
             if not (is_dry_run(config) or Path(image).is_file()):
@@ -127,6 +130,10 @@ def _images(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
                 f"{key}={image} would be searched in a registry; write a file with its absolute "
                 f"path, such as {Path(image).absolute()}."
             )
+    for key in MOUNTED if _images_of(config, stages) else ():
+        path = operator.attrgetter(key)(config)
+        if ":" in path or "," in path:
+            yield f"{key}={path}: pyxis mounts no folder with : or , in its name; choose another."
 
 
 def _problems_seen_from_nodes(config: Config, nodes: int) -> list[str]:

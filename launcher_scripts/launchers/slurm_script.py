@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,11 @@ from stages.step import JobStep
 _SAME_NAME = (
     "account", "comment", "constraint", "exclude", "exclusive", "gres", "nodelist", "overcommit",
     "partition", "qos", "reservation",
+)  # fmt: skip
+# Folders that a container sees under their own names.
+MOUNTED = (
+    "launcher_scripts_path", "data_dir", "base_results_dir", "export.run.results_dir",
+    "export.model.checkpoint_path", "export.triton_deployment.triton_model_dir",
 )  # fmt: skip
 _MEMORY_EVERY_S = 5
 _CONTAINER_FLAGS = ("--container", "--no-container")
@@ -241,16 +247,9 @@ def step_of(job: Job, config: Config) -> JobStep | None:
 
 def mounts(config: Config) -> list[str]:
     """Return `source:target` for every folder that a container needs."""
-    own = [
-        str(CHECKOUT),
-        config.launcher_scripts_path,
-        config.data_dir,
-        config.base_results_dir,
-        config.export.run.results_dir,
-        config.export.model.checkpoint_path,
-        config.export.triton_deployment.triton_model_dir,
-    ]
-    wanted = [*own, *(str(each) for each in config.container_mounts if each is not None)]
+    own = (operator.attrgetter(key)(config) for key in MOUNTED)
+    further = (str(each) for each in config.container_mounts if each is not None)
+    wanted = [str(CHECKOUT), *own, *further]
     pairs = [each if ":" in each else f"{each}:{each}" for each in dict.fromkeys(wanted)]
     return [pair for pair in pairs if not _lies_inside_another(pair, pairs)]
 

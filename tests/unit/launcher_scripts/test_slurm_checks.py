@@ -88,6 +88,14 @@ def test_a_cluster_that_does_not_answer_is_not_held_against_the_job(
     assert found == []
 
 
+@pytest.mark.parametrize("sign", [":", ","])
+def test_a_folder_that_no_container_can_see_is_refused(tmp_path: Path, sign: str) -> None:
+    words = ("dry_run=true", f"base_results_dir='{tmp_path}/a{sign}b'")
+    assert launcher(*words).check([stage(tmp_path)]) == []
+    problems = launcher(*words, "container=a#b").check([stage(tmp_path)])
+    assert f"base_results_dir={tmp_path}/a{sign}b: pyxis mounts no folder with" in problems[0]
+
+
 def test_mpi_matters_only_to_jobs_of_several_ranks(tmp_path: Path) -> None:
     assert launcher("cluster.mpi=pmix").check([stage(tmp_path)]) == []
     (problem,) = launcher("cluster.mpi=pmix").check([stage(tmp_path, TWO_NODES)])
