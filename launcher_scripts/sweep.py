@@ -83,7 +83,7 @@ def combinations(overrides: Sequence[str]) -> tuple[list[Combination], list[str]
         if not parsed.is_sweep_override():
             fixed.append(each)
         elif parsed.is_discrete_sweep() and parsed.value_type is not ValueType.GLOB_CHOICE_SWEEP:
-            swept[parsed.get_key_element()] = list(parsed.sweep_string_iterator())
+            swept[parsed.get_key_element()] = list(dict.fromkeys(parsed.sweep_string_iterator()))
         else:
             problems.append(f"{each}: list the values, as in {parsed.key_or_group}=1,2,4.")
     return [
@@ -101,12 +101,16 @@ def compose_all(
     """Compose every combination; those that share a results folder get one each inside it."""
     composed = [compose(each.overrides) for each in wanted]
     folders = Counter(_results_of(each) for each in composed)
-    return [
-        compose([*each.overrides, f"{_RESULTS_KEY}={hydra_text(f'{folder}/{each.folder_name}')}"])
-        if (folder := _results_of(composition)) is not None and folders[folder] > 1
-        else composition
-        for each, composition in zip(wanted, composed, strict=True)
-    ]
+    names = Counter(each.folder_name for each in wanted)
+    found = []
+    for number, (each, composition) in enumerate(zip(wanted, composed, strict=True), start=1):
+        folder, name = _results_of(composition), each.folder_name
+        if folder is not None and folders[folder] > 1:
+            name = name if names[name] == 1 else f"{name}-{number}"  # such as those of +1 and -1
+            own = f"{_RESULTS_KEY}={hydra_text(f'{folder}/{name}')}"
+            composition = compose([*each.overrides, own])
+        found.append(composition)
+    return found
 
 
 def _results_of(composition: Composition) -> str | None:

@@ -58,6 +58,13 @@ def test_combinations_that_would_share_a_folder_get_one_each(
     assert folders == {"max_batch_size-1", "max_batch_size-2"}
 
 
+def test_values_with_one_name_get_a_folder_each_and_equal_ones_run_once(tmp_path: Path) -> None:
+    words = [*SAMPLE, "convert.allow=[a+b],[a-b],[a+b]", "stages=[convert]", "dry_run=true"]
+    assert main([*words, f"base_results_dir={tmp_path}"]) == 0
+    folders = {path.parents[1].name for path in tmp_path.rglob("convert/*_submission.sh")}
+    assert folders == {"allow-a-b--1", "allow-a-b--2"}
+
+
 def test_nothing_starts_when_one_combination_cannot_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
