@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stages.progress import read_json, write_json
+from stages.progress import DamagedFileError, read_json, write_json
 from stages.record import locked, read_record
 
 ENDPOINT_NAME = "endpoint.json"
@@ -91,9 +91,16 @@ _NOWHERE = ServerEndpoint("", 0, 0, 0, "", None, "", 0, 0, "")
 
 
 def read_endpoint(path: Path) -> ServerEndpoint | None:
-    """Return the published address, or None while there is none."""
+    """Return the published address, or None while there is none.
+
+    Raises:
+        DamagedFileError: it does not hold an address.
+    """
     values: Mapping[str, Any] | None = read_json(path)
-    return None if values is None else replace(_NOWHERE, **values)
+    try:
+        return None if values is None else replace(_NOWHERE, **values)
+    except TypeError as error:
+        raise DamagedFileError(path, "it does not hold the address of a server") from error
 
 
 def forwarding_hint(record_path: Path) -> str:

@@ -18,7 +18,7 @@ from stages.endpoint import (
     read_endpoint,
     withdraw,
 )
-from stages.progress import write_json
+from stages.progress import DamagedFileError, write_json
 from stages.record import RECORD_NAME, JobRecord, write_record
 
 SERVER = ServerEndpoint(
@@ -84,3 +84,11 @@ def test_an_address_that_is_published_meanwhile_is_not_withdrawn(
     withdraw(path, SERVER.job_id)
     publishing.join()
     assert read_endpoint(path) == successor
+
+
+@pytest.mark.parametrize("text", ["[1]", '"x"', '{"unknown": 1}', '{"host": '])
+def test_what_holds_no_address_is_named_as_damaged(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "endpoint.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(DamagedFileError, match=r"endpoint\.json is damaged"):
+        read_endpoint(path)
