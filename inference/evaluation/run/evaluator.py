@@ -59,8 +59,8 @@ from inference.evaluation.run.task_run import (
     TaskRun,
     run_task,
 )
-from inference.evaluation.task import TaskEntry, TextGenerator
-from inference.evaluation.tasks import task_entry
+from inference.evaluation.task import TextGenerator
+from inference.evaluation.tasks import known_tasks
 from inference.evaluation.tasks.identity import rows_of
 
 
@@ -88,13 +88,14 @@ def evaluate(
         raise ValueError("\n".join(problems))
     if options.protocol == OPENAI and model is None:
         options = _answerable(options)
-    bounds = {k: v for entry in _entries(options) for k, v in entry.bounds(options).items()}
+    tasks = known_tasks(options)
+    bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
     bounds |= parse_bounds(options.gate)[0]
     output_dir = Path(options.output_dir)
     started_at = datetime.now(timezone.utc)
     start = time.perf_counter()
     with _junit_on_failure(output_dir):
-        prepared = [prepare(name, options) for name in options.tasks]
+        prepared = [prepare(task) for task in tasks]
         if problems := check_bounds_of_groups(options, prepared):
             raise ValueError("\n".join(problems))
         baseline = stored_baseline(options, prepared)
@@ -289,13 +290,9 @@ def _gated(
     return replace(report, baseline=baseline.metrics, baseline_source=baseline.source)
 
 
-def _entries(options: EvaluationOptions) -> list[TaskEntry]:
-    return [entry for name in options.tasks if (entry := task_entry(name)) is not None]
-
-
 def _with_remedy(verdict: Verdict, options: EvaluationOptions) -> Verdict:
-    entries = _entries(options) if verdict.status == BREACHED else []
-    remedies = [each.remedy(options) for each in entries if verdict.metric in each.metrics(options)]
+    tasks = known_tasks(options) if verdict.status == BREACHED else []
+    remedies = [task.remedy() for task in tasks if verdict.metric in task.metric_names]
     return replace(verdict, remedy=" ".join(remedies))
 
 

@@ -23,16 +23,39 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class DataSource:
-    """A file to download, its checksum in hexadecimal, and the file in it where it is a ZIP."""
+    """A file to download.
+
+    Attributes:
+        sha256: its checksum in hexadecimal.
+        member: the file in it where it is a ZIP.
+        file_name: under which it is kept, unless under that of `url`.
+    """
 
     url: str
     sha256: str
     member: str = ""
+    file_name: str = ""
 
-    @property
-    def file_name(self) -> str:
-        """The name under which the file is kept."""
-        return self.url.rstrip("/").rpartition("/")[2]
+
+def data_file(
+    task: str, given: str | None, source: DataSource | None, data_dir: Path, *, recipe: str = ""
+) -> Path:
+    """Return the data of a task: the file that was given, or `source`, kept in `data_dir`.
+
+    Raises:
+        ValueError: there is neither, which `recipe` helps, or `ensure_dataset` fails.
+    """
+    if given is not None:
+        return Path(given)
+    if source is None:
+        raise ValueError(recipe)
+    path = ensure_dataset(
+        data_dir / (source.file_name or source.url.rstrip("/").rpartition("/")[2]),
+        url=source.url,
+        sha256=source.sha256,
+        key=f"evaluate.{task}.data_path",
+    )
+    return _unpacked(path, source.member) if source.member else path
 
 
 def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
@@ -73,7 +96,7 @@ def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
     return path
 
 
-def unpacked(archive: Path, member: str) -> Path:
+def _unpacked(archive: Path, member: str) -> Path:
     """Return a file of a ZIP, unpacked next to it under `<archive>_<file>`."""
     path = archive.with_name(f"{archive.stem}_{Path(member).name}")
     with zipfile.ZipFile(archive) as files, files.open(member) as source, replacing(path) as file:

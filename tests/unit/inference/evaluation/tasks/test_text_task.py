@@ -131,7 +131,7 @@ def test_length_and_ids_of_virtual_tokens_are_those_of_config_ini(tmp_path, give
         weights_dir=folder,
         boolq=TextTaskOptions(data_path=str(data), prompt=given),
     )
-    found = TASKS["boolq"].make(options).prompt
+    found = TASKS["boolq"](options).prompt
     assert (found.length, found.start_id, found.task_id) == expected
 
 
@@ -143,7 +143,7 @@ def test_a_table_that_the_model_lacks_is_refused(tmp_path):
         boolq=TextTaskOptions(prompt=PromptOptions(task_id=2)),
     )
     with pytest.raises(ValueError, match=r"prompt\.task_id=2: .* lists no such prompt table"):
-        TASKS["boolq"].needs(options)
+        TASKS["boolq"](options).needs()
 
 
 def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
@@ -153,7 +153,7 @@ def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
         asked.append((path, source["url"], source["sha256"]))
         return lines(path, {"context": "c", "question": "q", "answers": ["a"]})
 
-    monkeypatch.setattr("inference.evaluation.tasks.text_task.ensure_dataset", fetch)
+    monkeypatch.setattr("inference.evaluation.tasks.datasets.ensure_dataset", fetch)
     squad = make("squad", data_dir=tmp_path)
     assert len(squad.prepare()[1]) == 1
     (path, url, _) = asked.pop()
@@ -167,7 +167,7 @@ def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", sorted(set(TEXT_TASKS) - {"boolq", "squad"}))
 def test_data_that_has_no_fixed_place_is_described(tmp_path, name):
     options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path)
-    (problem,) = TASKS[name].check(options)
+    (problem,) = TASKS[name](options).problems()
     assert problem.startswith(f"evaluate.{name}.data_path is needed for the task {name}. To get ")
     assert ".jsonl" in problem or "sacrebleu -t" in problem
 
@@ -176,7 +176,7 @@ def test_a_checksum_belongs_to_every_address(tmp_path):
     options = EvaluationOptions(
         output_dir=tmp_path, data_dir=tmp_path, boolq=TextTaskOptions(url="https://x.example/d")
     )
-    assert TASKS["boolq"].check(options) == [
+    assert TASKS["boolq"](options).problems() == [
         "evaluate.boolq.url and evaluate.boolq.sha256 go together; give both, or neither."
     ]
 
@@ -338,7 +338,7 @@ def test_a_template_may_use_only_fields_of_the_data(tmp_path):
 def test_a_template_that_cannot_be_filled_in_is_reported_before_the_start(tmp_path, template):
     boolq = TextTaskOptions(data_path=lines(tmp_path / "data", BOOLQ[0]), template=template)
     options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path, boolq=boolq)
-    (problem,) = TASKS["boolq"].check(options)
+    (problem,) = TASKS["boolq"](options).problems()
     assert problem.startswith("evaluate.boolq.template is not")
 
 
@@ -421,7 +421,7 @@ def test_options_of_virtual_tokens_that_would_be_ignored_are_refused(
     data = lines(tmp_path / "boolq.jsonl", BOOLQ[0])
     boolq = TextTaskOptions(data_path=data, prompt=prompt, method=method)
     options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path, boolq=boolq)
-    (problem,) = TASKS["boolq"].check(options)
+    (problem,) = TASKS["boolq"](options).problems()
     assert reported in problem
 
 
