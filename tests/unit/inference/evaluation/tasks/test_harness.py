@@ -16,8 +16,8 @@ import pytest
 
 from inference.evaluation.options import EvaluationOptions, HarnessOptions
 from inference.evaluation.record import Report, RequestStatistics
+from inference.evaluation.report.files import render_markdown
 from inference.evaluation.report.html_page import render_html
-from inference.evaluation.report.markdown import render_markdown
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.preparation import check_bounds_of_groups, prepare
 from inference.evaluation.run.task_run import EvaluationError, run_task
@@ -183,4 +183,4 @@ def test_a_task_that_sends_its_own_requests_has_a_page_without_charts_of_load(
     assert "Harness:x" in page
     assert "Latency under this load" not in page
     assert "Latency under this load" in render_html(report, [])
-    assert "harness_x_perplexity" in render_markdown(replace(report, tasks=(own,)), ())
+    assert "harness_x_perplexity" in render_markdown("report.md", replace(report, tasks=(own,)), ())
