@@ -51,12 +51,13 @@ from inference.evaluation.run.reference import (
     compare_with_reference,
     with_reference_values,
 )
-from inference.evaluation.run.repeat import Movement, movement
 from inference.evaluation.run.task_run import (
     EvaluationError,
     EvaluationProgress,
+    Movement,
     ProgressCallback,
     TaskRun,
+    movement,
     run_task,
 )
 from inference.evaluation.task import TextGenerator
@@ -185,7 +186,7 @@ def _model(
     if given is not None:
         yield given
         return
-    from inference.evaluation.run.connection import connect
+    from inference.evaluation.run.served_model import connect
 
     if progress is not None:
         progress(EvaluationProgress(phase="connect", done=0, total=1))

@@ -7,12 +7,16 @@ run fails, since a figure over the rest would be another figure.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
+from inference.evaluation.gate import amount_text
+from inference.evaluation.options import Bound
+from inference.evaluation.paired import pairs_of
+from inference.evaluation.paired_tests import check_drop
 from inference.evaluation.record import Prediction, RequestStatistics
 from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
@@ -29,6 +33,7 @@ from inference.evaluation.task import (
 _MAX_FAILURES = 20  # failed samples after which the server counts as gone
 _SHOWN_REASONS = 3
 _SHOWN_SAMPLES = 5
+_ASKED_AGAIN = 16
 
 
 class EvaluationError(RuntimeError):
@@ -241,3 +246,43 @@ def _failure_message(
         "patient and how busy the client is."
     )
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Movement:
+    """The change of each metric over samples that were asked again, and the same in words."""
+
+    by_metric: dict[str, float] = field(default_factory=dict)
+    text: str = ""
+
+
+def movement(run: TaskRun, model: TextGenerator, bounds: Mapping[str, Bound]) -> Movement:
+    """Ask samples again where a bound compares a metric that is a mean over them.
+
+    Only metrics of other scores than 0 and 1 are known so well by a few samples.
+    """
+    compared = {name for name, bound in bounds.items() if bound.is_relative}
+    if not any(metric.scale and metric.name in compared for metric in run.metrics):
+        return Movement()
+    chosen = range(0, len(run.samples), max(1, len(run.samples) // _ASKED_AGAIN))[:_ASKED_AGAIN]
+    samples = [run.samples[index] for index in chosen]
+    first = [run.predictions[index].values for index in chosen]
+    again = [run.task.score(sample, model).values for sample in samples]
+    asked = f"{len(samples)} samples asked again, one at a time,"
+    if again == first:
+        return Movement(text=f"{asked} gave the same digits")
+    units = {metric.name: metric.unit for metric in run.metrics}
+    moved: dict[str, float] = {}
+    for metric in run.metrics:
+        rows = [i for i, each in enumerate(samples) if metric.group in ("", each.group)]
+        pairs = pairs_of(metric, [first[i] for i in rows], [again[i] for i in rows])
+        if pairs is not None and not pairs.is_binary:
+            moved[metric.name] = abs(check_drop(pairs, 0.0, confidence=0.95).drop)
+    changed = sum(one != other for one, other in zip(first, again, strict=True))
+    figures = ", ".join(f"{name} by {amount_text(d, units[name])}" for name, d in moved.items())
+    return Movement(
+        moved,
+        f"{asked} gave other digits for {changed}"
+        + (f", which moves {figures}" * bool(moved))
+        + "; evaluate.concurrency=1 gives the same each time",
+    )
