@@ -12,6 +12,7 @@ import hashlib
 import io
 from collections.abc import Sequence
 
+from inference.evaluation.statistics import mean_metric
 from inference.evaluation.task import (
     TENSORS,
     Dataset,
@@ -23,7 +24,6 @@ from inference.evaluation.task import (
     Words,
 )
 from inference.evaluation.tasks.datasets import drawn
-from inference.evaluation.tasks.metrics import mean_metric
 
 PROMPTS = (
     "The old lighthouse stood at the end of the point, and every evening",

@@ -72,7 +72,7 @@ class HarnessTask(Task):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """How the metrics begin; which they are is known when the task was loaded."""
+        """The beginning of every metric; the rest is known when the task was loaded."""
         return (self.name.replace(PREFIX, "harness_", 1).replace("-", "_"),)
 
     def problems(self) -> list[str]:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from export_scripts.checkpoints.jax import step_directory
 from inference.evaluation.options import Bound
-from inference.evaluation.statistics import mean_and_stderr
+from inference.evaluation.statistics import mean_and_stderr, mean_metric
 from inference.evaluation.task import (
     TENSORS,
     Dataset,
@@ -38,7 +38,6 @@ from inference.evaluation.task import (
     TextGenerator,
 )
 from inference.evaluation.tasks.datasets import drawn
-from inference.evaluation.tasks.metrics import mean_metric
 from inference.parity.tolerances import tolerance_of
 
 if TYPE_CHECKING:

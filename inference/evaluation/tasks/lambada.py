@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions
-from inference.evaluation.statistics import Z_95, mean_and_stderr
+from inference.evaluation.statistics import Z_95, mean_and_stderr, mean_metric
 from inference.evaluation.task import (
     LOG_PROBS,
     TOKEN_IDS,
@@ -48,7 +48,6 @@ from inference.evaluation.tasks.datasets import (
     drawn_from_file,
     missing_files,
 )
-from inference.evaluation.tasks.metrics import mean_metric
 from inference.evaluation.tasks.rows import read_rows
 
 LAST_WORD, LAST_TOKEN, PERPLEXITY, TOKEN_PERPLEXITY = LAMBADA_METRICS

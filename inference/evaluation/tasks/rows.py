@@ -175,7 +175,7 @@ def _official_squad(whole: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ]
 
 
-def translation_rows(path: Path, target_path: Path | None) -> list[Row]:
+def translation_rows(path: Path, target_path: str | None) -> list[Row]:
     """Return source and target lines; SentencePiece marks between their words are taken out.
 
     Without a target file the source is JSON Lines with `source` and `target`.
@@ -186,7 +186,7 @@ def translation_rows(path: Path, target_path: Path | None) -> list[Row]:
     if target_path is None:
         rows = read_rows(path, "source", "target")
         return [Row({"source": row["source"]}, (row["target"],)) for row in rows]
-    sources, targets = _detokenised_lines(path), _detokenised_lines(target_path)
+    sources, targets = _detokenised_lines(path), _detokenised_lines(Path(target_path))
     if len(sources) != len(targets) or not sources:
         raise ValueError(
             f"{path} has {len(sources)} lines and {target_path} has {len(targets)}; they must "

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from inference.evaluation.options import EvaluationOptions, PromptOptions, TextTaskOptions
+from inference.evaluation.statistics import mean_metric
 from inference.evaluation.task import (
     LOG_PROBS,
     TENSORS,
@@ -34,7 +35,6 @@ from inference.evaluation.tasks.datasets import (
     drawn_from_file,
     missing_files,
 )
-from inference.evaluation.tasks.metrics import mean_metric
 from inference.evaluation.tasks.rows import Row
 from inference.evaluation.tasks.served_folder import prompt_of
 
