@@ -47,8 +47,8 @@ from inference.evaluation.tasks.datasets import (
     data_file,
     drawn_from_file,
     missing_files,
+    read_rows,
 )
-from inference.evaluation.tasks.rows import read_rows
 
 LAST_WORD, LAST_TOKEN, PERPLEXITY, TOKEN_PERPLEXITY = LAMBADA_METRICS
 # Per sample: the parts of the perplexities.

@@ -31,11 +31,11 @@ from inference.evaluation.task import (
 )
 from inference.evaluation.tasks.datasets import (
     DataSource,
+    Row,
     data_file,
     drawn_from_file,
     missing_files,
 )
-from inference.evaluation.tasks.rows import Row
 from inference.evaluation.tasks.served_folder import prompt_of
 
 _P_TUNING = 3  # request_prompt_type of the contract

@@ -16,8 +16,8 @@ from typing import Any
 
 from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import Metric, Sample, Score
-from inference.evaluation.tasks.datasets import DataSource
-from inference.evaluation.tasks.rows import (
+from inference.evaluation.tasks.datasets import (
+    DataSource,
     boolq_rows,
     nli_rows,
     squad_rows,

@@ -16,8 +16,7 @@ from inference.evaluation.options import EvaluationOptions, PromptOptions, TextT
 from inference.evaluation.run.task_run import TaskRun, run_task
 from inference.evaluation.task import Sample, Score
 from inference.evaluation.tasks import TASKS
-from inference.evaluation.tasks.datasets import DataSource
-from inference.evaluation.tasks.rows import squad_rows, translation_rows
+from inference.evaluation.tasks.datasets import DataSource, squad_rows, translation_rows
 from inference.evaluation.tasks.served_folder import prompt_of
 from inference.evaluation.tasks.text_task import TextTask, TextTaskKind, read_table
 from inference.evaluation.tasks.text_tasks import (
