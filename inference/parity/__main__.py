@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from export_scripts.commands import accept_any_text, complain, say
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+from export_scripts.tables import text_table
 
 if TYPE_CHECKING:
     from inference.parity.activations import ActivationDifference
@@ -123,7 +124,7 @@ def parity_text(report: ParityReport) -> str:
         *_weights(report),
     ]
     if report.activations:
-        lines += ["", *_table(report.activations)]
+        lines += ["", _table(report.activations)]
     if report.uncomputed:
         lines.append(f"layers   not compared: {report.uncomputed}")
     return "\n".join([*lines, "", *_verdict(report)])
@@ -159,15 +160,17 @@ def _listed(lines: Sequence[str]) -> Iterator[str]:
         yield f"         ... and {len(lines) - _MOST_LISTED} more like these"
 
 
-def _table(rows: Sequence[ActivationDifference]) -> list[str]:
-    width = max(len(each.place.where) for each in rows)
-    head = f"{'layer':{width}}  {'part':15}  {'max abs':>9}  {'mean abs':>9}  {'relative':>9}"
-    lines = [f"{head}  tolerance"]
-    for each in rows:
-        numbers = f"{each.max_abs:9.2e}  {each.mean_abs:9.2e}  {each.relative:9.2e}"
-        mark = f"  {each.tolerance:9.1e}{'  deviates' * each.deviates}"
-        lines.append(f"{each.place.where:{width}}  {each.place.part:15}  {numbers}{mark}")
-    return lines
+def _table(rows: Sequence[ActivationDifference]) -> str:
+    head = ("layer", "part", "max abs", "mean abs", "relative", "tolerance", "")
+    cells = [
+        (
+            *(each.place.where, each.place.part),
+            *(f"{value:.2e}" for value in (each.max_abs, each.mean_abs, each.relative)),
+            *(f"{each.tolerance:.1e}", "deviates" * each.deviates),
+        )
+        for each in rows
+    ]
+    return text_table(head, cells, right=range(2, 6), rule=False)
 
 
 def _verdict(report: ParityReport) -> Iterator[str]:
