@@ -100,12 +100,14 @@ def evaluate(
         if problems := check_bounds_of_groups(options, prepared):
             raise ValueError("\n".join(problems))
         baseline = stored_baseline(options, prepared)
-        _clear(output_dir)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        for name in FILE_NAMES:  # two reports are never mixed
+            (output_dir / name).unlink(missing_ok=True)
         with _model(options, model, progress) as asked:
             ask = partial(run_task, model=asked, concurrency=options.concurrency, progress=progress)
             runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
             repeats = [movement(run, asked, bounds) for run in runs]
-            points = _latency(options, asked, runs, progress)
+            latency = _latency(options, asked, runs, progress)
         if options.reference == "huggingface":
             prepared = with_source(options, prepared, progress)
     seconds = time.perf_counter() - start
@@ -115,13 +117,15 @@ def evaluate(
         started_at=started_at.isoformat(timespec="seconds"),
         seconds=seconds,
         tasks=tuple(map(partial(_task_report, options), runs, prepared, repeats)),
-        latency=points,
+        latency=latency,
         bounds=bounds,
         environment=describe_environment(),
     )
-    history_dir = None if options.history_dir is None else Path(options.history_dir)
     moved = ChainMap(*(each.by_metric for each in repeats))
-    report = _with_history(_gated(report, options, baseline, runs, moved), history_dir)
+    report = _gated(report, options, baseline, runs, moved)
+    if options.history_dir is not None:
+        points = read_history(Path(options.history_dir))
+        report = replace(report, history=comparable_history(points, report))
     _publish(options, report, runs, prepared, baseline)
     return report
 
@@ -156,13 +160,6 @@ def _publish(
     for tracker in options.trackers:
         folder = Path(options.history_dir or output_dir)
         track(tracker, report, output_dir, folder=folder)
-
-
-def _clear(output_dir: Path) -> None:
-    """Make the folder and remove an earlier report, so that two are never mixed."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    for name in FILE_NAMES:
-        (output_dir / name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -295,12 +292,6 @@ def _with_remedy(verdict: Verdict, options: EvaluationOptions) -> Verdict:
     tasks = known_tasks(options) if verdict.status == BREACHED else []
     remedies = [task.remedy() for task in tasks if verdict.metric in task.metric_names]
     return replace(verdict, remedy=" ".join(remedies))
-
-
-def _with_history(report: Report, history_dir: Path | None) -> Report:
-    if history_dir is None:
-        return report
-    return replace(report, history=comparable_history(read_history(history_dir), report))
 
 
 def _with_weights(facts: RunFacts, weights_dir: Path | None) -> RunFacts:

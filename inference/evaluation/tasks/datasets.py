@@ -336,10 +336,7 @@ def translation_rows(path: Path, target_path: str | None) -> list[Row]:
 
 def _detokenised_lines(path: Path) -> list[str]:
     lines = _text_of(path).split("\n")
-    return [_detokenised(line) for line in (lines if lines[-1] else lines[:-1])]
-
-
-def _detokenised(line: str) -> str:
-    if _WORD_START not in line:
-        return line.strip()
-    return line.replace(" ", "").replace(_WORD_START, " ").strip()
+    return [
+        (line.replace(" ", "").replace(_WORD_START, " ") if _WORD_START in line else line).strip()
+        for line in (lines if lines[-1] else lines[:-1])
+    ]

@@ -7,8 +7,6 @@ answer is the choice that the model finds most probable after the prompt.
 
 from __future__ import annotations
 
-import array
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -204,7 +202,9 @@ class TextTask(Task):
         source, recipe = self.kind.data_source(self.own), self.kind.without_data
         given, folder = self.own.data_path, self.options.data_dir
         path = data_file(self.name, given, source, folder, recipe=recipe)
-        template = self.own.template or self._own_template()
+        template = self.own.template or self.kind.template
+        if self.own.template is None and self.own.method == "log_likelihood":
+            template = self.kind.likelihood_template or template
         rows = self.kind.read(path, self.own)
         samples = [self._sample(index, row, template, path) for index, row in enumerate(rows)]
         return drawn_from_file(samples, self.options, path)
@@ -244,11 +244,6 @@ class TextTask(Task):
                 found.append(mean_metric(value + end, own, value=value, is_share=share, **words))
         return tuple(found)
 
-    def _own_template(self) -> str:
-        if self.own.method == "log_likelihood" and self.kind.likelihood_template:
-            return self.kind.likelihood_template
-        return self.kind.template
-
     def _answer(self, sample: Sample, model: TextGenerator) -> str:
         if self.own.method == "log_likelihood":
             return _most_probable(sample.text, self.kind.choices, model)
@@ -280,15 +275,13 @@ def read_table(path: Path, *, rows: int) -> list[list[float]]:
     Raises:
         ValueError: the file does not hold so many rows.
     """
-    values = array.array("f")
+    import numpy as np
+
     content = path.read_bytes()
-    if not content or len(content) % (rows * values.itemsize):
+    if not content or len(content) % (rows * 4):
         raise ValueError(f"{path} holds {len(content)} bytes, which are not {rows} rows of fp32.")
-    values.frombytes(content)
-    if sys.byteorder == "big":
-        values.byteswap()
-    width = len(values) // rows
-    return [values[start : start + width].tolist() for start in range(0, len(values), width)]
+    table: list[list[float]] = np.frombuffer(content, "<f4").reshape(rows, -1).tolist()
+    return table
 
 
 def _most_probable(text: str, choices: Mapping[str, str], model: TextGenerator) -> str:
