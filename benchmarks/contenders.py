@@ -74,11 +74,6 @@ class Contender:
         self.seconds.append(seconds)
         self.step_times += step_times
 
-    def forget(self) -> None:
-        """Drop the measurements so far."""
-        self.seconds.clear()
-        self.step_times.clear()
-
     def close(self) -> None:
         """End the process."""
         self._pipe.close()
@@ -121,7 +116,8 @@ def measure_rounds(
     """Time every contender in turn, after one round that is not counted."""
     for each in table:
         each.generate(prompts, output_len)
-        each.forget()
+        each.seconds.clear()
+        each.step_times.clear()
     for _ in range(repeats):
         for each in table:
             time.sleep(_SETTLE_S)

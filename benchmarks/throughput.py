@@ -73,9 +73,9 @@ def random_requests(
     ]
 
 
-def arrival_times(count: int, *, rate: float, seed: int = 11) -> list[float]:
+def arrival_times(count: int, *, rate: float) -> list[float]:
     """Return arrival times in seconds: independent, `rate` requests per second."""
-    draw = random.Random(seed)
+    draw = random.Random(11)
     return list(accumulate(draw.expovariate(rate) for _ in range(count)))
 
 
