@@ -113,7 +113,6 @@ def _samples_data(report: Report, predictions: Sequence[Prediction]) -> Any:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Return a value as the page shows and compares it; none where a task has no such quantity."""
     return None if value is None else round(value, 3)
 
 

@@ -66,7 +66,6 @@ def figures(report: Report) -> dict[str, float]:
 
 
 def _to_mlflow(report: Report, output_dir: Path, folder: Path) -> None:
-    """Add a run with parameters, metrics and the report's files."""
     del folder
     import mlflow
     from mlflow.exceptions import MlflowException
@@ -82,7 +81,6 @@ def _to_mlflow(report: Report, output_dir: Path, folder: Path) -> None:
 
 
 def _to_tensorboard(report: Report, output_dir: Path, folder: Path) -> None:
-    """Add a step with the figures, and the report and the parameters as text."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.plugins.scalar.summary_v2 import scalar_pb
     from tensorboard.plugins.text.summary_v2 import text_pb
