@@ -70,7 +70,7 @@ def evaluate(
     facts: RunFacts,
     *,
     model: TextGenerator | None = None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda _: None,
 ) -> Report:
     """Run the tasks against the server of `options.url`, write the report and return it.
 
@@ -145,7 +145,6 @@ def _publish(
     prepared: Sequence[Prepared],
     baseline: Baseline | None,
 ) -> None:
-    """Write the report, add it to the run store and send it to the trackers."""
     predictions = [
         each
         for run, own in zip(runs, prepared, strict=True)
@@ -177,7 +176,7 @@ def _junit_on_failure(output_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _model(
-    options: EvaluationOptions, given: TextGenerator | None, progress: ProgressCallback | None
+    options: EvaluationOptions, given: TextGenerator | None, progress: ProgressCallback
 ) -> Iterator[TextGenerator]:
     """Yield the model that was given, or the one at the server, connected for as long as needed."""
     if given is not None:
@@ -185,8 +184,7 @@ def _model(
         return
     from inference.evaluation.run.served_model import connect
 
-    if progress is not None:
-        progress(EvaluationProgress(phase="connect", done=0, total=1))
+    progress(EvaluationProgress("connect", done=0, total=1))
     with connect(options) as served:
         yield served
 
@@ -195,7 +193,7 @@ def _latency(
     options: EvaluationOptions,
     model: TextGenerator,
     runs: Sequence[TaskRun],
-    progress: ProgressCallback | None,
+    progress: ProgressCallback,
 ) -> tuple[LatencyPoint, ...]:
     if not options.latency.enabled:
         return ()

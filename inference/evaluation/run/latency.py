@@ -26,7 +26,6 @@ from inference.evaluation.run.task_run import EvaluationError, EvaluationProgres
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.task import RequestFailedError, RequestTensors, TextGenerator, generates
 
-_PHASE = "latency"
 _MAX_PROMPTS = 64
 
 
@@ -70,7 +69,7 @@ def measure_latency(
     *,
     send: Callable[[Load], Answered] | None = None,
     hidden_size: int | None = None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda _: None,
 ) -> tuple[LatencyPoint, ...]:
     """Measure every point of the options; prompts are cut from `tokens`, read as far as needed.
 
@@ -85,7 +84,7 @@ def measure_latency(
     loads = list(_loads(model, tokens, shapes, options))
     measured: dict[Load, Answered] = {}
     for done, load in enumerate(loads):
-        _report(progress, done, len(loads))
+        progress(EvaluationProgress("latency", done, len(loads)))
         try:
             measured[load] = send(load)
         except RequestFailedError as error:
@@ -93,7 +92,7 @@ def measure_latency(
                 f"latency of {load} could not be measured: {error}\nCheck that the model allows "
                 "so many positions and rows (evaluate.latency.shapes and batch_sizes)."
             ) from error
-    _report(progress, len(loads), len(loads))
+    progress(EvaluationProgress("latency", len(loads), len(loads)))
     return tuple(_point(load, measured) for load in loads if load.shape in shapes)
 
 
@@ -273,8 +272,3 @@ def encoder_request(
         )
     states = np.random.default_rng(0).standard_normal((len(rows), len(rows[0]), hidden_size))
     return {"input_hidden_state": states.astype(np.float32), "sequence_lengths": lengths}
-
-
-def _report(progress: ProgressCallback | None, done: int, total: int) -> None:
-    if progress is not None:
-        progress(EvaluationProgress(phase=_PHASE, done=done, total=total))

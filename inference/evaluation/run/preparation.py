@@ -95,7 +95,7 @@ def check_bounds_of_groups(options: EvaluationOptions, prepared: Sequence[Prepar
 
 
 def with_source(
-    options: EvaluationOptions, prepared: Sequence[Prepared], progress: ProgressCallback | None
+    options: EvaluationOptions, prepared: Sequence[Prepared], progress: ProgressCallback
 ) -> list[Prepared]:
     """Return the prepared tasks with what the source checkpoint's own library answers."""
     from inference.evaluation.run.huggingface_model import load_reference_model

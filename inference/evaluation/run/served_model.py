@@ -85,16 +85,8 @@ def ask(
 class ServedTokenizer:
     """The server's own preprocessing and postprocessing; what was asked lately is remembered."""
 
-    def __init__(
-        self,
-        client: TritonClient,
-        *,
-        preprocessing: str = "preprocessing",
-        postprocessing: str = "postprocessing",
-    ) -> None:
+    def __init__(self, client: TritonClient) -> None:
         self._client = client
-        self._preprocessing = preprocessing
-        self._postprocessing = postprocessing
         self._encoded = lru_cache(maxsize=_REMEMBERED)(self._encode)
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -108,15 +100,15 @@ class ServedTokenizer:
             "STOP_WORDS_DICT": as_tensor([""], "BYTES"),
             "REQUEST_OUTPUT_LEN": as_tensor([1], "UINT32"),
         }
-        outputs = ask(self._client, self._preprocessing, inputs, "INPUT_ID", "REQUEST_INPUT_LEN")
+        outputs = ask(self._client, "preprocessing", inputs, "INPUT_ID", "REQUEST_INPUT_LEN")
         count = int(outputs["REQUEST_INPUT_LEN"].reshape(-1)[0])
         return tuple(int(each) for each in outputs["INPUT_ID"][0, :count])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids; end tokens at the end give no text."""
-        declared = self._client.input_types(self._postprocessing)["TOKENS_BATCH"]
+        declared = self._client.input_types("postprocessing")["TOKENS_BATCH"]
         inputs = {"TOKENS_BATCH": as_tensor([[ids]], declared)}
-        outputs = ask(self._client, self._postprocessing, inputs, "OUTPUT")
+        outputs = ask(self._client, "postprocessing", inputs, "OUTPUT")
         return as_texts(outputs["OUTPUT"])[0][0]
 
 
@@ -368,7 +360,6 @@ def _needs_tokenizer(options: EvaluationOptions, folder: Path) -> bool:
 
 
 def _end_id(weights_dir: Path | None) -> int | None:
-    """Return the token that ends answers, from the converted folder's config.ini."""
     if weights_dir is None or not (weights_dir / "config.ini").is_file():
         return None
     _, config = read_config(weights_dir)

@@ -46,21 +46,14 @@ class EvaluationProgress:
 
     Attributes:
         phase: the task's name, or what else is being done.
-        done, total: samples (or latency points); `failed` of those done could not be evaluated.
+        done, total: samples (or latency points).
         running: accuracies over the samples done so far, by metric name.
     """
 
     phase: str
     done: int
     total: int
-    failed: int = 0
     running: tuple[tuple[str, float], ...] = ()
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        text = f"{self.phase} {self.done}/{self.total}"
-        text += "".join(f" {name} {value:.2%}" for name, value in self.running)
-        return text + (f" ({self.failed} failed)" if self.failed else "")
 
 
 ProgressCallback = Callable[[EvaluationProgress], None]
@@ -85,7 +78,7 @@ def run_task(
     model: TextGenerator,
     *,
     concurrency: int,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda _: None,
     phase: str = "",
 ) -> TaskRun:
     """Evaluate one task on its prepared data, keeping up to `concurrency` samples in flight.
@@ -97,7 +90,7 @@ def run_task(
     """
     timer = RequestTimer(model)
     start = time.perf_counter()
-    tally = _Tally(phase or task.name, total=len(samples), report=progress)
+    tally = _Tally(phase or task.name, len(samples), progress)
     answered = _ask_all(task, samples, timer.model, concurrency=concurrency, tally=tally)
     seconds = time.perf_counter() - start
     scores = [answered[sample.index][0] for sample in samples]
@@ -189,39 +182,24 @@ def _ask(task: Task, model: TextGenerator, sample: Sample) -> _Answered:
 class _Tally:
     """Sums accuracies up as answers come, and reports them."""
 
-    def __init__(self, phase: str, *, total: int, report: ProgressCallback | None) -> None:
-        self._phase = phase
-        self._total = total
-        self._report = report
-        self._start = time.perf_counter()
-        self._done = 0
-        self._failed = 0
+    def __init__(self, phase: str, total: int, report: ProgressCallback) -> None:
+        self._phase, self._total, self._report = phase, total, report
+        self._done = self._answered = 0
         self._sums: dict[str, float] = {}
         self._notify()
 
     def add(self, score: Score | None) -> None:
         """Count a sample; one without a score has failed."""
         self._done += 1
-        self._failed += score is None
+        self._answered += score is not None
         for name, value in score.values.items() if score else ():
             if value in (0.0, 1.0):
                 self._sums[name] = self._sums.get(name, 0.0) + value
         self._notify()
 
     def _notify(self) -> None:
-        if self._report is None:
-            return
-        succeeded = max(1, self._done - self._failed)
-        self._report(
-            EvaluationProgress(
-                phase=self._phase,
-                done=self._done,
-                total=self._total,
-                failed=self._failed,
-                running=tuple((name, total / succeeded) for name, total in self._sums.items()),
-                seconds=time.perf_counter() - self._start,
-            )
-        )
+        running = tuple((name, each / self._answered) for name, each in self._sums.items())
+        self._report(EvaluationProgress(self._phase, self._done, self._total, running))
 
 
 def _failure_message(
