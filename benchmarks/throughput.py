@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.models import SIZES, Model, Size, sized_model
 from benchmarks.program import Cell, percentile, run
@@ -77,19 +77,6 @@ def arrival_times(count: int, *, rate: float) -> list[float]:
     """Return arrival times in seconds: independent, `rate` requests per second."""
     draw = random.Random(11)
     return list(accumulate(draw.expovariate(rate) for _ in range(count)))
-
-
-class Server(Protocol):
-    """A running engine."""
-
-    def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
-        """Begin to answer a request, before the next step."""
-
-    def wait(self) -> None:
-        """Return once all requests are answered; others may be submitted meanwhile."""
-
-    def close(self) -> None:
-        """End the engine."""
 
 
 class _Slipway:
@@ -200,6 +187,11 @@ class _Vllm:
 
     def close(self) -> None:
         """Do nothing: vLLM ends with the process."""
+
+
+# `submit` begins to answer a request before the next step; `wait` returns once all requests are
+# answered, while others may be submitted.
+Server = _Slipway | _Vllm
 
 
 def timed(server: Server, requests: Sequence[Request]) -> float:
