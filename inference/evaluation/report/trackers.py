@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from export_scripts.tables import markdown_table
 from inference.evaluation.options import TRACKERS
 from inference.evaluation.record import Report, RunFacts
 from inference.evaluation.report.files import FILE_NAMES, REPORT_MARKDOWN
@@ -88,11 +89,11 @@ def _to_tensorboard(report: Report, output_dir: Path, folder: Path) -> None:
 
     logdir = folder / "tensorboard" / report.run.name
     step = len(list(logdir.glob("events.out.tfevents.*")))
-    rows = [f"| {name} | {value} |" for name, value in parameters(report).items()]
+    rows = [(name, str(value)) for name, value in parameters(report).items()]
     markdown = (output_dir / REPORT_MARKDOWN).read_text(encoding="utf-8")
     summaries: list[Summary] = [
         *(scalar_pb(name, value) for name, value in figures(report).items()),
-        text_pb("parameters", "\n".join(["| | |", "| --- | --- |", *rows])),
+        text_pb("parameters", markdown_table(("", ""), rows)),
         text_pb("report", markdown),
     ]
     started = datetime.fromisoformat(report.started_at).timestamp()
