@@ -290,7 +290,9 @@ class Task(abc.ABC):
         """Return the ability that each metric needs of a model, for those that need one."""
         return {}
 
-    def reduced(self, metrics: tuple[str, ...]) -> EvaluationOptions | None:
-        """Return the options with only some of the metrics; None where they go together."""
-        del metrics
+    def reduced(
+        self, options: EvaluationOptions, metrics: tuple[str, ...]
+    ) -> EvaluationOptions | None:
+        """Return options with only some of the metrics; None where they go together."""
+        del options, metrics
         return None

@@ -34,7 +34,7 @@ def within_abilities(options: EvaluationOptions, lacks: Mapping[str, str]) -> Ev
         needs, names = task.needs(), task.metric_names
         missing = {name: lacks[needs[name]] for name in names if needs.get(name) in lacks}
         rest = tuple(name for name in names if name not in missing)
-        reduced = task.reduced(rest)
+        reduced = task.reduced(found, rest)
         if missing and reduced is None:
             missing, rest = dict.fromkeys(names, next(iter(missing.values()))), ()
         left_out |= missing

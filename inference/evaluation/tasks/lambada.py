@@ -119,10 +119,9 @@ class Lambada(Task):
         """Return what metrics need other than text."""
         return _NEEDS
 
-    def reduced(self, metrics: tuple[str, ...]) -> EvaluationOptions:
-        """Return the options with only some of the metrics."""
-        lambada = replace(self.options.lambada, metrics=[*metrics])
-        return replace(self.options, lambada=lambada)
+    def reduced(self, options: EvaluationOptions, metrics: tuple[str, ...]) -> EvaluationOptions:
+        """Return options with only some of the metrics."""
+        return replace(options, lambada=replace(options.lambada, metrics=[*metrics]))
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Read the passages, downloading them first where that is asked for.
