@@ -1,4 +1,7 @@
-"""Contenders of the benchmarks: our engine, transformers and CTranslate2."""
+"""Contenders of the benchmarks: our engine, transformers and CTranslate2, and their limit.
+
+Decoding is bound by the bytes that a step reads over the bandwidth of the memory.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.bandwidth import step_bytes
 from benchmarks.models import Model
 from benchmarks.program import Cell, percentile
+from export_scripts.families.layout.architecture import DecoderArchitecture
+from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import torch_dtype
+from inference.ranks.device import compute_dtype, matrix_dtype
 
 # A pause before each program: OpenMP's threads spin after their work, Intel's (CTranslate2's) for
 # 0.2 s, and would slow down the next program.
 _SETTLE_S = 0.5
+_BYTES = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}  # of a reading of memory
+_ROUNDS = 7
 
 Prompts = Sequence[Sequence[int]]
 # (sequences, cached tokens of each) -> bytes that a step reads
@@ -67,11 +74,6 @@ class Contender:
         self.seconds.append(seconds)
         self.step_times += step_times
 
-    def forget(self) -> None:
-        """Drop the measurements so far."""
-        self.seconds.clear()
-        self.step_times.clear()
-
     def close(self) -> None:
         """End the process."""
         self._pipe.close()
@@ -114,7 +116,8 @@ def measure_rounds(
     """Time every contender in turn, after one round that is not counted."""
     for each in table:
         each.generate(prompts, output_len)
-        each.forget()
+        each.seconds.clear()
+        each.step_times.clear()
     for _ in range(repeats):
         for each in table:
             time.sleep(_SETTLE_S)
@@ -144,6 +147,58 @@ def cells(table: Sequence[Contender], title: str, tokens: int) -> Iterator[Cell]
                 yield f"{title}, a step p{percent}", each.name, f"{step * 1e3:.2f} ms"
 
 
+def measured_bandwidth(device: str) -> float:
+    """Return bytes/s of the best of some readings of memory, by as many threads as torch uses."""
+    values = torch.ones(_BYTES[device] // 4, device=device)
+
+    def read() -> None:
+        # The fastest of torch's reductions.
+        if device == "cpu":
+            torch.dot(values, values)
+        else:
+            values.sum()
+            torch.cuda.synchronize()
+
+    read()
+    seconds = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        read()
+        seconds.append(time.perf_counter() - start)
+    return values.nbytes / min(seconds)
+
+
+def step_bytes(
+    ft_dir: Path, data_type: str, device: str, int8: bool, batch: int, length: int
+) -> int:
+    """Return the bytes of weights, keys and values that one decoding step reads.
+
+    Args:
+        ft_dir: A decoder-only model.
+        data_type: Type of computation.
+        device: cpu or cuda.
+        int8: Whether matrices are kept in 8 bits.
+        batch: Sequences.
+        length: Cached tokens of each.
+    """
+    family, config = read_config(ft_dir)
+    architecture = family.architecture(config)
+    assert isinstance(architecture, DecoderArchitecture)
+    computed = compute_dtype(data_type, torch.device(device))
+    kept = matrix_dtype(data_type, config.weight_data_type, torch.device(device)) or computed
+    matrix_bytes = 1 if int8 else kept.itemsize
+    # Of the embedding one row is read per token, unless it is the head as well.
+    unread = {"model.wpe", "model.wte" if architecture.untied_head else ""}
+    weights = 0
+    for tensor in family.tensors(config):
+        if tensor.name in unread:
+            continue
+        is_matrix = len(tensor.shape) > 1
+        weights += prod(tensor.shape) * (matrix_bytes if is_matrix else computed.itemsize)
+    head_bytes = architecture.kv_head_num * architecture.size_per_head * computed.itemsize
+    return weights + batch * length * 2 * architecture.num_layer * head_bytes
+
+
 def slipway(
     ft_dir: Path,
     data_type: str,
@@ -152,7 +207,6 @@ def slipway(
     slots: int,
     max_len: int,
     int8: bool = False,
-    encoder_decoder: bool = False,
 ) -> Program:
     """Return this project's engine on one rank, with room for `slots` times `max_len` tokens."""
     from inference.decoding.options import RowOptions
@@ -173,25 +227,23 @@ def slipway(
                 input_ids=tuple(ids),
                 output_len=tokens,
                 options=RowOptions(start_id=0, end_id=never),
-                context_ids=(0,) if encoder_decoder else tuple(ids),
+                context_ids=tuple(ids),
             )
             for ids in prompts
         )
-        request = GenerationRequest(
-            rows=rows, padded_len=max(map(len, prompts)), encoder_decoder=encoder_decoder
-        )
+        request = GenerationRequest(rows=rows, padded_len=max(map(len, prompts)))
         engine.submit(request, on_step=StepClock(step_times)).result()
 
     name = f"slipway {'int8' if int8 else data_type}"
-    read = None if encoder_decoder else partial(step_bytes, ft_dir, data_type, device, int8)
+    read = partial(step_bytes, ft_dir, data_type, device, int8)
     return Program(name, generate, step_times, close=engine.stop, step_bytes=read)
 
 
-def hugging_face(model_class: Any, model: Model, data_type: str, device: str) -> Program:
+def hugging_face(model: Model, data_type: str, device: str) -> Program:
     """Return transformers' own generate."""
     import transformers
 
-    dtype = torch_dtype(data_type)
+    model_class, dtype = transformers.AutoModelForCausalLM, torch_dtype(data_type)
     if model.checkpoint is not None:
         theirs = model_class.from_pretrained(model.checkpoint, dtype=dtype).to(device)
     else:
@@ -217,7 +269,6 @@ def hugging_face(model_class: Any, model: Model, data_type: str, device: str) ->
                 do_sample=False,
                 pad_token_id=0,
                 eos_token_id=None,
-                decoder_start_token_id=0,
                 logits_processor=transformers.LogitsProcessorList([noted]),
             )
 

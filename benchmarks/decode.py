@@ -25,9 +25,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-import transformers
 
-from benchmarks.bandwidth import measured_bandwidth
 from benchmarks.contenders import (
     Program,
     cells,
@@ -35,6 +33,7 @@ from benchmarks.contenders import (
     ctranslate,
     hugging_face,
     measure_rounds,
+    measured_bandwidth,
     slipway,
 )
 from benchmarks.models import SIZES, Model, decoder_model
@@ -55,8 +54,7 @@ def programs(model: Model, args: argparse.Namespace) -> list[Callable[[], Progra
         data_type = _COMPUTED_WITH_INT8[args.device] if int8 else kind
         found.append(partial(slipway, model.ft_dir, data_type, args.device, int8=int8, **room))
         if not int8 and not args.no_transformers:
-            causal = transformers.AutoModelForCausalLM
-            found.append(partial(hugging_face, causal, model, data_type, args.device))
+            found.append(partial(hugging_face, model, data_type, args.device))
         peer = args.device == "cpu" and kind in ("fp32", "int8") and not args.no_ctranslate2
         if peer and model.checkpoint is not None:
             found.append(partial(ctranslate, model.checkpoint, args.work_dir, kind, args.threads))
@@ -90,20 +88,15 @@ if __name__ == "__main__":
     run(
         measure,
         __doc__,
-        work_dir={},
-        device={},
+        common=("work_dir", "device", "batch", "output_len", "repeats", "threads"),
         model={"choices": ("gpt2", *SIZES), "default": "gpt2"},
-        batch={},
         input_len={"nargs": "+", "default": [32]},
-        output_len={},
         data_type={"nargs": "+", "choices": ("fp32", "fp16", "bf16", "int8")},
         weight_data_type={
             "choices": WEIGHT_DATA_TYPES,
             "default": "fp32",
             "help": "of GPT-2's FT folder",
         },
-        repeats={},
-        threads={},
         no_ctranslate2={"action": "store_true"},
         no_transformers={"action": "store_true"},
     )

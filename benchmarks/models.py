@@ -40,15 +40,13 @@ class Model:
     vocab_size: int
 
 
-def decoder_model(
-    name: str, work_dir: Path, *, weight_data_type: str = "fp16", tp_size: int = 1
-) -> Model:
+def decoder_model(name: str, work_dir: Path, *, weight_data_type: str = "fp16") -> Model:
     """Return the model called `name`, gpt2 or one of `SIZES`, written unless it is there.
 
     `weight_data_type` is that of gpt2's FT folder; the others have one in fp16 only.
     """
     if name != "gpt2":
-        return sized_model(SIZES[name], work_dir, tp_size=tp_size)
+        return sized_model(SIZES[name], work_dir)
     folder = save_random(
         transformers.GPT2LMHeadModel,
         transformers.GPT2Config(bos_token_id=0, eos_token_id=0),

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from export_scripts.tables import markdown_table
+
 RESULTS = Path(__file__).with_name("results")
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm")
 _LOWER_IS_BETTER = ("s", "ms", "us", "MB")
@@ -66,12 +68,12 @@ class Record:
     def table(self) -> str:
         """Return the rows as a Markdown table, with what a reader needs to repeat them."""
         names = list(dict.fromkeys(name for row in self.rows.values() for name in row))
-        lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-        for row, values in self.rows.items():
-            lines.append(f"| {row} | {' | '.join(values.get(name, '-') for name in names)} |")
+        cells = [
+            (row, *(values.get(name, "-") for name in names)) for row, values in self.rows.items()
+        ]
         packages = ", ".join(f"{name} {found}" for name, found in self.versions.items())
         source = f"Commit {self.commit}, {self.date}, {self.machine}; {packages}:\n`{self.command}`"
-        return "\n".join([*lines, "", source, ""])
+        return f"{markdown_table(('', *names), cells)}\n\n{source}\n"
 
 
 def fallen(old: Record, new: Record, *, noise: float) -> list[str]:

@@ -79,13 +79,10 @@ if __name__ == "__main__":
     run(
         measure,
         __doc__,
-        work_dir={},
-        device={},
+        common=("work_dir", "device", "input_len", "output_len"),
         model={"choices": ("gpt2", *SIZES), "default": "gpt2"},
         data_type={"default": "fp32"},
         requests={"type": int, "default": 32},
         concurrency={"type": int, "nargs": "+", "default": [1, 16]},
-        input_len={},
-        output_len={},
         repeats={"default": 3},
     )

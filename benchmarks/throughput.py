@@ -22,36 +22,61 @@ import argparse
 import importlib.util
 import json
 import multiprocessing
+import random
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.models import SIZES, Model, Size, sized_model
 from benchmarks.program import Cell, percentile, run
-from benchmarks.workload import Request, arrival_times, random_requests
 
 _RATE = "mixed, again, rate"
-
 # Receives (number of the request, tokens that it has by now).
 OnTokens = Callable[[int, int], None]
 
 
-class Server(Protocol):
-    """A running engine."""
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how many tokens are wanted; no end token stops it earlier."""
 
-    def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
-        """Begin to answer a request, before the next step."""
+    prompt: list[int]
+    output_len: int
 
-    def wait(self) -> None:
-        """Return once all requests are answered; others may be submitted meanwhile."""
 
-    def close(self) -> None:
-        """End the engine."""
+def random_requests(
+    count: int,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    *,
+    vocab_size: int,
+    shared_len: int = 0,
+    seed: int = 7,
+) -> list[Request]:
+    """Return requests whose tokens in and out lie between two numbers each.
+
+    Each begins with the same `shared_len` tokens, which are not counted among those of `inputs`.
+    """
+    draw = random.Random(seed)
+
+    def ids(length: int) -> list[int]:
+        return [draw.randrange(1, vocab_size) for _ in range(length)]
+
+    shared = ids(shared_len)
+    return [
+        Request(shared + ids(draw.randint(*inputs)), draw.randint(*outputs)) for _ in range(count)
+    ]
+
+
+def arrival_times(count: int, *, rate: float) -> list[float]:
+    """Return arrival times in seconds: independent, `rate` requests per second."""
+    draw = random.Random(11)
+    return list(accumulate(draw.expovariate(rate) for _ in range(count)))
 
 
 class _Slipway:
@@ -162,6 +187,11 @@ class _Vllm:
 
     def close(self) -> None:
         """Do nothing: vLLM ends with the process."""
+
+
+# `submit` begins to answer a request before the next step; `wait` returns once all requests are
+# answered, while others may be submitted.
+Server = _Slipway | _Vllm
 
 
 def timed(server: Server, requests: Sequence[Request]) -> float:
@@ -303,10 +333,8 @@ if __name__ == "__main__":
     run(
         measure,
         __doc__,
-        work_dir={},
-        device={},
+        common=("work_dir", "device", "tp"),
         data_type={"default": "fp16"},
-        tp={},
         int8={**switch, "help": "matrices in 8 bits, ours alone"},
         fp8={**switch, "help": "products in FP8, ours alone"},
         batch_invariant={**switch, "help": "ours alone"},

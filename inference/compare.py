@@ -9,8 +9,7 @@ from pathlib import Path
 
 from export_scripts.commands import accept_any_text
 from export_scripts.files.replace import replace_file
-from inference.evaluation.report.compare import load_comparison
-from inference.evaluation.report.compare_page import comparison_text, render_comparison
+from inference.evaluation.report.compare import comparison_text, load_comparison, render_comparison
 from inference.evaluation.report.history import find_run
 
 

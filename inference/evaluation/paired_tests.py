@@ -32,6 +32,7 @@ _NORMAL = NormalDist()
 _RESAMPLES = 5000
 _CHUNK_VALUES = 1 << 22  # drawn at a time
 _TIE = 1e-9
+_STEPS = 20  # of a bisection
 
 
 @dataclass(frozen=True)
@@ -242,9 +243,9 @@ def _t_quantile(share: float, freedom: int) -> float:
     return math.sqrt(freedom * math.expm1(normal * normal / freedom))
 
 
-def _root(function: Callable[[float], float], low: float, high: float, *, steps: int = 20) -> float:
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
     """Return where a function that grows crosses zero."""
-    for _ in range(steps):
+    for _ in range(_STEPS):
         middle = (low + high) / 2
         if function(middle) < 0:
             low = middle

@@ -6,6 +6,7 @@ sees a metric. Standard library only, so that options can be checked on a login 
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import json
 import math
@@ -236,54 +237,62 @@ def generates(model: TextGenerator) -> bool:
     return not {"request_output_len", "max_output_len"}.isdisjoint(model.input_names())
 
 
-class Task(Protocol):
-    """A data set, the requests that answer one of its samples, and the metrics over all."""
+class Task(abc.ABC):
+    """A data set, the requests that answer one of its samples, and the metrics over all.
 
-    @property
-    def name(self) -> str:
-        """Name in the table of tasks."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """Grows whenever the same answers would give another figure."""
-        ...
-
-    def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
-        """Read and check the data; raises ValueError where it cannot be used."""
-        ...
-
-    def score(self, sample: Sample, model: TextGenerator) -> Score:
-        """Ask the model about one sample; called from several threads at once."""
-        ...
-
-    def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
-        """Return the figures over all samples, the most important first."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskEntry:
-    """A row of the table of tasks: constructor, options and metrics of one task.
+    It is made of options that may be wrong in what `problems` names.
 
     Attributes:
-        make: the task of the options, which were found good.
-        metrics: names of the metrics that the options ask for.
-        check: every problem of its options, in the configuration's names.
+        name: in the table of tasks.
+        version: grows whenever the same answers would give another figure.
         grouped: whether there is one more metric for each group of the data.
         only_served: whether it asks for what the source's library cannot do; it has no reference.
-        bounds: those that hold without being asked for.
-        remedy: what a person does about a breach, in a few words.
-        needs: the ability that each metric needs of a model, for those that need one.
-        reduced: the options with only some of the metrics; None for metrics that go together.
     """
 
-    make: Callable[[EvaluationOptions], Task]
-    metrics: Callable[[EvaluationOptions], tuple[str, ...]]
-    check: Callable[[EvaluationOptions], list[str]]
-    grouped: bool = False
-    only_served: bool = False
-    bounds: Callable[[EvaluationOptions], dict[str, Bound]] = lambda _: {}
-    remedy: Callable[[EvaluationOptions], str] = lambda _: ""
-    needs: Callable[[EvaluationOptions], Mapping[str, str]] = lambda _: {}
-    reduced: Callable[[EvaluationOptions, tuple[str, ...]], EvaluationOptions] | None = None
+    name: str
+    version = 1
+    grouped = False
+    only_served = False
+
+    def __init__(self, options: EvaluationOptions) -> None:
+        self.options = options
+
+    @property
+    @abc.abstractmethod
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics that the options ask for, without those of groups."""
+
+    @abc.abstractmethod
+    def problems(self) -> list[str]:
+        """Return every problem of the task's options, in the configuration's names."""
+
+    @abc.abstractmethod
+    def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
+        """Read and check the data; raises ValueError where it cannot be used."""
+
+    @abc.abstractmethod
+    def score(self, sample: Sample, model: TextGenerator) -> Score:
+        """Ask the model about one sample; called from several threads at once."""
+
+    @abc.abstractmethod
+    def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
+        """Return the figures over all samples, the most important first."""
+
+    def bounds(self) -> dict[str, Bound]:
+        """Return the bounds that hold without being asked for."""
+        return {}
+
+    def remedy(self) -> str:
+        """Return what a person does about a breach, in a few words."""
+        return ""
+
+    def needs(self) -> Mapping[str, str]:
+        """Return the ability that each metric needs of a model, for those that need one."""
+        return {}
+
+    def reduced(
+        self, options: EvaluationOptions, metrics: tuple[str, ...]
+    ) -> EvaluationOptions | None:
+        """Return options with only some of the metrics; None where they go together."""
+        del options, metrics
+        return None

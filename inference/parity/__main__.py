@@ -5,13 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from export_scripts.commands import accept_any_text, complain, say
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+from export_scripts.tables import text_table
+
+if TYPE_CHECKING:
+    from inference.parity.activations import ActivationDifference
+    from inference.parity.comparison import ParityReport
+    from inference.parity.weights import FileDifference
 
 _EQUAL, _DEVIATES, _BAD_INPUT = 0, 1, 2
+_MOST_LISTED = 20
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     accept_any_text()
     from inference.parity.comparison import ParityRequest, compare
-    from inference.parity.text import parity_text
 
     try:
         report = compare(
@@ -107,6 +114,92 @@ def _key_and_value(text: str) -> tuple[str, str]:
     if not equals or not key:
         raise ValueError(f"--set {text} is not KEY=VALUE")
     return key.strip(), value.strip()
+
+
+def parity_text(report: ParityReport) -> str:
+    """Return the whole report, the verdict last."""
+    lines = [
+        f"source   {report.checkpoint} ({report.source or report.weights.title})",
+        f"folder   {report.ft_dir} ({report.folder})",
+        *_weights(report),
+    ]
+    if report.activations:
+        lines += ["", _table(report.activations)]
+    if report.uncomputed:
+        lines.append(f"layers   not compared: {report.uncomputed}")
+    return "\n".join([*lines, "", *_verdict(report)])
+
+
+def _weights(report: ParityReport) -> Iterator[str]:
+    weights = report.weights
+    counted = f"{weights.tensors} tensors in {weights.files} files"
+    if weights.differences:
+        differing = len(weights.differences)
+        yield f"weights  {counted}; {differing} not as the converter would write them:"
+    else:
+        yield f"weights  {counted}, as the converter would write them"
+    yield from _listed([_file_line(each) for each in weights.differences])
+    yield from _listed([f"{name} is missing" for name in weights.missing])
+    yield from _listed(
+        [f"{name} is not of this source; not compared" for name in weights.not_compared]
+    )
+    yield from _listed([f"config.ini: {setting}" for setting in weights.settings])
+
+
+def _file_line(each: FileDifference) -> str:
+    return (
+        f"{each.where}: {each.file}: {each.differing:,} of {each.values:,} values differ, by up to "
+        f"{each.max_abs:.3g}"
+    )
+
+
+def _listed(lines: Sequence[str]) -> Iterator[str]:
+    for line in lines[:_MOST_LISTED]:
+        yield f"         {line}"
+    if len(lines) > _MOST_LISTED:
+        yield f"         ... and {len(lines) - _MOST_LISTED} more like these"
+
+
+def _table(rows: Sequence[ActivationDifference]) -> str:
+    head = ("layer", "part", "max abs", "mean abs", "relative", "tolerance", "")
+    cells = [
+        (
+            *(each.place.where, each.place.part),
+            *(f"{value:.2e}" for value in (each.max_abs, each.mean_abs, each.relative)),
+            *(f"{each.tolerance:.1e}", "deviates" * each.deviates),
+        )
+        for each in rows
+    ]
+    return text_table(head, cells, right=range(2, 6), rule=False)
+
+
+def _verdict(report: ParityReport) -> Iterator[str]:
+    place, file = report.first_place, report.first_file
+    if report.equal:
+        yield "equal within the tolerance" if report.activations else "equal: every weight"
+        return
+    if place is not None:
+        yield (
+            f"first deviating layer:  {place.place}: relative error {place.relative:.2e} "
+            f"exceeds {place.tolerance:.1e}"
+        )
+    if file is not None:
+        yield f"first deviating tensor: {file.tensor} ({file.file}), {file.where}"
+    yield _remedy(report)
+
+
+def _remedy(report: ParityReport) -> str:
+    weights = report.weights
+    if weights.differences or weights.missing:
+        return "the folder was damaged or made of another checkpoint; convert it again"
+    if weights.settings:
+        return "the weights are right; a setting of config.ini listed above is not"
+    if report.uncomputed:
+        return "the folder's model could not be computed"
+    return (
+        "weights and settings are right: this is rounding beyond the tolerance (--tolerance), or "
+        "the model is computed otherwise than its source; please report it"
+    )
 
 
 if __name__ == "__main__":

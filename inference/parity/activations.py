@@ -97,10 +97,11 @@ def compare_activations(
     """
     if problems := _shape_problems(source, shards):
         raise ValueError("\n".join(problems))
-    return tuple(
-        difference(place, expected, shards[place], tolerance=tolerance)
-        for place, expected in source.items()
-    )
+    found = []
+    for place, expected in source.items():
+        errors = size_of_errors(expected, shards[place], largest=float(expected.abs().max()))
+        found.append(ActivationDifference(place, *errors, tolerance))
+    return tuple(found)
 
 
 def _shape_problems(source: Activations, shards: Activations) -> list[str]:
@@ -115,14 +116,6 @@ def _shape_problems(source: Activations, shards: Activations) -> list[str]:
         for place, expected in source.items()
         if place in shards and shards[place].shape != expected.shape
     ]
-
-
-def difference(
-    place: Place, expected: torch.Tensor, found: torch.Tensor, *, tolerance: float
-) -> ActivationDifference:
-    """Return how far `found` lies from `expected`, two (N, W)."""
-    errors = size_of_errors(expected, found, largest=float(expected.abs().max()))
-    return ActivationDifference(place, *errors, tolerance)
 
 
 def size_of_errors(

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from export_scripts.checkpoints import open_checkpoint
 from export_scripts.checkpoints.huggingface import is_huggingface
 from export_scripts.conversion.convert import convert
 from export_scripts.conversion.ft_source import is_ft_folder
+from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.request import ConversionRequest
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.gpt.core import is_core
 from export_scripts.ft.reader import FTReader
 from inference.parity.activations import (
     ActivationDifference,
@@ -25,8 +29,10 @@ from inference.parity.activations import (
     Place,
     compare_activations,
 )
+from inference.parity.huggingface import HuggingFaceSource, load_huggingface
+from inference.parity.megatron import MegatronSource, load_megatron
+from inference.parity.mesh_transformer import load_mesh_transformer
 from inference.parity.shards import run_shards
-from inference.parity.source import load_source
 from inference.parity.tolerances import tolerance_of
 from inference.parity.weights import (
     FileDifference,
@@ -192,3 +198,37 @@ def _with_activations(
     return dataclasses.replace(
         report, activations=compare_activations(expected, found, tolerance=tolerance)
     )
+
+
+# Who computes the formats whose library is not run here.
+_OTHERS: Mapping[str, str] = {
+    "nemo": "NVIDIA's nemo_toolkit",
+    "megatron": "Megatron-LM",
+    "eleuther": "EleutherAI's gpt-neox",
+}
+
+
+def load_source(plan: ConversionPlan) -> HuggingFaceSource | MegatronSource:
+    """Load a source in fp32; `plan` is how it becomes a folder.
+
+    Raises:
+        NoLibraryError: The library is not installed, or is none of those that are run here.
+        ValueError: The library cannot load the source.
+    """
+    kind = plan.facts.reader.format
+    if kind == "huggingface":
+        return load_huggingface(plan)
+    if kind == "jax":
+        return load_mesh_transformer(plan)
+    if not is_core(plan.facts):
+        library = _OTHERS.get(kind, "its own library")
+        raise NoLibraryError(
+            f"this {kind} checkpoint is computed by {library}, which is not run here; its tensors "
+            "were compared"
+        )
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise NoLibraryError(
+            "this checkpoint is computed by megatron-core, which is not installed (pip install "
+            "'megatron-core>=0.12'); its tensors were compared"
+        )
+    return load_megatron(plan)

@@ -35,8 +35,7 @@ from inference.model.weights import RankWeights
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.linear import AllReduce
 from inference.parity.activations import Activations, ModelInputs, Place
-from inference.parity.ranks import Notes, on_ranks
-from inference.parity.taps import tapped
+from inference.parity.ranks import Notes, on_ranks, tapped
 from inference.ranks.base import rank_weights
 
 _CPU = torch.device("cpu")

@@ -191,6 +191,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.families.mapping",
         "export_scripts.ft",
         "export_scripts.numeric",
+        "export_scripts.tables",
         "inference.backend",
         "inference.model",
         "inference.parallel",

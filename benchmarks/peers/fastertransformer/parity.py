@@ -269,6 +269,6 @@ if __name__ == "__main__":
     run(
         measure,
         __doc__,
-        work_dir={},
+        common=("work_dir",),
         models={"choices": MODELS, "nargs": "+", "default": list(MODELS)},
     )

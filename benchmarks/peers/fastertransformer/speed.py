@@ -71,9 +71,7 @@ if __name__ == "__main__":
     run(
         measure,
         __doc__,
-        work_dir={},
+        common=("work_dir", "tp", "repeats"),
         models={"choices": SIZES, "nargs": "+", "default": ["gpt-350m"]},
-        tp={},
         batch={"default": [1, 8, 32]},
-        repeats={},
     )

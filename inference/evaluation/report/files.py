@@ -1,4 +1,4 @@
-"""The machine-readable files of a report: JSON, metrics, predictions and JUnit.
+"""The files of a report: JSON, metrics, predictions, JUnit, Markdown and HTML.
 
 Every file is replaced in one step. report.json is written last, so where it is, the rest is too.
 """
@@ -20,8 +20,15 @@ from inference.evaluation.record import (
     read_predictions,
     read_report,
 )
+from inference.evaluation.report.formatting import (
+    METRIC_HEAD,
+    metric_rows,
+    metric_title,
+    milliseconds_text,
+    number_text,
+    seconds_text,
+)
 from inference.evaluation.report.html_page import render_html
-from inference.evaluation.report.markdown import render_changes, render_markdown
 from inference.evaluation.report.page import render_text
 
 REPORT_JSON = "report.json"
@@ -32,6 +39,8 @@ PREDICTIONS = "predictions.jsonl"
 JUNIT = "junit.xml"
 CHANGES = "changes.md"
 FILE_NAMES = (CHANGES, REPORT_JSON, REPORT_MARKDOWN, REPORT_HTML, METRICS_JSON, PREDICTIONS, JUNIT)
+_MOST_CHANGED = 20
+_MOST_TEXT = 120  # characters of a sample's end
 
 
 def metrics_text(report: Report) -> str:
@@ -101,10 +110,67 @@ def write_report(output_dir: Path, report: Report, predictions: Sequence[Predict
         PREDICTIONS: "".join(json.dumps(asdict(each)) + "\n" for each in predictions),
         METRICS_JSON: metrics_text(report),
         JUNIT: junit_text(report),
-        REPORT_MARKDOWN: render_markdown(report, predictions),
-        CHANGES: render_changes(report, predictions),
+        REPORT_MARKDOWN: render_markdown(REPORT_MARKDOWN, report, predictions),
+        CHANGES: render_markdown(CHANGES, report, predictions),
         REPORT_HTML: render_html(report, predictions),
         REPORT_JSON: json.dumps(asdict(report), indent=1) + "\n",
     }
     for name, text in texts.items():
         replace_file(output_dir / name, text)
+
+
+def render_markdown(template: str, report: Report, predictions: Sequence[Prediction]) -> str:
+    """Return a report as Markdown, by the template report.md or changes.md.
+
+    changes.md is a comment of a pull request: the gate's verdicts and the samples that changed.
+    """
+    changed = [each for each in predictions if each.changes]
+    # Right and wrong first, then the largest differences.
+    changed.sort(key=lambda each: -max(abs(new - old) for old, new in each.changes.values()))
+    text = render_text(
+        template,
+        report=report,
+        asked=_asked,
+        metric_table=_metric_table,
+        changed=changed,
+        changed_rows=[_changed_row(each) for each in changed[:_MOST_CHANGED]],
+        samples=len(predictions),
+    )
+    return text.rstrip("\n") + "\n"
+
+
+def _asked(task: TaskReport) -> str:
+    data, requests = task.dataset, task.requests
+    asked = f"{data.count:,} of {data.total:,} samples of `{data.name}`"
+    if data.limit is not None:
+        asked += f" (limit {data.limit}, seed {data.seed})"
+    return (
+        f"{asked}; {requests.count:,} requests in {seconds_text(requests.seconds)} "
+        f"({requests.per_s:.1f}/s, {requests.concurrency} in flight, p50 "
+        f"{milliseconds_text(requests.latency.p50_ms)}, p99 "
+        f"{milliseconds_text(requests.latency.p99_ms)}, "
+        f"{number_text(requests.tokens_per_s)} generated tokens/s), {task.through}."
+    )
+
+
+def _metric_table(task: TaskReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    columns = len(METRIC_HEAD) if task.reference else METRIC_HEAD.index("reference")
+    rows = [(f"`{name}`", f"**{value}**", *rest) for name, value, *rest in metric_rows(task)]
+    return METRIC_HEAD[:columns], [row[:columns] for row in rows]
+
+
+def _changed_row(each: Prediction) -> tuple[str, ...]:
+    changes = ", ".join(
+        f"{metric_title(name).lower()} {old:.4g} -> {new:.4g}"
+        for name, (old, new) in each.changes.items()
+    )
+    end = each.text[-_MOST_TEXT:]
+    text = end if end == each.text else f"...{end}"
+    return str(each.index), *map(_one_line, (text, each.target, each.answer)), changes
+
+
+def _one_line(text: str) -> str:
+    """Return data as a cell that cannot hold markup."""
+    for character in "\\`*_[]<>&@#":
+        text = text.replace(character, f"\\{character}" if character != "@" else "&#64;")
+    return " ".join(text.split())

@@ -18,6 +18,10 @@ from inference.evaluation.record import (
 from inference.evaluation.task import Metric
 
 SIDE_BY_SIDE_HEAD = ("", "total", "in flight", "generated tokens/s")
+METRIC_HEAD = (
+    "metric", "value", "95% interval", "n", "reference", "difference", "95% of difference",
+    "samples agree",
+)  # fmt: skip
 GATE_HEAD = ("metric", "bound", "tier", "verdict", "found")
 LATENCY_HEAD = (
     "tokens in + out", "load", "requests", "mean", "p50", "p95", "p99", "first token",
@@ -83,6 +87,33 @@ def references(report: Report) -> dict[str, str]:
         for reference in compared
         for each in reference.metrics
     }
+
+
+def compared(task: TaskReport) -> dict[str, Comparison]:
+    """Return the comparison with the reference of each metric that has one."""
+    return {} if task.reference is None else {each.metric: each for each in task.reference.metrics}
+
+
+def metric_rows(task: TaskReport) -> list[tuple[str, ...]]:
+    """Return the metrics and their comparison with the reference, under METRIC_HEAD."""
+    found = compared(task)
+    rows: list[tuple[str, ...]] = []
+    for metric in task.metrics:
+        value = value_text(metric.value, metric.unit)
+        own = (metric.name, value, interval_text(metric), f"{metric.count:,}")
+        each = found.get(metric.name)
+        if each is None:
+            rows.append((*own, "", "", "", ""))
+            continue
+        agreement = ""
+        if each.agreeing is not None:
+            agreement = f"{each.agreeing:,} of {each.agreeing + (each.disagreeing or 0):,}"
+        elif each.largest_difference is not None:
+            agreement = f"to {number_text(each.largest_difference)}"
+        against = value_text(each.reference, metric.unit)
+        difference = difference_text(each.difference, metric.unit)
+        rows.append((*own, against, difference, spread_text(each, metric.unit), agreement))
+    return rows
 
 
 def side_by_side_rows(task: TaskReport) -> list[tuple[str, ...]]:

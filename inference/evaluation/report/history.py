@@ -118,7 +118,6 @@ def find_run(run: str, *, history_dir: Path | None) -> Path:
 
 
 def _by_age(run: str, ids: Sequence[str]) -> list[str]:
-    """Return the run that `latest` or `latest~<n>` names, if there is one."""
     back = run.removeprefix("latest").removeprefix("~") or "0"
     if not back.isdecimal() or int(back) >= len(ids):
         return []

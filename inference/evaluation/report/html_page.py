@@ -5,29 +5,17 @@ All values come from the record; the template escapes text of samples and config
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from markupsafe import Markup
 
-from inference.evaluation.record import Comparison, Prediction, Report, TaskReport
+from inference.evaluation.record import Prediction, Report, TaskReport
 from inference.evaluation.report import charts
-from inference.evaluation.report.formatting import (
-    difference_text,
-    interval_text,
-    number_text,
-    seconds_text,
-    spread_text,
-    value_text,
-)
+from inference.evaluation.report.formatting import compared, metric_rows, seconds_text
 from inference.evaluation.report.page import render_page
 from inference.evaluation.report.row_charts import accuracy_chart, responsive, stages_chart
 from inference.evaluation.task import Metric
-
-_METRIC_HEAD = (
-    "metric", "value", "95% interval", "n", "reference", "difference",
-    "95% of difference", "samples agree"
-)  # fmt: skip
 
 
 def render_html(report: Report, predictions: Sequence[Prediction]) -> str:
@@ -40,11 +28,10 @@ def render_html(report: Report, predictions: Sequence[Prediction]) -> str:
         report=report,
         kind="quiet" if not report.bounds else "good" if report.gate.passed else "bad",
         chips=_chips(report),
-        compared=_compared,
+        compared=compared,
         asked=_asked,
         accuracies=lambda task: _accuracies(report, task),
-        metric_head=_METRIC_HEAD,
-        metric_rows=_metric_rows,
+        named_rows=_metric_rows,
         charts=charts,
         stages=stages and responsive(stages_chart, stages),
         marked=_marked(report),
@@ -73,10 +60,6 @@ def _chips(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def _compared(task: TaskReport) -> Mapping[str, Comparison]:
-    return {} if task.reference is None else {each.metric: each for each in task.reference.metrics}
-
-
 def _asked(task: TaskReport) -> str:
     data = task.dataset
     return f"{data.count:,} of {data.total:,}" if data.limit is not None else f"all {data.total:,}"
@@ -87,7 +70,7 @@ def _accuracies(report: Report, task: TaskReport) -> tuple[Markup | None, list[t
     shown = [metric for metric in task.metrics if metric.unit == "fraction"]
     if not shown:
         return None, []
-    references = {name: each.reference for name, each in _compared(task).items()}
+    references = {name: each.reference for name, each in compared(task).items()}
     baselines = {name: metric.value for name, metric in report.baseline.items()}
     names = {metric.name for metric in shown}
     keys = [("value", "measured, with 95% interval")]
@@ -102,29 +85,11 @@ def _accuracies(report: Report, task: TaskReport) -> tuple[Markup | None, list[t
 
 
 def _metric_rows(task: TaskReport) -> list[tuple[str, ...]]:
-    found = _compared(task)
-    rows: list[tuple[str, ...]] = []
-    for metric in task.metrics:
-        each = found.get(metric.name)
-        name = Markup('<code>{}</code><br><span class="soft">{}</span>').format(
-            metric.name, metric.method
-        )
-        value = value_text(metric.value, metric.unit)
-        against = ("", "", "", "")
-        if each is not None:
-            agreement = ""
-            if each.agreeing is not None:
-                agreement = f"{each.agreeing:,} of {each.agreeing + (each.disagreeing or 0):,}"
-            elif each.largest_difference is not None:
-                agreement = f"to {number_text(each.largest_difference)}"
-            against = (
-                value_text(each.reference, metric.unit),
-                difference_text(each.difference, metric.unit),
-                spread_text(each, metric.unit),
-                agreement,
-            )
-        rows.append((name, value, interval_text(metric), f"{metric.count:,}", *against))
-    return rows
+    names = [
+        Markup('<code>{}</code><br><span class="soft">{}</span>').format(each.name, each.method)
+        for each in task.metrics
+    ]
+    return [(name, *row[1:]) for name, row in zip(names, metric_rows(task), strict=True)]
 
 
 def _samples_data(report: Report, predictions: Sequence[Prediction]) -> Any:
@@ -148,7 +113,6 @@ def _samples_data(report: Report, predictions: Sequence[Prediction]) -> Any:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Return a value as the page shows and compares it; none where a task has no such quantity."""
     return None if value is None else round(value, 3)
 
 

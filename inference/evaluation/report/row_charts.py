@@ -17,6 +17,7 @@ from inference.evaluation.record import (
     LatencyPoint,
     StageTiming,
 )
+from inference.evaluation.report import svg
 from inference.evaluation.report.formatting import (
     interval_hint,
     load_text,
@@ -27,18 +28,6 @@ from inference.evaluation.report.formatting import (
     seconds_text,
     shape_text,
     value_text,
-)
-from inference.evaluation.report.svg import (
-    SERIES,
-    Frame,
-    Scale,
-    dot,
-    legend,
-    line,
-    nice_ticks,
-    polygon,
-    rectangle,
-    text,
 )
 from inference.evaluation.task import Metric
 
@@ -55,8 +44,8 @@ def responsive(draw: Callable[..., Markup], *given: Any, **named: Any) -> Markup
 class _Rows:
     """A chart with a row for each title above one horizontal axis; middles are the rows' own y."""
 
-    frame: Frame
-    scale: Scale
+    frame: svg.Frame
+    scale: svg.Scale
     middles: Sequence[float]
     body: list[str]
 
@@ -77,8 +66,8 @@ def _rows(
     above = 22 if is_narrow else 0
     left = 22 if is_narrow else 34 + 7.6 * max(map(len, titles))
     whole = top + (height + above) * len(titles) + 36
-    frame = Frame(width, whole, left=left, right=right, top=top, bottom=36)
-    ticks = nice_ticks(highest, count=4 if is_narrow else 6)
+    frame = svg.Frame(width, whole, left=left, right=right, top=top, bottom=36)
+    ticks = svg.nice_ticks(highest, count=4 if is_narrow else 6)
     scale, body = frame.x_axis(ticks, tick_text(ticks), high=high, grid=True)
     middles = []
     for index, title in enumerate(titles):
@@ -87,7 +76,7 @@ def _rows(
         at, anchor = (
             ((6.0, start + 16), "start") if is_narrow else ((left - 16, middles[-1] + 5), "end")
         )
-        body.append(text(at, title, anchor=anchor, kind="name"))
+        body.append(svg.text(at, title, anchor=anchor, kind="name"))
     return _Rows(frame, scale, middles, body)
 
 
@@ -117,10 +106,10 @@ def accuracy_chart(
         low, high, x = map(rows.scale, (metric.low, metric.high, metric.value))
         estimate = _estimate(metric)
         rows.body += [
-            line((low, y), (high, y), kind="interval"),
-            *(line((end, y - 6), (end, y + 6), kind="interval") for end in (low, high)),
-            dot((x, y), 7, kind="value", hint=estimate.hint),
-            text((x, y - 13), estimate.text, anchor="middle", kind="figure"),
+            svg.line((low, y), (high, y), kind="interval"),
+            *(svg.line((end, y - 6), (end, y + 6), kind="interval") for end in (low, high)),
+            svg.dot((x, y), 7, kind="value", hint=estimate.hint),
+            svg.text((x, y - 13), estimate.text, anchor="middle", kind="figure"),
         ]
         for kind, found in marks.items():
             if metric.name in found:
@@ -133,12 +122,12 @@ def _mark(kind: str, x: float, y: float, value: float) -> list[str]:
     """Draw a value to compare with, below the interval."""
     hint = f"{kind} {value_text(value, 'fraction')}"
     if kind == "bound":
-        strip = rectangle((x - 4, y - 10), 8, 34, kind="hover", hint=hint)
-        return [line((x, y - 10), (x, y + 24), kind="bound"), strip]
+        strip = svg.rectangle((x - 4, y - 10), 8, 34, kind="hover", hint=hint)
+        return [svg.line((x, y - 10), (x, y + 24), kind="bound"), strip]
     if kind == "baseline":
-        return [rectangle((x - 5, y + 11), 10, 10, kind="baseline", hint=hint)]
+        return [svg.rectangle((x - 5, y + 11), 10, 10, kind="baseline", hint=hint)]
     diamond = ((x, y + 11), (x + 6, y + 17), (x, y + 23), (x - 6, y + 17))
-    return [polygon(diamond, kind="reference", hint=hint)]
+    return [svg.polygon(diamond, kind="reference", hint=hint)]
 
 
 @dataclass(frozen=True)
@@ -197,11 +186,11 @@ def _paired(
             low, high = rows.scale(each.low), rows.scale(each.high)
             at = (rows.scale(each.value), y)
             rows.body += [
-                line((low, y), (high, y), kind=f"whisker s{series}"),
-                dot(at, 6, kind=f"point s{series}", hint=each.hint),
-                text((high + 8, y + 4), each.text, kind="note"),
+                svg.line((low, y), (high, y), kind=f"whisker s{series}"),
+                svg.dot(at, 6, kind=f"point s{series}", hint=each.hint),
+                svg.text((high + 8, y + 4), each.text, kind="note"),
             ]
-    rows.body.extend(legend(rows.frame, ["first run", "second run"], y=0))
+    rows.body.extend(svg.legend(rows.frame, ["first run", "second run"], y=0))
     return rows.frame.svg(rows.body, label=label)
 
 
@@ -220,10 +209,10 @@ def stages_chart(stages: Sequence[StageTiming], *, width: float = WIDE) -> Marku
     for index, (start, stage, y) in enumerate(zip(starts, stages, rows.middles, strict=True)):
         x = rows.scale(start)
         long = max(rows.scale(start + stage.seconds) - x, 2)
-        label, kind = seconds_text(stage.seconds), f"bar s{index % SERIES}"
+        label, kind = seconds_text(stage.seconds), f"bar s{index % svg.SERIES}"
         hint = f"{stage.name}: {label}, {stage.state}"
-        rows.body.append(rectangle((x, y - 11), long, 22, kind=kind, hint=hint, radius=3))
-        rows.body.append(text((x + long + 7, y + 5), label, kind="note"))
+        rows.body.append(svg.rectangle((x, y - 11), long, 22, kind=kind, hint=hint, radius=3))
+        rows.body.append(svg.text((x + long + 7, y + 5), label, kind="note"))
     return rows.frame.svg(rows.body, label="Seconds per stage")
 
 

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from export_scripts.tables import markdown_table
 from inference.evaluation.options import TRACKERS
 from inference.evaluation.record import Report, RunFacts
 from inference.evaluation.report.files import FILE_NAMES, REPORT_MARKDOWN
@@ -66,7 +67,6 @@ def figures(report: Report) -> dict[str, float]:
 
 
 def _to_mlflow(report: Report, output_dir: Path, folder: Path) -> None:
-    """Add a run with parameters, metrics and the report's files."""
     del folder
     import mlflow
     from mlflow.exceptions import MlflowException
@@ -82,7 +82,6 @@ def _to_mlflow(report: Report, output_dir: Path, folder: Path) -> None:
 
 
 def _to_tensorboard(report: Report, output_dir: Path, folder: Path) -> None:
-    """Add a step with the figures, and the report and the parameters as text."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.plugins.scalar.summary_v2 import scalar_pb
     from tensorboard.plugins.text.summary_v2 import text_pb
@@ -90,11 +89,11 @@ def _to_tensorboard(report: Report, output_dir: Path, folder: Path) -> None:
 
     logdir = folder / "tensorboard" / report.run.name
     step = len(list(logdir.glob("events.out.tfevents.*")))
-    rows = [f"| {name} | {value} |" for name, value in parameters(report).items()]
+    rows = [(name, str(value)) for name, value in parameters(report).items()]
     markdown = (output_dir / REPORT_MARKDOWN).read_text(encoding="utf-8")
     summaries: list[Summary] = [
         *(scalar_pb(name, value) for name, value in figures(report).items()),
-        text_pb("parameters", "\n".join(["| | |", "| --- | --- |", *rows])),
+        text_pb("parameters", markdown_table(("", ""), rows)),
         text_pb("report", markdown),
     ]
     started = datetime.fromisoformat(report.started_at).timestamp()

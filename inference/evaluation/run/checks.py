@@ -22,7 +22,7 @@ from inference.evaluation.options import (
     parse_shape,
 )
 from inference.evaluation.run.baseline import read_baseline
-from inference.evaluation.tasks import TASKS, task_entry
+from inference.evaluation.tasks import TASKS, known_tasks, make_task
 from inference.evaluation.tasks.harness import PREFIX
 from inference.evaluation.tasks.served_folder import shape_problems
 
@@ -36,19 +36,19 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
         f"evaluate.tasks names {name!r}, which is not a task{did_you_mean(name, TASKS)}; known "
         f"tasks: {', '.join(sorted(TASKS))}, and {PREFIX}<any task of lm-evaluation-harness>."
         for name in options.tasks
-        if task_entry(name) is None
+        if make_task(name, options) is None
     ]
     if not options.tasks:
         problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
     problems += _check_values(options)
     problems += options.credentials.problems(prefix="evaluate.", joiner="_")
-    entries = {name: entry for name in options.tasks if (entry := task_entry(name)) is not None}
-    for entry in entries.values():
-        problems += entry.check(options)
+    tasks = known_tasks(options)
+    for task in tasks:
+        problems += task.problems()
     problems += [
-        f"evaluate.tasks has {name}, which only a server can do; set evaluate.reference=none."
-        for name, entry in entries.items()
-        if entry.only_served and options.reference == "huggingface"
+        f"evaluate.tasks has {task.name}, which only a server can do; set evaluate.reference=none."
+        for task in tasks
+        if task.only_served and options.reference == "huggingface"
     ]
     problems += [
         f"evaluate.advisory has {name}, which is not in evaluate.tasks; add it there."
@@ -58,12 +58,7 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     problems += _check_latency(options)
     bounds, gate_problems = parse_bounds(options.gate)
     known = known_metrics(options)
-    grouped = tuple(
-        f"{metric}_"
-        for entry in entries.values()
-        if entry.grouped
-        for metric in entry.metrics(options)
-    )
+    grouped = tuple(f"{name}_" for task in tasks if task.grouped for name in task.metric_names)
     # Which groups there are is seen in the data, so their bounds are checked when that was read.
     whole = {name: each for name, each in bounds.items() if not name.startswith(grouped)}
     problems += gate_problems
@@ -79,11 +74,10 @@ def known_metrics(
 ) -> tuple[str, ...]:
     """Return the names of all metrics that will be measured; `groups` are those of each task."""
     found: list[str] = []
-    for name in options.tasks:
-        entry = task_entry(name)
-        own = () if entry is None else entry.metrics(options)
-        found += own
-        found += [f"{metric}_{group}" for metric in own for group in (groups or {}).get(name, ())]
+    for task in known_tasks(options):
+        found += task.metric_names
+        own_groups = (groups or {}).get(task.name, ())
+        found += [f"{metric}_{group}" for metric in task.metric_names for group in own_groups]
     return tuple(found)
 
 

@@ -51,16 +51,17 @@ from inference.evaluation.run.reference import (
     compare_with_reference,
     with_reference_values,
 )
-from inference.evaluation.run.repeat import Movement, movement
 from inference.evaluation.run.task_run import (
     EvaluationError,
     EvaluationProgress,
+    Movement,
     ProgressCallback,
     TaskRun,
+    movement,
     run_task,
 )
-from inference.evaluation.task import TaskEntry, TextGenerator
-from inference.evaluation.tasks import task_entry
+from inference.evaluation.task import TextGenerator
+from inference.evaluation.tasks import known_tasks
 from inference.evaluation.tasks.identity import rows_of
 
 
@@ -69,7 +70,7 @@ def evaluate(
     facts: RunFacts,
     *,
     model: TextGenerator | None = None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda _: None,
 ) -> Report:
     """Run the tasks against the server of `options.url`, write the report and return it.
 
@@ -88,22 +89,25 @@ def evaluate(
         raise ValueError("\n".join(problems))
     if options.protocol == OPENAI and model is None:
         options = _answerable(options)
-    bounds = {k: v for entry in _entries(options) for k, v in entry.bounds(options).items()}
+    tasks = known_tasks(options)
+    bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
     bounds |= parse_bounds(options.gate)[0]
     output_dir = Path(options.output_dir)
     started_at = datetime.now(timezone.utc)
     start = time.perf_counter()
     with _junit_on_failure(output_dir):
-        prepared = [prepare(name, options) for name in options.tasks]
+        prepared = [prepare(task) for task in tasks]
         if problems := check_bounds_of_groups(options, prepared):
             raise ValueError("\n".join(problems))
         baseline = stored_baseline(options, prepared)
-        _clear(output_dir)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        for name in FILE_NAMES:  # two reports are never mixed
+            (output_dir / name).unlink(missing_ok=True)
         with _model(options, model, progress) as asked:
             ask = partial(run_task, model=asked, concurrency=options.concurrency, progress=progress)
             runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
             repeats = [movement(run, asked, bounds) for run in runs]
-            points = _latency(options, asked, runs, progress)
+            latency = _latency(options, asked, runs, progress)
         if options.reference == "huggingface":
             prepared = with_source(options, prepared, progress)
     seconds = time.perf_counter() - start
@@ -113,13 +117,15 @@ def evaluate(
         started_at=started_at.isoformat(timespec="seconds"),
         seconds=seconds,
         tasks=tuple(map(partial(_task_report, options), runs, prepared, repeats)),
-        latency=points,
+        latency=latency,
         bounds=bounds,
         environment=describe_environment(),
     )
-    history_dir = None if options.history_dir is None else Path(options.history_dir)
     moved = ChainMap(*(each.by_metric for each in repeats))
-    report = _with_history(_gated(report, options, baseline, runs, moved), history_dir)
+    report = _gated(report, options, baseline, runs, moved)
+    if options.history_dir is not None:
+        points = read_history(Path(options.history_dir))
+        report = replace(report, history=comparable_history(points, report))
     _publish(options, report, runs, prepared, baseline)
     return report
 
@@ -139,7 +145,6 @@ def _publish(
     prepared: Sequence[Prepared],
     baseline: Baseline | None,
 ) -> None:
-    """Write the report, add it to the run store and send it to the trackers."""
     predictions = [
         each
         for run, own in zip(runs, prepared, strict=True)
@@ -154,13 +159,6 @@ def _publish(
     for tracker in options.trackers:
         folder = Path(options.history_dir or output_dir)
         track(tracker, report, output_dir, folder=folder)
-
-
-def _clear(output_dir: Path) -> None:
-    """Make the folder and remove an earlier report, so that two are never mixed."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    for name in FILE_NAMES:
-        (output_dir / name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -178,16 +176,15 @@ def _junit_on_failure(output_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _model(
-    options: EvaluationOptions, given: TextGenerator | None, progress: ProgressCallback | None
+    options: EvaluationOptions, given: TextGenerator | None, progress: ProgressCallback
 ) -> Iterator[TextGenerator]:
     """Yield the model that was given, or the one at the server, connected for as long as needed."""
     if given is not None:
         yield given
         return
-    from inference.evaluation.run.connection import connect
+    from inference.evaluation.run.served_model import connect
 
-    if progress is not None:
-        progress(EvaluationProgress(phase="connect", done=0, total=1))
+    progress(EvaluationProgress("connect", done=0, total=1))
     with connect(options) as served:
         yield served
 
@@ -196,7 +193,7 @@ def _latency(
     options: EvaluationOptions,
     model: TextGenerator,
     runs: Sequence[TaskRun],
-    progress: ProgressCallback | None,
+    progress: ProgressCallback,
 ) -> tuple[LatencyPoint, ...]:
     if not options.latency.enabled:
         return ()
@@ -289,20 +286,10 @@ def _gated(
     return replace(report, baseline=baseline.metrics, baseline_source=baseline.source)
 
 
-def _entries(options: EvaluationOptions) -> list[TaskEntry]:
-    return [entry for name in options.tasks if (entry := task_entry(name)) is not None]
-
-
 def _with_remedy(verdict: Verdict, options: EvaluationOptions) -> Verdict:
-    entries = _entries(options) if verdict.status == BREACHED else []
-    remedies = [each.remedy(options) for each in entries if verdict.metric in each.metrics(options)]
+    tasks = known_tasks(options) if verdict.status == BREACHED else []
+    remedies = [task.remedy() for task in tasks if verdict.metric in task.metric_names]
     return replace(verdict, remedy=" ".join(remedies))
-
-
-def _with_history(report: Report, history_dir: Path | None) -> Report:
-    if history_dir is None:
-        return report
-    return replace(report, history=comparable_history(read_history(history_dir), report))
 
 
 def _with_weights(facts: RunFacts, weights_dir: Path | None) -> RunFacts:

@@ -101,17 +101,15 @@ class HuggingFaceModel(TextGenerator):
         if "request_prompt_embedding" in tensors:
             return torch.tensor(tensors["request_prompt_embedding"])
         number = tensors.get("prompt_learning_task_name_ids")
-        prompts = {each.task_id: each for each in served_prompts(self._prompts_dir)}
-        if self._prompts_dir is None or number not in prompts:
+        names = {each.task_id: name for name, each in served_prompts(self._prompts_dir).items()}
+        if self._prompts_dir is None or number not in names:
             raise EvaluationError(
                 f"evaluate.reference=huggingface cannot answer requests with {', '.join(tensors)}: "
                 "the served folder lists no such prompt table; set evaluate.reference=none."
             )
         from export_scripts.ft.reader import FTReader
 
-        return FTReader(self._prompts_dir).read(
-            f"model.prompt_table.{prompts[number].task_name}.weight"
-        )
+        return FTReader(self._prompts_dir).read(f"model.prompt_table.{names[number]}.weight")
 
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
         """Return the natural log probability of `input_ids`, the first token given."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
@@ -26,26 +26,17 @@ from inference.evaluation.run.task_run import EvaluationError, EvaluationProgres
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.task import RequestFailedError, RequestTensors, TextGenerator, generates
 
-_PHASE = "latency"
 _MAX_PROMPTS = 64
-
-
-_Place = tuple[RequestShape, int, int]  # shape, batch size, concurrency
 
 
 @dataclass(frozen=True)
 class Load:
     """The requests of one point; `prompts` all have `shape.input_len` tokens."""
 
-    prompts: Sequence[tuple[int, ...]]
+    prompts: tuple[tuple[int, ...], ...]
     shape: RequestShape
     batch_size: int
     concurrency: int
-
-    @property
-    def place(self) -> _Place:
-        """The point's place in the grid."""
-        return self.shape, self.batch_size, self.concurrency
 
     def __str__(self) -> str:
         return (
@@ -78,7 +69,7 @@ def measure_latency(
     *,
     send: Callable[[Load], Answered] | None = None,
     hidden_size: int | None = None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda _: None,
 ) -> tuple[LatencyPoint, ...]:
     """Measure every point of the options; prompts are cut from `tokens`, read as far as needed.
 
@@ -91,17 +82,17 @@ def measure_latency(
     send = send or partial(_send, model, options, hidden_size)
     shapes = _shapes(model, options)
     loads = list(_loads(model, tokens, shapes, options))
-    measured: dict[_Place, Answered] = {}
+    measured: dict[Load, Answered] = {}
     for done, load in enumerate(loads):
-        _report(progress, done, len(loads))
+        progress(EvaluationProgress("latency", done, len(loads)))
         try:
-            measured[load.place] = send(load)
+            measured[load] = send(load)
         except RequestFailedError as error:
             raise EvaluationError(
                 f"latency of {load} could not be measured: {error}\nCheck that the model allows "
                 "so many positions and rows (evaluate.latency.shapes and batch_sizes)."
             ) from error
-    _report(progress, len(loads), len(loads))
+    progress(EvaluationProgress("latency", len(loads), len(loads)))
     return tuple(_point(load, measured) for load in loads if load.shape in shapes)
 
 
@@ -136,8 +127,8 @@ def _loads(
         yield Load(prompts[shape.input_len], shape, batch_size, concurrency)
 
 
-def _point(load: Load, measured: dict[_Place, Answered]) -> LatencyPoint:
-    answered = measured[load.place]
+def _point(load: Load, measured: Mapping[Load, Answered]) -> LatencyPoint:
+    answered = measured[load]
     latency = distribution(answered.durations_s)
     first_s: Sequence[float] = ()
     per_token_ms = None
@@ -145,8 +136,7 @@ def _point(load: Load, measured: dict[_Place, Answered]) -> LatencyPoint:
         first_s = [each[0] for each in answered.arrivals_s]
         per_token_ms = _per_token_ms(answered.arrivals_s)
     elif load.shape.output_len:
-        first = measured[RequestShape(load.shape.input_len, 1), load.batch_size, load.concurrency]
-        first_s = first.durations_s
+        first_s = measured[replace(load, shape=RequestShape(load.shape.input_len, 1))].durations_s
         further = answered.generated / (len(answered.durations_s) * load.batch_size) - 1
         rest_ms = latency.p50_ms - distribution(first_s).p50_ms
         per_token_ms = rest_ms / further if further > 0 and rest_ms > 0 else None
@@ -282,8 +272,3 @@ def encoder_request(
         )
     states = np.random.default_rng(0).standard_normal((len(rows), len(rows[0]), hidden_size))
     return {"input_hidden_state": states.astype(np.float32), "sequence_lengths": lengths}
-
-
-def _report(progress: ProgressCallback | None, done: int, total: int) -> None:
-    if progress is not None:
-        progress(EvaluationProgress(phase=_PHASE, done=done, total=total))

@@ -14,7 +14,7 @@ from inference.evaluation.run.checks import known_metrics
 from inference.evaluation.run.reference import Reference, read_reference, reference_of
 from inference.evaluation.run.task_run import EvaluationError, ProgressCallback, run_task
 from inference.evaluation.task import Dataset, Sample, Task
-from inference.evaluation.tasks import task_entry
+from inference.evaluation.tasks import known_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +30,17 @@ def within_abilities(options: EvaluationOptions, lacks: Mapping[str, str]) -> Ev
     kept: list[str] = []
     left_out: dict[str, str] = {}
     found = replace(options, lacks=tuple(lacks))
-    for name in options.tasks:
-        entry = task_entry(name)
-        assert entry is not None, "unknown tasks were refused"
-        needs = entry.needs(options)
-        missing = {
-            metric: lacks[needs[metric]]
-            for metric in entry.metrics(options)
-            if needs.get(metric) in lacks
-        }
-        if missing and entry.reduced is None:
-            missing |= dict.fromkeys(entry.metrics(options), next(iter(missing.values())))
-        rest = tuple(metric for metric in entry.metrics(options) if metric not in missing)
+    for task in known_tasks(found):
+        needs, names = task.needs(), task.metric_names
+        missing = {name: lacks[needs[name]] for name in names if needs.get(name) in lacks}
+        rest = tuple(name for name in names if name not in missing)
+        reduced = task.reduced(found, rest)
+        if missing and reduced is None:
+            missing, rest = dict.fromkeys(names, next(iter(missing.values()))), ()
         left_out |= missing
         if rest:
-            kept.append(name)
-            found = found if entry.reduced is None else entry.reduced(found, rest)
+            kept.append(task.name)
+            found = reduced or found
     bounds, _ = parse_bounds(options.gate)
     problems = [
         f"evaluate.gate.{name} bounds what the server cannot answer: {left_out[name]}."
@@ -77,14 +72,11 @@ class Prepared:
     note: str = ""
 
 
-def prepare(name: str, options: EvaluationOptions) -> Prepared:
+def prepare(task: Task) -> Prepared:
     """Read the data and the reference of a task. Raises ValueError if they cannot be used."""
-    entry = task_entry(name)
-    assert entry is not None, "unknown tasks were refused"
-    task = entry.make(options)
     dataset, samples = task.prepare()
-    path = None if entry.only_served else options.reference_path(name)
-    reference = None if path is None else read_reference(path, task=name)
+    path = None if task.only_served else task.options.reference_path(task.name)
+    reference = None if path is None else read_reference(path, task=task.name)
     note = "" if reference is None else reference.mismatch(dataset)
     if note:
         logger.warning(note)
@@ -103,7 +95,7 @@ def check_bounds_of_groups(options: EvaluationOptions, prepared: Sequence[Prepar
 
 
 def with_source(
-    options: EvaluationOptions, prepared: Sequence[Prepared], progress: ProgressCallback | None
+    options: EvaluationOptions, prepared: Sequence[Prepared], progress: ProgressCallback
 ) -> list[Prepared]:
     """Return the prepared tasks with what the source checkpoint's own library answers."""
     from inference.evaluation.run.huggingface_model import load_reference_model

@@ -1,4 +1,4 @@
-"""A served model as tasks see it: token ids through the model, text through the ensemble.
+"""A model that Triton serves as tasks see it: ids through the model, text through the ensemble.
 
 Requests follow the serving contract (names, types and shapes). Greedy decoding is asked for
 explicitly, so that a server's defaults never decide a figure.
@@ -9,15 +9,21 @@ explicitly, so that a server's defaults never decide a figure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tritonclient.utils import triton_to_np_dtype
+from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
-from inference.backend.tokenizer import Tokenizer
-from inference.evaluation.run.requests import ServedTokenizer, ask
+from export_scripts.ft.config_ini import read_config
+from export_scripts.ft.tokenizer_files import find_tokenizer
+from inference.backend.tokenizer import Tokenizer, load_tokenizer
+from inference.evaluation.options import OPENAI, EvaluationOptions
+from inference.evaluation.run.openai_model import open_model
+from inference.evaluation.run.task_run import EvaluationError
 from inference.evaluation.task import (
     NO_WORDS,
     Completion,
@@ -26,9 +32,10 @@ from inference.evaluation.task import (
     TextGenerator,
     Words,
 )
-from inference.server.client import Outputs, TritonClient
+from inference.server.client import Outputs, Tensors, TritonClient
 from inference.server.tensors import as_tensor, as_texts
 
+_REMEMBERED = 4096  # texts that were encoded lately
 _LOG_PROBS = ("cum_log_probs", "output_log_probs")
 
 _GREEDY = {
@@ -47,6 +54,62 @@ _GREEDY_WITH_LOG_PROBS = {
     "is_return_log_probs": np.array([[True]]),
     "is_return_context_cum_log_probs": np.array([[True]]),
 }
+
+
+def ask(
+    client: TritonClient,
+    model: str,
+    inputs: Tensors,
+    *names: str,
+    each_frame: Callable[[], None] | None = None,
+) -> Outputs:
+    """Send one request and return the outputs called `names`; of a stream, the last of them.
+
+    `each_frame` is called for every response of a model that streams, as it comes.
+
+    Raises:
+        RequestFailedError: the server refused, failed or did not answer in time.
+    """
+    try:
+        if each_frame is None or not client.streams(model):
+            return client.infer(model, inputs, outputs=names)
+        last: Outputs = {}
+        for frame in client.stream(model, inputs, outputs=names):
+            each_frame()
+            last = frame
+        return last
+    except (InferenceServerException, OSError) as error:
+        raise RequestFailedError(f"{model}: {error}") from error
+
+
+class ServedTokenizer:
+    """The server's own preprocessing and postprocessing; what was asked lately is remembered."""
+
+    def __init__(self, client: TritonClient) -> None:
+        self._client = client
+        self._encoded = lru_cache(maxsize=_REMEMBERED)(self._encode)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of `text`."""
+        return self._encoded(text)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        inputs = {
+            "QUERY": as_tensor([text], "BYTES"),
+            "BAD_WORDS_DICT": as_tensor([""], "BYTES"),
+            "STOP_WORDS_DICT": as_tensor([""], "BYTES"),
+            "REQUEST_OUTPUT_LEN": as_tensor([1], "UINT32"),
+        }
+        outputs = ask(self._client, "preprocessing", inputs, "INPUT_ID", "REQUEST_INPUT_LEN")
+        count = int(outputs["REQUEST_INPUT_LEN"].reshape(-1)[0])
+        return tuple(int(each) for each in outputs["INPUT_ID"][0, :count])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids; end tokens at the end give no text."""
+        declared = self._client.input_types("postprocessing")["TOKENS_BATCH"]
+        inputs = {"TOKENS_BATCH": as_tensor([[ids]], declared)}
+        outputs = ask(self._client, "postprocessing", inputs, "OUTPUT")
+        return as_texts(outputs["OUTPUT"])[0][0]
 
 
 class ServedModel(TextGenerator):
@@ -260,3 +323,65 @@ def _context_log_prob(outputs: Outputs) -> float:
     """Return the prompt's part of the sum, which also holds the generated tokens."""
     whole = float(outputs["cum_log_probs"].reshape(-1)[0])
     return whole - math.fsum(float(each) for each in outputs["output_log_probs"].reshape(-1))
+
+
+@contextmanager
+def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
+    """Yield the model served at `options.url`, connected.
+
+    Raises:
+        EvaluationError: nothing answers there, or it is not ready.
+    """
+    if options.protocol == OPENAI:
+        yield open_model(options)[0]
+        return
+    with TritonClient(
+        options.url,
+        protocol=options.protocol,
+        timeout_s=options.request_timeout_s,
+        credentials=options.credentials,
+    ) as client:
+        _check_ready(client, options)
+        tokenizer: Tokenizer | ServedTokenizer = ServedTokenizer(client)
+        if options.tokenizer_dir is not None and _needs_tokenizer(options, options.tokenizer_dir):
+            tokenizer = load_tokenizer(options.tokenizer_dir)
+        yield ServedModel(
+            client,
+            tokenizer,
+            model_name=options.model_name,
+            ensemble_name=options.ensemble_name,
+            end_id=_end_id(options.weights_dir),
+        )
+
+
+def _needs_tokenizer(options: EvaluationOptions, folder: Path) -> bool:
+    """Return False where nothing is there and nothing is asked for, as with an encoder."""
+    return set(options.tasks) != {"identity"} or find_tokenizer(folder) is not None
+
+
+def _end_id(weights_dir: Path | None) -> int | None:
+    if weights_dir is None or not (weights_dir / "config.ini").is_file():
+        return None
+    _, config = read_config(weights_dir)
+    end_id = getattr(config, "end_id", None)
+    return None if end_id is None else int(end_id)
+
+
+def _check_ready(client: TritonClient, options: EvaluationOptions) -> None:
+    """Raise EvaluationError if a model that will be asked is not ready."""
+    if not client.is_ready():
+        raise EvaluationError(
+            f"no ready server answers {options.protocol} requests at {options.url}; start one "
+            "with the stage deploy, or set evaluate.server to the address of a running one."
+        )
+    needed = {options.model_name, options.ensemble_name or options.model_name}
+    if missing := [name for name in sorted(needed) if not client.is_ready(name)]:
+        served = ", ".join(_described(model) for model in client.models()) or "no model"
+        raise EvaluationError(
+            f"the server at {options.url} has no ready model {' and '.join(missing)}; it serves "
+            f"{served}. Its log says why a model is not ready."
+        )
+
+
+def _described(model: dict[str, str]) -> str:
+    return f"{model['name']} ({model['state'].lower() or 'not loaded'})"

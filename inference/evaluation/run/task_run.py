@@ -7,12 +7,16 @@ run fails, since a figure over the rest would be another figure.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
+from inference.evaluation.gate import amount_text
+from inference.evaluation.options import Bound
+from inference.evaluation.paired import pairs_of
+from inference.evaluation.paired_tests import check_drop
 from inference.evaluation.record import Prediction, RequestStatistics
 from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
@@ -29,6 +33,7 @@ from inference.evaluation.task import (
 _MAX_FAILURES = 20  # failed samples after which the server counts as gone
 _SHOWN_REASONS = 3
 _SHOWN_SAMPLES = 5
+_ASKED_AGAIN = 16
 
 
 class EvaluationError(RuntimeError):
@@ -41,21 +46,14 @@ class EvaluationProgress:
 
     Attributes:
         phase: the task's name, or what else is being done.
-        done, total: samples (or latency points); `failed` of those done could not be evaluated.
+        done, total: samples (or latency points).
         running: accuracies over the samples done so far, by metric name.
     """
 
     phase: str
     done: int
     total: int
-    failed: int = 0
     running: tuple[tuple[str, float], ...] = ()
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        text = f"{self.phase} {self.done}/{self.total}"
-        text += "".join(f" {name} {value:.2%}" for name, value in self.running)
-        return text + (f" ({self.failed} failed)" if self.failed else "")
 
 
 ProgressCallback = Callable[[EvaluationProgress], None]
@@ -80,7 +78,7 @@ def run_task(
     model: TextGenerator,
     *,
     concurrency: int,
-    progress: ProgressCallback | None = None,
+    progress: ProgressCallback = lambda _: None,
     phase: str = "",
 ) -> TaskRun:
     """Evaluate one task on its prepared data, keeping up to `concurrency` samples in flight.
@@ -92,7 +90,7 @@ def run_task(
     """
     timer = RequestTimer(model)
     start = time.perf_counter()
-    tally = _Tally(phase or task.name, total=len(samples), report=progress)
+    tally = _Tally(phase or task.name, len(samples), progress)
     answered = _ask_all(task, samples, timer.model, concurrency=concurrency, tally=tally)
     seconds = time.perf_counter() - start
     scores = [answered[sample.index][0] for sample in samples]
@@ -184,39 +182,24 @@ def _ask(task: Task, model: TextGenerator, sample: Sample) -> _Answered:
 class _Tally:
     """Sums accuracies up as answers come, and reports them."""
 
-    def __init__(self, phase: str, *, total: int, report: ProgressCallback | None) -> None:
-        self._phase = phase
-        self._total = total
-        self._report = report
-        self._start = time.perf_counter()
-        self._done = 0
-        self._failed = 0
+    def __init__(self, phase: str, total: int, report: ProgressCallback) -> None:
+        self._phase, self._total, self._report = phase, total, report
+        self._done = self._answered = 0
         self._sums: dict[str, float] = {}
         self._notify()
 
     def add(self, score: Score | None) -> None:
         """Count a sample; one without a score has failed."""
         self._done += 1
-        self._failed += score is None
+        self._answered += score is not None
         for name, value in score.values.items() if score else ():
             if value in (0.0, 1.0):
                 self._sums[name] = self._sums.get(name, 0.0) + value
         self._notify()
 
     def _notify(self) -> None:
-        if self._report is None:
-            return
-        succeeded = max(1, self._done - self._failed)
-        self._report(
-            EvaluationProgress(
-                phase=self._phase,
-                done=self._done,
-                total=self._total,
-                failed=self._failed,
-                running=tuple((name, total / succeeded) for name, total in self._sums.items()),
-                seconds=time.perf_counter() - self._start,
-            )
-        )
+        running = tuple((name, each / self._answered) for name, each in self._sums.items())
+        self._report(EvaluationProgress(self._phase, self._done, self._total, running))
 
 
 def _failure_message(
@@ -241,3 +224,43 @@ def _failure_message(
         "patient and how busy the client is."
     )
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Movement:
+    """The change of each metric over samples that were asked again, and the same in words."""
+
+    by_metric: dict[str, float] = field(default_factory=dict)
+    text: str = ""
+
+
+def movement(run: TaskRun, model: TextGenerator, bounds: Mapping[str, Bound]) -> Movement:
+    """Ask samples again where a bound compares a metric that is a mean over them.
+
+    Only metrics of other scores than 0 and 1 are known so well by a few samples.
+    """
+    compared = {name for name, bound in bounds.items() if bound.is_relative}
+    if not any(metric.scale and metric.name in compared for metric in run.metrics):
+        return Movement()
+    chosen = range(0, len(run.samples), max(1, len(run.samples) // _ASKED_AGAIN))[:_ASKED_AGAIN]
+    samples = [run.samples[index] for index in chosen]
+    first = [run.predictions[index].values for index in chosen]
+    again = [run.task.score(sample, model).values for sample in samples]
+    asked = f"{len(samples)} samples asked again, one at a time,"
+    if again == first:
+        return Movement(text=f"{asked} gave the same digits")
+    units = {metric.name: metric.unit for metric in run.metrics}
+    moved: dict[str, float] = {}
+    for metric in run.metrics:
+        rows = [i for i, each in enumerate(samples) if metric.group in ("", each.group)]
+        pairs = pairs_of(metric, [first[i] for i in rows], [again[i] for i in rows])
+        if pairs is not None and not pairs.is_binary:
+            moved[metric.name] = abs(check_drop(pairs, 0.0, confidence=0.95).drop)
+    changed = sum(one != other for one, other in zip(first, again, strict=True))
+    figures = ", ".join(f"{name} by {amount_text(d, units[name])}" for name, d in moved.items())
+    return Movement(
+        moved,
+        f"{asked} gave other digits for {changed}"
+        + (f", which moves {figures}" * bool(moved))
+        + "; evaluate.concurrency=1 gives the same each time",
+    )

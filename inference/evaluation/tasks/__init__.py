@@ -6,24 +6,34 @@ elsewhere. Importing this package loads the standard library only.
 
 from __future__ import annotations
 
-from inference.evaluation.task import TaskEntry
-from inference.evaluation.tasks.end_to_end import END_TO_END
-from inference.evaluation.tasks.harness import PREFIX, harness_entry
-from inference.evaluation.tasks.identity import IDENTITY
-from inference.evaluation.tasks.lambada import LAMBADA
-from inference.evaluation.tasks.text_task import text_entry
+from collections.abc import Callable
+from functools import partial
+
+from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.task import Task
+from inference.evaluation.tasks.end_to_end import EndToEnd
+from inference.evaluation.tasks.harness import PREFIX, HarnessTask
+from inference.evaluation.tasks.identity import Identity
+from inference.evaluation.tasks.lambada import Lambada
+from inference.evaluation.tasks.text_task import TextTask
 from inference.evaluation.tasks.text_tasks import TEXT_TASKS
 
-TASKS: dict[str, TaskEntry] = {
-    "lambada": LAMBADA,
-    "end_to_end": END_TO_END,
-    "identity": IDENTITY,
-    **{name: text_entry(kind) for name, kind in TEXT_TASKS.items()},
+TASKS: dict[str, Callable[[EvaluationOptions], Task]] = {
+    "lambada": Lambada,
+    "end_to_end": EndToEnd,
+    "identity": Identity,
+    **{name: partial(TextTask, kind) for name, kind in TEXT_TASKS.items()},
 }
 
 
-def task_entry(name: str) -> TaskEntry | None:
-    """Return the row of a task, None if there is no task of this name."""
+def make_task(name: str, options: EvaluationOptions) -> Task | None:
+    """Return a task, None if there is none of this name."""
     if name.startswith(PREFIX):
-        return harness_entry(name)
-    return TASKS.get(name)
+        return HarnessTask(name, options)
+    return TASKS[name](options) if name in TASKS else None
+
+
+def known_tasks(options: EvaluationOptions) -> list[Task]:
+    """Return the tasks of evaluate.tasks, each once, without those of unknown names."""
+    found = (make_task(name, options) for name in dict.fromkeys(options.tasks))
+    return [task for task in found if task is not None]

@@ -1,4 +1,4 @@
-"""Find a data set on disk or fetch it once, with a pinned checksum; draw its samples."""
+"""Data sets: fetched once with a pinned checksum, read strictly row by row, and drawn from."""
 
 from __future__ import annotations
 
@@ -13,26 +13,53 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.files.checksum import sha256_of
+from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replacing
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import Dataset, Sample
 
+_WORD_START = "\u2581"  # the mark that SentencePiece puts before a word
+_MOST_SHOWN = 10
 _CHUNK_BYTES = 1 << 20
 _TIMEOUT_S = 60.0
+_NLI_LABELS = ("entailment", "neutral", "contradiction")
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A file to download, its checksum in hexadecimal, and the file in it where it is a ZIP."""
+    """A file to download.
+
+    Attributes:
+        sha256: its checksum in hexadecimal.
+        member: the file in it where it is a ZIP.
+        file_name: under which it is kept, unless under that of `url`.
+    """
 
     url: str
     sha256: str
     member: str = ""
+    file_name: str = ""
 
-    @property
-    def file_name(self) -> str:
-        """The name under which the file is kept."""
-        return self.url.rstrip("/").rpartition("/")[2]
+
+def data_file(
+    task: str, given: str | None, source: DataSource | None, data_dir: Path, *, recipe: str = ""
+) -> Path:
+    """Return the data of a task: the file that was given, or `source`, kept in `data_dir`.
+
+    Raises:
+        ValueError: there is neither, which `recipe` helps, or `ensure_dataset` fails.
+    """
+    if given is not None:
+        return Path(given)
+    if source is None:
+        raise ValueError(recipe)
+    path = ensure_dataset(
+        data_dir / (source.file_name or source.url.rstrip("/").rpartition("/")[2]),
+        url=source.url,
+        sha256=source.sha256,
+        key=f"evaluate.{task}.data_path",
+    )
+    return _unpacked(path, source.member) if source.member else path
 
 
 def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
@@ -73,7 +100,7 @@ def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
     return path
 
 
-def unpacked(archive: Path, member: str) -> Path:
+def _unpacked(archive: Path, member: str) -> Path:
     """Return a file of a ZIP, unpacked next to it under `<archive>_<file>`."""
     path = archive.with_name(f"{archive.stem}_{Path(member).name}")
     with zipfile.ZipFile(archive) as files, files.open(member) as source, replacing(path) as file:
@@ -123,4 +150,193 @@ def missing_files(task: str, files: Mapping[str, str | None]) -> list[str]:
         f"evaluate.{task}.{key}={path} is not a file; give an existing file, or null."
         for key, path in files.items()
         if path is not None and not Path(path).is_file()
+    ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: fields by name, right answers, and the part of the data it belongs to."""
+
+    fields: Mapping[str, str]
+    targets: tuple[str, ...]
+    group: str = ""
+
+
+def read_rows(path: Path, *texts: str) -> list[Mapping[str, Any]]:
+    """Return the objects of a JSON Lines file, each with the fields `texts`, which are not blank.
+
+    Raises:
+        ValueError: lines that are not such an object (the first are named), or an empty file.
+    """
+    rows: list[Mapping[str, Any]] = []
+    problems: list[str] = []
+    for number, line in enumerate(_text_of(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(_checked(json_object(line, f"line {number}"), f"line {number}", texts))
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        shown = "\n  ".join(problems[:_MOST_SHOWN])
+        more = len(problems) - _MOST_SHOWN
+        rest = f"\n  and {more} more" if more > 0 else ""
+        raise ValueError(f"{path} is not a data set of this form:\n  {shown}{rest}")
+    if not rows:
+        raise ValueError(f"{path} holds no samples; expected one JSON object a line.")
+    return rows
+
+
+def _text_of(path: Path) -> str:
+    """Return a file's text, without the byte order mark that some editors write.
+
+    Its lines end at a line feed only: a JSON string may contain U+2028.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 at byte {error.start}; convert it, for example with iconv."
+        ) from error
+
+
+def _checked(row: Mapping[str, Any], place: str, texts: Sequence[str]) -> Mapping[str, Any]:
+    """Return a row that has fields of text. Raises ValueError if it lacks one."""
+    missing = [
+        name for name in texts if not isinstance(row.get(name), str) or not row[name].strip()
+    ]
+    if missing:
+        raise ValueError(
+            f"{place} has no text in field {', '.join(missing)}; it has "
+            f"{', '.join(row) or 'nothing'}"
+        )
+    return row
+
+
+def _texts(row: Mapping[str, Any]) -> dict[str, str]:
+    return {name: value for name, value in row.items() if isinstance(value, str)}
+
+
+def boolq_rows(path: Path) -> list[Row]:
+    """Return rows with `passage`, `question` and an answer that is `true` or `false`.
+
+    The answer is `answer` (as NeMo's prompt-learning files have it) or `label` (SuperGLUE).
+
+    Raises:
+        ValueError: a row lacks a field or has another answer.
+    """
+    found = []
+    for number, row in enumerate(read_rows(path, "passage", "question"), start=1):
+        answer = str(row.get("answer", row.get("label", ""))).lower()
+        answer = {"1": "true", "0": "false"}.get(answer, answer)
+        if answer not in ("true", "false"):
+            raise ValueError(f"{path}, row {number}: the answer is {answer!r}, not true or false.")
+        found.append(Row(_texts(row), (answer,)))
+    return found
+
+
+def nli_rows(path: Path) -> list[Row]:
+    """Return rows with `premise`, `hypothesis` and `label`, by name or 0, 1, 2; `language` groups.
+
+    Raises:
+        ValueError: a row lacks a field or has another label.
+    """
+    found = []
+    for number, row in enumerate(read_rows(path, "premise", "hypothesis"), start=1):
+        label = row.get("label")
+        if isinstance(label, int) and 0 <= label < len(_NLI_LABELS):
+            label = _NLI_LABELS[label]
+        if label not in _NLI_LABELS:
+            known = ", ".join(_NLI_LABELS)
+            raise ValueError(f"{path}, row {number}: the label is {label!r}, not one of {known}.")
+        found.append(Row(_texts(row), (str(label),), group=str(row.get("language", ""))))
+    return found
+
+
+def summarization_rows(path: Path) -> list[Row]:
+    """Return rows with `article` and `highlights`.
+
+    Raises:
+        ValueError: a row lacks a field.
+    """
+    return [
+        Row({"article": row["article"].strip().replace(" n't", "n't")}, (row["highlights"],))
+        for row in read_rows(path, "article", "highlights")
+    ]
+
+
+def squad_rows(path: Path) -> list[Row]:
+    """Return rows with `context`, `question` and all answers, from JSON Lines or official JSON.
+
+    Raises:
+        ValueError: a row lacks a field or has no answer.
+    """
+    whole = _whole_file(path)
+    try:
+        rows = _official_squad(whole) if "data" in whole else read_rows(path, "context", "question")
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not of SQuAD's form ({error!r}).") from error
+    found = []
+    for number, row in enumerate(rows, start=1):
+        answers = row.get("answers", [])
+        if isinstance(answers, dict):  # as the library `datasets` writes them
+            answers = answers.get("text")
+        if not isinstance(answers, list) or not all(isinstance(each, str) for each in answers):
+            raise ValueError(f"{path}, row {number}: answers is {answers!r}, not a list of texts.")
+        if not answers:
+            raise ValueError(f"{path}, row {number}: no answers.")
+        found.append(Row(_texts(row), tuple(dict.fromkeys(answers))))
+    return found
+
+
+def _whole_file(path: Path) -> Mapping[str, Any]:
+    """Return a file's one JSON object; an empty one where it is several lines of JSON."""
+    text = _text_of(path)
+    try:
+        return json_object(text, path)
+    except ValueError:
+        return {}
+
+
+def _official_squad(whole: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [
+        {
+            "context": paragraph["context"],
+            "question": question["question"],
+            "answers": [answer["text"] for answer in question["answers"]],
+        }
+        for article in whole["data"]
+        for paragraph in article["paragraphs"]
+        for question in paragraph["qas"]
+    ]
+
+
+def translation_rows(path: Path, target_path: str | None) -> list[Row]:
+    """Return source and target lines; SentencePiece marks between their words are taken out.
+
+    Without a target file the source is JSON Lines with `source` and `target`.
+
+    Raises:
+        ValueError: the files differ in length, or a row lacks a field.
+    """
+    if target_path is None:
+        rows = read_rows(path, "source", "target")
+        return [Row({"source": row["source"]}, (row["target"],)) for row in rows]
+    sources, targets = _detokenised_lines(path), _detokenised_lines(Path(target_path))
+    if len(sources) != len(targets) or not sources:
+        raise ValueError(
+            f"{path} has {len(sources)} lines and {target_path} has {len(targets)}; they must "
+            "correspond line by line."
+        )
+    return [Row({"source": s}, (t,)) for s, t in zip(sources, targets, strict=True)]
+
+
+def _detokenised_lines(path: Path) -> list[str]:
+    lines = _text_of(path).split("\n")
+    return [
+        (line.replace(" ", "").replace(_WORD_START, " ") if _WORD_START in line else line).strip()
+        for line in (lines if lines[-1] else lines[:-1])
     ]

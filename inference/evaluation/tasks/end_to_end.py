@@ -11,21 +11,19 @@ import csv
 import hashlib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.statistics import mean_metric
 from inference.evaluation.task import (
     TENSORS,
     Dataset,
     Metric,
     Sample,
     Score,
-    TaskEntry,
+    Task,
     TextGenerator,
     Words,
 )
 from inference.evaluation.tasks.datasets import drawn
-from inference.evaluation.tasks.metrics import mean_metric
 
 PROMPTS = (
     "The old lighthouse stood at the end of the point, and every evening",
@@ -50,13 +48,25 @@ _METHODS = {
 }
 
 
-@dataclass(frozen=True)
-class EndToEnd:
+class EndToEnd(Task):
     """The task `end_to_end`; its prompts are its own."""
 
-    options: EvaluationOptions
-    name: str = "end_to_end"
-    version: int = 1
+    name = "end_to_end"
+    only_served = True
+    metric_names = _METRICS
+
+    def problems(self) -> list[str]:
+        """Return that there is no ensemble to ask."""
+        if self.options.ensemble_name is not None:
+            return []
+        return [
+            "evaluate.tasks has end_to_end, which asks the ensemble; the repository has none "
+            "(export.triton_deployment.ensemble=false)."
+        ]
+
+    def needs(self) -> dict[str, str]:
+        """Return that every metric needs Triton's models."""
+        return dict.fromkeys(_METRICS, TENSORS)
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Return the prompts."""
@@ -109,21 +119,3 @@ def _csv_record(word: str) -> str:
     record = io.StringIO()
     csv.writer(record, lineterminator="").writerow([word])
     return record.getvalue()
-
-
-def _check(options: EvaluationOptions) -> list[str]:
-    if options.ensemble_name is not None:
-        return []
-    return [
-        "evaluate.tasks has end_to_end, which asks the ensemble; the repository has none "
-        "(export.triton_deployment.ensemble=false)."
-    ]
-
-
-END_TO_END = TaskEntry(
-    make=EndToEnd,
-    metrics=lambda _: _METRICS,
-    check=_check,
-    only_served=True,
-    needs=lambda _: dict.fromkeys(_METRICS, TENSORS),
-)

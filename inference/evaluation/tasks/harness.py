@@ -11,7 +11,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ from inference.evaluation.task import (
     Metric,
     Sample,
     Score,
-    TaskEntry,
+    Task,
     TextGenerator,
 )
 
@@ -53,21 +53,46 @@ class _Figure:
         return f"{self.metric}{end}".replace("-", "_")
 
 
-@dataclass
-class HarnessTask:
-    """One task of the harness, or a group of them; run whole when its first figure is wanted."""
+class HarnessTask(Task):
+    """One task of the harness, or a group of them; run whole when its first figure is wanted.
 
-    name: str
-    options: EvaluationOptions
-    version: int = 1
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _results: dict[str, Any] = field(default_factory=dict)
-    _loaded: dict[str, Any] = field(default_factory=dict)  # the harness's tasks by name
+    Attributes:
+        own_name: the task's name in the harness.
+    """
+
+    grouped = True
+    only_served = True
+
+    def __init__(self, name: str, options: EvaluationOptions) -> None:
+        super().__init__(options)
+        self.name, self.own_name = name, name.removeprefix(PREFIX)
+        self._lock = threading.Lock()
+        self._results: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}  # the harness's tasks by name
 
     @property
-    def own_name(self) -> str:
-        """The task's name in the harness."""
-        return self.name.removeprefix(PREFIX)
+    def metric_names(self) -> tuple[str, ...]:
+        """The beginning of every metric; the rest is known when the task was loaded."""
+        return (self.name.replace(PREFIX, "harness_", 1).replace("-", "_"),)
+
+    def problems(self) -> list[str]:
+        """Return that the harness, the endpoint it asks or a folder is missing."""
+        problems = []
+        if find_spec(_PACKAGE) is None:
+            problems.append(
+                f"evaluate.tasks has {self.name}, and lm-evaluation-harness is not installed: pip "
+                "install 'lm_eval[api]' 'pyarrow<22'."
+            )
+        if self.options.openai_url is None:
+            problems.append(
+                f"evaluate.tasks has {self.name}, which asks the endpoint of OpenAI's protocol; "
+                "set deploy.openai.enabled=true, or, for a server that runs already, "
+                "evaluate.harness.url."
+            )
+        folder = self.options.harness.include_path
+        if folder is not None and not Path(folder).is_dir():
+            problems.append(f"evaluate.harness.include_path={folder} is not a folder.")
+        return problems
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Load the task's documents; a sample here is a figure to be measured.
@@ -140,7 +165,7 @@ class HarnessTask:
 
     def _metric(self, figure: _Figure) -> Metric:
         value, error = self._value(figure)
-        name = f"{metric_prefix(self.name)}_{self._of(figure)}"
+        name = f"{self.metric_names[0]}_{self._of(figure)}"
         counts = self._results["n-samples"][figure.task]
         is_fraction = figure.metric.startswith(_FRACTIONS)
         low, high = value - Z_95 * error, value + Z_95 * error
@@ -206,37 +231,3 @@ class HarnessTask:
         if options.ca is not None:
             arguments["ca_cert_path"] = options.ca
         return arguments
-
-
-def metric_prefix(name: str) -> str:
-    """Return how the metrics of a task of the harness begin."""
-    return name.replace(PREFIX, "harness_", 1).replace("-", "_")
-
-
-def harness_entry(name: str) -> TaskEntry:
-    """Return what a row of the table of tasks would be for a task of the harness."""
-    return TaskEntry(
-        make=lambda options: HarnessTask(name, options),
-        metrics=lambda _: (metric_prefix(name),),
-        check=lambda options: _check(name, options),
-        grouped=True,
-        only_served=True,
-    )
-
-
-def _check(name: str, options: EvaluationOptions) -> list[str]:
-    problems = []
-    if find_spec(_PACKAGE) is None:
-        problems.append(
-            f"evaluate.tasks has {name}, and lm-evaluation-harness is not installed: pip install "
-            "'lm_eval[api]' 'pyarrow<22'."
-        )
-    if options.openai_url is None:
-        problems.append(
-            f"evaluate.tasks has {name}, which asks the endpoint of OpenAI's protocol; set "
-            "deploy.openai.enabled=true, or, for a server that runs already, evaluate.harness.url."
-        )
-    folder = options.harness.include_path
-    if folder is not None and not Path(folder).is_dir():
-        problems.append(f"evaluate.harness.include_path={folder} is not a folder.")
-    return problems

@@ -19,26 +19,25 @@ import hashlib
 import random
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from export_scripts.checkpoints.jax import step_directory
-from inference.evaluation.options import Bound, EvaluationOptions
-from inference.evaluation.statistics import mean_and_stderr
+from inference.evaluation.options import Bound
+from inference.evaluation.statistics import mean_and_stderr, mean_metric
 from inference.evaluation.task import (
     TENSORS,
     Dataset,
     Metric,
     Sample,
     Score,
-    TaskEntry,
+    Task,
     TextGenerator,
 )
 from inference.evaluation.tasks.datasets import drawn
-from inference.evaluation.tasks.metrics import mean_metric
 from inference.parity.tolerances import tolerance_of
 
 if TYPE_CHECKING:
@@ -59,13 +58,48 @@ _METHODS = {
 }
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(Task):
     """The task `identity`; its rows are its own."""
 
-    options: EvaluationOptions
-    name: str = "identity"
-    version: int = 1
+    name = "identity"
+    only_served = True
+    metric_names = _METRICS
+
+    def problems(self) -> list[str]:
+        """Return why the source cannot be computed, and lengths that contradict each other."""
+        source = self.options.source_path
+        identity, problems = self.options.identity, []
+        if source is None or not _has_source_model(source):
+            problems.append(
+                "evaluate.tasks has identity, which computes the source with transformers and "
+                "needs a folder with config.json, or a GPT-J of mesh-transformer-jax; "
+                f"export.model.checkpoint_path={source} is neither."
+            )
+        elif find_spec("transformers") is None:
+            problems.append("the task identity needs the package transformers; install it.")
+        if identity.min_input_len is not None and identity.min_input_len > identity.input_len:
+            problems.append(
+                f"evaluate.identity.min_input_len={identity.min_input_len} exceeds "
+                f"evaluate.identity.input_len={identity.input_len}; lower the one or raise the "
+                "other."
+            )
+        return problems
+
+    def needs(self) -> dict[str, str]:
+        """Return that every metric needs the model's tensors."""
+        return dict.fromkeys(_METRICS, TENSORS)
+
+    def bounds(self) -> dict[str, Bound]:
+        """Return the bound on what rounding explains."""
+        tolerance = self.options.identity.tolerance
+        return {RELATIVE: Bound(max=tolerance or tolerance_of(self.options.types))}
+
+    def remedy(self) -> str:
+        """Return the command that names the layer and the tensor behind a deviation."""
+        words = ["python", "-m", "inference.parity"]
+        words += ["--checkpoint-path", str(self.options.source_path)]
+        words += ["--ft-dir", str(self.options.weights_dir or "FOLDER_OF_SHARDS")]
+        return f"to find the layer and the tensor: {shlex.join(words)}"
 
     @cached_property
     def _source(self) -> IdentitySource:
@@ -147,52 +181,6 @@ def _difference(name: str, value: float, stderr: float, count: int) -> Metric:
     )
 
 
-def _check(options: EvaluationOptions) -> list[str]:
-    source = options.source_path
-    identity, problems = options.identity, []
-    if source is None or not has_source_model(source):
-        problems.append(
-            "evaluate.tasks has identity, which computes the source with transformers and needs a "
-            "folder with config.json, or a GPT-J of mesh-transformer-jax; "
-            f"export.model.checkpoint_path={source} is neither."
-        )
-    elif find_spec("transformers") is None:
-        problems.append("the task identity needs the package transformers; install it.")
-    if identity.min_input_len is not None and identity.min_input_len > identity.input_len:
-        problems.append(
-            f"evaluate.identity.min_input_len={identity.min_input_len} exceeds "
-            f"evaluate.identity.input_len={identity.input_len}; lower the one or raise the other."
-        )
-    return problems
-
-
-def has_source_model(source: Path) -> bool:
+def _has_source_model(source: Path) -> bool:
     """Return whether transformers can compute a checkpoint: its own folders, and GPT-J from JAX."""
     return (source / "config.json").is_file() or step_directory(source) is not None
-
-
-def _bounds(options: EvaluationOptions) -> dict[str, Bound]:
-    """Return the bound that holds without being asked for: what rounding explains."""
-    tolerance = options.identity.tolerance
-    if tolerance is None:
-        tolerance = tolerance_of(options.types)
-    return {RELATIVE: Bound(max=tolerance)}
-
-
-def _remedy(options: EvaluationOptions) -> str:
-    """Return the command that names the layer and the tensor behind a deviation."""
-    words = ["python", "-m", "inference.parity"]
-    words += ["--checkpoint-path", str(options.source_path)]
-    words += ["--ft-dir", str(options.weights_dir or "FOLDER_OF_SHARDS")]
-    return f"to find the layer and the tensor: {shlex.join(words)}"
-
-
-IDENTITY = TaskEntry(
-    make=Identity,
-    metrics=lambda _: _METRICS,
-    check=_check,
-    only_served=True,
-    needs=lambda _: dict.fromkeys(_METRICS, TENSORS),
-    bounds=_bounds,
-    remedy=_remedy,
-)

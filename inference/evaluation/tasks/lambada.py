@@ -28,11 +28,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions
-from inference.evaluation.statistics import Z_95, mean_and_stderr
+from inference.evaluation.statistics import Z_95, mean_and_stderr, mean_metric
 from inference.evaluation.task import (
     LOG_PROBS,
     TOKEN_IDS,
@@ -40,12 +39,16 @@ from inference.evaluation.task import (
     Metric,
     Sample,
     Score,
-    TaskEntry,
+    Task,
     TextGenerator,
 )
-from inference.evaluation.tasks.datasets import drawn_from_file, ensure_dataset, missing_files
-from inference.evaluation.tasks.metrics import mean_metric
-from inference.evaluation.tasks.rows import read_rows
+from inference.evaluation.tasks.datasets import (
+    DataSource,
+    data_file,
+    drawn_from_file,
+    missing_files,
+    read_rows,
+)
 
 LAST_WORD, LAST_TOKEN, PERPLEXITY, TOKEN_PERPLEXITY = LAMBADA_METRICS
 # Per sample: the parts of the perplexities.
@@ -89,13 +92,36 @@ def split_last_word(text: str) -> tuple[str, str]:
     return context, word
 
 
-@dataclass(frozen=True)
-class Lambada:
-    """The task `lambada` with its options; stateless, so threads may share it."""
+class Lambada(Task):
+    """The task `lambada`; stateless, so threads may share it."""
 
-    options: EvaluationOptions
-    name: str = "lambada"
-    version: int = 1
+    name = "lambada"
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics of evaluate.lambada.metrics."""
+        return tuple(self.options.lambada.metrics)
+
+    def problems(self) -> list[str]:
+        """Return unknown metrics, and files that do not exist."""
+        lambada, known = self.options.lambada, ", ".join(LAMBADA_METRICS)
+        problems = [
+            f"unknown metric {name!r} in evaluate.lambada.metrics; known: {known}."
+            for name in lambada.metrics
+            if name not in LAMBADA_METRICS
+        ]
+        if not lambada.metrics:
+            problems.append(f"evaluate.lambada.metrics is empty; choose from {known}.")
+        files = {"data_path": lambada.data_path, "reference_path": lambada.reference_path}
+        return [*problems, *missing_files("lambada", files)]
+
+    def needs(self) -> dict[str, str]:
+        """Return what metrics need other than text."""
+        return _NEEDS
+
+    def reduced(self, options: EvaluationOptions, metrics: tuple[str, ...]) -> EvaluationOptions:
+        """Return options with only some of the metrics."""
+        return replace(options, lambada=replace(options.lambada, metrics=[*metrics]))
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Read the passages, downloading them first where that is asked for.
@@ -104,15 +130,8 @@ class Lambada:
             ValueError: the file is missing and cannot be fetched, or a passage has no last word.
         """
         own = self.options.lambada
-        if own.data_path is not None:
-            path = Path(own.data_path)
-        else:
-            path = ensure_dataset(
-                self.options.data_dir / _FILE_NAME,
-                url=own.url,
-                sha256=own.sha256,
-                key="evaluate.lambada.data_path",
-            )
+        source = DataSource(own.url, own.sha256, file_name=_FILE_NAME)
+        path = data_file(self.name, own.data_path, source, self.options.data_dir)
         samples = []
         for index, row in enumerate(read_rows(path, "text")):
             try:
@@ -210,29 +229,3 @@ def _perplexity(name: str, scores: Sequence[Score]) -> Metric:
         scale="exp",
         weight=tokens,
     )
-
-
-def _reduced(options: EvaluationOptions, metrics: tuple[str, ...]) -> EvaluationOptions:
-    return replace(options, lambada=replace(options.lambada, metrics=[*metrics]))
-
-
-def _check(options: EvaluationOptions) -> list[str]:
-    lambada, known = options.lambada, ", ".join(LAMBADA_METRICS)
-    problems = [
-        f"unknown metric {name!r} in evaluate.lambada.metrics; known: {known}."
-        for name in lambada.metrics
-        if name not in LAMBADA_METRICS
-    ]
-    if not lambada.metrics:
-        problems.append(f"evaluate.lambada.metrics is empty; choose from {known}.")
-    files = {"data_path": lambada.data_path, "reference_path": lambada.reference_path}
-    return [*problems, *missing_files("lambada", files)]
-
-
-LAMBADA = TaskEntry(
-    make=Lambada,
-    metrics=lambda options: tuple(options.lambada.metrics),
-    check=_check,
-    needs=lambda _: _NEEDS,
-    reduced=_reduced,
-)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from export_scripts.families.layout.architecture import (
@@ -13,16 +13,6 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
 from inference.evaluation.options import EvaluationOptions, PromptOptions, RequestShape
-
-
-@dataclass(frozen=True)
-class ServedPrompt:
-    """A prompt table of the served folder: its place among them, name and virtual tokens."""
-
-    task_id: int
-    task_name: str
-    length: int
-    start_id: int
 
 
 def served_architecture(options: EvaluationOptions) -> Architecture | None:
@@ -82,16 +72,16 @@ def _positions(architecture: Architecture) -> int | None:
     return None
 
 
-def served_prompts(folder: Path | None) -> list[ServedPrompt]:
-    """Return the prompt tables that a folder's config.ini lists; none where there is no folder."""
+def served_prompts(folder: Path | None) -> dict[str, PromptOptions]:
+    """Return the prompt tables that a folder's config.ini lists, by name; none without a folder."""
     if folder is None or not (folder / CONFIG_NAME).is_file():
-        return []
+        return {}
     _, config = read_config(folder)
     start_id = config.prompt_learning_start_id or 0
-    return [
-        ServedPrompt(number, task.task_name, task.prompt_length, start_id)
-        for number, task in enumerate(config.tasks)
-    ]
+    return {
+        each.task_name: PromptOptions(length=each.prompt_length, start_id=start_id, task_id=number)
+        for number, each in enumerate(config.tasks)
+    }
 
 
 def prompt_of(task: str, given: PromptOptions, folder: Path | None) -> PromptOptions:
@@ -106,10 +96,10 @@ def prompt_of(task: str, given: PromptOptions, folder: Path | None) -> PromptOpt
         return _of_table(task, given, Path(given.table_path), folder)
     if given.length or not given.from_model:
         return given
-    for each in served_prompts(folder):
-        is_asked = given.task_id is None and each.task_name.lower() == task
+    for name, each in served_prompts(folder).items():
+        is_asked = given.task_id is None and name.lower() == task
         if is_asked or given.task_id == each.task_id:
-            return replace(given, length=each.length, start_id=each.start_id, task_id=each.task_id)
+            return replace(each, append_ids=given.append_ids)
     if given.task_id is not None:
         raise ValueError(
             f"evaluate.{task}.prompt.task_id={given.task_id}: {folder} lists no such prompt table; "

@@ -7,16 +7,15 @@ answer is the choice that the model finds most probable after the prompt.
 
 from __future__ import annotations
 
-import array
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
 from inference.evaluation.options import EvaluationOptions, PromptOptions, TextTaskOptions
+from inference.evaluation.statistics import mean_metric
 from inference.evaluation.task import (
     LOG_PROBS,
     TENSORS,
@@ -25,18 +24,16 @@ from inference.evaluation.task import (
     RequestTensors,
     Sample,
     Score,
-    TaskEntry,
+    Task,
     TextGenerator,
 )
 from inference.evaluation.tasks.datasets import (
     DataSource,
+    Row,
+    data_file,
     drawn_from_file,
-    ensure_dataset,
     missing_files,
-    unpacked,
 )
-from inference.evaluation.tasks.metrics import mean_metric
-from inference.evaluation.tasks.rows import Row
 from inference.evaluation.tasks.served_folder import prompt_of
 
 _P_TUNING = 3  # request_prompt_type of the contract
@@ -113,23 +110,82 @@ class TextTaskKind:
         return self.source
 
 
-@dataclass(frozen=True)
-class TextTask:
-    """A text task with its options; stateless, so threads may share it."""
+class TextTask(Task):
+    """A text task; stateless, so threads may share it.
 
-    kind: TextTaskKind
-    options: EvaluationOptions
-    version: int = 1
+    Attributes:
+        own: the options of this task alone.
+    """
+
+    def __init__(self, kind: TextTaskKind, options: EvaluationOptions) -> None:
+        super().__init__(options)
+        self.kind, self.name, self.grouped = kind, kind.name, kind.grouped
+        self.own = options.text_tasks[kind.name]
 
     @property
-    def name(self) -> str:
-        """Name in the table of tasks."""
-        return self.kind.name
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics of this kind of task."""
+        return self.kind.metrics
 
-    @property
-    def own(self) -> TextTaskOptions:
-        """The options of this task alone."""
-        return self.options.text_tasks[self.name]
+    def needs(self) -> dict[str, str]:
+        """Return what its way of asking needs, for every metric."""
+        if self.own.method == "log_likelihood":
+            return dict.fromkeys(self.kind.metrics, LOG_PROBS)
+        if self.prompt.length or self.prompt.append_ids:
+            return dict.fromkeys(self.kind.metrics, TENSORS)
+        return {}
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the task's options, and files or packages it lacks."""
+        kind, own, key = self.kind, self.own, f"evaluate.{self.name}"
+        files = {
+            "data_path": own.data_path,
+            "target_path": own.target_path,
+            "prompt.table_path": own.prompt.table_path,
+            "reference_path": own.reference_path,
+        }
+        problems = missing_files(self.name, files)
+        if (own.url is None) != (own.sha256 is None):
+            problems.append(f"{key}.url and {key}.sha256 go together; give both, or neither.")
+        elif own.data_path is None and kind.data_source(own) is None:
+            problems.append(kind.without_data)
+        try:
+            (own.template or "").format_map(defaultdict(str))
+        except (ValueError, AttributeError, LookupError) as error:
+            problems.append(
+                f"{key}.template is not a text with names of fields in braces ({error}); write a "
+                "brace of the text itself twice."
+            )
+        if own.target_path is not None and kind.name != "translation":
+            problems.append(f"{key}.target_path has no meaning; only translation reads two files.")
+        if own.method == "log_likelihood" and not kind.choices:
+            problems.append(
+                f"{key}.method=log_likelihood needs a task with few answers, such as boolq."
+            )
+        if kind.package and find_spec(kind.package) is None:
+            problems.append(
+                f"the task {kind.name} needs the package {kind.package}: pip install "
+                f"{kind.package.replace('_', '-')}."
+            )
+        return problems + self._prompt_problems()
+
+    def _prompt_problems(self) -> list[str]:
+        """Return what would be ignored of the virtual tokens, or cannot be sent."""
+        key, given = f"evaluate.{self.name}.prompt", self.own.prompt
+        if given.table_path is not None and not Path(given.table_path).is_file():
+            return []  # reported with the other files
+        try:
+            prompt = self.prompt
+        except ValueError as error:
+            return [str(error)]
+        is_given = given.length or given.append_ids or given.table_path
+        if self.own.method == "log_likelihood" and is_given:
+            return [f"{key} cannot be used with method=log_likelihood."]
+        if prompt.length == 0 and given.start_id:
+            return [f"{key}.start_id={given.start_id} has no meaning without virtual tokens."]
+        if given.length > 0 and (given.task_id is None) == (given.table_path is None):
+            return [f"{key} needs either task_id or table_path."]
+        return []
 
     @cached_property
     def prompt(self) -> PromptOptions:
@@ -143,8 +199,12 @@ class TextTask:
             ValueError: the data is unavailable, not of the task's form, or lacks a field of the
                 template.
         """
-        path = self._data()
-        template = self.own.template or self._own_template()
+        source, recipe = self.kind.data_source(self.own), self.kind.without_data
+        given, folder = self.own.data_path, self.options.data_dir
+        path = data_file(self.name, given, source, folder, recipe=recipe)
+        template = self.own.template or self.kind.template
+        if self.own.template is None and self.own.method == "log_likelihood":
+            template = self.kind.likelihood_template or template
         rows = self.kind.read(path, self.own)
         samples = [self._sample(index, row, template, path) for index, row in enumerate(rows)]
         return drawn_from_file(samples, self.options, path)
@@ -159,20 +219,6 @@ class TextTask:
             ) from None
         group = row.group if self.kind.grouped else ""
         return Sample(index, text, target=row.targets[0], targets=row.targets, group=group)
-
-    def _data(self) -> Path:
-        if self.own.data_path is not None:
-            return Path(self.own.data_path)
-        source = self.kind.data_source(self.own)
-        if source is None:
-            raise ValueError(self.kind.without_data)
-        path = ensure_dataset(
-            self.options.data_dir / source.file_name,
-            url=source.url,
-            sha256=source.sha256,
-            key=f"evaluate.{self.name}.data_path",
-        )
-        return unpacked(path, source.member) if source.member else path
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Ask the model for one answer and score it."""
@@ -197,11 +243,6 @@ class TextTask:
                 share = each.is_share
                 found.append(mean_metric(value + end, own, value=value, is_share=share, **words))
         return tuple(found)
-
-    def _own_template(self) -> str:
-        if self.own.method == "log_likelihood" and self.kind.likelihood_template:
-            return self.kind.likelihood_template
-        return self.kind.template
 
     def _answer(self, sample: Sample, model: TextGenerator) -> str:
         if self.own.method == "log_likelihood":
@@ -234,15 +275,13 @@ def read_table(path: Path, *, rows: int) -> list[list[float]]:
     Raises:
         ValueError: the file does not hold so many rows.
     """
-    values = array.array("f")
+    import numpy as np
+
     content = path.read_bytes()
-    if not content or len(content) % (rows * values.itemsize):
+    if not content or len(content) % (rows * 4):
         raise ValueError(f"{path} holds {len(content)} bytes, which are not {rows} rows of fp32.")
-    values.frombytes(content)
-    if sys.byteorder == "big":
-        values.byteswap()
-    width = len(values) // rows
-    return [values[start : start + width].tolist() for start in range(0, len(values), width)]
+    table: list[list[float]] = np.frombuffer(content, "<f4").reshape(rows, -1).tolist()
+    return table
 
 
 def _most_probable(text: str, choices: Mapping[str, str], model: TextGenerator) -> str:
@@ -253,75 +292,3 @@ def _most_probable(text: str, choices: Mapping[str, str], model: TextGenerator) 
         for answer, words in choices.items()
     }
     return max(scores, key=lambda answer: scores[answer])
-
-
-def text_entry(kind: TextTaskKind) -> TaskEntry:
-    """Return the row of the table of tasks for a text task."""
-
-    def needs(options: EvaluationOptions) -> dict[str, str]:
-        task = TextTask(kind, options)
-        if task.own.method == "log_likelihood":
-            return dict.fromkeys(kind.metrics, LOG_PROBS)
-        if task.prompt.length or task.prompt.append_ids:
-            return dict.fromkeys(kind.metrics, TENSORS)
-        return {}
-
-    return TaskEntry(
-        make=partial(TextTask, kind),
-        metrics=lambda _: kind.metrics,
-        check=lambda options: _check(kind, options.text_tasks[kind.name], options.weights_dir),
-        grouped=kind.grouped,
-        needs=needs,
-    )
-
-
-def _check(kind: TextTaskKind, task: TextTaskOptions, folder: Path | None) -> list[str]:
-    key = f"evaluate.{kind.name}"
-    files = {
-        "data_path": task.data_path,
-        "target_path": task.target_path,
-        "prompt.table_path": task.prompt.table_path,
-        "reference_path": task.reference_path,
-    }
-    problems = missing_files(kind.name, files)
-    if (task.url is None) != (task.sha256 is None):
-        problems.append(f"{key}.url and {key}.sha256 go together; give both, or neither.")
-    elif task.data_path is None and kind.data_source(task) is None:
-        problems.append(kind.without_data)
-    try:
-        (task.template or "").format_map(defaultdict(str))
-    except (ValueError, AttributeError, LookupError) as error:
-        problems.append(
-            f"{key}.template is not a text with names of fields in braces ({error}); write a brace "
-            "of the text itself twice."
-        )
-    if task.target_path is not None and kind.name != "translation":
-        problems.append(f"{key}.target_path has no meaning; only translation reads two files.")
-    if task.method == "log_likelihood" and not kind.choices:
-        problems.append(
-            f"{key}.method=log_likelihood needs a task with few answers, such as boolq."
-        )
-    if kind.package and find_spec(kind.package) is None:
-        problems.append(
-            f"the task {kind.name} needs the package {kind.package}: pip install "
-            f"{kind.package.replace('_', '-')}."
-        )
-    return problems + _check_prompt(kind.name, task, folder)
-
-
-def _check_prompt(name: str, task: TextTaskOptions, folder: Path | None) -> list[str]:
-    """Return what would be ignored of the virtual tokens, or cannot be sent."""
-    key, given = f"evaluate.{name}.prompt", task.prompt
-    if given.table_path is not None and not Path(given.table_path).is_file():
-        return []  # reported with the other files
-    try:
-        prompt = prompt_of(name, given, folder)
-    except ValueError as error:
-        return [str(error)]
-    if task.method == "log_likelihood" and (given.length or given.append_ids or given.table_path):
-        return [f"{key} cannot be used with method=log_likelihood."]
-    if prompt.length == 0 and given.start_id:
-        return [f"{key}.start_id={given.start_id} has no meaning without virtual tokens."]
-    if given.length > 0 and (given.task_id is None) == (given.table_path is None):
-        return [f"{key} needs either task_id or table_path."]
-    return []

@@ -1,61 +1,96 @@
-"""BoolQ, MNLI, XNLI, SQuAD, translation and summarisation: a row of TEXT_TASKS each."""
+"""BoolQ, MNLI, XNLI, SQuAD, translation and summarisation: a row of TEXT_TASKS each.
+
+BLEU is sacrebleu's and ROUGE is rouge-score's; both are imported when first used. Exact match and
+F1 follow SQuAD's definition (Rajpurkar et al., EMNLP 2016): lower case, without punctuation and
+articles, the best of several right answers.
+"""
 
 from __future__ import annotations
 
+import re
+import string
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
+from typing import Any
 
-from inference.evaluation.options import TextTaskOptions
 from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import Metric, Sample, Score
-from inference.evaluation.tasks.datasets import DataSource
-from inference.evaluation.tasks.rows import (
-    Row,
+from inference.evaluation.tasks.datasets import (
+    DataSource,
     boolq_rows,
     nli_rows,
     squad_rows,
     summarization_rows,
     translation_rows,
 )
-from inference.evaluation.tasks.scores import (
-    ROUGE_TYPES,
-    corpus_bleu,
-    equal,
-    exact_match,
-    first_sentences,
-    rouge,
-    sentence_bleu,
-    token_f1,
-)
 from inference.evaluation.tasks.text_task import Measure, TextTaskKind
 
-# The development set of SQuAD 1.1 (CC BY-SA 4.0), the official JSON.
-_SQUAD_URL = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v1.1.json"
-_SQUAD_SHA256 = "95aa6a52d5d6a735563366753ca50492a658031da74f301ac5238b03966972c9"
-# The validation set of BoolQ (CC BY-SA 3.0), 3,270 rows, as SuperGLUE publishes it. The authors'
-# own address has been seen to give another file.
-_BOOLQ = DataSource(
-    "https://dl.fbaipublicfiles.com/glue/superglue/data/v2/BoolQ.zip",
-    "853fbe7922f70c59629f06a39e8d9ca440c3d740e760fd3b87a5ddf3dcba2436",
-    member="BoolQ/val.jsonl",
-)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ROUGE_METHOD = "mean F-measure of rouge-score, of the first four sentences"
+_RESAMPLES = 300  # of the bootstrap behind the interval of BLEU
 
 
-_ACCURACY = Measure("accuracy", "acc", "share of answers that equal the right one", equal)
+def equal(answer: str, targets: Sequence[str]) -> float:
+    """Return 1.0 if the answer is one of the targets, blanks around it aside."""
+    return float(answer.strip() in {target.strip() for target in targets})
 
 
-def _rouge(kind: str) -> Measure:
-    def score(answer: str, targets: Sequence[str]) -> float:
-        return rouge(first_sentences(answer), targets[0], kinds=(kind,))[kind]
-
-    method = "mean F-measure of rouge-score, of the first four sentences"
-    return Measure(kind, kind, method, score, is_share=False)
+def _normalised(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
-def _bleu(samples: Sequence[Sample], scores: Sequence[Score]) -> Metric:
-    value, half = corpus_bleu(
-        [score.answer for score in scores], [sample.target for sample in samples]
+def exact_match(answer: str, targets: Sequence[str]) -> float:
+    """Return 1.0 if the normalised answer is one of the normalised targets."""
+    return float(any(_normalised(answer) == _normalised(target) for target in targets))
+
+
+def token_f1(answer: str, targets: Sequence[str]) -> float:
+    """Return the best F1 of the words that answer and target share, 0 to 1."""
+    return max(_f1(_normalised(answer), _normalised(target)) for target in targets)
+
+
+def _f1(answer: Sequence[str], target: Sequence[str]) -> float:
+    if not answer or not target:
+        return float(answer == target)
+    shared = sum((Counter(answer) & Counter(target)).values())
+    return 2 * shared / (len(answer) + len(target))
+
+
+def rouge(kind: str, answer: str, targets: Sequence[str]) -> float:
+    """Return an F-measure of ROUGE, 0 to 1, of the first four sentences, without stemming."""
+    from rouge_score import rouge_scorer  # type: ignore[import-untyped]
+
+    scorer = rouge_scorer.RougeScorer([kind], use_stemmer=False)
+    return float(scorer.score(targets[0], first_sentences(answer))[kind].fmeasure)
+
+
+def first_sentences(text: str) -> str:
+    """Return the first four sentences; only a full stop ends one."""
+    return ".".join(text.split(".")[:4]).strip(". ") + "."
+
+
+def sentence_bleu(answer: str, targets: Sequence[str]) -> float:
+    """Return sacrebleu's score of one sentence, 0 to 100."""
+    import sacrebleu
+
+    return float(sacrebleu.sentence_bleu(answer, [targets[0]]).score)
+
+
+def corpus_bleu(samples: Sequence[Sample], scores: Sequence[Score]) -> Metric:
+    """Return sacrebleu's corpus score.
+
+    The interval is sacrebleu's own, by bootstrap resampling (Koehn, EMNLP 2004).
+    """
+    from sacrebleu.metrics.bleu import BLEU
+
+    found: Any = BLEU(force=True).corpus_score(
+        [score.answer for score in scores],
+        [[sample.target for sample in samples]],
+        n_bootstrap=_RESAMPLES if len(scores) > 1 else 1,
     )
+    value, half = float(found.score), max(0.0, float(getattr(found, "_ci", 0.0)))
     return Metric(
         name="translation_bleu",
         key="bleu",
@@ -71,10 +106,17 @@ def _bleu(samples: Sequence[Sample], scores: Sequence[Score]) -> Metric:
     )
 
 
-def _translation_rows(path: Path, options: TextTaskOptions) -> list[Row]:
-    return translation_rows(
-        path, None if options.target_path is None else Path(options.target_path)
-    )
+# The development set of SQuAD 1.1 (CC BY-SA 4.0), the official JSON.
+_SQUAD_URL = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v1.1.json"
+_SQUAD_SHA256 = "95aa6a52d5d6a735563366753ca50492a658031da74f301ac5238b03966972c9"
+# The validation set of BoolQ (CC BY-SA 3.0), 3,270 rows, as SuperGLUE publishes it. The authors'
+# own address has been seen to give another file.
+_BOOLQ = DataSource(
+    "https://dl.fbaipublicfiles.com/glue/superglue/data/v2/BoolQ.zip",
+    "853fbe7922f70c59629f06a39e8d9ca440c3d740e760fd3b87a5ddf3dcba2436",
+    member="BoolQ/val.jsonl",
+)
+_ACCURACY = Measure("accuracy", "acc", "share of answers that equal the right one", equal)
 
 
 def _from_hub(name: str, split: str, file: str, *, config: str = "") -> str:
@@ -140,9 +182,9 @@ _KINDS = (
     ),
     TextTaskKind(
         "translation",
-        _translation_rows,
-        (Measure("sentence_bleu", "", "", lambda a, targets: sentence_bleu(a, targets[0])),),
-        corpus={"translation_bleu": _bleu},
+        lambda path, own: translation_rows(path, own.target_path),
+        (Measure("sentence_bleu", "", "", sentence_bleu),),
+        corpus={"translation_bleu": corpus_bleu},
         template="translate English to German: {source}",
         output_len=128,
         package="sacrebleu",
@@ -152,7 +194,10 @@ _KINDS = (
     TextTaskKind(
         "summarization",
         lambda path, _: summarization_rows(path),
-        tuple(map(_rouge, ROUGE_TYPES)),
+        tuple(
+            Measure(kind, kind, _ROUGE_METHOD, partial(rouge, kind), is_share=False)
+            for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")
+        ),
         template="summarize: {article}",
         output_len=200,
         package="rouge_score",

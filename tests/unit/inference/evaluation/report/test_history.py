@@ -12,8 +12,7 @@ import pytest
 from inference.compare import main
 from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
 from inference.evaluation.record import LatencyPoint, Prediction, RunFacts
-from inference.evaluation.report.compare import compare_runs
-from inference.evaluation.report.compare_page import comparison_text, render_comparison
+from inference.evaluation.report.compare import compare_runs, comparison_text, render_comparison
 from inference.evaluation.report.files import write_report
 from inference.evaluation.report.history import (
     append_run,

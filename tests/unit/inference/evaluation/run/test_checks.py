@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from inference.evaluation.options import (
 )
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.tasks import TASKS
-from inference.evaluation.tasks.text_task import text_entry
+from inference.evaluation.tasks.text_task import TextTask
 from inference.evaluation.tasks.text_tasks import TEXT_TASKS
 from tests.ft_folders import write_gpt
 from tests.tiny_transformers import write_model
@@ -141,7 +142,7 @@ def test_problems_of_text_tasks_are_reported(task, changes, reported):
 
 def test_a_task_s_package_is_asked_for(monkeypatch):
     kind = replace(TEXT_TASKS["translation"], package="not_installed_anywhere")
-    monkeypatch.setitem(TASKS, "translation", text_entry(kind))
+    monkeypatch.setitem(TASKS, "translation", partial(TextTask, kind))
     options = {"translation": TextTaskOptions(data_path=Path(__file__))}
     assert problems(tasks=("translation",), **options) == [
         "the task translation needs the package not_installed_anywhere: pip install "

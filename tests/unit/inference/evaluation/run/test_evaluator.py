@@ -149,7 +149,7 @@ def test_a_damaged_reference_stops_before_the_first_request(options, model, tmp_
     path = tmp_path / "reference.json"
     path.write_text("{}")
     lambada = LambadaOptions(data_path=passages, reference_path=path)
-    with pytest.raises(ValueError, match="lacks dataset_sha256, metrics, source"):
+    with pytest.raises(ValueError, match="is not of schema_version 1 with source"):
         evaluate(options(lambada=lambada), FACTS, model=model)
     assert model.requests == []
 

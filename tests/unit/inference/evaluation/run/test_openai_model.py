@@ -16,8 +16,8 @@ from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import EvaluationOptions, LatencyOptions
 from inference.evaluation.record import RunFacts
 from inference.evaluation.run import (
-    connection,  # noqa: F401 - imports the loader of tokenizers before `server` replaces it
     openai_model,
+    served_model,  # noqa: F401 - imports the loader of tokenizers before `server` replaces it
 )
 from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.run.openai_model import open_model

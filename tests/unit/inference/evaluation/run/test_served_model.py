@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from export_scripts.triton.signature import GPT, PREPROCESSING, T5, ensemble, resolve
-from inference.evaluation.run.requests import ServedTokenizer
-from inference.evaluation.run.served_model import ServedModel
+from inference.evaluation.run.served_model import ServedModel, ServedTokenizer
 from inference.evaluation.task import RequestFailedError
 
 _NUMPY = {"UINT32": "uint32", "FP32": "float32", "BOOL": "bool", "BYTES": "object"}

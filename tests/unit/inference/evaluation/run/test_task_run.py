@@ -11,7 +11,7 @@ from inference.evaluation.run.task_run import EvaluationError, run_task
 from inference.evaluation.tasks.lambada import Lambada
 
 
-def run(passages: Path, model, *, concurrency: int = 4, progress=None):
+def run(passages: Path, model, *, concurrency: int = 4, progress=lambda _: None):
     task = Lambada(EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(passages)))
     return run_task(task, *task.prepare(), model, concurrency=concurrency, progress=progress)
 
@@ -45,7 +45,6 @@ def test_progress_shows_the_accuracy_so_far(passages, model):
     run(passages, model, progress=reported.append)
     assert [each.done for each in reported] == [0, 1, 2, 3, 4]
     assert dict(reported[-1].running) == {"lambada_last_word": 0.25, "lambada_last_token": 0.5}
-    assert "lambada 4/4 lambada_last_word 25.00%" in str(reported[-1])
 
 
 def test_a_failed_sample_fails_the_run_and_is_named(passages, model):

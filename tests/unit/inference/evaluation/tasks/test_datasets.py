@@ -9,8 +9,7 @@ import pytest
 
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import Sample
-from inference.evaluation.tasks.datasets import drawn, ensure_dataset
-from inference.evaluation.tasks.rows import read_rows
+from inference.evaluation.tasks.datasets import drawn, ensure_dataset, read_rows
 
 CONTENT = b'{"text": "a b"}\n'
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

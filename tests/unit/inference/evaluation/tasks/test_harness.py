@@ -16,13 +16,14 @@ import pytest
 
 from inference.evaluation.options import EvaluationOptions, HarnessOptions
 from inference.evaluation.record import Report, RequestStatistics
+from inference.evaluation.report.files import render_markdown
 from inference.evaluation.report.html_page import render_html
-from inference.evaluation.report.markdown import render_markdown
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.preparation import check_bounds_of_groups, prepare
 from inference.evaluation.run.task_run import EvaluationError, run_task
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.task import Metric
+from inference.evaluation.tasks.harness import HarnessTask
 from tests.fake_model import FakeModel
 
 
@@ -105,7 +106,7 @@ def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endp
     token = HarnessOptions(num_fewshot=2, batch_size=4)
     own = options(openai_url=endpoint, limit=2, harness=token, concurrency=3)
     assert check_evaluation(own) == []
-    prepared = prepare("harness:two-facts", own)
+    prepared = prepare(HarnessTask("harness:two-facts", own))
     assert (prepared.dataset.total, prepared.dataset.count, prepared.dataset.limit) == (3, 2, 2)
     run = run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=4)
     (call,) = asked
@@ -137,7 +138,7 @@ def test_the_gate_knows_the_metrics_once_the_task_is_loaded(
     gate = {"harness_two_facts_acc": {"min": 0.4}, "harness_two_facts_bleu": {"min": 1}}
     own = options(openai_url=endpoint, gate=gate)
     assert check_evaluation(own) == []
-    (problem,) = check_bounds_of_groups(own, [prepare("harness:two-facts", own)])
+    (problem,) = check_bounds_of_groups(own, [prepare(HarnessTask("harness:two-facts", own))])
     assert "harness_two_facts_bleu" in problem
     assert "harness_two_facts_perplexity" in problem
     assert not asked
@@ -148,12 +149,14 @@ def test_an_unknown_task_of_the_harness_is_reported(
 ) -> None:
     own = options(openai_url=endpoint, tasks=["harness:nothing"])
     with pytest.raises(ValueError, match="harness:nothing cannot be loaded by lm_eval"):
-        prepare("harness:nothing", own)
+        prepare(HarnessTask("harness:nothing", own))
     assert not asked
 
 
 def test_an_endpoint_that_does_not_answer_is_named(asked: list[dict[str, Any]]) -> None:
-    prepared = prepare("harness:two-facts", options(openai_url="http://127.0.0.1:1/v1"))
+    prepared = prepare(
+        HarnessTask("harness:two-facts", options(openai_url="http://127.0.0.1:1/v1"))
+    )
     with pytest.raises(EvaluationError, match=r"127\.0\.0\.1:1/v1/models/.*refused"):
         run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=1)
     assert not asked
@@ -180,4 +183,4 @@ def test_a_task_that_sends_its_own_requests_has_a_page_without_charts_of_load(
     assert "Harness:x" in page
     assert "Latency under this load" not in page
     assert "Latency under this load" in render_html(report, [])
-    assert "harness_x_perplexity" in render_markdown(replace(report, tasks=(own,)), ())
+    assert "harness_x_perplexity" in render_markdown("report.md", replace(report, tasks=(own,)), ())

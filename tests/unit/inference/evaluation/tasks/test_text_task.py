@@ -14,11 +14,13 @@ from export_scripts.families.layout.config import PromptTask
 from export_scripts.files.checksum import sha256_of
 from inference.evaluation.options import EvaluationOptions, PromptOptions, TextTaskOptions
 from inference.evaluation.run.task_run import TaskRun, run_task
-from inference.evaluation.task import Sample
+from inference.evaluation.task import Sample, Score
 from inference.evaluation.tasks import TASKS
-from inference.evaluation.tasks.datasets import DataSource
-from inference.evaluation.tasks.rows import squad_rows, translation_rows
-from inference.evaluation.tasks.scores import (
+from inference.evaluation.tasks.datasets import DataSource, squad_rows, translation_rows
+from inference.evaluation.tasks.served_folder import prompt_of
+from inference.evaluation.tasks.text_task import TextTask, TextTaskKind, read_table
+from inference.evaluation.tasks.text_tasks import (
+    TEXT_TASKS,
     corpus_bleu,
     equal,
     exact_match,
@@ -26,9 +28,6 @@ from inference.evaluation.tasks.scores import (
     rouge,
     token_f1,
 )
-from inference.evaluation.tasks.served_folder import prompt_of
-from inference.evaluation.tasks.text_task import TextTask, TextTaskKind, read_table
-from inference.evaluation.tasks.text_tasks import TEXT_TASKS
 from tests.conftest import material
 from tests.fake_model import VIRTUAL_ID
 from tests.ft_folders import write_gpt
@@ -131,7 +130,7 @@ def test_length_and_ids_of_virtual_tokens_are_those_of_config_ini(tmp_path, give
         weights_dir=folder,
         boolq=TextTaskOptions(data_path=str(data), prompt=given),
     )
-    found = TASKS["boolq"].make(options).prompt
+    found = TASKS["boolq"](options).prompt
     assert (found.length, found.start_id, found.task_id) == expected
 
 
@@ -143,7 +142,7 @@ def test_a_table_that_the_model_lacks_is_refused(tmp_path):
         boolq=TextTaskOptions(prompt=PromptOptions(task_id=2)),
     )
     with pytest.raises(ValueError, match=r"prompt\.task_id=2: .* lists no such prompt table"):
-        TASKS["boolq"].needs(options)
+        TASKS["boolq"](options).needs()
 
 
 def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
@@ -153,7 +152,7 @@ def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
         asked.append((path, source["url"], source["sha256"]))
         return lines(path, {"context": "c", "question": "q", "answers": ["a"]})
 
-    monkeypatch.setattr("inference.evaluation.tasks.text_task.ensure_dataset", fetch)
+    monkeypatch.setattr("inference.evaluation.tasks.datasets.ensure_dataset", fetch)
     squad = make("squad", data_dir=tmp_path)
     assert len(squad.prepare()[1]) == 1
     (path, url, _) = asked.pop()
@@ -167,7 +166,7 @@ def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", sorted(set(TEXT_TASKS) - {"boolq", "squad"}))
 def test_data_that_has_no_fixed_place_is_described(tmp_path, name):
     options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path)
-    (problem,) = TASKS[name].check(options)
+    (problem,) = TASKS[name](options).problems()
     assert problem.startswith(f"evaluate.{name}.data_path is needed for the task {name}. To get ")
     assert ".jsonl" in problem or "sacrebleu -t" in problem
 
@@ -176,7 +175,7 @@ def test_a_checksum_belongs_to_every_address(tmp_path):
     options = EvaluationOptions(
         output_dir=tmp_path, data_dir=tmp_path, boolq=TextTaskOptions(url="https://x.example/d")
     )
-    assert TASKS["boolq"].check(options) == [
+    assert TASKS["boolq"](options).problems() == [
         "evaluate.boolq.url and evaluate.boolq.sha256 go together; give both, or neither."
     ]
 
@@ -289,18 +288,18 @@ def test_translation_reads_two_files_and_removes_subword_marks(tmp_path, fake_mo
 def test_lines_of_other_editors_are_read(tmp_path):
     (tmp_path / "en").write_bytes(b"\xef\xbb\xbfa\r\n\r\nc")
     (tmp_path / "de").write_bytes(b"x\ny\x0b\nz\n")
-    rows = translation_rows(tmp_path / "en", tmp_path / "de")
+    rows = translation_rows(tmp_path / "en", str(tmp_path / "de"))
     assert [row.fields["source"] for row in rows] == ["a", "", "c"]
     (tmp_path / "en").write_bytes(b"")
     with pytest.raises(ValueError, match="has 0 lines"):
-        translation_rows(tmp_path / "en", tmp_path / "en")
+        translation_rows(tmp_path / "en", str(tmp_path / "en"))
 
 
 def test_files_of_unequal_length_are_refused(tmp_path):
     (tmp_path / "en").write_text("a\nb\n")
     (tmp_path / "de").write_text("a\n")
     with pytest.raises(ValueError, match=r"has 2 lines and .* has 1"):
-        translation_rows(tmp_path / "en", tmp_path / "de")
+        translation_rows(tmp_path / "en", str(tmp_path / "de"))
 
 
 def test_summaries_are_scored_by_rouge(tmp_path, fake_model):
@@ -338,7 +337,7 @@ def test_a_template_may_use_only_fields_of_the_data(tmp_path):
 def test_a_template_that_cannot_be_filled_in_is_reported_before_the_start(tmp_path, template):
     boolq = TextTaskOptions(data_path=lines(tmp_path / "data", BOOLQ[0]), template=template)
     options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path, boolq=boolq)
-    (problem,) = TASKS["boolq"].check(options)
+    (problem,) = TASKS["boolq"](options).problems()
     assert problem.startswith("evaluate.boolq.template is not")
 
 
@@ -372,17 +371,20 @@ def test_f1_counts_shared_words():
 
 def test_bleu_of_equal_texts_is_100_and_repeatable():
     texts = ["the cat sat on the mat", "it was a cold evening in the old town"]
-    assert corpus_bleu(texts, texts)[0] == pytest.approx(100.0)
+    scores = [Score({}, text) for text in texts]
+    samples = [Sample(0, "", text) for text in texts]
+    assert corpus_bleu(samples, scores).value == pytest.approx(100.0)
     other = ["the cat sat on a mat", "it was a warm evening in the old town"]
-    assert corpus_bleu(texts, other) == corpus_bleu(texts, other)
-    value, half = corpus_bleu(texts, other)
-    assert 0 < half < value < 100
+    samples = [Sample(0, "", text) for text in other]
+    found = corpus_bleu(samples, scores)
+    assert found == corpus_bleu(samples, scores)
+    assert 0 < found.low < found.value < found.high < 100
 
 
 def test_rouge_is_the_library_s():
     # 4 of 5 words shared in order: precision = recall = 0.8.
-    found = rouge("a b c d e", "a b c d f", kinds=("rouge1", "rougeL"))
-    assert found == {"rouge1": pytest.approx(0.8), "rougeL": pytest.approx(0.8)}
+    for kind in ("rouge1", "rougeL"):
+        assert rouge(kind, "a b c d e", ["a b c d f"]) == pytest.approx(0.8)
 
 
 def test_a_summary_is_cut_to_four_sentences():
@@ -421,7 +423,7 @@ def test_options_of_virtual_tokens_that_would_be_ignored_are_refused(
     data = lines(tmp_path / "boolq.jsonl", BOOLQ[0])
     boolq = TextTaskOptions(data_path=data, prompt=prompt, method=method)
     options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path, boolq=boolq)
-    (problem,) = TASKS["boolq"].check(options)
+    (problem,) = TASKS["boolq"](options).problems()
     assert reported in problem
 
 
