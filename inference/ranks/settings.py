@@ -42,9 +42,9 @@ class RankSettings(Placement):
 
     ft_dir: str
     rank: int
-    slots: int
-    max_len: int  # most tokens of a sequence
     threads: int  # of the CPU, for this rank
+    slots: int = 1
+    max_len: int = 1  # most tokens of a sequence
     block_tokens: int = 0  # of the cache; 0: each slot has a block of its own
     blocks: int = 0
     store: str = ""  # path of the store that ranks of one node share

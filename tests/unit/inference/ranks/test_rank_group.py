@@ -21,7 +21,7 @@ def test_a_rank_that_ends_before_it_connects_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def connect(*arguments: Any, **options: Any) -> RankGroups:
-        ranks = engine._loop._ranks
+        ranks = engine._ranks
         assert ranks is not None
         assert ranks._processes is not None
         ranks._processes._workers[1].process.kill()
