@@ -57,24 +57,18 @@ class GroupKey:
         return self.kind == "plain"
 
 
-@dataclass(frozen=True)
-class PendingCandidates:
-    """Candidates whose tensors are still being computed on the device."""
-
-    values: torch.Tensor
-    ids: torch.Tensor
-    log_norms: torch.Tensor | None
-    logits: torch.Tensor
+# Values, ids, norms and logits of `Candidates`, still being computed on the device.
+Pending = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 
-def select(x: torch.Tensor, *, width: int, with_norm: bool) -> PendingCandidates:
+def select(x: torch.Tensor, *, width: int, with_norm: bool) -> Pending:
     """Queue the choice of the best `width` tokens of every row of `x` (n, X)."""
     values, ids = top_candidates(x, width=min(width, x.shape[1]))
     log_norms = None
     if with_norm:
         # log_softmax treats each row alone, in an order that depends on X only.
         log_norms = -torch.log_softmax(x, dim=-1).gather(1, ids[:, :1])[:, 0]
-    return PendingCandidates(values, ids, log_norms, x)
+    return values, ids, log_norms, x
 
 
 def top_candidates(x: torch.Tensor, *, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,15 +155,12 @@ def _flip(bits: torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def fetch(pending: Sequence[PendingCandidates]) -> list[Candidates]:
+def fetch(pending: Sequence[Pending]) -> list[Candidates]:
     """Bring all candidates of a step to the CPU in one transfer."""
-    parts = [t for p in pending for t in (p.values, p.ids, p.log_norms) if t is not None]
-    arrays = iter(to_host(parts))
+    arrays = iter(to_host([t for *parts, _ in pending for t in parts if t is not None]))
     return [
-        Candidates(
-            next(arrays), next(arrays), None if p.log_norms is None else next(arrays), p.logits
-        )
-        for p in pending
+        Candidates(next(arrays), next(arrays), None if norms is None else next(arrays), logits)
+        for _, _, norms, logits in pending
     ]
 
 

@@ -91,7 +91,7 @@ class BatchDecoder:
         for group, candidates in zip(groups, self._candidates(groups, logits), strict=True):
             sampled = [row for row in group.rows if isinstance(row, SamplingRow)]
             beams = [row for row in group.rows if isinstance(row, BeamRow)]
-            taken = self._sample(sampled, candidates) if sampled else _search(beams, candidates)
+            taken = _sample(sampled, candidates) if sampled else _search(beams, candidates)
             steps.update(zip(group.rows, taken, strict=True))
         done = [steps[row] for row in rows]
         self._score(rows, done, logits)
@@ -153,18 +153,16 @@ class BatchDecoder:
             pending.append(select(rows, width=width, with_norm=group.key.needs_norm))
         return fetch(pending)
 
-    def _sample(self, rows: Sequence[SamplingRow], candidates: Candidates) -> list[RowStep]:
-        include_boundary = self.config.nucleus_include_boundary
-        steps = []
-        for row, choice in zip(
-            rows, choose(rows, candidates, include_boundary=include_boundary), strict=True
-        ):
-            if choice is None:
-                steps.append(_failed(row))
-            else:
-                row.commit(choice)
-                steps.append(RowStep((choice.token,), None, row.is_finished))
-        return steps
+
+def _sample(rows: Sequence[SamplingRow], candidates: Candidates) -> list[RowStep]:
+    steps = []
+    for row, choice in zip(rows, choose(rows, candidates), strict=True):
+        if choice is None:
+            steps.append(_failed(row))
+        else:
+            row.commit(choice)
+            steps.append(RowStep((choice.token,), None, row.is_finished))
+    return steps
 
 
 def _search(rows: Sequence[BeamRow], candidates: Candidates) -> list[RowStep]:

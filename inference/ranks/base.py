@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from export_scripts.families.layout.architecture import (
     Architecture,
@@ -29,6 +30,8 @@ from inference.parallel.linear import AllReduce
 from inference.ranks.device import compute_dtype, matrix_dtype, rank_device
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
+
+StepT = TypeVar("StepT")
 
 if TYPE_CHECKING:
     from inference.model.gpu.decode_graph import DecodeGraph
@@ -133,13 +136,26 @@ class RankBase(ABC):
         return weights, reader.family.architecture(reader.config)
 
     @property
+    def groups(self) -> RankGroups:
+        """The connection to the other ranks."""
+        assert self._groups is not None, "ranks are not connected"
+        return self._groups
+
+    @property
     def all_reduce(self) -> AllReduce | None:
         """The sum over the ranks of this stage, None for a single one."""
         return self._reduce if self.layout.tp_size > 1 else None
 
-    def connect(self, groups: RankGroups) -> None:
-        """Join the other ranks."""
-        self._groups = groups
+    def connect(self, store: Store, settings: RankSettings) -> RankGroups:
+        """Join the other ranks, all of which do so at the same time."""
+        self._groups = RankGroups(
+            self.layout,
+            store,
+            device=self.device,
+            timeout_s=settings.rank_timeout_s,
+            shared_memory=settings.shared_memory,
+        )
+        return self._groups
 
     def ping(self) -> None:
         """Return once every rank has answered."""
@@ -187,15 +203,46 @@ class RankBase(ABC):
         vocab = layout.vocab_rows(vocab_size)
         return TokenFeed(slots, self.device, vocab=vocab, vocab_size=vocab_size, gather=gather)
 
+    def _run_stage(
+        self,
+        micro_batches: Sequence[StepT],
+        *,
+        embed: Callable[[StepT], torch.Tensor],
+        empty_hidden: Callable[[StepT], torch.Tensor],
+        run_layers: Callable[[torch.Tensor, StepT], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Return the last layer's output of each micro-batch on the last stage, elsewhere nothing.
+
+        While a stage works on one micro-batch, the next stage works on the one before.
+
+        Args:
+            micro_batches: Steps of the model.
+            embed: Returns the input of the model's first layer (N, E).
+            empty_hidden: Returns an uninitialised (N, E) for the input of this stage's first layer.
+            run_layers: Returns the output of this stage's last layer (N, E).
+        """
+        outputs, sends = [], []
+        for step in micro_batches:
+            if self.layout.is_first_stage:
+                x = embed(step)
+            else:
+                x = self.groups.receive(empty_hidden(step), self.layout.previous_rank)
+            x = run_layers(x, step)
+            if self.layout.is_last_stage:
+                outputs.append(x)
+            else:
+                sends.append(self.groups.send(x, self.layout.next_rank))
+        for sent in sends:
+            sent.wait()
+        return outputs
+
     def _run_graph(self, graph: DecodeGraph, plan: StepPlan, vocab_size: int) -> StepResult | None:
         """Run a graph between the stages before and after; return its result on rank 0."""
         if graph.hidden is not None:
-            assert self._groups is not None
-            self._groups.receive(graph.hidden, self.layout.previous_rank)
+            self.groups.receive(graph.hidden, self.layout.previous_rank)
         graph.run()
         if not self.layout.is_last_stage:
-            assert self._groups is not None
-            self._groups.send(graph.output, self.layout.next_rank).wait()
+            self.groups.send(graph.output, self.layout.next_rank).wait()
         count = len(plan.segments)
         part = graph.output[:count] if self.layout.is_last_stage else None
         if plan.choices is None:
@@ -297,14 +344,12 @@ class RankBase(ABC):
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert self._groups is not None, "ranks are not connected"
         if self._in_rank_order:
-            return ordered_sum(self._groups.gather_stage(x), bias=bias, residual=residual)
-        return self._groups.all_reduce(x, bias=bias, residual=residual)
+            return ordered_sum(self.groups.gather_stage(x), bias=bias, residual=residual)
+        return self.groups.all_reduce(x, bias=bias, residual=residual)
 
     def _gather_stage(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._groups is not None, "ranks are not connected"
-        return self._groups.gather_stage(x)
+        return self.groups.gather_stage(x)
 
     def _share(self, rows: torch.Tensor | None, count: int, width: int) -> torch.Tensor | None:
         """Return on every rank the (count, width) fp32 rows that rank 0 holds, None for no rows."""
@@ -332,9 +377,8 @@ class RankBase(ABC):
         """Return on rank 0 the last stage's output; `room`, of its shape and type, receives it."""
         if self.layout.pp_size == 1:
             return output if self.layout.rank == 0 else None
-        assert self._groups is not None, "ranks are not connected"
         source = self.layout.last_stage_ranks[0]
         if self.layout.rank == source:
             assert output is not None
-            self._groups.send(output, 0).wait()
-        return self._groups.receive(room, source) if self.layout.rank == 0 else None
+            self.groups.send(output, 0).wait()
+        return self.groups.receive(room, source) if self.layout.rank == 0 else None

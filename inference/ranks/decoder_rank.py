@@ -17,7 +17,6 @@ from inference.model.decoder_weights import load_decoder
 from inference.model.step import Segment, Step, make_step
 from inference.model.token_feed import NEWEST
 from inference.model.weights import RankWeights
-from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.device import gemm_options, layer_parameters, on_gpu
 from inference.ranks.plan import StepPlan
@@ -128,13 +127,11 @@ class DecoderRank(RankBase):
             x, step = graphs.run(ids, plan.segments, outputs)
             return [x], [step]
         steps = self._micro_batches(plan, embeddings)
-        hidden = run_stage(
+        hidden = self._run_stage(
             steps,
             embed=self.model.embed,
             empty_hidden=self.model.empty_hidden,
             run_layers=self.model.run_layers,
-            layout=self.layout,
-            groups=self._groups,
         )
         return hidden, steps
 

@@ -29,7 +29,6 @@ from inference.model.kv_cache import encoder_slot, on_device
 from inference.model.ragged import ragged_rows
 from inference.model.step import Segment, Step
 from inference.model.token_feed import NEWEST
-from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.device import gemm_options, has_row_kernels, layer_parameters, on_gpu
 from inference.ranks.encoder_pass import EncoderPass
@@ -188,16 +187,15 @@ class EncoderDecoderRank(RankBase):
 
     def _spread(self, output: torch.Tensor | None, batch: EncoderBatch) -> torch.Tensor:
         """Send the last stage's encoder output (N, E) to every stage."""
-        layout, groups = self.layout, self._groups
+        layout = self.layout
         if layout.pp_size == 1:
             assert output is not None
             return output
-        assert groups is not None
         if output is None:
             source = layout.last_stage_ranks[layout.tp_rank]
-            return groups.receive(self.model.empty_hidden(len(batch.ids)), source)
+            return self.groups.receive(self.model.empty_hidden(len(batch.ids)), source)
         sends = [
-            groups.send(output, stage * layout.tp_size + layout.tp_rank)
+            self.groups.send(output, stage * layout.tp_size + layout.tp_rank)
             for stage in range(layout.pp_size - 1)
         ]
         for sent in sends:
@@ -224,13 +222,11 @@ class EncoderDecoderRank(RankBase):
             torch.tensor(each, dtype=torch.int64) for each in (plan.ids, plan.output_rows)
         )
         inputs = self._decoder_step(ids, plan.segments, outputs)
-        hidden = run_stage(
+        hidden = self._run_stage(
             [inputs],
             embed=self.model.embed_step,
             empty_hidden=lambda inputs: self.model.empty_hidden(len(inputs.step.ids)),
             run_layers=self.model.run_decoder,
-            layout=self.layout,
-            groups=self._groups,
         )
         if not hidden or not len(plan.output_rows):
             return None

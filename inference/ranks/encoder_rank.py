@@ -11,7 +11,6 @@ import torch
 from export_scripts.families.layout.architecture import EncoderArchitecture
 from inference.model.encoder import Encoder
 from inference.model.ragged import RaggedRows, padded_rows, ragged_rows
-from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.device import has_row_kernels, layer_parameters
 from inference.ranks.plan import StepPlan
@@ -81,13 +80,11 @@ class EncoderRank(RankBase):
             if self._graphs is not None and inputs is not None:
                 output = self._graphs.run(inputs, rows)  # None where no graph serves the rows
             if output is None:
-                hidden = run_stage(
+                hidden = self._run_stage(
                     [rows],
                     embed=lambda _: cast(torch.Tensor, inputs),  # on the first stage
                     empty_hidden=lambda rows: empty(sum(rows.counts)),
                     run_layers=self.model.run_layers,
-                    layout=self.layout,
-                    groups=self._groups,
                 )
                 output = hidden[0] if hidden else None
             output = self._first_rank_copy(output, empty(sum(rows.counts)))

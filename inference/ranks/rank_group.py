@@ -93,14 +93,7 @@ class RankGroup:
             raise RankError(_joined(problems))
         assert self._rank is not None
         give_go(store, "loaded")
-        self._groups = RankGroups(
-            settings.layout,
-            store,
-            device=self._rank.device,
-            timeout_s=self._settings.rank_timeout_s,
-            shared_memory=settings.shared_memory,
-        )
-        self._rank.connect(self._groups)
+        self._groups = self._rank.connect(store, settings)
         self._rank.prepare()
         problems = wait_until_reached(
             store, others, "prepared", timeout_s=self._start_timeout_s, check=self._check_alive

@@ -19,7 +19,6 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from inference.launch_environment import LaunchEnvironment
-from inference.parallel.groups import RankGroups
 from inference.parent_process import end_with_parent
 from inference.process_memory import keep_loaded
 from inference.ranks.loader import make_rank
@@ -111,14 +110,7 @@ def _serve(settings: RankSettings, store: Store) -> None:
     store.set(f"device/{settings.rank}", device_name(rank.device))
     report_reached(store, settings.rank, "loaded")
     wait_for_go(store, "loaded")
-    groups = RankGroups(
-        settings.layout,
-        store,
-        device=rank.device,
-        timeout_s=settings.rank_timeout_s,
-        shared_memory=settings.shared_memory,
-    )
-    rank.connect(groups)
+    groups = rank.connect(store, settings)
     rank.prepare()
     report_reached(store, settings.rank, "prepared")
     wait_for_go(store, "prepared")
