@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import HashStore
 from inference.model.rotary import position_shift
 from inference.model.step import Segment
 from inference.ranks.base import RankBase
-from inference.ranks.loader import make_rank
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.settings import RankSettings
+from inference.ranks.startup import make_rank
 
 _TIMEOUT_S = 60.0
 ResultT = TypeVar("ResultT")

@@ -81,10 +81,7 @@ class BatchDecoder:
     def step(self, rows: Sequence[DecodedRow], logits: torch.Tensor) -> list[RowStep]:
         """Choose the next token of every slot of the given rows, none of which has finished.
 
-        Args:
-            rows: Those that take a step.
-            logits: (N, V) fp32, or wider where the vocabulary is padded, with the slots of the
-                rows in their order; left as it is.
+        `logits`, (N, V) fp32 or wider, have the slots of the rows in their order; they are kept.
         """
         groups = self._group(rows, logits)
         steps: dict[DecodedRow, RowStep] = {}
@@ -181,9 +178,7 @@ def _search(rows: Sequence[BeamRow], candidates: Candidates) -> list[RowStep]:
 def take_chosen(rows: Sequence[SamplingRow], chosen: Array) -> list[RowStep | None]:
     """Give rows the tokens that a rank chose for them; return the steps of those that end.
 
-    Args:
-        rows: Those for which `rank_chooses` is true.
-        chosen: (rows, 2) int32, the bits of each one's best logit, and the token.
+    `chosen` (rows, 2) int32 holds the bits of each one's best logit, and the token.
     """
     usable = np.isfinite(chosen[:, 0].copy().view(np.float32)).tolist()
     steps: list[RowStep | None] = []

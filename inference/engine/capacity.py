@@ -19,7 +19,6 @@ from export_scripts.numeric.dtypes import item_size
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from inference.control_groups import memory_room
 from inference.decoding.request import GenerationRequest, ModelLimits, RowRequest
-from inference.decoding.rows import P_TUNING, SOFT_PROMPT
 from inference.engine.blocks import most_blocks
 from inference.engine.options import EngineOptions
 from inference.model.token_feed import marks_bytes
@@ -178,12 +177,10 @@ def model_limits(config: FTConfig, architecture: GeneratorArchitecture) -> Model
         max_pos_seq_len=_position_limit(architecture),
         encoder_decoder=has_encoder,
         ia3_num_tasks=ia3_num_tasks,
-        context_outputs=not has_encoder,
         hidden_units=architecture.hidden,
         prompt_learning_type=config.prompt_learning_type or 0,
         prompt_learning_start_id=config.prompt_learning_start_id,
         prompt_lengths={i: task.prompt_length for i, task in enumerate(config.tasks)},
-        request_prompt_types=frozenset({SOFT_PROMPT, P_TUNING}),
     )
 
 

@@ -48,12 +48,8 @@ class EncoderEngine(EngineBase[RunningEncoding]):
     ) -> None:
         """Read the folder's description; nothing is loaded before `start`.
 
-        Args:
-            ft_dir: The folder of weights, split for `placement.tp_size` ranks.
-            placement: Sizes, types and device of the ranks; BERT has no int8_mode.
-            remove_padding: Compute true tokens only (BERT; other encoders always do).
-            options: Bounds; those of caches do not apply.
-            rendezvous: As for `Engine`.
+        Arguments are those of `Engine`. With `remove_padding` BERT computes true tokens only, as
+        other encoders always do.
 
         Raises:
             ValueError: Sizes or types do not fit the model or the machine, or it has no encoder.

@@ -143,11 +143,6 @@ class RunningRow:
         return max(min(self.cached, self.prompt_len) - self.forgotten, 0)
 
     @property
-    def is_prefilled(self) -> bool:
-        """Return whether the whole prompt is in the cache."""
-        return self.cached >= self.prompt_len
-
-    @property
     def goes_on(self) -> bool:
         """Return whether it decodes and lacks tokens that no running step produces."""
         if not self.next_ids:
@@ -237,13 +232,7 @@ def make_row(
 ) -> RunningRow:
     """Return the running row of a request's row, with its input to the first stage.
 
-    Args:
-        owner: The request it belongs to.
-        index: Its index there.
-        request: The row.
-        vocab_size: Ids from here on are virtual.
-        table_rows: Task id -> first row of its table among all loaded prompt tables.
-        encoder_decoder: Whether the ids are for an encoder.
+    `table_rows` maps a task's id to the first row of its table among all loaded prompt tables.
     """
     ids, prompt = list(request.input_ids), request.prompt
     if prompt is None:

@@ -28,13 +28,6 @@ class Sessions:
         free: Callable[[Sequence[int]], object],
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Start empty.
-
-        Args:
-            idle_s: Longest pause of a conversation.
-            free: Takes slots back.
-            clock: Seconds.
-        """
         self._idle_s = idle_s
         self._free = free
         self._clock = clock

@@ -171,10 +171,7 @@ class RankBase(ABC):
     def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step; rank 0 gets the result.
 
-        Args:
-            plan: The step.
-            embeddings: (plan.embedding_rows, E) fp32 on rank 0, if there are any; the other ranks
-                receive them.
+        `embeddings` (plan.embedding_rows, E) fp32 are given on rank 0; the others receive them.
         """
 
     def prepare(self) -> None:  # noqa: B027 - most ranks have nothing to prepare
@@ -243,17 +240,15 @@ class RankBase(ABC):
         graph.run()
         if not self.layout.is_last_stage:
             self.groups.send(graph.output, self.layout.next_rank).wait()
+            return self._result(None, plan, vocab_size=vocab_size)
         count = len(plan.segments)
-        part = graph.output[:count] if self.layout.is_last_stage else None
-        if plan.choices is None:
-            return self._logits_result(part, count, vocab_size)
-        assert part is not None, "stages of a pipeline choose no tokens"
-        assert graph.chosen is not None
-        chosen = graph.chosen[:count]
-        if plan.draws is not None:
-            numbers = graph.numbers[:, :count]
-            chosen = self._choose(part, numbers[1], numbers[-1], plan)
-        return self._chosen_result(chosen, part, plan, vocab_size)
+        part, chosen = graph.output[:count], None
+        if plan.choices is not None:
+            assert graph.chosen is not None
+            chosen, numbers = graph.chosen[:count], graph.numbers[:, :count]
+            if plan.draws is not None:
+                chosen = self._choose(part, numbers[1], numbers[-1], plan)
+        return self._result(part, plan, vocab_size=vocab_size, chosen=chosen)
 
     def _result(
         self,
@@ -262,23 +257,30 @@ class RankBase(ABC):
         *,
         vocab_size: int,
         pooled: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> StepResult | None:
         """Return on rank 0 the tokens that a plan lets the ranks choose, or all logits, or both.
 
-        Args:
-            part: This rank's slice of the logits (n, V / T or more), None without.
-            plan: What ran.
-            vocab_size: V.
-            pooled: Goes into the result.
+        `part` is this rank's slice of the logits, (n, V / T or more), None without; `chosen` are
+        the tokens where they are known already.
         """
         count = len(plan.output_rows)
-        if plan.choices is None or not count:
-            return self._logits_result(part, count, vocab_size, pooled)
-        assert part is not None, "stages of a pipeline choose no tokens"
-        slots, forbidden = on_device(np.array(plan.choices, np.int64).T.copy(), self.device)
-        slots = torch.where(slots < 0, self._feed.unread, slots)
-        chosen = self._choose(part, slots, forbidden, plan)
-        return self._chosen_result(chosen, part, plan, vocab_size, pooled)
+        if plan.choices is not None and count and chosen is None:
+            assert part is not None, "stages of a pipeline choose no tokens"
+            slots, forbidden = on_device(np.array(plan.choices, np.int64).T.copy(), self.device)
+            slots = torch.where(slots < 0, self._feed.unread, slots)
+            chosen = self._choose(part, slots, forbidden, plan)
+        logits = None
+        if count and (chosen is None or plan.with_logits):
+            logits = self._first_rank_logits(part, count, vocab_size)
+        if self.layout.rank != 0:
+            return None
+        return StepResult(
+            torch.empty(0, vocab_size) if logits is None else logits,
+            pooled,
+            chosen=None if chosen is None else chosen_to_host(chosen),
+            done=self._done(),
+        )
 
     def _choose(
         self,
@@ -299,35 +301,6 @@ class RankBase(ABC):
             for numbers in (plan.draws, plan.penalties)
         )
         return self._feed.choose(part, slots, forbidden, draws, penalties)
-
-    def _chosen_result(
-        self,
-        chosen: torch.Tensor,
-        part: torch.Tensor,
-        plan: StepPlan,
-        vocab_size: int,
-        pooled: torch.Tensor | None = None,
-    ) -> StepResult | None:
-        logits = None
-        if plan.with_logits:
-            logits = self._first_rank_logits(part, len(chosen), vocab_size)
-        if self.layout.rank != 0:
-            return None
-        logits = torch.empty(0, 0) if logits is None else logits
-        return StepResult(logits, pooled, chosen=chosen_to_host(chosen), done=self._done())
-
-    def _logits_result(
-        self,
-        part: torch.Tensor | None,
-        count: int,
-        vocab_size: int,
-        pooled: torch.Tensor | None = None,
-    ) -> StepResult | None:
-        if count:
-            logits = self._first_rank_logits(part, count, vocab_size)
-        else:
-            logits = torch.empty(0, vocab_size) if self.layout.rank == 0 else None
-        return None if logits is None else StepResult(logits, pooled, done=self._done())
 
     def _done(self) -> torch.cuda.Event | None:
         """Return an event that is set when all work so far is done."""
@@ -368,7 +341,7 @@ class RankBase(ABC):
         if self._groups is None:
             return part
         shape = (count, self.layout.vocab_rows_per_rank(vocab_size))
-        gathered = self._groups.gather_logits(part, shape)
+        gathered = self._groups.gather(part, shape, ranks=self.layout.last_stage_ranks)
         return torch.cat(gathered, dim=1) if gathered else None
 
     def _first_rank_copy(

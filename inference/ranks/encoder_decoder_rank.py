@@ -288,7 +288,10 @@ class EncoderDecoderRank(RankBase):
         hidden = self._first_rank_copy(done.output, room)
         attentions = done.attentions
         if attentions is not None and self._groups is not None:
-            attentions = self._joined(self._groups.gather(attentions))
+            ranks = range(self.layout.world_size)
+            shape, dtype = attentions.shape, attentions.dtype
+            parts = self._groups.gather(attentions, shape, ranks=ranks, dtype=dtype)
+            attentions = self._joined(parts)
         if hidden is None:
             return None
         return StepResult(torch.empty(0, 0), hidden=hidden, attentions=attentions)

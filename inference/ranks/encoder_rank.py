@@ -63,12 +63,7 @@ class EncoderRank(RankBase):
         super().close()
 
     def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
-        """Run one step; rank 0 gets the hidden states of all rows' tokens.
-
-        Args:
-            plan: Its encoder rows are run.
-            embeddings: Their inputs (N, E) fp32 on rank 0; the others need none.
-        """
+        """Run the encoder rows of a step; rank 0 gets the hidden states of all their tokens."""
         with torch.inference_mode():
             lengths = [row.count for row in plan.encoder_rows]
             if self._remove_padding:

@@ -11,13 +11,11 @@ from torch.distributed.distributed_c10d import Store
 
 from inference.parallel.groups import RankGroups
 from inference.ranks.base import RankBase, StepResult
-from inference.ranks.loader import make_rank
-from inference.ranks.node_store import NodeStore
 from inference.ranks.plan import Command, StepPlan, pack_message
 from inference.ranks.processes import RankProcesses
 from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import failure_of, give_go, wait_until_reached
+from inference.ranks.startup import NodeStore, failure_of, give_go, make_rank, wait_until_reached
 
 logger = logging.getLogger(__name__)
 
