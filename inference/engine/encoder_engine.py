@@ -42,14 +42,12 @@ class EncoderEngine(EngineBase[RunningEncoding]):
         ft_dir: Path | str,
         placement: Placement | None = None,
         *,
-        remove_padding: bool = True,
         options: EngineOptions | None = None,
         rendezvous: Rendezvous | None = None,
     ) -> None:
         """Read the folder's description; nothing is loaded before `start`.
 
-        Arguments are those of `Engine`. With `remove_padding` BERT computes true tokens only, as
-        other encoders always do.
+        Arguments are those of `Engine`.
 
         Raises:
             ValueError: Sizes or types do not fit the model or the machine, or it has no encoder.
@@ -62,7 +60,7 @@ class EncoderEngine(EngineBase[RunningEncoding]):
         settings = rank_settings(ft_dir, self.architecture, placement, options, rendezvous)
         takes_ids = self.limits.vocab_size is not None
         super().__init__(
-            replace(settings, encoder_only=True, remove_padding=remove_padding),
+            replace(settings, encoder_only=True),
             options,
             # One token through all ranks warms them up for the first request.
             warm_up=StepPlan(

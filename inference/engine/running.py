@@ -208,7 +208,7 @@ class RunningRequest(QueuedRequest):
     active: list[RunningRow] = field(default_factory=list)
     results: list[RowResult | None] = field(default_factory=list)
     pooled: list[Array | None] = field(default_factory=list)
-    times: RequestTimes = field(default_factory=RequestTimes.now)
+    times: RequestTimes = field(default_factory=RequestTimes)
 
     @property
     def stays(self) -> bool:

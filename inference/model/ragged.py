@@ -76,11 +76,6 @@ class RaggedRows:
     def groups(self) -> tuple[RowGroup, ...]:
         """The rows that share an attention call, where `tiles` does not serve all."""
         device = self.positions.device
-        if self.counts != self.lengths:
-            width = self.counts[0]
-            hidden = _hidden(self.lengths, width, device)[:, None, None, :]
-            tokens = slice(0, width * len(self.lengths))
-            return (RowGroup(tokens, self.lengths, None, None, hidden, width),)
         groups = []
         start = 0
         run: list[int] = []
@@ -123,11 +118,6 @@ class RowMasks:
         ]
 
 
-def padded_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = False) -> RaggedRows:
-    """Lay out rows that all compute the longest one's tokens; `tiled` as for `ragged_rows`."""
-    return _rows(lengths, [max(lengths)] * len(lengths), device, tiled)
-
-
 def ragged_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = False) -> RaggedRows:
     """Lay out rows of `lengths` tokens, each at least 1; padding is not computed.
 
@@ -135,19 +125,13 @@ def ragged_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = F
     """
     assert lengths, "no rows"
     assert min(lengths) >= 1, "an empty row"
-    return _rows(lengths, lengths, device, tiled)
-
-
-def _rows(
-    lengths: Sequence[int], counts: Sequence[int], device: torch.device, tiled: bool
-) -> RaggedRows:
-    positions = np.concatenate([np.arange(count) for count in counts])
+    positions = np.concatenate([np.arange(length) for length in lengths])
     tiles = None
     if tiled:
         from inference.model.gpu.rows import row_tiles
 
-        tiles = on_device(row_tiles(lengths, counts), device)
-    return RaggedRows(tuple(lengths), tuple(counts), on_device(positions, device), tiles)
+        tiles = on_device(row_tiles(lengths, lengths), device)
+    return RaggedRows(tuple(lengths), tuple(lengths), on_device(positions, device), tiles)
 
 
 def _group(start: int, lengths: list[int], device: torch.device) -> RowGroup:

@@ -10,7 +10,7 @@ import torch
 
 from export_scripts.families.layout.architecture import EncoderArchitecture
 from inference.model.encoder import Encoder
-from inference.model.ragged import RaggedRows, padded_rows, ragged_rows
+from inference.model.ragged import ragged_rows
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.device import has_row_kernels, layer_parameters
 from inference.ranks.plan import StepPlan
@@ -31,7 +31,6 @@ class EncoderRank(RankBase):
             ValueError: The model does not divide among the ranks.
         """
         super().__init__(settings)
-        self._remove_padding = settings.remove_padding
         weights, architecture = self.open_weights(settings)
         assert isinstance(architecture, EncoderArchitecture)
         self.architecture = architecture
@@ -66,47 +65,21 @@ class EncoderRank(RankBase):
         """Run the encoder rows of a step; rank 0 gets the hidden states of all their tokens."""
         with torch.inference_mode():
             lengths = [row.count for row in plan.encoder_rows]
-            if self._remove_padding:
-                rows = ragged_rows(lengths, self.device, tiled=self._tiled)
-            else:
-                rows = padded_rows(lengths, self.device, tiled=self._tiled)
-            inputs, empty = self._laid_out(embeddings, rows), self.model.empty_hidden
-            output = None
-            if self._graphs is not None and inputs is not None:
-                output = self._graphs.run(inputs, rows)  # None where no graph serves the rows
+            rows = ragged_rows(lengths, self.device, tiled=self._tiled)
+            inputs = self._share(embeddings, sum(lengths), self.architecture.hidden)
+            output, empty = None, self.model.empty_hidden
+            if self.layout.is_first_stage:
+                assert inputs is not None
+                inputs = inputs.to(self.model.dtype)
+                if self._graphs is not None:
+                    output = self._graphs.run(inputs, rows)  # None where no graph serves the rows
             if output is None:
                 hidden = self._run_stage(
                     [rows],
                     embed=lambda _: cast(torch.Tensor, inputs),  # on the first stage
-                    empty_hidden=lambda rows: empty(sum(rows.counts)),
+                    empty_hidden=lambda rows: empty(sum(rows.lengths)),
                     run_layers=self.model.run_layers,
                 )
                 output = hidden[0] if hidden else None
-            output = self._first_rank_copy(output, empty(sum(rows.counts)))
-            if output is None:
-                return None
-            return StepResult(torch.empty(0, 0), hidden=_true_tokens(output, rows))
-
-    def _laid_out(self, inputs: torch.Tensor | None, rows: RaggedRows) -> torch.Tensor | None:
-        """Return the first layer's input, with zeros for padding; None but on the first stage."""
-        inputs = self._share(inputs, sum(rows.lengths), self.architecture.hidden)
-        if not self.layout.is_first_stage:
-            return None
-        assert inputs is not None
-        x = inputs.to(self.model.dtype)
-        if rows.counts == rows.lengths:
-            return x
-        out = x.new_zeros(sum(rows.counts), x.shape[1])
-        first = 0
-        for start, length in zip(rows.starts, rows.lengths, strict=True):
-            out[start : start + length] = x[first : first + length]
-            first += length
-        return out
-
-
-def _true_tokens(x: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
-    """Return the tokens without padding, (N, E)."""
-    if rows.counts == rows.lengths:
-        return x
-    places = zip(rows.starts, rows.lengths, strict=True)
-    return torch.cat([x[start : start + length] for start, length in places])
+            output = self._first_rank_copy(output, empty(sum(lengths)))
+            return None if output is None else StepResult(torch.empty(0, 0), hidden=output)

@@ -44,11 +44,8 @@ class RankProcesses:
 
     def ended(self) -> dict[int, str]:
         """Return the exit of each worker that is no longer running."""
-        return {
-            rank: how
-            for rank, worker in self._workers.items()
-            if (how := worker.ended()) is not None
-        }
+        exits = {rank: worker.ended() for rank, worker in self._workers.items()}
+        return {rank: how for rank, how in exits.items() if how is not None}
 
     def output(self, rank: int) -> str:
         """Return the last lines a worker wrote."""

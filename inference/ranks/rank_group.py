@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from time import monotonic, perf_counter
 
 import torch
@@ -106,8 +107,8 @@ class RankGroup:
             self._rendezvous.announce(self._settings)
             return self._settings, self._rendezvous.store
         self._node_store = NodeStore(timeout_s=self._settings.rank_timeout_s)
-        settings = self._settings.at(self._node_store.path)
-        self._processes = RankProcesses([settings.for_rank(rank) for rank in others])
+        settings = replace(self._settings, store=str(self._node_store.path))
+        self._processes = RankProcesses([replace(settings, rank=rank) for rank in others])
         return settings, self._node_store.store
 
     def _check_alive(self) -> None:

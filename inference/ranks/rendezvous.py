@@ -241,8 +241,8 @@ class Follower:
             message = json.loads(self.store.get("settings"))
         if "problem" in message:
             raise RendezvousError(f"rank 0 gave up: {message['problem']}")
-        settings = RankSettings.from_json(message["settings"]).for_rank(self.place.rank)
-        return replace(settings, device_index=self.place.local_rank)
+        settings = RankSettings.from_json(message["settings"])
+        return replace(settings, rank=self.place.rank, device_index=self.place.local_rank)
 
     def leave(self) -> None:
         """Report that this process leaves in order."""

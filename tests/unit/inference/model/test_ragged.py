@@ -11,7 +11,6 @@ from inference.model.ragged import (
     RowMasks,
     attend,
     attend_with_weights,
-    padded_rows,
     ragged_rows,
 )
 
@@ -71,17 +70,6 @@ def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
         assert torch.allclose(weights[row, :, :length].sum(-1), torch.ones(3, length))
         assert not weights[row, :, length:].any()
         assert not weights[row, :, :, length:].any()
-
-
-def test_computed_padding_does_not_reach_true_tokens() -> None:
-    lengths = [2, 5, 1]
-    padded, ragged = padded_rows(lengths, CPU), ragged_rows(lengths, CPU)
-    parts = states(15)
-    masks = RowMasks(padded, None, torch.float32)
-    ours = attend(*parts, masks=masks, scale=0.5)
-    keep = padded.positions < padded.per_token(lengths)
-    alone = attend_alone([part[keep] for part in parts], ragged, 0.5)
-    assert torch.allclose(ours[keep], alone, atol=1e-5)
 
 
 def test_rows_of_like_length_share_a_call_and_others_do_not() -> None:
