@@ -38,11 +38,11 @@ from inference.engine.capacity import (
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.load import EngineLoad
 from inference.engine.options import EngineOptions
-from inference.engine.prompt_outputs import PromptOutputs
 from inference.engine.running import (
     GenerationResult,
     GenerationStep,
     OnStep,
+    PromptOutputs,
     RunningRequest,
     make_row,
 )

@@ -21,8 +21,7 @@ from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.blocks import BlockPool
 from inference.engine.engine import Engine, EngineOptions
 from inference.engine.planned_step import GeneratingStep
-from inference.engine.prompt_outputs import PromptOutputs
-from inference.engine.running import OnStep, RunningRequest, make_row
+from inference.engine.running import OnStep, PromptOutputs, RunningRequest, make_row
 from inference.engine.scheduler import Scheduler
 from inference.engine.step_budget import ChunkSize
 from inference.model.kv_cache import WIPE
