@@ -75,10 +75,8 @@ def _checks(architecture: Architecture, layout: ParallelLayout) -> list[Callable
     """Return the checks that raise ValueError where the model does not divide among the ranks."""
     check: Callable[[], object]
     if isinstance(architecture, DecoderArchitecture):
-        check, depths = (
-            partial(check_decoder, architecture, layout.tp_size),
-            {architecture.num_layer},
-        )
+        check = partial(check_decoder, architecture, layout.tp_size)
+        depths = {architecture.num_layer}
     elif isinstance(architecture, EncoderArchitecture):
         check = partial(encoder.check_encoder, architecture, layout.tp_size)
         depths = {architecture.num_layer}

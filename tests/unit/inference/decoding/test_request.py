@@ -133,6 +133,10 @@ def test_all_problems_are_reported_together() -> None:
             "repetition_penalty must be >= 1e-30, got 0 in row 0",
         ),
         (
+            {"frequency_penalty": column(1, -3e38, dtype=np.float32)},
+            "frequency_penalty must be in [-1e+20, 1e+20], got -3e+38 in row 1",
+        ),
+        (
             {"repetition_penalty": column(1, 1e-38, dtype=np.float32)},
             "repetition_penalty must be >= 1e-30, got 1e-38 in row 1",
         ),
