@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +40,7 @@ class Candidates:
         return Candidates(self.values[part], self.ids[part], norms, self.logits[part])
 
 
-@dataclass(frozen=True)
-class GroupKey:
+class GroupKey(NamedTuple):
     """The settings that rows share whose candidates are selected together.
 
     A plain row takes the best of the raw logits; the logits of the others are processed first.
@@ -50,11 +49,6 @@ class GroupKey:
     kind: Literal["plain", "greedy", "top_k", "nucleus", "beam"]
     width: int
     needs_norm: bool
-
-    @property
-    def is_plain(self) -> bool:
-        """True for arg-max rows without any rule."""
-        return self.kind == "plain"
 
 
 # Values, ids, norms and logits of `Candidates`, still being computed on the device.
@@ -157,22 +151,17 @@ def _flip(bits: torch.Tensor) -> torch.Tensor:
 
 def fetch(pending: Sequence[Pending]) -> list[Candidates]:
     """Bring all candidates of a step to the CPU in one transfer."""
-    arrays = iter(to_host([t for *parts, _ in pending for t in parts if t is not None]))
+    parts = [t for *parts, _ in pending for t in parts if t is not None]
+    on_cpu = parts[0].device.type == "cpu"
+    arrays = iter([part.numpy() for part in parts] if on_cpu else unpack(pack(parts).cpu(), parts))
     return [
         Candidates(next(arrays), next(arrays), None if norms is None else next(arrays), logits)
         for _, _, norms, logits in pending
     ]
 
 
-def to_host(parts: Sequence[torch.Tensor]) -> list[Array]:
-    """Return fp32 and integer tensors as arrays, packed into a single copy off the device."""
-    if not parts or parts[0].device.type == "cpu":
-        return [part.numpy() for part in parts]
-    return unpack(pack(parts).cpu(), parts)
-
-
 def pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all parts as one row of 32-bit words; integers must fit into one."""
+    """Return fp32 and integer parts as one row of 32-bit words, into which each must fit."""
     words = [
         (p.contiguous().view(torch.int32) if p.dtype == torch.float32 else p.int()).flatten()
         for p in parts

@@ -133,7 +133,7 @@ class BatchDecoder:
     def _candidates(self, groups: Sequence[_Group], logits: torch.Tensor) -> list[Candidates]:
         """Process what needs processing at once, select per group, and fetch everything once."""
         vocab_size = self.config.vocab_size
-        changed = [group for group in groups if not group.key.is_plain]
+        changed = [group for group in groups if group.key.kind != "plain"]
         rules = [rule for group in changed for row in group.rows for rule in row.rules()]
         slots = [slot for group in changed for slot in group.slots]
         x = logits
@@ -141,7 +141,7 @@ class BatchDecoder:
             x = process_logits(logits, slots=slots, rules=rules, vocab_size=vocab_size)
         pending, start = [], 0
         for group in groups:
-            if group.key.is_plain:
+            if group.key.kind == "plain":
                 rows = pick_slots(logits[:, :vocab_size], group.slots)
             else:
                 rows = x[start : start + len(group.slots)]

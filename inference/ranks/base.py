@@ -109,7 +109,9 @@ def cache_shape(
 class RankBase(ABC):
     """One rank of a model; rank 0 sends the steps to the others."""
 
-    _feed: TokenFeed  # set by ranks that generate
+    architecture: Architecture
+    cache: KVCache  # of ranks that generate, as `_feed`
+    _feed: TokenFeed
 
     def __init__(self, settings: RankSettings) -> None:
         """Take a place and a device; subclasses load."""
@@ -167,12 +169,20 @@ class RankBase(ABC):
         if self._groups is not None:
             self._groups.close()
 
-    @abstractmethod
     def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step; rank 0 gets the result.
 
         `embeddings` (plan.embedding_rows, E) fp32 are given on rank 0; the others receive them.
         """
+        with torch.inference_mode():
+            embeddings = self._share(embeddings, plan.embedding_rows, self.architecture.hidden)
+            if plan.moves or plan.entries:
+                self.cache.update(plan.moves, plan.entries)
+            return self._run(plan, embeddings)
+
+    @abstractmethod
+    def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
+        """Run a step whose embeddings every rank has, and whose cache moves are done."""
 
     def prepare(self) -> None:  # noqa: B027 - most ranks have nothing to prepare
         """Do the work that would slow down the first requests; all ranks do so at the same time."""

@@ -47,6 +47,8 @@ _WARM_UP_TOKENS = (1, 16, 64, 256, 1024)
 class EncoderDecoderRank(RankBase):
     """A rank that holds a part of an encoder-decoder and its cache, or of an encoder alone."""
 
+    architecture: EncoderDecoderArchitecture
+
     def __init__(self, settings: RankSettings) -> None:
         """Load this rank's part of the model.
 
@@ -120,23 +122,17 @@ class EncoderDecoderRank(RankBase):
         if self.layout.is_last_stage:
             self.model.logits(x[:1])
 
-    def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
-        """Run one step, see `RankBase`."""
-        with torch.inference_mode():
-            embeddings = self._share(embeddings, plan.embedding_rows, self.architecture.hidden)
-            if plan.moves or plan.entries:
-                self.cache.update(plan.moves, plan.entries)
-            if plan.encoder_rows:
-                self._begin(plan, embeddings)
-            if plan.encoder_rows or plan.encoder_layers:
-                self._encode(plan.encoder_layers or self.architecture.encoder.num_layer)
-            if self.architecture.decoder is None:
-                return self._encoder_result()
-            if self._graphs is not None and _is_decoding(plan):
-                return self._run_recorded(self._graphs, plan)
-            part = self._decode(plan) if plan.segments else None
-            vocab_size = self.architecture.vocab_size
-            return self._result(part, plan, vocab_size=vocab_size)
+    def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
+        if plan.encoder_rows:
+            self._begin(plan, embeddings)
+        if plan.encoder_rows or plan.encoder_layers:
+            self._encode(plan.encoder_layers or self.architecture.encoder.num_layer)
+        if self.architecture.decoder is None:
+            return self._encoder_result()
+        if self._graphs is not None and _is_decoding(plan):
+            return self._run_recorded(self._graphs, plan)
+        part = self._decode(plan) if plan.segments else None
+        return self._result(part, plan, vocab_size=self.architecture.vocab_size)
 
     def close(self) -> None:
         """Close the connection to the other ranks."""

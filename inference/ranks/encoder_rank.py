@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class EncoderRank(RankBase):
     """A rank that holds a part of a BERT-like encoder."""
 
+    architecture: EncoderArchitecture
+
     def __init__(self, settings: RankSettings) -> None:
         """Load this rank's part of the model.
 
@@ -61,25 +63,22 @@ class EncoderRank(RankBase):
         self._graphs = None  # they contain sums over the connection
         super().close()
 
-    def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
-        """Run the encoder rows of a step; rank 0 gets the hidden states of all their tokens."""
-        with torch.inference_mode():
-            lengths = [row.count for row in plan.encoder_rows]
-            rows = ragged_rows(lengths, self.device, tiled=self._tiled)
-            inputs = self._share(embeddings, sum(lengths), self.architecture.hidden)
-            output, empty = None, self.model.empty_hidden
-            if self.layout.is_first_stage:
-                assert inputs is not None
-                inputs = inputs.to(self.model.dtype)
-                if self._graphs is not None:
-                    output = self._graphs.run(inputs, rows)  # None where no graph serves the rows
-            if output is None:
-                hidden = self._run_stage(
-                    [rows],
-                    embed=lambda _: cast(torch.Tensor, inputs),  # on the first stage
-                    empty_hidden=lambda rows: empty(sum(rows.lengths)),
-                    run_layers=self.model.run_layers,
-                )
-                output = hidden[0] if hidden else None
-            output = self._first_rank_copy(output, empty(sum(lengths)))
-            return None if output is None else StepResult(torch.empty(0, 0), hidden=output)
+    def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
+        lengths = [row.count for row in plan.encoder_rows]
+        rows = ragged_rows(lengths, self.device, tiled=self._tiled)
+        output, empty = None, self.model.empty_hidden
+        if self.layout.is_first_stage:
+            assert embeddings is not None
+            embeddings = embeddings.to(self.model.dtype)
+            if self._graphs is not None:
+                output = self._graphs.run(embeddings, rows)  # None where no graph serves the rows
+        if output is None:
+            hidden = self._run_stage(
+                [rows],
+                embed=lambda _: cast(torch.Tensor, embeddings),  # on the first stage
+                empty_hidden=lambda rows: empty(sum(rows.lengths)),
+                run_layers=self.model.run_layers,
+            )
+            output = hidden[0] if hidden else None
+        output = self._first_rank_copy(output, empty(sum(lengths)))
+        return None if output is None else StepResult(torch.empty(0, 0), hidden=output)
