@@ -184,7 +184,7 @@ class Engine(EngineBase[RunningRequest]):
         if turn is None or not turn.ends:
             return
         # A turn without rows ends its session. It is queued, as the session's START may still be.
-        nothing = RunningRequest(GenerationRequest((), padded_len=0), Future(), arrival=0)
+        nothing = RunningRequest(GenerationRequest((), padded_len=0), Future())
         nothing.turn = SessionTurn(turn.session_id, ends=True)
         with suppress(EngineFailedError):  # a failed engine has no sessions
             self._queue(nothing)
@@ -220,7 +220,7 @@ class Engine(EngineBase[RunningRequest]):
         return future.result()[:, : self.limits.vocab_size]
 
     def _running(self, request: GenerationRequest, future: Future[Any]) -> RunningRequest:
-        running = RunningRequest(request, future, arrival=0)
+        running = RunningRequest(request, future)
         running.waiting = [
             make_row(
                 running,
@@ -232,8 +232,6 @@ class Engine(EngineBase[RunningRequest]):
             )
             for index, row in enumerate(request.rows)
         ]
-        running.results = [None] * len(request.rows)
-        running.pooled = [None] * len(request.rows)
         return running
 
     def _make_scheduler(self) -> Scheduler:

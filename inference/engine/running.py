@@ -275,16 +275,18 @@ class RunningRequest(QueuedRequest):
 
     request: GenerationRequest
     future: Future[Any]
-    arrival: int
+    arrival: int = 0
     on_step: OnStep | None = None
     lock_step: bool = False
     turn: SessionTurn | None = None
     session: Session | None = None
     waiting: list[RunningRow] = field(default_factory=list)
     active: list[RunningRow] = field(default_factory=list)
-    results: list[RowResult | None] = field(default_factory=list)
-    pooled: list[Array | None] = field(default_factory=list)
     times: RequestTimes = field(default_factory=RequestTimes)
+
+    def __post_init__(self) -> None:
+        self.results: list[RowResult | None] = [None] * len(self.request.rows)
+        self.pooled: list[Array | None] = [None] * len(self.request.rows)
 
     @property
     def stays(self) -> bool:

@@ -99,7 +99,6 @@ class World:
         running = RunningRequest(
             GenerationRequest((row,), len(ids)), Future(), self._arrivals, on_step
         )
-        running.results, running.pooled = [None], [None]
         running.waiting = [
             make_row(running, 0, row, vocab_size=VOCAB, table_rows={}, encoder_decoder=self.encodes)
         ]

@@ -40,8 +40,6 @@ def make_running(
         rows.append(RowRequest(ids, length, options, context_ids=ids, returned_ids=ids))
     running = RunningRequest(GenerationRequest(tuple(rows), 3), Future(), arrival)
     running.lock_step = lock_step
-    running.results = [None] * len(rows)
-    running.pooled = [None] * len(rows)
     running.waiting = [
         make_row(running, index, row, vocab_size=VOCAB, table_rows={})
         for index, row in enumerate(rows)
