@@ -62,8 +62,11 @@ EngineT = TypeVar("EngineT", bound="EngineBase[Any]")
 class EngineBase(ABC, Generic[RequestT]):
     """Serves one FT folder; subclasses read its description and accept requests.
 
-    The engine's own thread sets the futures; their callbacks must be quick. `steps` counts those
-    that every rank has finished.
+    The engine's own thread sets the futures; their callbacks must be quick.
+
+    Attributes:
+        steps: How many every rank has finished.
+        queued_rows: Rows of all requests that have not begun.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class EngineBase(ABC, Generic[RequestT]):
         self._wake = threading.Condition()
         self._inbox: deque[RequestT] = deque()
         self.steps = 0
-        self._queued_rows = 0
+        self.queued_rows = 0
         self._arrivals = 0
         self._stopping = False
         self._failure: str | None = "the engine is not started"
@@ -157,11 +160,6 @@ class EngineBase(ABC, Generic[RequestT]):
         """Return None if requests can be answered, else the reason why not."""
         return self._failure
 
-    @property
-    def queued_rows(self) -> int:
-        """Rows of all requests that have not begun."""
-        return self._queued_rows
-
     def load(self) -> EngineLoad:
         """Return how much waits and runs; may be called from any thread."""
         return EngineLoad(waiting=self.queued_rows)
@@ -182,12 +180,12 @@ class EngineBase(ABC, Generic[RequestT]):
             if self._failure is not None:
                 raise EngineFailedError(self._failure)
             limit = self.options.max_queued_rows
-            if self._queued_rows + rows > limit:
+            if self.queued_rows + rows > limit:
                 raise EngineBusyError(
-                    f"the queue is full: {self._queued_rows} rows wait, {rows} more would exceed "
+                    f"the queue is full: {self.queued_rows} rows wait, {rows} more would exceed "
                     f"max_queued_rows={limit}; send the request again later"
                 )
-            self._queued_rows += rows
+            self.queued_rows += rows
             self._arrivals += 1
             request.arrival = self._arrivals
             self._inbox.append(request)
@@ -265,7 +263,7 @@ class EngineBase(ABC, Generic[RequestT]):
             step = scheduler.plan(under_way=under_way is not None)
             with self._wake:  # other threads add to the inbox
                 coming = sum(request.waiting_rows for request in self._inbox)
-                self._queued_rows = scheduler.waiting_rows + coming
+                self.queued_rows = scheduler.waiting_rows + coming
             launched = None if step is None else self._launch(ranks, scheduler, step)
             if under_way is not None:
                 self._finish(ranks, scheduler, under_way)
@@ -327,7 +325,7 @@ class EngineBase(ABC, Generic[RequestT]):
                 self._failure = reason
             waiting = list(self._inbox)
             self._inbox.clear()
-            self._queued_rows = 0
+            self.queued_rows = 0
             self._wake.notify_all()
         scheduler, ranks = self.scheduler, self._ranks  # another thread may end both
         running = scheduler.requests if scheduler is not None else []

@@ -119,12 +119,6 @@ class Engine(EngineBase[RunningRequest]):
         """Return a description of the engine's capacity."""
         return self.capacity.describe()
 
-    @property
-    def free_slots(self) -> int:
-        """Sequences that could join now."""
-        scheduler = self._scheduler
-        return scheduler.free_slots if scheduler is not None else 0
-
     def load(self) -> EngineLoad:
         """Return how much waits and runs; may be called from any thread."""
         scheduler = self._scheduler

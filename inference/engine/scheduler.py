@@ -94,11 +94,6 @@ class Scheduler(StepScheduler[RunningRequest]):
             generated_tokens=self._results.generated_tokens,
         )
 
-    @property
-    def free_slots(self) -> int:
-        """Number of free slots."""
-        return self._cache.slots.free
-
     def add(self, request: RunningRequest) -> None:
         """Add a request, or fail it with the reason."""
         if request.turn is not None:

@@ -136,7 +136,7 @@ class World:
             pass
         assert self.scheduler.idle
         assert self.pool.free == self.blocks
-        assert self.scheduler.free_slots == self.slots
+        assert self.scheduler.load().running == 0
 
 
 def answer(prompt: Sequence[int], output_len: int, end_id: int = END) -> tuple[int, ...]:
