@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from export_scripts.families.layout.architecture import Architecture
+from inference.decoding.rows import RequestError
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.load import EngineLoad
 from inference.engine.options import EngineOptions
@@ -172,6 +173,7 @@ class EngineBase(ABC, Generic[RequestT]):
         """Queue a request.
 
         Raises:
+            RequestError: The request would not fit into an empty queue.
             EngineBusyError: The queue is full.
             EngineFailedError: The engine cannot answer.
         """
@@ -180,6 +182,10 @@ class EngineBase(ABC, Generic[RequestT]):
             if self._failure is not None:
                 raise EngineFailedError(self._failure)
             limit = self.options.max_queued_rows
+            if rows > limit:
+                raise RequestError(
+                    [f"{rows} rows exceed max_queued_rows={limit}; send fewer in a request"]
+                )
             if self.queued_rows + rows > limit:
                 raise EngineBusyError(
                     f"the queue is full: {self.queued_rows} rows wait, {rows} more would exceed "

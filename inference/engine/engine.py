@@ -168,7 +168,7 @@ class Engine(EngineBase[RunningRequest]):
         running.turn = turn
         try:
             self._queue(running)
-        except EngineBusyError:
+        except (EngineBusyError, RequestError):
             self.end_refused(turn)
             raise
         return future
