@@ -7,6 +7,7 @@ default. torch, oneDNN and glibc read the variables when a process starts.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 
@@ -34,7 +35,11 @@ def keep_loaded() -> None:
     gc.freeze()
 
 
-def collect_loaded() -> None:
-    """Collect garbage, also among what `keep_loaded` exempted."""
+def give_back_memory() -> None:
+    """Collect garbage, also among what `keep_loaded` exempted, and return it to the system.
+
+    glibc would keep most of what weights have taken: 0.7 of 0.8 GB.
+    """
     gc.unfreeze()
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)

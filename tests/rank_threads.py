@@ -12,11 +12,10 @@ from torch._C._distributed_c10d import HashStore
 
 from inference.model.rotary import position_shift
 from inference.model.step import Segment
-from inference.parallel.groups import RankGroups
 from inference.ranks.base import RankBase
-from inference.ranks.loader import make_rank
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.settings import RankSettings
+from inference.ranks.startup import make_rank
 
 _TIMEOUT_S = 60.0
 ResultT = TypeVar("ResultT")
@@ -39,18 +38,17 @@ def on_ranks(
     def run(number: int) -> ResultT:
         torch.set_num_threads(1)
         place = RankSettings(
-            ft_dir=str(ft_dir), rank=number, tp_size=tp_size, pp_size=pp_size, **(values | settings)
+            ft_dir=str(ft_dir),
+            rank=number,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            rank_timeout_s=_TIMEOUT_S,
+            shared_memory=shared_memory,
+            **(values | settings),
         )
         rank = make_rank(place)
         if world_size > 1:
-            groups = RankGroups(
-                place.layout,
-                store,
-                device=torch.device("cpu"),
-                timeout_s=_TIMEOUT_S,
-                shared_memory=shared_memory,
-            )
-            rank.connect(groups)
+            rank.connect(store, place)
         return work(rank)
 
     with ThreadPoolExecutor(world_size) as pool:

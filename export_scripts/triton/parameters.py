@@ -169,7 +169,9 @@ PARAMETERS: Mapping[str, Parameter] = {
         FLAG, "0", "1: `sequence_length` counts a sequence's own prompt, not the padded one"
     ),
     "stream_new_tokens": Parameter(FLAG, "0", "1: a frame's `output_ids` holds new tokens only"),
-    "is_remove_padding": Parameter(FLAG, "0, exported as 1", "1: BERT computes true tokens only"),
+    "is_remove_padding": Parameter(
+        FLAG, "0, exported as 1", "NVIDIA's backend only: ours computes true tokens alone"
+    ),
     "enable_custom_all_reduce": Parameter(
         FLAG, "0", "NVIDIA's backend only", f"{_OF_TRITON}enable_custom_all_reduce"
     ),

@@ -37,7 +37,6 @@ class EncoderModel(EngineModel):
         check_model_type(settings, SERVED_BY.get(settings.model_type))
         self.engine = EncoderEngine(
             settings.checkpoint_path,
-            remove_padding=settings.is_remove_padding,
             **engine_arguments(settings),
         )
         return self.engine

@@ -151,7 +151,7 @@ class EngineModel:
         engine = replace(self.settings.engine, sharing_engines=sharing)
         self.settings = replace(self.settings, engine=engine)
 
-    def make_engine(self, settings: ModelSettings) -> EngineBase:
+    def make_engine(self, settings: ModelSettings) -> EngineBase[Any]:
         """Return the engine, not started. Raises ValueError if it cannot serve the weights."""
         raise NotImplementedError
 

@@ -25,7 +25,6 @@ _PLACEMENT = {
 _NVIDIA_ONLY = ("enable_custom_all_reduce",)
 _DIRECT = (
     "model_type",
-    "is_remove_padding",
     "strict_lengths",
     "stream_new_tokens",
 )
@@ -38,7 +37,6 @@ class ModelSettings:
     checkpoint_path: Path
     placement: Placement
     model_type: str = "GPT"
-    is_remove_padding: bool = False
     strict_lengths: bool = False
     stream_new_tokens: bool = False
     engine: EngineOptions = field(default_factory=EngineOptions)

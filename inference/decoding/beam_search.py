@@ -50,33 +50,6 @@ def length_divisor(length: int, *, alpha: float) -> float:
     return math.pow(length, max(-most, min(alpha, most)))
 
 
-class HypothesisPool:
-    """Up to `size` hypotheses; the search ends when it is full."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.members: list[Hypothesis] = []
-
-    @property
-    def is_full(self) -> bool:
-        """True when no more hypotheses are wanted."""
-        return len(self.members) >= self._size
-
-    def offer(self, hypothesis: Hypothesis) -> bool:
-        """Take a hypothesis; False if the pool is full of better ones.
-
-        A full pool is only met by the later candidates of the step that filled it.
-        """
-        if not self.is_full:
-            self.members.append(hypothesis)
-            return True
-        worst = min(range(self._size), key=lambda i: self.members[i].score)
-        if hypothesis.score < self.members[worst].score:
-            return False
-        self.members[worst] = hypothesis
-        return True
-
-
 @dataclass(frozen=True)
 class Extensions:
     """All extensions of a row's beams in one step, best first; each array is (count,)."""
@@ -249,11 +222,15 @@ class BeamRow:
 
 
 class PooledBeamRow(BeamRow):
-    """One row of an encoder-decoder beam search; finished hypotheses wait in a pool."""
+    """One row of an encoder-decoder beam search, which ends when its pool of hypotheses is full."""
 
     def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
         super().__init__(request, vocab_size=vocab_size)
-        self._pool = HypothesisPool(self.slots)
+        self._pool: list[Hypothesis] = []  # those that have finished
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._pool) >= self.slots
 
     def advance(self, candidates: Candidates) -> tuple[Sequence[int], Sequence[int]]:
         """Take the step; return the newest token and the parent of each running beam."""
@@ -270,7 +247,7 @@ class PooledBeamRow(BeamRow):
             self.cum_log_probs[k] = UNSTARTED
             self.lengths[k] += 1
         self.generated += 1
-        if self._pool.is_full:
+        if self._is_full:
             self.reasons = ["end"] * self.slots
         elif self.generated == self.request.output_len:
             self.reasons = ["length"] * self.slots
@@ -283,11 +260,25 @@ class PooledBeamRow(BeamRow):
             reason = self._ending(int(best.parents[i]), int(best.tokens[i]))
             if reason is None:
                 kept.append(i)
-            elif i < self.slots and not self._pool.offer(self._ended(best, i, reason)):
+            elif i < self.slots and not self._offer(self._ended(best, i, reason)):
                 break
             if len(kept) == self.slots:
                 break
         return kept
+
+    def _offer(self, hypothesis: Hypothesis) -> bool:
+        """Take a hypothesis into the pool; False if it is full of better ones.
+
+        A full pool is only met by the later candidates of the step that filled it.
+        """
+        if not self._is_full:
+            self._pool.append(hypothesis)
+            return True
+        worst = min(range(self.slots), key=lambda i: self._pool[i].score)
+        if hypothesis.score < self._pool[worst].score:
+            return False
+        self._pool[worst] = hypothesis
+        return True
 
     def _ending(self, parent: int, token: int) -> FinishReason | None:
         if token == self.options.end_id:
@@ -307,5 +298,5 @@ class PooledBeamRow(BeamRow):
 
     def hypotheses(self) -> list[Hypothesis]:
         """Return the best of pool and running beams, best first."""
-        running = [] if self._pool.is_full else super().hypotheses()
-        return sorted(self._pool.members + running, key=lambda h: -h.score)[: self.slots]
+        running = [] if self._is_full else super().hypotheses()
+        return sorted(self._pool + running, key=lambda h: -h.score)[: self.slots]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +40,7 @@ class Candidates:
         return Candidates(self.values[part], self.ids[part], norms, self.logits[part])
 
 
-@dataclass(frozen=True)
-class GroupKey:
+class GroupKey(NamedTuple):
     """The settings that rows share whose candidates are selected together.
 
     A plain row takes the best of the raw logits; the logits of the others are processed first.
@@ -51,30 +50,19 @@ class GroupKey:
     width: int
     needs_norm: bool
 
-    @property
-    def is_plain(self) -> bool:
-        """True for arg-max rows without any rule."""
-        return self.kind == "plain"
+
+# Values, ids, norms and logits of `Candidates`, still being computed on the device.
+Pending = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class PendingCandidates:
-    """Candidates whose tensors are still being computed on the device."""
-
-    values: torch.Tensor
-    ids: torch.Tensor
-    log_norms: torch.Tensor | None
-    logits: torch.Tensor
-
-
-def select(x: torch.Tensor, *, width: int, with_norm: bool) -> PendingCandidates:
+def select(x: torch.Tensor, *, width: int, with_norm: bool) -> Pending:
     """Queue the choice of the best `width` tokens of every row of `x` (n, X)."""
     values, ids = top_candidates(x, width=min(width, x.shape[1]))
     log_norms = None
     if with_norm:
         # log_softmax treats each row alone, in an order that depends on X only.
         log_norms = -torch.log_softmax(x, dim=-1).gather(1, ids[:, :1])[:, 0]
-    return PendingCandidates(values, ids, log_norms, x)
+    return values, ids, log_norms, x
 
 
 def top_candidates(x: torch.Tensor, *, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,27 +149,19 @@ def _flip(bits: torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def fetch(pending: Sequence[PendingCandidates]) -> list[Candidates]:
+def fetch(pending: Sequence[Pending]) -> list[Candidates]:
     """Bring all candidates of a step to the CPU in one transfer."""
-    parts = [t for p in pending for t in (p.values, p.ids, p.log_norms) if t is not None]
-    arrays = iter(to_host(parts))
+    parts = [t for *parts, _ in pending for t in parts if t is not None]
+    on_cpu = parts[0].device.type == "cpu"
+    arrays = iter([part.numpy() for part in parts] if on_cpu else unpack(pack(parts).cpu(), parts))
     return [
-        Candidates(
-            next(arrays), next(arrays), None if p.log_norms is None else next(arrays), p.logits
-        )
-        for p in pending
+        Candidates(next(arrays), next(arrays), None if norms is None else next(arrays), logits)
+        for _, _, norms, logits in pending
     ]
 
 
-def to_host(parts: Sequence[torch.Tensor]) -> list[Array]:
-    """Return fp32 and integer tensors as arrays, packed into a single copy off the device."""
-    if not parts or parts[0].device.type == "cpu":
-        return [part.numpy() for part in parts]
-    return unpack(pack(parts).cpu(), parts)
-
-
 def pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all parts as one row of 32-bit words; integers must fit into one."""
+    """Return fp32 and integer parts as one row of 32-bit words, into which each must fit."""
     words = [
         (p.contiguous().view(torch.int32) if p.dtype == torch.float32 else p.int()).flatten()
         for p in parts

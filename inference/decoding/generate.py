@@ -81,17 +81,14 @@ class BatchDecoder:
     def step(self, rows: Sequence[DecodedRow], logits: torch.Tensor) -> list[RowStep]:
         """Choose the next token of every slot of the given rows, none of which has finished.
 
-        Args:
-            rows: Those that take a step.
-            logits: (N, V) fp32, or wider where the vocabulary is padded, with the slots of the
-                rows in their order; left as it is.
+        `logits`, (N, V) fp32 or wider, have the slots of the rows in their order; they are kept.
         """
         groups = self._group(rows, logits)
         steps: dict[DecodedRow, RowStep] = {}
         for group, candidates in zip(groups, self._candidates(groups, logits), strict=True):
             sampled = [row for row in group.rows if isinstance(row, SamplingRow)]
             beams = [row for row in group.rows if isinstance(row, BeamRow)]
-            taken = self._sample(sampled, candidates) if sampled else _search(beams, candidates)
+            taken = _sample(sampled, candidates) if sampled else _search(beams, candidates)
             steps.update(zip(group.rows, taken, strict=True))
         done = [steps[row] for row in rows]
         self._score(rows, done, logits)
@@ -136,7 +133,7 @@ class BatchDecoder:
     def _candidates(self, groups: Sequence[_Group], logits: torch.Tensor) -> list[Candidates]:
         """Process what needs processing at once, select per group, and fetch everything once."""
         vocab_size = self.config.vocab_size
-        changed = [group for group in groups if not group.key.is_plain]
+        changed = [group for group in groups if group.key.kind != "plain"]
         rules = [rule for group in changed for row in group.rows for rule in row.rules()]
         slots = [slot for group in changed for slot in group.slots]
         x = logits
@@ -144,7 +141,7 @@ class BatchDecoder:
             x = process_logits(logits, slots=slots, rules=rules, vocab_size=vocab_size)
         pending, start = [], 0
         for group in groups:
-            if group.key.is_plain:
+            if group.key.kind == "plain":
                 rows = pick_slots(logits[:, :vocab_size], group.slots)
             else:
                 rows = x[start : start + len(group.slots)]
@@ -153,18 +150,16 @@ class BatchDecoder:
             pending.append(select(rows, width=width, with_norm=group.key.needs_norm))
         return fetch(pending)
 
-    def _sample(self, rows: Sequence[SamplingRow], candidates: Candidates) -> list[RowStep]:
-        include_boundary = self.config.nucleus_include_boundary
-        steps = []
-        for row, choice in zip(
-            rows, choose(rows, candidates, include_boundary=include_boundary), strict=True
-        ):
-            if choice is None:
-                steps.append(_failed(row))
-            else:
-                row.commit(choice)
-                steps.append(RowStep((choice.token,), None, row.is_finished))
-        return steps
+
+def _sample(rows: Sequence[SamplingRow], candidates: Candidates) -> list[RowStep]:
+    steps = []
+    for row, choice in zip(rows, choose(rows, candidates), strict=True):
+        if choice is None:
+            steps.append(_failed(row))
+        else:
+            row.commit(choice)
+            steps.append(RowStep((choice.token,), None, row.is_finished))
+    return steps
 
 
 def _search(rows: Sequence[BeamRow], candidates: Candidates) -> list[RowStep]:
@@ -183,9 +178,7 @@ def _search(rows: Sequence[BeamRow], candidates: Candidates) -> list[RowStep]:
 def take_chosen(rows: Sequence[SamplingRow], chosen: Array) -> list[RowStep | None]:
     """Give rows the tokens that a rank chose for them; return the steps of those that end.
 
-    Args:
-        rows: Those for which `rank_chooses` is true.
-        chosen: (rows, 2) int32, the bits of each one's best logit, and the token.
+    `chosen` (rows, 2) int32 holds the bits of each one's best logit, and the token.
     """
     usable = np.isfinite(chosen[:, 0].copy().view(np.float32)).tolist()
     steps: list[RowStep | None] = []

@@ -17,6 +17,7 @@ from inference.decoding.word_lists import MOST_IDS, Words, read_word_lists
 MAX_TOP_K = 1024
 DEFAULT_TOP_P_MIN = 1e-6
 LEAST_PENALTY = 1e-30  # a logit divided by less, and by a small temperature, may overflow
+MOST_FREQUENCY_PENALTY = 1e20  # a sum of more, divided by a small temperature, may overflow
 MAX_BEAM_WIDTH = 64
 MAX_LOG_PROBS = 20
 BIAS_IDS, BIAS = "logit_bias_ids", "logit_bias"
@@ -144,11 +145,18 @@ def _logit_columns(fields: TensorFields) -> dict[str, list[Any]]:
             fields.problems.append(
                 f"repetition_penalty must be >= {LEAST_PENALTY:g}, got {value:g} in row {b}"
             )
+    frequencies = fields.floats("frequency_penalty", default=0.0)
+    fields.problems += [
+        f"frequency_penalty must be in [-{MOST_FREQUENCY_PENALTY:g}, {MOST_FREQUENCY_PENALTY:g}], "
+        f"got {value:g} in row {b}"
+        for b, value in enumerate(frequencies)
+        if abs(value) > MOST_FREQUENCY_PENALTY
+    ]
     return {
         "temperature": _at_least(fields, "temperature", temperatures),
         "repetition_penalty": penalties,
         "presence_penalty": fields.floats("presence_penalty", default=0.0),
-        "frequency_penalty": fields.floats("frequency_penalty", default=0.0),
+        "frequency_penalty": frequencies,
         "logit_bias": _logit_bias(fields),
     }
 

@@ -23,11 +23,9 @@ def assemble_outputs(
 ) -> dict[str, Array]:
     """Return the output tensors of a request, finished or (for a streamed frame) so far.
 
-    Args:
-        request: the rows and the padded prompt length.
-        results: one per row; None for a row that has not started.
-        strict_lengths: `sequence_length` counts the row's own prompt, not the padded one.
-        context_embeddings: (H,) per row, for rows that asked for them.
+    `results` are None for rows that have not started, and `context_embeddings`, (H,), for rows that
+    did not ask for them. With `strict_lengths`, `sequence_length` counts the row's own prompt, not
+    the padded one.
     """
     shown = [_NOT_STARTED if result is None else result for result in results]
     if request.encoder_decoder:

@@ -140,12 +140,8 @@ def _to(x: torch.Tensor, values: Array) -> torch.Tensor:
 def context_log_prob(logits: torch.Tensor, next_ids: Sequence[int], *, vocab_size: int) -> float:
     """Return the summed natural log probability of `next_ids` after their positions.
 
-    Args:
-        logits: (T, V) fp32 or wider, unprocessed, of positions t .. t+T-1 of a prompt. A prompt
-            may be given in pieces; their scores add up.
-        next_ids: the token after each position, T of them. Virtual tokens, whose ids are negative
-            or outside the vocabulary, have no score.
-        vocab_size: how many of the columns are real.
+    `logits` are unprocessed, (T, V) or wider. Virtual tokens, whose ids are negative or outside the
+    vocabulary, have no score.
     """
     assert len(next_ids) == len(logits), f"{len(next_ids)} tokens for {len(logits)} positions"
     scored = [t for t, token in enumerate(next_ids) if 0 <= token < vocab_size]
@@ -161,13 +157,9 @@ def context_log_prob(logits: torch.Tensor, next_ids: Sequence[int], *, vocab_siz
 def token_scores(
     logits: torch.Tensor, next_ids: Sequence[int], *, top: int, vocab_size: int
 ) -> list[TokenScore]:
-    """Return the score of each of `next_ids`, all of the vocabulary, after its position.
+    """Return the score of each of `next_ids`, all of the vocabulary, with the `top` best tokens.
 
-    Args:
-        logits: (T, V) fp32 or wider, unprocessed.
-        next_ids: the token after each position, T of them.
-        top: how many of the best tokens to report at each position.
-        vocab_size: how many of the columns are real.
+    `logits` are unprocessed, (T, V) or wider.
     """
     x = torch.log_softmax(pad_vocabulary(logits[:, :vocab_size]), dim=-1)  # (T, X)
     ids = torch.tensor(list(next_ids), device=x.device)

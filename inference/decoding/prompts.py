@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from inference.decoding.rows import (
     NO_PROMPT,
     P_TUNING,
     PREFIX_PROMPT,
+    SOFT_PROMPT,
     ModelLimits,
     PromptTable,
 )
@@ -66,7 +67,9 @@ def _sent_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTable
     kinds = [P_TUNING] * fields.batch
     if not limits.encoder_decoder:
         kinds = fields.integers(TYPE, default=NO_PROMPT)
-    _check_kinds(fields, kinds, limits.request_prompt_types)
+    for b, kind in enumerate(kinds if TYPE in fields.tensors else ()):
+        if kind not in (NO_PROMPT, SOFT_PROMPT, P_TUNING):
+            fields.problems.append(f"{TYPE}[{b}]={kind} must be one of 0, 1, 3 for this model")
     if embedding is None:
         return [None] * fields.batch
     tables: list[PromptTable | None] = []
@@ -102,15 +105,6 @@ def _embedding(fields: TensorFields, limits: ModelLimits) -> Array | None:
         fields.problems.append(f"{EMBEDDING}: holds values that are not finite")
         return None
     return value
-
-
-def _check_kinds(fields: TensorFields, kinds: Sequence[int], allowed: frozenset[int]) -> None:
-    if fields.tensors.get(TYPE) is None:
-        return
-    names = ", ".join(map(str, sorted({NO_PROMPT, *allowed})))
-    for b, kind in enumerate(kinds):
-        if kind != NO_PROMPT and kind not in allowed:
-            fields.problems.append(f"{TYPE}[{b}]={kind} must be one of {names} for this model")
 
 
 def prompt_source(tensors: Mapping[str, Array]) -> str:

@@ -73,24 +73,21 @@ _COMMON = frozenset(
         "ia3_tasks",
     ]
 )
-_CONTEXT = frozenset({"is_return_context_cum_log_probs", "is_return_context_embeddings"})
-_SCORES = frozenset({"num_log_probs", "num_prompt_log_probs"})
 _NAMES = {
     False: _Names(
         "input_lengths",
         "request_output_len",
-        _COMMON | _SCORES | {"request_prompt_type", "session_len", "memory_len"},
+        _COMMON
+        | {"request_prompt_type", "session_len", "memory_len"}
+        | {"is_return_context_cum_log_probs", "is_return_context_embeddings"}
+        | {"num_log_probs", "num_prompt_log_probs"},
     ),
     True: _Names("sequence_length", "max_output_len", _COMMON),
 }
 
 
 def parse_request(tensors: Mapping[str, Array], limits: ModelLimits) -> GenerationRequest:
-    """Return the checked request.
-
-    Args:
-        tensors: the input tensors by their contract name, with the batch axis first.
-        limits: what the served model allows.
+    """Return the checked request of tensors by their contract's names, rows first.
 
     Raises:
         RequestError: with every problem found.
@@ -147,8 +144,6 @@ class _Parser:
     def _check_names(self) -> None:
         required = {"input_ids", self.names.input_lengths, self.names.output_len}
         known = required | self.names.optional
-        if self.limits.context_outputs and not self.limits.encoder_decoder:
-            known |= _CONTEXT
         if "input_ids" not in self.fields.tensors:
             self.problems.append("input_ids: required input is missing")
         self.fields.check_names(known)

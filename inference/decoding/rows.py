@@ -63,9 +63,7 @@ class ModelLimits:
     prompt_learning_type: int = 0
     prompt_learning_start_id: int | None = None
     prompt_lengths: Mapping[int, int] = field(default_factory=dict)
-    request_prompt_types: frozenset[int] = frozenset({SOFT_PROMPT, P_TUNING})
     ia3_num_tasks: int = 0
-    context_outputs: bool = True
 
     @property
     def virtual_start_id(self) -> int:

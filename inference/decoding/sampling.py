@@ -4,7 +4,7 @@ Source: FasterTransformer 5.3, kernels/sampling_topk_kernels.cu and sampling_top
 token at the nucleus boundary keeps only the part of its mass inside the nucleus.
 """
 
-# Shapes: n rows, W candidates
+# Shapes: n rows, W candidates, V vocabulary (padded)
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from inference.decoding.draws import (
     Penalty,
     RowBias,
     SeenIds,
+    Xorwow,
     join_bias,
 )
-from inference.decoding.nucleus import DescendingMass, draw_from_prefix
 from inference.decoding.processors import LOWEST, LogitRules, temperature_factor
-from inference.decoding.random import Xorwow
 from inference.decoding.rows import FinishReason, PromptScores, RowRequest, RowResult, TokenScore
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import banned_ids, ends_with
@@ -36,6 +35,9 @@ from inference.decoding.word_lists import banned_ids, ends_with
 MASS_EPSILON = 1e-6
 # How many of the best tokens a nucleus row looks at before it considers the whole row.
 NUCLEUS_PREFIX = {"cpu": 128, "cuda": 1024}
+# Logits this far below the best differ by a factor exp(-64): beyond, the order is a formality.
+_BUCKETS = 4096
+_BUCKETS_PER_UNIT = 64
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class SamplingRow:
         self.cum_log_prob = 0.0
         self._vocab_size = vocab_size
         self._full_log_probs = full_log_probs
-        self._include_boundary = include_boundary
+        self.include_boundary = include_boundary
         self._history = list(request.context_ids)
         self._full_len = len(self._history) + request.output_len
         self._log_probs: list[float] = []
@@ -159,7 +161,7 @@ class SamplingRow:
             return ARG_MAX._replace(factor=factor) if o.has_marks else ARG_MAX
         self.draw_uniform()
         rest = MASS_EPSILON if self.is_nucleus else 0.0
-        return Draw(factor, o.top_k, self.top_p, rest, self._include_boundary, self.uniform)
+        return Draw(factor, o.top_k, self.top_p, rest, self.include_boundary, self.uniform)
 
     def penalty(self, produced: int) -> Penalty:
         """Return the penalty of the next draw; `produced` tokens of the row precede it."""
@@ -227,9 +229,7 @@ class SamplingRow:
         )
 
 
-def choose(
-    rows: Sequence[SamplingRow], candidates: Candidates, *, include_boundary: bool
-) -> list[Choice | None]:
+def choose(rows: Sequence[SamplingRow], candidates: Candidates) -> list[Choice | None]:
     """Draw a token for each row from its candidates; None where the logits are unusable.
 
     The rows are of one kind: all greedy, all top-k, or all nucleus.
@@ -238,14 +238,14 @@ def choose(
     places: list[int | None] = [0] * len(rows)
     log_kept = [0.0] * len(rows)
     if not rows[0].options.is_greedy:
-        places, log_kept = _draw(rows, candidates, include_boundary)
+        places, log_kept = _draw(rows, candidates)
     choices: list[Choice | None] = []
     for i, row in enumerate(rows):
         place = places[i]
         if not usable[i]:
             choices.append(None)
         elif place is None:
-            choices.append(_choose_from_all(row, candidates, i, include_boundary))
+            choices.append(_choose_from_all(row, candidates, i))
         else:
             token, value = int(candidates.ids[i, place]), candidates.values[i, place]
             if token == row.forbidden_id and row.is_plain:
@@ -261,7 +261,7 @@ def _best_other(logits: torch.Tensor, token: int) -> int:
 
 
 def _draw(
-    rows: Sequence[SamplingRow], candidates: Candidates, include_boundary: bool
+    rows: Sequence[SamplingRow], candidates: Candidates
 ) -> tuple[list[int | None], list[float]]:
     """Return the place each row drew (None: not among its candidates) and log of what it kept."""
     values = candidates.values.astype(np.float64)
@@ -280,20 +280,20 @@ def _draw(
         masses,
         inside=np.asarray([row.top_p for row in rows]) * kept,
         uniforms=np.asarray([row.uniform for row in rows]),
-        include_boundary=include_boundary,
+        include_boundary=rows[0].include_boundary,
     )
     found = [place if ok else None for place, ok in zip(places.tolist(), decided, strict=True)]
     return found, [math.log(k) if k > 0 else 0.0 for k in kept.tolist()]
 
 
-def _choose_from_all(
-    row: SamplingRow, candidates: Candidates, i: int, include_boundary: bool
-) -> Choice:
+def _choose_from_all(row: SamplingRow, candidates: Candidates, i: int) -> Choice:
     """Draw for a nucleus row whose nucleus reaches beyond the candidates."""
     assert candidates.log_norms is not None
     logits = candidates.logits[i].cpu().numpy()  # (X,)
     mass = row.top_p * _norm(float(candidates.log_norms[i]))
-    drawn = DescendingMass(logits).draw(row.uniform, mass=mass, include_boundary=include_boundary)
+    drawn = DescendingMass(logits).draw(
+        row.uniform, mass=mass, include_boundary=row.include_boundary
+    )
     return _choice(row, candidates, i, drawn, float(logits[drawn]), 0.0)
 
 
@@ -316,3 +316,67 @@ def _choice(
 def _norm(log_norm: float) -> float:
     """Return what divides exp(logit - best) to give a probability."""
     return math.exp(log_norm) + MASS_EPSILON if math.isfinite(log_norm) else math.nan
+
+
+class DescendingMass:
+    """The masses exp(logit - best) of one whole row, in the order logit down, then id up.
+
+    Only the bucket that holds the wanted boundary is ever sorted, so a draw costs a few passes
+    over the row instead of a sort.
+    """
+
+    def __init__(self, logits: Array) -> None:
+        depth = logits.max() - logits  # (V,) fp32, 0 for the best
+        self._logits = logits
+        self._masses = np.exp(-depth)
+        shallow = np.minimum(depth, np.float32((_BUCKETS - 1) / _BUCKETS_PER_UNIT))
+        self._buckets = (shallow * np.float32(_BUCKETS_PER_UNIT)).astype(np.int64)
+        sums = np.bincount(self._buckets, weights=self._masses, minlength=_BUCKETS)
+        self._upto = np.cumsum(sums)  # (_BUCKETS,) fp64
+
+    def find(self, threshold: float) -> tuple[int, float]:
+        """Return the first token whose running sum reaches `threshold`, and that sum.
+
+        Where rounding keeps the sum of all below the threshold it is the last token with mass.
+        """
+        threshold = min(threshold, float(self._upto[-1]))
+        bucket = int(np.searchsorted(self._upto, threshold))
+        ids = np.flatnonzero(self._buckets == bucket)
+        ids = ids[np.argsort(-self._logits[ids], kind="stable")]
+        before = float(self._upto[bucket - 1]) if bucket else 0.0
+        sums = before + np.cumsum(self._masses[ids], dtype=np.float64)
+        place = int(np.searchsorted(sums, threshold))
+        if place >= len(ids):
+            place = int(np.flatnonzero(self._masses[ids])[-1])
+        return int(ids[place]), float(sums[place])
+
+    def draw(self, uniform: float, *, mass: float, include_boundary: bool) -> int:
+        """Draw a token from the prefix that holds `mass`; `uniform` is in (0, 1].
+
+        The token at the boundary keeps only the part of its mass inside, or with
+        `include_boundary` all of it.
+        """
+        if include_boundary:
+            mass = self.find(mass)[1]
+        return self.find(uniform * mass)[0]
+
+
+def draw_from_prefix(
+    masses: Array, *, inside: Array, uniforms: Array, include_boundary: bool
+) -> tuple[Array, Array]:
+    """Draw one candidate per row from descending `masses` (n, W) that add up to `inside` (n,).
+
+    Returns the places (n,) and whether each was decided: a row that needs candidates beyond the W
+    at hand is not.
+    """
+    sums = np.cumsum(masses, axis=1)  # (n, W)
+    within = sums[:, -1]
+    decided = np.ones(len(masses), np.bool_)
+    if include_boundary:
+        decided = within >= inside
+        last = np.minimum((sums < inside[:, None]).sum(1), masses.shape[1] - 1)
+        inside = np.take_along_axis(sums, last[:, None], 1)[:, 0]
+    thresholds = uniforms * inside
+    decided &= within >= thresholds
+    places = (sums < thresholds[:, None]).sum(1)  # (n,)
+    return np.minimum(places, masses.shape[1] - 1), decided

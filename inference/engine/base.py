@@ -1,40 +1,119 @@
-"""Base class of the engines: start, health, stop, and cancellation of a request."""
+"""Base class of the engines: a thread that accepts requests and runs planned steps on all ranks.
+
+The scheduler decides what a step computes. A rank that ends or hangs fails the requests in flight,
+and later ones, with the reason.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import monotonic, perf_counter, sleep
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+
+import torch
 
 from export_scripts.families.layout.architecture import Architecture
+from inference.decoding.rows import RequestError
+from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.load import EngineLoad
-from inference.engine.loop import EngineLoop
 from inference.engine.options import EngineOptions
+from inference.engine.queued_request import PlannedStep, RequestT, StepScheduler
+from inference.process_memory import give_back_memory
+from inference.ranks.base import StepResult
 from inference.ranks.checks import check_ranks
+from inference.ranks.plan import StepPlan
 from inference.ranks.processes import threads_per_rank
+from inference.ranks.rank_group import RankError, RankGroup
 from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import Placement, RankSettings
 
 logger = logging.getLogger(__name__)
 
-EngineT = TypeVar("EngineT", bound="EngineBase")
+_HEARTBEAT_S = 1.0  # between pings of idle ranks
+_WATCH_S = 0.1
+_LOOK_S = 1.0  # a connection breaks a moment before the process at its other end has ended
+_RESTART_PAUSE_S = 1.0
+_STOPPED = "the engine was stopped"
 
 
-class EngineBase(ABC):
+@dataclass(frozen=True)
+class _Launched(Generic[RequestT]):
+    """A step that the ranks run, and the time of its start."""
+
+    step: PlannedStep[RequestT]
+    result: StepResult
+    began: float
+
+
+# Engines of this process whose ranks use a GPU. cuBLAS keeps a workspace of 32 MiB for each stream,
+# and recorded graphs hold its address: workspaces are freed with the last of the engines.
+_gpu_engines: set[EngineBase[Any]] = set()
+_gpu_lock = threading.Lock()
+
+EngineT = TypeVar("EngineT", bound="EngineBase[Any]")
+
+
+class EngineBase(ABC, Generic[RequestT]):
     """Serves one FT folder; subclasses read its description and accept requests.
 
     The engine's own thread sets the futures; their callbacks must be quick.
+
+    Attributes:
+        steps: How many every rank has finished.
+        queued_rows: Rows of all requests that have not begun.
     """
 
-    _loop: EngineLoop[Any]
+    def __init__(
+        self,
+        settings: RankSettings,
+        options: EngineOptions,
+        *,
+        warm_up: StepPlan,
+        warm_up_embeddings: torch.Tensor | None = None,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        """Prepare; nothing is loaded before `start`. `warm_up` makes ranks ready for requests.
+
+        Raises:
+            ValueError: `restart_failed_ranks` is set for ranks of a launcher.
+        """
+        if rendezvous is not None and options.restart_failed_ranks:
+            raise ValueError(
+                "restart_failed_ranks=True: only a launcher can start its processes again; set it "
+                "to False and have the launcher restart the whole run"
+            )
+        self._rendezvous = rendezvous
+        self._settings = settings
+        self.options = options
+        self._warm_up = (warm_up, warm_up_embeddings)
+        self._wake = threading.Condition()
+        self._inbox: deque[RequestT] = deque()
+        self.steps = 0
+        self.queued_rows = 0
+        self._arrivals = 0
+        self._stopping = False
+        self._failure: str | None = "the engine is not started"
+        self._ready = threading.Event()
+        self._ranks: RankGroup | None = None
+        self.scheduler: StepScheduler[RequestT] | None = None  # while ranks run
+        self._last_finished = 0.0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
 
     @abstractmethod
     def describe(self) -> str:
         """Return a description of the engine's capacity."""
+
+    @abstractmethod
+    def _make_scheduler(self) -> StepScheduler[RequestT]:
+        """Return the scheduler of one life of the ranks."""
 
     def __enter__(self: EngineT) -> EngineT:
         self.start()
@@ -54,26 +133,33 @@ class EngineBase(ABC):
         Raises:
             EngineFailedError: Some rank could not load or connect; every reason is given.
         """
-        self._loop.start()
+        self._thread.start()
+        # This ends: the others may load for start_timeout_s; every wait among ranks has a limit.
+        self._ready.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise EngineFailedError(self._failure)
+        if self._settings.layout.world_size > 1:
+            self._watcher.start()
         logger.info("ready: %s", self.describe())
 
     def stop(self) -> None:
         """Fail the requests in flight, end every rank, and give all memory back."""
-        self._loop.stop()
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(self.options.rank_timeout_s)
+        self._fail(_STOPPED)
+        if self._thread.is_alive():
+            # This ends: a single rank's work does, and every wait among ranks has a limit.
+            self._thread.join()
+        if self._watcher.is_alive():
+            self._watcher.join()
 
     def healthy(self) -> str | None:
         """Return None if requests can be answered, else the reason why not."""
-        return self._loop.healthy()
-
-    @property
-    def steps(self) -> int:
-        """Steps that all ranks have finished since the start."""
-        return self._loop.steps
-
-    @property
-    def queued_rows(self) -> int:
-        """Rows of all requests that have not begun."""
-        return self._loop.queued_rows
+        return self._failure
 
     def load(self) -> EngineLoad:
         """Return how much waits and runs; may be called from any thread."""
@@ -83,28 +169,204 @@ class EngineBase(ABC):
         """Cancel a request: at the next step its work stops and its memory is freed."""
         future.cancel()
 
+    def _queue(self, request: RequestT) -> None:
+        """Queue a request.
 
-def checked_placement(
-    architecture: Architecture, placement: Placement | None, rendezvous: Rendezvous | None
-) -> Placement:
-    """Return the checked placement of an engine's ranks; raises as `check_ranks`."""
-    return check_ranks(
-        architecture,
-        placement or Placement(),
-        # Each process that a launcher started uses one device.
-        needed_devices=None if rendezvous is None else 1,
-    )
+        Raises:
+            RequestError: The request would not fit into an empty queue.
+            EngineBusyError: The queue is full.
+            EngineFailedError: The engine cannot answer.
+        """
+        rows = request.waiting_rows
+        with self._wake:
+            if self._failure is not None:
+                raise EngineFailedError(self._failure)
+            limit = self.options.max_queued_rows
+            if rows > limit:
+                raise RequestError(
+                    [f"{rows} rows exceed max_queued_rows={limit}; send fewer in a request"]
+                )
+            if self.queued_rows + rows > limit:
+                raise EngineBusyError(
+                    f"the queue is full: {self.queued_rows} rows wait, {rows} more would exceed "
+                    f"max_queued_rows={limit}; send the request again later"
+                )
+            self.queued_rows += rows
+            self._arrivals += 1
+            request.arrival = self._arrivals
+            self._inbox.append(request)
+            self._wake.notify_all()
+
+    def _run(self) -> None:
+        """Start the ranks and serve until stopped; after a failure restart if configured."""
+        while True:
+            if self._settings.device == "cuda":
+                with _gpu_lock:
+                    _gpu_engines.add(self)
+            self._run_ranks()
+            # Nothing refers to the ranks any more; new ones, or others, need their memory.
+            give_back_memory()
+            if self._settings.device == "cuda":
+                self._leave_gpu()
+            started = self._ready.is_set()
+            self._ready.set()
+            if self._stopping or not started or not self.options.restart_failed_ranks:
+                return
+            logger.warning("starting the ranks again after: %s", self._failure)
+            sleep(_RESTART_PAUSE_S)
+
+    def _leave_gpu(self) -> None:
+        with _gpu_lock:
+            _gpu_engines.remove(self)
+            if not _gpu_engines:
+                torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+    def _run_ranks(self) -> None:
+        ranks = self._ranks = RankGroup(
+            self._settings,
+            start_timeout_s=self.options.start_timeout_s,
+            rendezvous=self._rendezvous,
+        )
+        try:
+            self._begin(ranks)
+            self._serve(ranks)
+            self._fail(self._failure or _STOPPED)
+        except Exception as error:  # any failure ends the ranks, and is their reason
+            if not isinstance(error, RankError):
+                logger.exception("the engine failed")
+            self._fail(_reason(ranks, error))
+        ranks.end(grace_s=0)
+        self._ranks = self.scheduler = None
+
+    def _begin(self, ranks: RankGroup) -> None:
+        ranks.start()
+        self.scheduler = self._make_scheduler()
+        ranks.run(*self._warm_up)
+        with self._wake:
+            self._failure = None
+        self._ready.set()
+
+    def _serve(self, ranks: RankGroup) -> None:
+        scheduler = self.scheduler
+        assert scheduler is not None
+        under_way: _Launched[RequestT] | None = None
+        while True:
+            with self._wake:
+                idle = scheduler.idle and not self._inbox and not self._stopping
+                idle = idle and under_way is None
+                if idle:
+                    idle = not self._wake.wait(_HEARTBEAT_S)
+                while self._inbox:
+                    scheduler.add(self._inbox.popleft())
+                if self._stopping:
+                    break
+                if self._failure is not None:
+                    return
+            if idle:
+                ranks.ping()
+                continue
+            step = scheduler.plan(under_way=under_way is not None)
+            with self._wake:  # other threads add to the inbox
+                coming = sum(request.waiting_rows for request in self._inbox)
+                self.queued_rows = scheduler.waiting_rows + coming
+            launched = None if step is None else self._launch(ranks, scheduler, step)
+            if under_way is not None:
+                self._finish(ranks, scheduler, under_way)
+            under_way = launched
+            if under_way is not None and not under_way.step.overlaps:
+                self._finish(ranks, scheduler, under_way)
+                under_way = None
+        ranks.stop()
+
+    def _launch(
+        self, ranks: RankGroup, scheduler: StepScheduler[RequestT], step: PlannedStep[RequestT]
+    ) -> _Launched[RequestT] | None:
+        """Run a step on the ranks; on a GPU they may not be done when this returns."""
+        began = perf_counter()
+        try:
+            return _Launched(step, ranks.run(step.plan, step.embeddings), began)
+        except Exception as error:  # whatever it was is the answer to the step's requests
+            if self._settings.layout.world_size > 1:
+                raise  # the ranks no longer agree on the next step
+            self._give_up(scheduler, step, error)
+            return None
+
+    def _finish(
+        self, ranks: RankGroup, scheduler: StepScheduler[RequestT], launched: _Launched[RequestT]
+    ) -> None:
+        began = max(launched.began, self._last_finished)
+        try:
+            ranks.wait(launched.result)
+            self.steps += 1
+            self._last_finished = perf_counter()
+            seconds = self._last_finished - began
+            scheduler.finish(launched.step, launched.result, seconds=seconds)
+        except Exception as error:  # whatever it was is the answer to the step's requests
+            self._give_up(scheduler, launched.step, error)
+
+    def _give_up(
+        self, scheduler: StepScheduler[RequestT], step: PlannedStep[RequestT], error: Exception
+    ) -> None:
+        logger.error("a step failed", exc_info=error)
+        error = error.with_traceback(None)  # whose frames would keep the model alive
+        for owner in step.owners:
+            owner.fail(error)
+            if owner in scheduler.requests:
+                scheduler.drop(owner)
+
+    def _watch(self) -> None:
+        """Watch for ranks that end or hang while the engine's own thread waits for them."""
+        while not self._stopping:
+            ranks = self._ranks
+            if ranks is not None and self._failure is None and (problem := ranks.problem()):
+                self._fail(problem)
+            sleep(_WATCH_S)
+
+    def _fail(self, reason: str) -> None:
+        """Fail all requests in flight with the reason, and end the other ranks."""
+        with self._wake:
+            # The first reason is kept: later ones follow from it.
+            if self._failure is None or self._stopping or not self._ready.is_set():
+                self._failure = reason
+            waiting = list(self._inbox)
+            self._inbox.clear()
+            self.queued_rows = 0
+            self._wake.notify_all()
+        scheduler, ranks = self.scheduler, self._ranks  # another thread may end both
+        running = scheduler.requests if scheduler is not None else []
+        for request in [*waiting, *running]:
+            request.fail(EngineFailedError(reason))
+        if ranks is not None:
+            ranks.end(grace_s=0)
+
+
+def _reason(ranks: RankGroup, error: Exception) -> str:
+    """Return why the ranks failed: their own reason, else the error."""
+    deadline = monotonic() + _LOOK_S
+    while not isinstance(error, RankError) and monotonic() < deadline:
+        if problem := ranks.problem():
+            return problem
+        sleep(_WATCH_S)
+    return str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
 
 
 def rank_settings(
     ft_dir: Path | str,
-    placement: Placement,
+    architecture: Architecture,
+    placement: Placement | None,
     options: EngineOptions,
     rendezvous: Rendezvous | None,
-    **cache: Any,
 ) -> RankSettings:
-    """Return the settings of rank 0; `cache` holds the remaining fields."""
+    """Return the settings of rank 0, without a cache.
+
+    Raises:
+        ValueError: As `check_ranks`.
+    """
     launch = None if rendezvous is None else rendezvous.place
+    # Each process that a launcher started uses one device.
+    needed_devices = None if launch is None else 1
+    placement = check_ranks(architecture, placement or Placement(), needed_devices=needed_devices)
     local_ranks = placement.world_size if launch is None else launch.local_size
     return RankSettings(
         **asdict(placement),
@@ -114,5 +376,4 @@ def rank_settings(
         device_index=None if launch is None else launch.local_rank,
         shared_memory=options.shared_memory,
         rank_timeout_s=options.rank_timeout_s,
-        **cache,
     )

@@ -145,11 +145,8 @@ class BlockPool:
 
         A slot shares the full blocks of its source, and gets room for one more token. One of the
         slots with the same source takes over its partly filled block, the others copy it. Slots of
-        the reservation that continue none lose their blocks.
-
-        Args:
-            sources: Slot -> its source.
-            tokens: Number of tokens that each source holds.
+        the reservation that continue none lose their blocks. `sources` maps a slot to its source,
+        each of which holds `tokens` tokens.
         """
         start = tokens - tokens % self.block_tokens
         copies = _copies(sources) if start < tokens else {}

@@ -19,12 +19,11 @@ from export_scripts.numeric.dtypes import item_size
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from inference.control_groups import memory_room
 from inference.decoding.request import GenerationRequest, ModelLimits, RowRequest
-from inference.decoding.rows import P_TUNING, SOFT_PROMPT
 from inference.engine.blocks import most_blocks
 from inference.engine.options import EngineOptions
 from inference.model.token_feed import marks_bytes
 from inference.ranks.base import cache_shape
-from inference.ranks.settings import Placement
+from inference.ranks.settings import RankSettings
 
 _CPU_SHARE = 0.25  # of the memory that is available, for keys and values
 _CUDA_SHARE = 0.8  # of the memory that the weights leave
@@ -178,27 +177,22 @@ def model_limits(config: FTConfig, architecture: GeneratorArchitecture) -> Model
         max_pos_seq_len=_position_limit(architecture),
         encoder_decoder=has_encoder,
         ia3_num_tasks=ia3_num_tasks,
-        context_outputs=not has_encoder,
         hidden_units=architecture.hidden,
         prompt_learning_type=config.prompt_learning_type or 0,
         prompt_learning_start_id=config.prompt_learning_start_id,
         prompt_lengths={i: task.prompt_length for i, task in enumerate(config.tasks)},
-        request_prompt_types=frozenset({SOFT_PROMPT, P_TUNING}),
     )
 
 
 def plan_capacity(
-    architecture: GeneratorArchitecture,
-    ft_dir: Path,
-    placement: Placement,
-    options: EngineOptions,
+    architecture: GeneratorArchitecture, placement: RankSettings, options: EngineOptions
 ) -> Capacity:
     """Return the capacity of ranks that have passed `check_ranks`.
 
     Raises:
         ValueError: with every problem found.
     """
-    layout = placement.layout_of(0)
+    layout = placement.layout
     longest = _longest(architecture) or options.max_seq_len or DEFAULT_MAX_SEQ_LEN
     max_len = min(options.max_seq_len or DEFAULT_MAX_SEQ_LEN, longest)
     one_slot = cache_shape(architecture, layout, slots=1, max_len=max_len)
@@ -214,7 +208,7 @@ def plan_capacity(
     budget = options.kv_cache_bytes or free_share // layout.world_size
     if placement.device == "cuda":
         marks = marks_bytes(most, architecture.vocab_size)
-        budget = _cuda_budget(ft_dir, placement, options, least_bytes, marks)
+        budget = _cuda_budget(placement, options, least_bytes, marks)
     if budget < least_bytes:
         raise ValueError(
             f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
@@ -259,13 +253,14 @@ def available_bytes() -> int:
 
 
 def _cuda_budget(
-    ft_dir: Path, placement: Placement, options: EngineOptions, least_bytes: int, marks: int
+    placement: RankSettings, options: EngineOptions, least_bytes: int, marks: int
 ) -> int:
     """Return the bytes for keys and values on each GPU: those wanted, or a share of what is free.
 
     Raises:
         ValueError: Weights, marks of penalties, and keys and values exceed the free memory.
     """
+    ft_dir = Path(placement.ft_dir)
     _, config = read_config(ft_dir)
     stored = sum(path.stat().st_size for path in ft_dir.iterdir()) // placement.world_size
     item_bytes = 1 if placement.int8_mode or placement.fp8 else item_size(placement.data_type)

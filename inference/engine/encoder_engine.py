@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from export_scripts.families.layout.architecture import (
 from export_scripts.ft.config_ini import read_config
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from inference.decoding.request import RequestError
-from inference.engine.base import EngineBase, checked_placement, rank_settings
+from inference.engine.base import EngineBase, rank_settings
 from inference.engine.capacity import available_bytes
 from inference.engine.encoding import (
     EncoderLimits,
@@ -25,7 +25,6 @@ from inference.engine.encoding import (
     EncodingScheduler,
     RunningEncoding,
 )
-from inference.engine.loop import EngineLoop
 from inference.engine.options import EngineOptions
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.rendezvous import Rendezvous
@@ -35,7 +34,7 @@ _COPIES = 3  # of an answer: those of the ranks, the answer, and the server's
 _SMALL_BYTES = 64 << 20  # an answer that is not compared with the free memory
 
 
-class EncoderEngine(EngineBase):
+class EncoderEngine(EngineBase[RunningEncoding]):
     """Serves one FT folder's encoder."""
 
     def __init__(
@@ -43,43 +42,26 @@ class EncoderEngine(EngineBase):
         ft_dir: Path | str,
         placement: Placement | None = None,
         *,
-        remove_padding: bool = True,
         options: EngineOptions | None = None,
         rendezvous: Rendezvous | None = None,
     ) -> None:
         """Read the folder's description; nothing is loaded before `start`.
 
-        Args:
-            ft_dir: The folder of weights, split for `placement.tp_size` ranks.
-            placement: Sizes, types and device of the ranks; BERT has no int8_mode.
-            remove_padding: Compute true tokens only (BERT; other encoders always do).
-            options: Bounds; those of caches do not apply.
-            rendezvous: As for `Engine`.
+        Arguments are those of `Engine`.
 
         Raises:
             ValueError: Sizes or types do not fit the model or the machine, or it has no encoder.
         """
-        self.options = options or EngineOptions()
+        options = options or EngineOptions()
         self.family, self.config = read_config(Path(ft_dir))
         self.architecture = encoder_of(self.family.architecture(self.config), self.family.name)
-        placement = checked_placement(self.architecture, placement, rendezvous)
         self.limits = encoder_limits(self.architecture)
-        self.max_len = self.options.max_seq_len or DEFAULT_MAX_SEQ_LEN
-        settings = rank_settings(
-            ft_dir,
-            placement,
-            self.options,
-            rendezvous,
-            slots=1,
-            max_len=1,
-            encoder_only=True,
-            remove_padding=remove_padding,
-        )
+        self.max_len = options.max_seq_len or DEFAULT_MAX_SEQ_LEN
+        settings = rank_settings(ft_dir, self.architecture, placement, options, rendezvous)
         takes_ids = self.limits.vocab_size is not None
-        self._loop: EngineLoop[RunningEncoding] = EngineLoop(
-            settings,
-            self.options,
-            make_scheduler=partial(EncodingScheduler, on_gpu=settings.device == "cuda"),
+        super().__init__(
+            replace(settings, encoder_only=True),
+            options,
             # One token through all ranks warms them up for the first request.
             warm_up=StepPlan(
                 ids=[],
@@ -97,6 +79,9 @@ class EncoderEngine(EngineBase):
         """Return a description of the engine's capacity."""
         return f"rows of up to {self.max_len} tokens"
 
+    def _make_scheduler(self) -> EncodingScheduler:
+        return EncodingScheduler(on_gpu=self._settings.device == "cuda")
+
     def submit(self, request: EncodingRequest) -> Future[EncodingResult]:
         """Queue a request.
 
@@ -109,7 +94,7 @@ class EncoderEngine(EngineBase):
         if problems:
             raise RequestError(problems)
         future: Future[EncodingResult] = Future()
-        self._loop.queue(RunningEncoding(request, future))
+        self._queue(RunningEncoding(request, future))
         return future
 
     def _problems_of(self, request: EncodingRequest) -> list[str]:

@@ -75,11 +75,7 @@ class EncodingResult:
 
 
 def parse_encoding(tensors: Mapping[str, Array], limits: EncoderLimits) -> EncodingRequest:
-    """Return the checked request.
-
-    Args:
-        tensors: The input tensors by their contract name, with the batch axis first.
-        limits: What the served model allows.
+    """Return the checked request of tensors by their contract's names, rows first.
 
     Raises:
         RequestError: with every problem found.

@@ -27,7 +27,7 @@ from inference.decoding.request import (
     RowRequest,
 )
 from inference.decoding.rows import PREFIX_PROMPT, SessionTurn
-from inference.engine.base import EngineBase, checked_placement, rank_settings
+from inference.engine.base import EngineBase, rank_settings
 from inference.engine.blocks import BlockPool
 from inference.engine.capacity import (
     Capacity,
@@ -37,13 +37,12 @@ from inference.engine.capacity import (
 )
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.load import EngineLoad
-from inference.engine.loop import EngineLoop
 from inference.engine.options import EngineOptions
-from inference.engine.prompt_outputs import PromptOutputs
 from inference.engine.running import (
     GenerationResult,
     GenerationStep,
     OnStep,
+    PromptOutputs,
     RunningRequest,
     make_row,
 )
@@ -70,7 +69,7 @@ __all__ = [
 _GPU_CHUNK = {"first": 2048, "most": 8192}
 
 
-class Engine(EngineBase):
+class Engine(EngineBase[RunningRequest]):
     """Serves one FT folder with a decoder; `on_step` callbacks must be quick."""
 
     def __init__(
@@ -93,30 +92,24 @@ class Engine(EngineBase):
         Raises:
             ValueError: Sizes, types or budgets do not fit the model or the machine.
         """
-        self.options = options or EngineOptions()
+        options = options or EngineOptions()
         self.family, self.config = read_config(Path(ft_dir))
         self.architecture = generator_of(self.family, self.config)
-        placement = checked_placement(self.architecture, placement, rendezvous)
-        self.capacity: Capacity = plan_capacity(
-            self.architecture, Path(ft_dir), placement, self.options
-        )
+        settings = rank_settings(ft_dir, self.architecture, placement, options, rendezvous)
+        self.capacity: Capacity = plan_capacity(self.architecture, settings, options)
         self.limits: ModelLimits = model_limits(self.config, self.architecture)
-        self._settings = rank_settings(
-            ft_dir,
-            placement,
-            self.options,
-            rendezvous,
+        self._table_rows, table_size = _table_rows(self.config)
+        self._embedding_base = self.architecture.vocab_size + table_size
+        settings = replace(
+            settings,
             slots=self.capacity.slots,
             max_len=self.capacity.max_len,
             block_tokens=self.capacity.block_tokens,
             blocks=self.capacity.blocks,
         )
-        self._table_rows, table_size = _table_rows(self.config)
-        self._embedding_base = self.architecture.vocab_size + table_size
-        self._loop: EngineLoop[RunningRequest] = EngineLoop(
-            self._settings,
-            self.options,
-            make_scheduler=self._make_scheduler,
+        super().__init__(
+            settings,
+            options,
             # One token through all ranks warms them up for the first request.
             warm_up=StepPlan(ids=[0], segments=(Segment(0, 0, 1),), output_rows=[0]),
             rendezvous=rendezvous,
@@ -125,12 +118,6 @@ class Engine(EngineBase):
     def describe(self) -> str:
         """Return a description of the engine's capacity."""
         return self.capacity.describe()
-
-    @property
-    def free_slots(self) -> int:
-        """Sequences that could join now."""
-        scheduler = self._scheduler
-        return scheduler.free_slots if scheduler is not None else 0
 
     def load(self) -> EngineLoad:
         """Return how much waits and runs; may be called from any thread."""
@@ -141,7 +128,7 @@ class Engine(EngineBase):
 
     @property
     def _scheduler(self) -> Scheduler | None:
-        return cast("Scheduler | None", self._loop.scheduler)
+        return cast("Scheduler | None", self.scheduler)
 
     def submit(
         self,
@@ -180,8 +167,8 @@ class Engine(EngineBase):
         running.lock_step = on_step is not None and self.capacity.holds_at_once(request)
         running.turn = turn
         try:
-            self._loop.queue(running)
-        except EngineBusyError:
+            self._queue(running)
+        except (EngineBusyError, RequestError):
             self.end_refused(turn)
             raise
         return future
@@ -191,10 +178,10 @@ class Engine(EngineBase):
         if turn is None or not turn.ends:
             return
         # A turn without rows ends its session. It is queued, as the session's START may still be.
-        nothing = RunningRequest(GenerationRequest((), padded_len=0), Future(), arrival=0)
+        nothing = RunningRequest(GenerationRequest((), padded_len=0), Future())
         nothing.turn = SessionTurn(turn.session_id, ends=True)
         with suppress(EngineFailedError):  # a failed engine has no sessions
-            self._loop.queue(nothing)
+            self._queue(nothing)
 
     def generate(
         self, request: GenerationRequest, *, turn: SessionTurn | None = None
@@ -223,11 +210,11 @@ class Engine(EngineBase):
         future: Future[torch.Tensor] = Future()
         running = self._running(request, future)
         running.waiting[0].prompt_outputs = PromptOutputs(row.options, keeps_logits=True)
-        self._loop.queue(running)
+        self._queue(running)
         return future.result()[:, : self.limits.vocab_size]
 
     def _running(self, request: GenerationRequest, future: Future[Any]) -> RunningRequest:
-        running = RunningRequest(request, future, arrival=0)
+        running = RunningRequest(request, future)
         running.waiting = [
             make_row(
                 running,
@@ -239,8 +226,6 @@ class Engine(EngineBase):
             )
             for index, row in enumerate(request.rows)
         ]
-        running.results = [None] * len(request.rows)
-        running.pooled = [None] * len(request.rows)
         return running
 
     def _make_scheduler(self) -> Scheduler:

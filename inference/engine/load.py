@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 
@@ -13,16 +13,11 @@ class RequestTimes:
     `steps` counts the steps that gave it tokens.
     """
 
-    arrived: float
+    arrived: float = field(default_factory=perf_counter)
     began: float | None = None
     first_token: float | None = None
     last_token: float | None = None
     steps: int = 0
-
-    @classmethod
-    def now(cls) -> RequestTimes:
-        """Return the times of a request that arrives."""
-        return cls(perf_counter())
 
     def note_token(self, at: float) -> None:
         """Note that a step has given the request a token."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,16 +56,6 @@ class EncoderWork:
 
 
 @dataclass(frozen=True)
-class Choices:
-    """The choices that ranks make, as in `StepPlan`."""
-
-    slots: Sequence[tuple[int, int]] | None = None
-    draws: Sequence[Draw] | None = None
-    penalties: Sequence[Penalty] | None = None
-    marks: Sequence[tuple[int, Marks]] = ()
-
-
-@dataclass(frozen=True)
 class GeneratingStep(PlannedStep[RunningRequest]):
     """A step, and the rows it works for."""
 
@@ -88,15 +79,9 @@ def lay_out(
     ranks_choose: bool,
     embedding_base: int,
 ) -> GeneratingStep:
-    """Return the step that does this work.
+    """Return the step that does this work, given by ascending slot.
 
-    Args:
-        work: By ascending slot.
-        encoding: The encoder's work.
-        moves: Cache copies to make before the pass.
-        entries: Blocks that slots get before the pass.
-        ranks_choose: Whether a rank can choose tokens itself.
-        embedding_base: First id that names a row of embeddings sent with a step.
+    Ids from `embedding_base` on name the rows of embeddings that are sent with a step.
     """
     ids: list[int] = []
     outputs: list[int] = []
@@ -118,18 +103,15 @@ def lay_out(
         encoder_ids += _with_sent(row, row.encoder_ids or [], sent, embedding_base)
     prompts = [each for each in work if each.is_prompt]
     needed = [each.needs_logits for each in work]
-    choices = _rank_choices(work) if ranks_choose and not all(needed) else Choices()
+    choices = _rank_choices(work) if ranks_choose and not all(needed) else {}
     plan = StepPlan(
         ids=ids,
         segments=tuple(segments),
         output_rows=outputs,
         moves=tuple(moves),
         entries=entries,
-        choices=choices.slots,
-        draws=choices.draws,
-        penalties=choices.penalties,
-        marks=choices.marks,
-        with_logits=any(needed) or choices.slots is None,
+        **choices,
+        with_logits=any(needed) or not choices,
         # A chunk need not hold any of the rows that its request sent.
         has_virtual=bool(sent)
         or any(row.has_table for row in (*begun, *(each.row for each in prompts))),
@@ -148,7 +130,8 @@ def lay_out(
     return GeneratingStep(plan, embeddings, overlaps, tuple(work), prompt_tokens, encoding)
 
 
-def _rank_choices(work: Sequence[RowWork]) -> Choices:
+def _rank_choices(work: Sequence[RowWork]) -> dict[str, Any]:
+    """Return the fields of `StepPlan` that say what ranks choose."""
     choices: list[tuple[int, int]] = []
     draws: list[Draw] = []
     penalties: dict[int, Penalty] = {}  # by place among the choices
@@ -168,12 +151,12 @@ def _rank_choices(work: Sequence[RowWork]) -> Choices:
                     marks.append((each.slot, row.decoded.marks()))
                     row.lacks_marks = False
             draws.append(ARG_MAX if row.is_arg_max else row.decoded.draw())
-    return Choices(
-        choices,
-        draws if any(draw is not ARG_MAX for draw in draws) else None,
-        [penalties.get(n, UNMARKED) for n in range(len(draws))] if penalties else None,
-        marks,
-    )
+    return {
+        "choices": choices,
+        "draws": draws if any(draw is not ARG_MAX for draw in draws) else None,
+        "penalties": [penalties.get(n, UNMARKED) for n in range(len(draws))] if penalties else None,
+        "marks": marks,
+    }
 
 
 def _with_sent(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -28,17 +29,13 @@ class QueuedRequest:
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error, unless the client has gone."""
-        try:
+        with suppress(InvalidStateError):
             self.future.set_exception(error)
-        except InvalidStateError:
-            return
 
     def succeed(self, result: object) -> None:
         """Answer, unless the client has gone."""
-        try:
+        with suppress(InvalidStateError):
             self.future.set_result(result)
-        except InvalidStateError:
-            return
 
 
 RequestT = TypeVar("RequestT", bound=QueuedRequest)

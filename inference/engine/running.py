@@ -1,27 +1,34 @@
 """State of running requests: their rows, slots, sessions and progress."""
 
+# Shapes: n prompt tokens of a chunk, V vocabulary, E hidden
+
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from inference.decoding.generate import DecodedRow
+from inference.decoding.options import RowOptions
+from inference.decoding.processors import context_log_prob, token_scores
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.decoding.rows import (
     P_TUNING,
     PREFIX_PROMPT,
     SOFT_PROMPT,
+    PromptScores,
     PromptTable,
     RowResult,
     SessionTurn,
+    TokenScore,
 )
 from inference.decoding.sampling import SamplingRow
 from inference.decoding.tensor_fields import Array
 from inference.engine.load import RequestTimes
-from inference.engine.prompt_outputs import PromptOutputs
 from inference.engine.queued_request import QueuedRequest
 from inference.model.token_feed import NEWEST
 
@@ -78,6 +85,75 @@ class Session:
         return min(self.session_len, self.memory_len or self.session_len)
 
 
+class PromptOutputs:
+    """Outputs that a row gathers while its prompt is computed, chunk by chunk.
+
+    Nothing is read before `commit`, which follows the last chunk. A row that is preempted computes
+    its prompt again: earlier, `restart` drops what was gathered; later, nothing is gathered twice.
+
+    Attributes:
+        keeps_logits: Whether the logits themselves are the request's answer.
+        wants_logits: Whether the logits of every prompt token are needed.
+        wants_pooled: Whether the sum of the prompt's hidden states is needed.
+        is_final: Whether the whole prompt has been computed.
+    """
+
+    def __init__(self, options: RowOptions, *, keeps_logits: bool = False) -> None:
+        """Gather what `options` ask for."""
+        self._is_scored = options.return_log_probs and options.return_context_cum_log_probs
+        self._top = options.num_prompt_log_probs
+        self.keeps_logits = keeps_logits
+        self.wants_logits = keeps_logits or self._is_scored or self._top > 0
+        self.wants_pooled = options.return_context_embeddings
+        self.is_final = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Drop what was gathered, unless it is final: the row computes its prompt again."""
+        if self.is_final:
+            return
+        self._log_prob = 0.0
+        self._scores: list[TokenScore] = []
+        self._logits: list[torch.Tensor] = []
+        self._pooled: torch.Tensor | None = None
+
+    def add_logits(self, logits: torch.Tensor, next_ids: Sequence[int], *, vocab_size: int) -> None:
+        """Take the next chunk's logits (n, V) and the prompt tokens that follow each place."""
+        if self.keeps_logits:
+            self._logits.append(logits)
+        logits = logits[: len(next_ids)]  # no token of the prompt follows its last place
+        if not next_ids:
+            return
+        if self._is_scored:
+            self._log_prob += context_log_prob(logits, next_ids, vocab_size=vocab_size)
+        if self._top:
+            self._scores += token_scores(logits, next_ids, top=self._top, vocab_size=vocab_size)
+
+    def add_pooled(self, pooled: torch.Tensor) -> None:
+        """Take the sum (E,) of the next chunk's hidden states."""
+        self._pooled = pooled if self._pooled is None else self._pooled + pooled
+
+    def commit(self) -> None:
+        """Make the outputs final: the whole prompt has been computed."""
+        self.is_final = True
+        self.wants_logits = self.wants_pooled = False
+
+    @property
+    def scores(self) -> PromptScores:
+        """The scores of the prompt's tokens, from the second token on."""
+        return PromptScores(self._log_prob, tuple(self._scores))
+
+    @property
+    def pooled(self) -> torch.Tensor | None:
+        """The sum (E,) fp32 of the prompt's last hidden states; None if it was not asked for."""
+        return self._pooled
+
+    @property
+    def logits(self) -> torch.Tensor | None:
+        """All logits (tokens, V) once they are complete; None if they were not asked for."""
+        return torch.cat(self._logits) if self.keeps_logits and self.is_final else None
+
+
 @dataclass(eq=False)
 class RunningRow:
     """One row of a request in the engine.
@@ -91,8 +167,8 @@ class RunningRow:
     index: int
     request: RowRequest
     prompt: list[int]
-    has_table: bool  # of loaded virtual tokens
-    embeddings: Array | None  # (rows, hidden) fp32
+    has_table: bool = False  # of loaded virtual tokens
+    embeddings: Array | None = None  # (rows, hidden) fp32
     encoder_ids: list[int] | None = None  # of an encoder-decoder, whose prompt is the start id
     is_encoded: bool = True
     slots: list[int] = field(default_factory=list)
@@ -141,11 +217,6 @@ class RunningRow:
     def held_prompt(self) -> int:
         """Tokens of the prompt that a slot holds."""
         return max(min(self.cached, self.prompt_len) - self.forgotten, 0)
-
-    @property
-    def is_prefilled(self) -> bool:
-        """Return whether the whole prompt is in the cache."""
-        return self.cached >= self.prompt_len
 
     @property
     def goes_on(self) -> bool:
@@ -204,16 +275,18 @@ class RunningRequest(QueuedRequest):
 
     request: GenerationRequest
     future: Future[Any]
-    arrival: int
+    arrival: int = 0
     on_step: OnStep | None = None
     lock_step: bool = False
     turn: SessionTurn | None = None
     session: Session | None = None
     waiting: list[RunningRow] = field(default_factory=list)
     active: list[RunningRow] = field(default_factory=list)
-    results: list[RowResult | None] = field(default_factory=list)
-    pooled: list[Array | None] = field(default_factory=list)
-    times: RequestTimes = field(default_factory=RequestTimes.now)
+    times: RequestTimes = field(default_factory=RequestTimes)
+
+    def __post_init__(self) -> None:
+        self.results: list[RowResult | None] = [None] * len(self.request.rows)
+        self.pooled: list[Array | None] = [None] * len(self.request.rows)
 
     @property
     def stays(self) -> bool:
@@ -237,39 +310,23 @@ def make_row(
 ) -> RunningRow:
     """Return the running row of a request's row, with its input to the first stage.
 
-    Args:
-        owner: The request it belongs to.
-        index: Its index there.
-        request: The row.
-        vocab_size: Ids from here on are virtual.
-        table_rows: Task id -> first row of its table among all loaded prompt tables.
-        encoder_decoder: Whether the ids are for an encoder.
+    `table_rows` maps a task's id to the first row of its table among all loaded prompt tables.
     """
     ids, prompt = list(request.input_ids), request.prompt
-    if prompt is None:
-        return _row(owner, index, request, ids, encoder_decoder=encoder_decoder)
-    if prompt.kind == SOFT_PROMPT:
-        assert prompt.embedding is not None
-        ids = [-1 - i for i in range(prompt.length)] + ids
-    elif prompt.kind == P_TUNING:
-        ids = [_virtual(i, prompt, vocab_size, table_rows) for i in ids]
-    else:
-        assert prompt.kind == PREFIX_PROMPT, f"prompt of type {prompt.kind}"
-        row = _row(owner, index, request, [0] * prompt.length + ids, encoder_decoder=False)
+    row = RunningRow(owner, index, request, ids)
+    if prompt is not None and prompt.kind == PREFIX_PROMPT:
+        row.prompt = [0] * prompt.length + ids
         row.prefix_task, row.cached = prompt.task_id, prompt.length
-        return row
-    row = _row(owner, index, request, ids, encoder_decoder=encoder_decoder)
-    row.has_table = any(i >= vocab_size for i in ids)
-    row.embeddings = prompt.embedding
-    return row
-
-
-def _row(
-    owner: RunningRequest, index: int, request: RowRequest, ids: list[int], *, encoder_decoder: bool
-) -> RunningRow:
-    row = RunningRow(owner, index, request, ids, has_table=False, embeddings=None)
+    elif prompt is not None:
+        if prompt.kind == SOFT_PROMPT:
+            row.prompt = [-1 - i for i in range(prompt.length)] + ids
+        else:
+            assert prompt.kind == P_TUNING, f"prompt of type {prompt.kind}"
+            row.prompt = [_virtual(i, prompt, vocab_size, table_rows) for i in ids]
+        row.has_table = any(i >= vocab_size for i in row.prompt)
+        row.embeddings = prompt.embedding
     if encoder_decoder:
-        row.encoder_ids, row.is_encoded = ids, False
+        row.encoder_ids, row.is_encoded = row.prompt, False
         row.prompt = list(request.context_ids)
     row.prompt_tokens = len(row.prompt)
     return row

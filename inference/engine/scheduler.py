@@ -62,17 +62,8 @@ class Scheduler(StepScheduler[RunningRequest]):
     ) -> None:
         """Start empty.
 
-        Args:
-            decoder: Chooses tokens.
-            slots: Most sequences that run at once.
-            embedding_base: First id that names a row of embeddings sent with a step.
-            chunk: Budget of prompt tokens per step.
-            blocks: Blocks of the cache; None where every slot has its own.
-            encoder_layers: Layers of an encoder-decoder's encoder.
-            session_idle_s: Longest pause of a session.
-            ranks_choose: Whether a rank can choose tokens itself, which lets steps overlap.
-            shares_prefixes: Whether equal prefixes of prompts are computed once.
-            rotary: Of the model, if any.
+        Every slot has a block of its own where `blocks` is None. With `ranks_choose` a rank can
+        choose tokens itself, which lets steps overlap.
         """
         super().__init__()
         self._decoder = decoder
@@ -102,11 +93,6 @@ class Scheduler(StepScheduler[RunningRequest]):
             shared_tokens=self._cache.shared_tokens,
             generated_tokens=self._results.generated_tokens,
         )
-
-    @property
-    def free_slots(self) -> int:
-        """Number of free slots."""
-        return self._cache.slots.free
 
     def add(self, request: RunningRequest) -> None:
         """Add a request, or fail it with the reason."""

@@ -28,13 +28,6 @@ class Sessions:
         free: Callable[[Sequence[int]], object],
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Start empty.
-
-        Args:
-            idle_s: Longest pause of a conversation.
-            free: Takes slots back.
-            clock: Seconds.
-        """
         self._idle_s = idle_s
         self._free = free
         self._clock = clock
@@ -156,11 +149,11 @@ def turn_problems(
     if request.encoder_decoder:
         return ["START: a model with an encoder keeps no sessions"]
     if turn.starts:
-        return _length_problems(request, capacity, limits) + _slot_problems(request, capacity)
+        return _start_problems(request, capacity, limits)
     return _next_problems(request)
 
 
-def _length_problems(
+def _start_problems(
     request: GenerationRequest, capacity: Capacity, limits: ModelLimits
 ) -> list[str]:
     session_len, memory_len = request.session_len, request.memory_len
@@ -177,11 +170,6 @@ def _length_problems(
             f"{name}={memory_len or session_len} exceeds the {capacity.max_len} tokens that a "
             "sequence holds; lower memory_len or session_len, or raise max_seq_len"
         )
-    return problems
-
-
-def _slot_problems(request: GenerationRequest, capacity: Capacity) -> list[str]:
-    problems = []
     slots = len(request.rows) * request.beam_width
     if slots > capacity.slots:
         problems.append(
@@ -189,11 +177,11 @@ def _slot_problems(request: GenerationRequest, capacity: Capacity) -> list[str]:
             f"{request.beam_width} keeps {slots} sequences, the cache holds {capacity.slots}; "
             "raise max_lanes or kv_cache_bytes"
         )
-    if capacity.blocks and request.session_len is not None:
-        need = capacity.session_blocks(request, request.session_len) * capacity.block_tokens
+    if capacity.blocks:
+        need = capacity.session_blocks(request, session_len) * capacity.block_tokens
         if need > capacity.tokens:
             problems.append(
-                f"session_len={request.session_len}: the rows and beams of the session need room "
+                f"session_len={session_len}: the rows and beams of the session need room "
                 f"for {need} cached tokens, the cache holds {capacity.tokens}; lower session_len, "
                 "memory_len or beam_width, or raise kv_cache_bytes"
             )
@@ -204,21 +192,18 @@ def _next_problems(request: GenerationRequest) -> list[str]:
     problems = []
     if request.padded_len == 0:
         problems.append("input_ids: a continuation needs at least one new token")
-    rows = request.rows
     asked = {
-        "is_return_context_cum_log_probs": any(
-            row.options.return_context_cum_log_probs for row in rows
-        ),
-        "is_return_context_embeddings": any(row.options.return_context_embeddings for row in rows),
-        "num_prompt_log_probs": any(row.options.num_prompt_log_probs for row in rows),
+        "is_return_context_cum_log_probs": "return_context_cum_log_probs",
+        "is_return_context_embeddings": "return_context_embeddings",
+        "num_prompt_log_probs": "num_prompt_log_probs",
     }
     problems += [
         f"{name}: looks at the whole prompt, most of which a continuation does not compute again; "
         "send it with the START request"
-        for name, is_asked in asked.items()
-        if is_asked
+        for name, option in asked.items()
+        if any(getattr(row.options, option) for row in request.rows)
     ]
-    if any(row.prompt and row.prompt.cached_len for row in rows):
+    if any(row.prompt and row.prompt.cached_len for row in request.rows):
         problems.append(
             f"{TYPE}, {TASK_IDS}: a virtual prompt precedes all tokens; send it with the START "
             "request"

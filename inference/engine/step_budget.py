@@ -26,16 +26,8 @@ class ChunkSize:
     """
 
     def __init__(self, bound_s: float, *, first: int = _FIRST, most: int = _MOST) -> None:
-        """Start without any step.
-
-        Args:
-            bound_s: Longest that a step may take for prompts while others decode.
-            first: Tokens of a step before anything was measured.
-            most: Tokens that a step never exceeds.
-        """
-        self._bound_s = bound_s
-        self._first = first
-        self._most = most
+        """Start with `first` tokens, before anything was measured; never exceed `most`."""
+        self._bound_s, self._first, self._most = bound_s, first, most
         self._token_s: deque[float] = deque(maxlen=3)
 
     def tokens(self, *, somebody_waits: bool) -> int:
@@ -120,17 +112,14 @@ class EncoderProgress:
     """
 
     def __init__(self, layers: int) -> None:
-        """Start empty; `layers` is the encoder's depth."""
         self._layers = layers
         self._done = 0
         self._rows: list[RunningRow] = []
 
     def plan(self, rows: Iterable[RunningRow], room: int) -> EncoderWork:
-        """Return the encoder's work of the next step; waiting rows begin if it is empty.
+        """Return the encoder's work of the next step; waiting `rows` begin if it is empty.
 
-        Args:
-            rows: All that hold slots.
-            room: Tokens whose whole pass fits in the time a step may take.
+        The whole pass of `room` tokens fits in the time a step may take.
         """
         if not self._layers:
             return EncoderWork()

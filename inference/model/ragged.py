@@ -61,14 +61,9 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """Division of N computed tokens into rows.
-
-    `counts` are the tokens of each row that are computed, `lengths` those of them that are true.
-    `tiles`, if given, are those of `gpu.rows`.
-    """
+    """Division of N tokens into rows of `lengths`; `tiles`, if given, are those of `gpu.rows`."""
 
     lengths: tuple[int, ...]
-    counts: tuple[int, ...]
     positions: torch.Tensor  # (N,) of each token within its row
     tiles: torch.Tensor | None = None  # (4, T) int32
 
@@ -76,11 +71,6 @@ class RaggedRows:
     def groups(self) -> tuple[RowGroup, ...]:
         """The rows that share an attention call, where `tiles` does not serve all."""
         device = self.positions.device
-        if self.counts != self.lengths:
-            width = self.counts[0]
-            hidden = _hidden(self.lengths, width, device)[:, None, None, :]
-            tokens = slice(0, width * len(self.lengths))
-            return (RowGroup(tokens, self.lengths, None, None, hidden, width),)
         groups = []
         start = 0
         run: list[int] = []
@@ -96,11 +86,11 @@ class RaggedRows:
     @property
     def starts(self) -> list[int]:
         """The first token of each row."""
-        return [0, *itertools.accumulate(self.counts)][:-1]
+        return [0, *itertools.accumulate(self.lengths)][:-1]
 
     def per_token(self, values: Sequence[int]) -> torch.Tensor:
         """Return (N,): each row's value, repeated for its tokens."""
-        return on_device(np.repeat(values, self.counts), self.positions.device)
+        return on_device(np.repeat(values, self.lengths), self.positions.device)
 
 
 class RowMasks:
@@ -123,24 +113,20 @@ class RowMasks:
         ]
 
 
-def ragged_rows(
-    lengths: Sequence[int], device: torch.device, *, padded: bool = False, tiled: bool = False
-) -> RaggedRows:
-    """Lay out rows of `lengths` tokens, each at least 1.
+def ragged_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = False) -> RaggedRows:
+    """Lay out rows of `lengths` tokens, each at least 1; padding is not computed.
 
-    With `padded` all compute the longest one's tokens, else true ones only; with `tiled` attention
-    takes the kernels of `gpu.rows`, which are made for 16 bits.
+    With `tiled` attention takes the kernels of `gpu.rows`, which are made for 16 bits.
     """
     assert lengths, "no rows"
     assert min(lengths) >= 1, "an empty row"
-    counts = [max(lengths)] * len(lengths) if padded else lengths
-    positions = np.concatenate([np.arange(count) for count in counts])
+    positions = np.concatenate([np.arange(length) for length in lengths])
     tiles = None
     if tiled:
         from inference.model.gpu.rows import row_tiles
 
-        tiles = on_device(row_tiles(lengths, counts), device)
-    return RaggedRows(tuple(lengths), tuple(counts), on_device(positions, device), tiles)
+        tiles = on_device(row_tiles(lengths, lengths), device)
+    return RaggedRows(tuple(lengths), on_device(positions, device), tiles)
 
 
 def _group(start: int, lengths: list[int], device: torch.device) -> RowGroup:

@@ -52,8 +52,6 @@ def make_gemm(
     if options.int8:
         if gemm_cpu.has_fbgemm_int8():
             return gemm_cpu.FbgemmInt8Gemm(weight, bias, activation)
-        if gemm_cpu.has_onednn_int8():
-            return gemm_cpu.OneDnnInt8Gemm(weight, bias, activation)
         return Int8Gemm(weight, bias, activation)
     if weight.dtype == torch.float16:
         return gemm_cpu.HalfGemm(weight, bias, activation)

@@ -70,16 +70,6 @@ def has_fbgemm_int8() -> bool:
     return has_fp16_weights() and hasattr(torch.ops.quantized, product)
 
 
-@cache
-def has_onednn_int8() -> bool:
-    """Return whether `OneDnnInt8Gemm` works here."""
-    if not (has_onednn(torch.float32) and has_vnni()):
-        return False
-    # oneDNN does without VNNI where ONEDNN_MAX_CPU_ISA says so; its largest sums then saturate.
-    ones = torch.ones(64, 16)
-    return OneDnnInt8Gemm(ones, None, None)(ones.t()).allclose(torch.tensor(63.5))
-
-
 class OneDnnGemm:
     """A product in fp32 or bf16 with the weight in oneDNN's blocked form."""
 
@@ -160,10 +150,6 @@ class HalfGemm:
         return finish(y[:rows], activation=self.activation, residual=residual)
 
 
-def _scaled(y: torch.Tensor, unit: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return y.mul_(unit) if bias is None else torch.addcmul(bias, y, unit, out=y)
-
-
 class FbgemmInt8Gemm:
     """A product of rows rounded to 8 bits with 8-bit weights and a scale per output.
 
@@ -199,8 +185,8 @@ class FbgemmInt8Gemm:
         # A row of zeros is NaN after the division. The product rounds that to an arbitrary integer,
         # which the unit, zero, makes zero again.
         y = self._multiply(wide / unit)
-        y = _scaled(y, unit, self._bias).to(x.dtype)
-        return finish(y, activation=self._activation, residual=residual)
+        y = y.mul_(unit) if self._bias is None else torch.addcmul(self._bias, y, unit, out=y)
+        return finish(y.to(x.dtype), activation=self._activation, residual=residual)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W for rows of at most 1, each rounded to one or two digits of 8 bits."""
@@ -213,53 +199,6 @@ class FbgemmInt8Gemm:
         digits = torch.cat((first, second))
         y = self._product(digits, self._step, self._zero_point, self._packed)
         return torch.add(y[: len(x)], y[len(x) :], alpha=self._step / 2)
-
-
-class OneDnnInt8Gemm:
-    """The same product by oneDNN, for a torch without FBGEMM's; it needs VNNI."""
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GemmActivation | None
-    ) -> None:
-        """Quantise `weight` (I, O); only the 8-bit copy is kept."""
-        columns, scale = quantise(weight)
-        self._scale = scale / 127
-        self._weight = torch.ops.onednn.qlinear_prepack(columns, None)
-        _use_huge_pages(self._weight)
-        self._zero_points = torch.zeros(len(columns), dtype=torch.int32)
-        self._two_digits = len(weight) >= _TWO_DIGITS_INPUTS
-        self._product = torch.ops.onednn.qlinear_pointwise.default
-        self._bias = None if bias is None else bias.float()
-        self._activation = activation
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return activation(x W + bias) + residual in the type of x."""
-        rows = len(x)
-        wide = x if x.dtype == torch.float32 else x.float()
-        unit = wide.abs().amax(1, keepdim=True)
-        digits = (wide / unit).mul_(127)  # NaN of a row of zeros as above
-        if self._two_digits:
-            first = digits.round()
-            digits = torch.cat((first, (digits - first) * 254))
-        # 128 and the nearest whole number, as conversion cuts off.
-        octets = digits.add_(128.5).to(torch.uint8)
-        if len(octets) < _LEAST_ROWS:
-            octets = _repeated(octets)
-        y = self._multiply(octets)
-        if self._two_digits:
-            y = torch.add(y[:rows], y[rows : 2 * rows], alpha=1 / 254)
-        y = y[:rows]
-        y = _scaled(y, unit, self._bias).to(x.dtype)
-        return finish(y, activation=self._activation, residual=residual)
-
-    def _multiply(self, octets: torch.Tensor) -> torch.Tensor:
-        """Return (octets - 128) W / 127 in fp32."""
-        y: torch.Tensor = self._product(
-            *(octets, 1.0, 128),
-            *(self._weight, self._scale, self._zero_points, None),
-            *(1.0, 0, torch.float32, "none", [], ""),
-        )
-        return y
 
 
 # Failing costs nothing: older kernels collapse nothing, and small weights have no whole huge page.

@@ -195,23 +195,18 @@ class RankGroups:
         self._pipe.recv([x], rank, 0).wait()
         return x
 
-    def gather_logits(
-        self, part: torch.Tensor | None, shape: tuple[int, int]
+    def gather(
+        self,
+        part: torch.Tensor | None,
+        shape: Sequence[int],
+        *,
+        ranks: Sequence[int],
+        dtype: torch.dtype = torch.float32,
     ) -> list[torch.Tensor]:
-        """Return on rank 0 the slices of the last stage in rank order; elsewhere nothing.
+        """Return on rank 0 the parts of some ranks in order, all of one shape; elsewhere nothing.
 
-        `part` is this rank's slice of `shape`, fp32; None outside the last stage.
+        `part` is this rank's, None where it has none.
         """
-        ranks = self.layout.last_stage_ranks
-        return self._gathered(part, ranks, shape, dtype=torch.float32)
-
-    def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Return on rank 0 the parts of all ranks in order, all of one shape; elsewhere nothing."""
-        return self._gathered(part, range(self.layout.world_size), part.shape, dtype=part.dtype)
-
-    def _gathered(
-        self, part: torch.Tensor | None, ranks: range, shape: Sequence[int], *, dtype: torch.dtype
-    ) -> list[torch.Tensor]:
         group = self._pipe or self._stage
         if self.layout.rank != 0:
             if part is not None:

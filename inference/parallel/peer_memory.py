@@ -88,14 +88,8 @@ def open_peer_memory(
 ) -> PeerMemory | None:
     """Return this rank's memory with those of all others mapped, or None where one cannot be.
 
-    Every rank of the group must call this; all get the same answer.
-
-    Args:
-        store: Used by this group alone.
-        place: This rank's number in the group.
-        size: Ranks of the group.
-        device: This rank's GPU.
-        size_bytes: Of each rank's memory; 0 where this rank cannot use any.
+    Every rank of the group must call this, with its `place` in the group and a store that this
+    group alone uses; all get the same answer. `size_bytes` is 0 where this rank cannot use any.
     """
     torch.cuda.synchronize(device)  # makes the context of the driver's calls
     memory: PeerMemory | None = None

@@ -57,13 +57,8 @@ def open_group(
 ) -> SharedMemoryGroup | None:
     """Return this rank's end of a group, or None if the ranks do not share memory.
 
-    Every rank of the group must call this; all get the same answer.
-
-    Args:
-        store: Used by this group alone.
-        place: This rank's number in the group.
-        size: Ranks of the group.
-        timeout_s: Longest wait for another rank.
+    Every rank of the group must call this, with its `place` in the group and a store that this
+    group alone uses; all get the same answer.
 
     Raises:
         RuntimeError: A rank did not join within the store's timeout.

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from export_scripts.families.layout.architecture import (
     Architecture,
@@ -29,6 +30,8 @@ from inference.parallel.linear import AllReduce
 from inference.ranks.device import compute_dtype, matrix_dtype, rank_device
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
+
+StepT = TypeVar("StepT")
 
 if TYPE_CHECKING:
     from inference.model.gpu.decode_graph import DecodeGraph
@@ -106,7 +109,9 @@ def cache_shape(
 class RankBase(ABC):
     """One rank of a model; rank 0 sends the steps to the others."""
 
-    _feed: TokenFeed  # set by ranks that generate
+    architecture: Architecture
+    cache: KVCache  # of ranks that generate, as `_feed`
+    _feed: TokenFeed
 
     def __init__(self, settings: RankSettings) -> None:
         """Take a place and a device; subclasses load."""
@@ -133,13 +138,26 @@ class RankBase(ABC):
         return weights, reader.family.architecture(reader.config)
 
     @property
+    def groups(self) -> RankGroups:
+        """The connection to the other ranks."""
+        assert self._groups is not None, "ranks are not connected"
+        return self._groups
+
+    @property
     def all_reduce(self) -> AllReduce | None:
         """The sum over the ranks of this stage, None for a single one."""
         return self._reduce if self.layout.tp_size > 1 else None
 
-    def connect(self, groups: RankGroups) -> None:
-        """Join the other ranks."""
-        self._groups = groups
+    def connect(self, store: Store, settings: RankSettings) -> RankGroups:
+        """Join the other ranks, all of which do so at the same time."""
+        self._groups = RankGroups(
+            self.layout,
+            store,
+            device=self.device,
+            timeout_s=settings.rank_timeout_s,
+            shared_memory=settings.shared_memory,
+        )
+        return self._groups
 
     def ping(self) -> None:
         """Return once every rank has answered."""
@@ -151,15 +169,20 @@ class RankBase(ABC):
         if self._groups is not None:
             self._groups.close()
 
-    @abstractmethod
     def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step; rank 0 gets the result.
 
-        Args:
-            plan: The step.
-            embeddings: (plan.embedding_rows, E) fp32 on rank 0, if there are any; the other ranks
-                receive them.
+        `embeddings` (plan.embedding_rows, E) fp32 are given on rank 0; the others receive them.
         """
+        with torch.inference_mode():
+            embeddings = self._share(embeddings, plan.embedding_rows, self.architecture.hidden)
+            if plan.moves or plan.entries:
+                self.cache.update(plan.moves, plan.entries)
+            return self._run(plan, embeddings)
+
+    @abstractmethod
+    def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
+        """Run a step whose embeddings every rank has, and whose cache moves are done."""
 
     def prepare(self) -> None:  # noqa: B027 - most ranks have nothing to prepare
         """Do the work that would slow down the first requests; all ranks do so at the same time."""
@@ -187,26 +210,55 @@ class RankBase(ABC):
         vocab = layout.vocab_rows(vocab_size)
         return TokenFeed(slots, self.device, vocab=vocab, vocab_size=vocab_size, gather=gather)
 
+    def _run_stage(
+        self,
+        micro_batches: Sequence[StepT],
+        *,
+        embed: Callable[[StepT], torch.Tensor],
+        empty_hidden: Callable[[StepT], torch.Tensor],
+        run_layers: Callable[[torch.Tensor, StepT], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Return the last layer's output of each micro-batch on the last stage, elsewhere nothing.
+
+        While a stage works on one micro-batch, the next stage works on the one before.
+
+        Args:
+            micro_batches: Steps of the model.
+            embed: Returns the input of the model's first layer (N, E).
+            empty_hidden: Returns an uninitialised (N, E) for the input of this stage's first layer.
+            run_layers: Returns the output of this stage's last layer (N, E).
+        """
+        outputs, sends = [], []
+        for step in micro_batches:
+            if self.layout.is_first_stage:
+                x = embed(step)
+            else:
+                x = self.groups.receive(empty_hidden(step), self.layout.previous_rank)
+            x = run_layers(x, step)
+            if self.layout.is_last_stage:
+                outputs.append(x)
+            else:
+                sends.append(self.groups.send(x, self.layout.next_rank))
+        for sent in sends:
+            sent.wait()
+        return outputs
+
     def _run_graph(self, graph: DecodeGraph, plan: StepPlan, vocab_size: int) -> StepResult | None:
         """Run a graph between the stages before and after; return its result on rank 0."""
         if graph.hidden is not None:
-            assert self._groups is not None
-            self._groups.receive(graph.hidden, self.layout.previous_rank)
+            self.groups.receive(graph.hidden, self.layout.previous_rank)
         graph.run()
         if not self.layout.is_last_stage:
-            assert self._groups is not None
-            self._groups.send(graph.output, self.layout.next_rank).wait()
+            self.groups.send(graph.output, self.layout.next_rank).wait()
+            return self._result(None, plan, vocab_size=vocab_size)
         count = len(plan.segments)
-        part = graph.output[:count] if self.layout.is_last_stage else None
-        if plan.choices is None:
-            return self._logits_result(part, count, vocab_size)
-        assert part is not None, "stages of a pipeline choose no tokens"
-        assert graph.chosen is not None
-        chosen = graph.chosen[:count]
-        if plan.draws is not None:
-            numbers = graph.numbers[:, :count]
-            chosen = self._choose(part, numbers[1], numbers[-1], plan)
-        return self._chosen_result(chosen, part, plan, vocab_size)
+        part, chosen = graph.output[:count], None
+        if plan.choices is not None:
+            assert graph.chosen is not None
+            chosen, numbers = graph.chosen[:count], graph.numbers[:, :count]
+            if plan.draws is not None:
+                chosen = self._choose(part, numbers[1], numbers[-1], plan)
+        return self._result(part, plan, vocab_size=vocab_size, chosen=chosen)
 
     def _result(
         self,
@@ -215,23 +267,30 @@ class RankBase(ABC):
         *,
         vocab_size: int,
         pooled: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
     ) -> StepResult | None:
         """Return on rank 0 the tokens that a plan lets the ranks choose, or all logits, or both.
 
-        Args:
-            part: This rank's slice of the logits (n, V / T or more), None without.
-            plan: What ran.
-            vocab_size: V.
-            pooled: Goes into the result.
+        `part` is this rank's slice of the logits, (n, V / T or more), None without; `chosen` are
+        the tokens where they are known already.
         """
         count = len(plan.output_rows)
-        if plan.choices is None or not count:
-            return self._logits_result(part, count, vocab_size, pooled)
-        assert part is not None, "stages of a pipeline choose no tokens"
-        slots, forbidden = on_device(np.array(plan.choices, np.int64).T.copy(), self.device)
-        slots = torch.where(slots < 0, self._feed.unread, slots)
-        chosen = self._choose(part, slots, forbidden, plan)
-        return self._chosen_result(chosen, part, plan, vocab_size, pooled)
+        if plan.choices is not None and count and chosen is None:
+            assert part is not None, "stages of a pipeline choose no tokens"
+            slots, forbidden = on_device(np.array(plan.choices, np.int64).T.copy(), self.device)
+            slots = torch.where(slots < 0, self._feed.unread, slots)
+            chosen = self._choose(part, slots, forbidden, plan)
+        logits = None
+        if count and (chosen is None or plan.with_logits):
+            logits = self._first_rank_logits(part, count, vocab_size)
+        if self.layout.rank != 0:
+            return None
+        return StepResult(
+            torch.empty(0, vocab_size) if logits is None else logits,
+            pooled,
+            chosen=None if chosen is None else chosen_to_host(chosen),
+            done=self._done(),
+        )
 
     def _choose(
         self,
@@ -253,35 +312,6 @@ class RankBase(ABC):
         )
         return self._feed.choose(part, slots, forbidden, draws, penalties)
 
-    def _chosen_result(
-        self,
-        chosen: torch.Tensor,
-        part: torch.Tensor,
-        plan: StepPlan,
-        vocab_size: int,
-        pooled: torch.Tensor | None = None,
-    ) -> StepResult | None:
-        logits = None
-        if plan.with_logits:
-            logits = self._first_rank_logits(part, len(chosen), vocab_size)
-        if self.layout.rank != 0:
-            return None
-        logits = torch.empty(0, 0) if logits is None else logits
-        return StepResult(logits, pooled, chosen=chosen_to_host(chosen), done=self._done())
-
-    def _logits_result(
-        self,
-        part: torch.Tensor | None,
-        count: int,
-        vocab_size: int,
-        pooled: torch.Tensor | None = None,
-    ) -> StepResult | None:
-        if count:
-            logits = self._first_rank_logits(part, count, vocab_size)
-        else:
-            logits = torch.empty(0, vocab_size) if self.layout.rank == 0 else None
-        return None if logits is None else StepResult(logits, pooled, done=self._done())
-
     def _done(self) -> torch.cuda.Event | None:
         """Return an event that is set when all work so far is done."""
         if self.device.type == "cpu":
@@ -297,14 +327,12 @@ class RankBase(ABC):
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert self._groups is not None, "ranks are not connected"
         if self._in_rank_order:
-            return ordered_sum(self._groups.gather_stage(x), bias=bias, residual=residual)
-        return self._groups.all_reduce(x, bias=bias, residual=residual)
+            return ordered_sum(self.groups.gather_stage(x), bias=bias, residual=residual)
+        return self.groups.all_reduce(x, bias=bias, residual=residual)
 
     def _gather_stage(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._groups is not None, "ranks are not connected"
-        return self._groups.gather_stage(x)
+        return self.groups.gather_stage(x)
 
     def _share(self, rows: torch.Tensor | None, count: int, width: int) -> torch.Tensor | None:
         """Return on every rank the (count, width) fp32 rows that rank 0 holds, None for no rows."""
@@ -323,7 +351,7 @@ class RankBase(ABC):
         if self._groups is None:
             return part
         shape = (count, self.layout.vocab_rows_per_rank(vocab_size))
-        gathered = self._groups.gather_logits(part, shape)
+        gathered = self._groups.gather(part, shape, ranks=self.layout.last_stage_ranks)
         return torch.cat(gathered, dim=1) if gathered else None
 
     def _first_rank_copy(
@@ -332,9 +360,8 @@ class RankBase(ABC):
         """Return on rank 0 the last stage's output; `room`, of its shape and type, receives it."""
         if self.layout.pp_size == 1:
             return output if self.layout.rank == 0 else None
-        assert self._groups is not None, "ranks are not connected"
         source = self.layout.last_stage_ranks[0]
         if self.layout.rank == source:
             assert output is not None
-            self._groups.send(output, 0).wait()
-        return self._groups.receive(room, source) if self.layout.rank == 0 else None
+            self.groups.send(output, 0).wait()
+        return self.groups.receive(room, source) if self.layout.rank == 0 else None

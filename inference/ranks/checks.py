@@ -73,21 +73,18 @@ def _matrix_problems(architecture: Architecture, placement: Placement, device: s
 
 def _checks(architecture: Architecture, layout: ParallelLayout) -> list[Callable[[], object]]:
     """Return the checks that raise ValueError where the model does not divide among the ranks."""
+    check: Callable[[], object]
     if isinstance(architecture, DecoderArchitecture):
-        return [
-            lambda: check_decoder(architecture, layout.tp_size),
-            lambda: layout.layers(architecture.num_layer),
-        ]
-    if isinstance(architecture, EncoderArchitecture):
-        return [
-            lambda: encoder.check_encoder(architecture, layout.tp_size),
-            lambda: layout.layers(architecture.num_layer),
-        ]
-    stacks = [stack for stack in (architecture.encoder, architecture.decoder) if stack]
-    return [
-        lambda: t5_layers.check_t5(architecture, layout.tp_size),
-        *(partial(layout.layers, depth) for depth in {stack.num_layer for stack in stacks}),
-    ]
+        check = partial(check_decoder, architecture, layout.tp_size)
+        depths = {architecture.num_layer}
+    elif isinstance(architecture, EncoderArchitecture):
+        check = partial(encoder.check_encoder, architecture, layout.tp_size)
+        depths = {architecture.num_layer}
+    else:
+        check = partial(t5_layers.check_t5, architecture, layout.tp_size)
+        stacks = (architecture.encoder, architecture.decoder)
+        depths = {stack.num_layer for stack in stacks if stack is not None}
+    return [check, *(partial(layout.layers, depth) for depth in depths)]
 
 
 def _problems(check: Callable[[], object]) -> list[str]:

@@ -17,7 +17,6 @@ from inference.model.decoder_weights import load_decoder
 from inference.model.step import Segment, Step, make_step
 from inference.model.token_feed import NEWEST
 from inference.model.weights import RankWeights
-from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.device import gemm_options, layer_parameters, on_gpu
 from inference.ranks.plan import StepPlan
@@ -35,6 +34,8 @@ _WARM_UP_TOKENS = (1, *(n << power for power in range(3, 12) for n in (2, 3)), 8
 
 class DecoderRank(RankBase):
     """A rank that holds a part of a decoder-only model and its cache, and runs steps on them."""
+
+    architecture: DecoderArchitecture
 
     def __init__(self, settings: RankSettings) -> None:
         """Load this rank's part of the model.
@@ -102,21 +103,16 @@ class DecoderRank(RankBase):
                 nowhere = torch.tensor([[self._feed.unread], [-1]], device=self.device)
                 self._feed.choose(logits, *nowhere)
 
-    def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
-        """Run one step, see `RankBase`."""
-        with torch.inference_mode():
-            embeddings = self._share(embeddings, plan.embedding_rows, self.architecture.hidden)
-            if plan.moves or plan.entries:
-                self.cache.update(plan.moves, plan.entries)
-            if self._graphs is not None and is_plain_decoding(plan):
-                return self._decode(self._graphs, plan)
-            hidden, steps = self._layers(plan, embeddings)
-            return self._result(
-                self._logits(hidden, steps),
-                plan,
-                vocab_size=self.architecture.vocab_size,
-                pooled=self._pooled(hidden, plan) if plan.pool else None,
-            )
+    def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
+        if self._graphs is not None and is_plain_decoding(plan):
+            return self._decode(self._graphs, plan)
+        hidden, steps = self._layers(plan, embeddings)
+        return self._result(
+            self._logits(hidden, steps),
+            plan,
+            vocab_size=self.architecture.vocab_size,
+            pooled=self._pooled(hidden, plan) if plan.pool else None,
+        )
 
     def _layers(
         self, plan: StepPlan, embeddings: torch.Tensor | None
@@ -128,13 +124,11 @@ class DecoderRank(RankBase):
             x, step = graphs.run(ids, plan.segments, outputs)
             return [x], [step]
         steps = self._micro_batches(plan, embeddings)
-        hidden = run_stage(
+        hidden = self._run_stage(
             steps,
             embed=self.model.embed,
             empty_hidden=self.model.empty_hidden,
             run_layers=self.model.run_layers,
-            layout=self.layout,
-            groups=self._groups,
         )
         return hidden, steps
 

@@ -79,11 +79,8 @@ def compute_dtype(data_type: str, device: torch.device) -> torch.dtype:
 def matrix_dtype(data_type: str, stored: str, device: torch.device) -> torch.dtype | None:
     """Return the type a rank keeps its matrices in where it computes in another, else None.
 
-    Args:
-        data_type: Type of computation.
-        stored: Type of the weights on disk. Weights stored in fp16 stay so for fp32 computation:
-            nothing is lost, and half the bytes are read.
-        device: Device of the rank.
+    Weights `stored` in fp16 stay so for fp32 computation: nothing is lost, and half the bytes are
+    read.
     """
     in_half = data_type == "fp16" or (data_type, stored) == ("fp32", "fp16")
     return torch.float16 if device.type == "cpu" and in_half and has_fp16_weights() else None

@@ -29,7 +29,6 @@ from inference.model.kv_cache import encoder_slot, on_device
 from inference.model.ragged import ragged_rows
 from inference.model.step import Segment, Step
 from inference.model.token_feed import NEWEST
-from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.device import gemm_options, has_row_kernels, layer_parameters, on_gpu
 from inference.ranks.encoder_pass import EncoderPass
@@ -47,6 +46,8 @@ _WARM_UP_TOKENS = (1, 16, 64, 256, 1024)
 
 class EncoderDecoderRank(RankBase):
     """A rank that holds a part of an encoder-decoder and its cache, or of an encoder alone."""
+
+    architecture: EncoderDecoderArchitecture
 
     def __init__(self, settings: RankSettings) -> None:
         """Load this rank's part of the model.
@@ -121,23 +122,17 @@ class EncoderDecoderRank(RankBase):
         if self.layout.is_last_stage:
             self.model.logits(x[:1])
 
-    def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
-        """Run one step, see `RankBase`."""
-        with torch.inference_mode():
-            embeddings = self._share(embeddings, plan.embedding_rows, self.architecture.hidden)
-            if plan.moves or plan.entries:
-                self.cache.update(plan.moves, plan.entries)
-            if plan.encoder_rows:
-                self._begin(plan, embeddings)
-            if plan.encoder_rows or plan.encoder_layers:
-                self._encode(plan.encoder_layers or self.architecture.encoder.num_layer)
-            if self.architecture.decoder is None:
-                return self._encoder_result()
-            if self._graphs is not None and _is_decoding(plan):
-                return self._run_recorded(self._graphs, plan)
-            part = self._decode(plan) if plan.segments else None
-            vocab_size = self.architecture.vocab_size
-            return self._result(part, plan, vocab_size=vocab_size)
+    def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
+        if plan.encoder_rows:
+            self._begin(plan, embeddings)
+        if plan.encoder_rows or plan.encoder_layers:
+            self._encode(plan.encoder_layers or self.architecture.encoder.num_layer)
+        if self.architecture.decoder is None:
+            return self._encoder_result()
+        if self._graphs is not None and _is_decoding(plan):
+            return self._run_recorded(self._graphs, plan)
+        part = self._decode(plan) if plan.segments else None
+        return self._result(part, plan, vocab_size=self.architecture.vocab_size)
 
     def close(self) -> None:
         """Close the connection to the other ranks."""
@@ -188,16 +183,15 @@ class EncoderDecoderRank(RankBase):
 
     def _spread(self, output: torch.Tensor | None, batch: EncoderBatch) -> torch.Tensor:
         """Send the last stage's encoder output (N, E) to every stage."""
-        layout, groups = self.layout, self._groups
+        layout = self.layout
         if layout.pp_size == 1:
             assert output is not None
             return output
-        assert groups is not None
         if output is None:
             source = layout.last_stage_ranks[layout.tp_rank]
-            return groups.receive(self.model.empty_hidden(len(batch.ids)), source)
+            return self.groups.receive(self.model.empty_hidden(len(batch.ids)), source)
         sends = [
-            groups.send(output, stage * layout.tp_size + layout.tp_rank)
+            self.groups.send(output, stage * layout.tp_size + layout.tp_rank)
             for stage in range(layout.pp_size - 1)
         ]
         for sent in sends:
@@ -224,13 +218,11 @@ class EncoderDecoderRank(RankBase):
             torch.tensor(each, dtype=torch.int64) for each in (plan.ids, plan.output_rows)
         )
         inputs = self._decoder_step(ids, plan.segments, outputs)
-        hidden = run_stage(
+        hidden = self._run_stage(
             [inputs],
             embed=self.model.embed_step,
             empty_hidden=lambda inputs: self.model.empty_hidden(len(inputs.step.ids)),
             run_layers=self.model.run_decoder,
-            layout=self.layout,
-            groups=self._groups,
         )
         if not hidden or not len(plan.output_rows):
             return None
@@ -292,7 +284,10 @@ class EncoderDecoderRank(RankBase):
         hidden = self._first_rank_copy(done.output, room)
         attentions = done.attentions
         if attentions is not None and self._groups is not None:
-            attentions = self._joined(self._groups.gather(attentions))
+            ranks = range(self.layout.world_size)
+            shape, dtype = attentions.shape, attentions.dtype
+            parts = self._groups.gather(attentions, shape, ranks=ranks, dtype=dtype)
+            attentions = self._joined(parts)
         if hidden is None:
             return None
         return StepResult(torch.empty(0, 0), hidden=hidden, attentions=attentions)

@@ -33,16 +33,7 @@ class EncoderPass:
         graphs: EncoderGraphs | None = None,
         with_attentions: bool = False,
     ) -> None:
-        """Begin before the first layer.
-
-        Args:
-            model: This rank's part.
-            batch: The rows.
-            layout: This rank's place.
-            groups: Its communication; None for a single rank.
-            graphs: Those of whole passes, if there are any.
-            with_attentions: Whether to keep the attention weights.
-        """
+        """Begin before the first layer; `graphs` are those of whole passes, if there are any."""
         self.batch = batch
         self.attentions = _room_for_attentions(model, batch, layout) if with_attentions else None
         self.output: torch.Tensor | None = None  # (N, E) on the last stage, once done

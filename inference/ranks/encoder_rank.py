@@ -10,8 +10,7 @@ import torch
 
 from export_scripts.families.layout.architecture import EncoderArchitecture
 from inference.model.encoder import Encoder
-from inference.model.ragged import RaggedRows, ragged_rows
-from inference.parallel.pipeline import run_stage
+from inference.model.ragged import ragged_rows
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.device import has_row_kernels, layer_parameters
 from inference.ranks.plan import StepPlan
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 class EncoderRank(RankBase):
     """A rank that holds a part of a BERT-like encoder."""
 
+    architecture: EncoderArchitecture
+
     def __init__(self, settings: RankSettings) -> None:
         """Load this rank's part of the model.
 
@@ -32,7 +33,6 @@ class EncoderRank(RankBase):
             ValueError: The model does not divide among the ranks.
         """
         super().__init__(settings)
-        self._remove_padding = settings.remove_padding
         weights, architecture = self.open_weights(settings)
         assert isinstance(architecture, EncoderArchitecture)
         self.architecture = architecture
@@ -63,56 +63,22 @@ class EncoderRank(RankBase):
         self._graphs = None  # they contain sums over the connection
         super().close()
 
-    def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
-        """Run one step; rank 0 gets the hidden states of all rows' tokens.
-
-        Args:
-            plan: Its encoder rows are run.
-            embeddings: Their inputs (N, E) fp32 on rank 0; the others need none.
-        """
-        with torch.inference_mode():
-            lengths = [row.count for row in plan.encoder_rows]
-            padded = not self._remove_padding
-            rows = ragged_rows(lengths, self.device, padded=padded, tiled=self._tiled)
-            inputs, empty = self._laid_out(embeddings, rows), self.model.empty_hidden
-            output = None
-            if self._graphs is not None and inputs is not None:
-                output = self._graphs.run(inputs, rows)  # None where no graph serves the rows
-            if output is None:
-                hidden = run_stage(
-                    [rows],
-                    embed=lambda _: cast(torch.Tensor, inputs),  # on the first stage
-                    empty_hidden=lambda rows: empty(sum(rows.counts)),
-                    run_layers=self.model.run_layers,
-                    layout=self.layout,
-                    groups=self._groups,
-                )
-                output = hidden[0] if hidden else None
-            output = self._first_rank_copy(output, empty(sum(rows.counts)))
-            if output is None:
-                return None
-            return StepResult(torch.empty(0, 0), hidden=_true_tokens(output, rows))
-
-    def _laid_out(self, inputs: torch.Tensor | None, rows: RaggedRows) -> torch.Tensor | None:
-        """Return the first layer's input, with zeros for padding; None but on the first stage."""
-        inputs = self._share(inputs, sum(rows.lengths), self.architecture.hidden)
-        if not self.layout.is_first_stage:
-            return None
-        assert inputs is not None
-        x = inputs.to(self.model.dtype)
-        if rows.counts == rows.lengths:
-            return x
-        out = x.new_zeros(sum(rows.counts), x.shape[1])
-        first = 0
-        for start, length in zip(rows.starts, rows.lengths, strict=True):
-            out[start : start + length] = x[first : first + length]
-            first += length
-        return out
-
-
-def _true_tokens(x: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
-    """Return the tokens without padding, (N, E)."""
-    if rows.counts == rows.lengths:
-        return x
-    places = zip(rows.starts, rows.lengths, strict=True)
-    return torch.cat([x[start : start + length] for start, length in places])
+    def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
+        lengths = [row.count for row in plan.encoder_rows]
+        rows = ragged_rows(lengths, self.device, tiled=self._tiled)
+        output, empty = None, self.model.empty_hidden
+        if self.layout.is_first_stage:
+            assert embeddings is not None
+            embeddings = embeddings.to(self.model.dtype)
+            if self._graphs is not None:
+                output = self._graphs.run(embeddings, rows)  # None where no graph serves the rows
+        if output is None:
+            hidden = self._run_stage(
+                [rows],
+                embed=lambda _: cast(torch.Tensor, embeddings),  # on the first stage
+                empty_hidden=lambda rows: empty(sum(rows.lengths)),
+                run_layers=self.model.run_layers,
+            )
+            output = hidden[0] if hidden else None
+        output = self._first_rank_copy(output, empty(sum(lengths)))
+        return None if output is None else StepResult(torch.empty(0, 0), hidden=output)

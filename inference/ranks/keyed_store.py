@@ -75,13 +75,7 @@ class KeyedStore(Store):
     """One connection to the values of a launch; raises RuntimeError, as torch's stores do."""
 
     def __init__(self, answer: Answer, connect: Callable[[], KeyedStore], timeout_s: float) -> None:
-        """Take the ways to the values.
-
-        Args:
-            answer: Returns the result of an operation, by its name and arguments.
-            connect: Returns a further connection.
-            timeout_s: Longest wait for a value, where a wait names none.
-        """
+        """Take the ways to the values: `answer` applies an operation, by name and arguments."""
         super().__init__()
         self._answer, self._connect, self._timeout_s = answer, connect, timeout_s
 
@@ -134,13 +128,7 @@ class StoreServer:
     """The values of one launch, in rank 0's process."""
 
     def __init__(self, listener: socket.socket, key: bytes, *, timeout_s: float) -> None:
-        """Start to answer, in threads.
-
-        Args:
-            listener: A socket that listens.
-            key: The key that clients have to hold.
-            timeout_s: Of the waits of `store`.
-        """
+        """Start to answer, in threads, clients that hold the key."""
         self._listener, self._key, self._timeout_s = listener, key, timeout_s
         self._values = HashStore()
         self._values.set_timeout(timedelta(seconds=timeout_s))

@@ -27,17 +27,11 @@ class Command(str, enum.Enum):
 
 @dataclass(frozen=True)
 class EncoderRow:
-    """One row of an encoder pass.
+    """One row of an encoder pass."""
 
-    Attributes:
-        count: Its tokens.
-        slots: Slots of the decoder that read its output; none for an encoder alone.
-        task: IA3 task, None without IA3.
-    """
-
-    count: int
-    slots: Sequence[int] = ()
-    task: int | None = None
+    count: int  # of its tokens
+    slots: Sequence[int] = ()  # of the decoder, that read its output; none for an encoder alone
+    task: int | None = None  # of IA3
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,8 @@ class RankProcesses:
 
     def ended(self) -> dict[int, str]:
         """Return the exit of each worker that is no longer running."""
-        return {
-            rank: how
-            for rank, worker in self._workers.items()
-            if (how := worker.ended()) is not None
-        }
+        exits = {rank: worker.ended() for rank, worker in self._workers.items()}
+        return {rank: how for rank, how in exits.items() if how is not None}
 
     def output(self, rank: int) -> str:
         """Return the last lines a worker wrote."""
@@ -69,11 +66,6 @@ def early_workers(ft_dir: Path, world_size: int, threads: int | None) -> Iterato
 
     They import torch meanwhile, then wait for their settings. Workers that are not taken over end
     with the block. With more ranks than cores none is started: they would only delay each other.
-
-    Args:
-        ft_dir: Weights of the model.
-        world_size: Number of ranks, all of them on this node.
-        threads: CPU threads of each rank; None divides the cores among them.
     """
     ranks = range(1, world_size if world_size <= usable_cores() else 1)
     threads = threads or threads_per_rank(world_size)

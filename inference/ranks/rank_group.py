@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from time import monotonic, perf_counter
 
 import torch
@@ -11,13 +12,11 @@ from torch.distributed.distributed_c10d import Store
 
 from inference.parallel.groups import RankGroups
 from inference.ranks.base import RankBase, StepResult
-from inference.ranks.loader import make_rank
-from inference.ranks.node_store import NodeStore
 from inference.ranks.plan import Command, StepPlan, pack_message
 from inference.ranks.processes import RankProcesses
 from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import failure_of, give_go, wait_until_reached
+from inference.ranks.startup import NodeStore, failure_of, give_go, make_rank, wait_until_reached
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +92,7 @@ class RankGroup:
             raise RankError(_joined(problems))
         assert self._rank is not None
         give_go(store, "loaded")
-        self._groups = RankGroups(
-            settings.layout,
-            store,
-            device=self._rank.device,
-            timeout_s=self._settings.rank_timeout_s,
-            shared_memory=settings.shared_memory,
-        )
-        self._rank.connect(self._groups)
+        self._groups = self._rank.connect(store, settings)
         self._rank.prepare()
         problems = wait_until_reached(
             store, others, "prepared", timeout_s=self._start_timeout_s, check=self._check_alive
@@ -115,8 +107,8 @@ class RankGroup:
             self._rendezvous.announce(self._settings)
             return self._settings, self._rendezvous.store
         self._node_store = NodeStore(timeout_s=self._settings.rank_timeout_s)
-        settings = self._settings.at(self._node_store.path)
-        self._processes = RankProcesses([settings.for_rank(rank) for rank in others])
+        settings = replace(self._settings, store=str(self._node_store.path))
+        self._processes = RankProcesses([replace(settings, rank=rank) for rank in others])
         return settings, self._node_store.store
 
     def _check_alive(self) -> None:

@@ -52,12 +52,6 @@ class RendezvousError(RuntimeError):
     """The ranks of a launch cannot meet, or rank 0 gave up."""
 
 
-def _listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at one address alone; port 0 takes a free one."""
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
-
-
 class Rendezvous:
     """Rank 0's side: it sends the settings to the other ranks and watches their heartbeats.
 
@@ -67,14 +61,9 @@ class Rendezvous:
     def __init__(
         self, place: LaunchEnvironment, host: str, port: int, *, key_file: Path, timeout_s: float
     ) -> None:
-        """Open the rendezvous.
+        """Open the rendezvous; the other ranks find its key in `key_file`.
 
-        Args:
-            place: This process's place, which is rank 0.
-            host: Address to listen at, one of this node's.
-            port: Port to listen at.
-            key_file: File that receives the key of this launch, for the other ranks.
-            timeout_s: Time within which the silence of a rank is noticed.
+        The silence of a rank is noticed within `timeout_s`.
 
         Raises:
             RendezvousError: The address is not free, or the key cannot be written.
@@ -91,7 +80,9 @@ class Rendezvous:
         self._lock = threading.Lock()
         self._closed = False
         try:
-            listener = _listener(host, port)
+            # One address alone; port 0 takes a free one.
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
         except OSError as error:
             raise RendezvousError(_listen_problem(host, port, error)) from error
         try:
@@ -203,14 +194,7 @@ class Follower:
     def __init__(
         self, place: LaunchEnvironment, host: str, port: int, *, key_file: Path, timeout_s: float
     ) -> None:
-        """Join the rendezvous.
-
-        Args:
-            place: This process's place.
-            host: Host of rank 0.
-            port: Port of rank 0.
-            key_file: File with the key of the launch.
-            timeout_s: Longest wait for one answer of the store.
+        """Join the rendezvous; `timeout_s` is the longest wait for one answer of the store.
 
         Raises:
             RendezvousError: Rank 0 does not answer, another launch does, or another process has
@@ -257,8 +241,8 @@ class Follower:
             message = json.loads(self.store.get("settings"))
         if "problem" in message:
             raise RendezvousError(f"rank 0 gave up: {message['problem']}")
-        settings = RankSettings.from_json(message["settings"]).for_rank(self.place.rank)
-        return replace(settings, device_index=self.place.local_rank)
+        settings = RankSettings.from_json(message["settings"])
+        return replace(settings, rank=self.place.rank, device_index=self.place.local_rank)
 
     def leave(self) -> None:
         """Report that this process leaves in order."""

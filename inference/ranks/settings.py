@@ -6,8 +6,7 @@ Without torch, whose import takes seconds: the processes of ranks start before t
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 from inference.parallel.layout import ParallelLayout
 
@@ -42,30 +41,21 @@ class RankSettings(Placement):
 
     ft_dir: str
     rank: int
-    slots: int
-    max_len: int  # most tokens of a sequence
     threads: int  # of the CPU, for this rank
+    slots: int = 1
+    max_len: int = 1  # most tokens of a sequence
     block_tokens: int = 0  # of the cache; 0: each slot has a block of its own
     blocks: int = 0
     store: str = ""  # path of the store that ranks of one node share
     shared_memory: bool = True  # False: CPU ranks communicate over gloo even on one host
     rank_timeout_s: float = RANK_TIMEOUT_S
     encoder_only: bool = False  # serve the encoder of a whole encoder-decoder
-    remove_padding: bool = True  # encoders: compute true tokens only
     device_index: int | None = None  # of the visible GPUs, where a launcher numbered the processes
 
     @property
     def layout(self) -> ParallelLayout:
         """This rank's place among the others."""
         return self.layout_of(self.rank)
-
-    def for_rank(self, rank: int) -> RankSettings:
-        """Return the settings of another rank of the same engine."""
-        return replace(self, rank=rank)
-
-    def at(self, store: Path) -> RankSettings:
-        """Return the same settings with the path of a store."""
-        return replace(self, store=str(store))
 
     def to_json(self) -> str:
         """Return the settings as one line of text."""

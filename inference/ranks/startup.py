@@ -1,17 +1,76 @@
-"""Milestones of a start, and its failures, which ranks report through their store."""
+"""The start of ranks: their kinds, the store of a node, and milestones reported through a store."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Literal, get_args
 
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import Store
 
+from export_scripts.families.layout.architecture import (
+    DecoderArchitecture,
+    EncoderArchitecture,
+    EncoderDecoderArchitecture,
+)
+from export_scripts.ft.config_ini import read_config
+from inference.private_folder import PrivateFolder
+from inference.ranks.base import RankBase
+from inference.ranks.decoder_rank import DecoderRank
+from inference.ranks.encoder_decoder_rank import EncoderDecoderRank
+from inference.ranks.encoder_rank import EncoderRank
+from inference.ranks.settings import RankSettings
+
+_STORE_NAME = "store"
+_KEPT = -1  # in place of the number of ranks: the last of them does not remove the file
 _POLL_S = 0.02
 _GO = "go"
+
+_KINDS: dict[type, type[DecoderRank] | type[EncoderDecoderRank] | type[EncoderRank]] = {
+    DecoderArchitecture: DecoderRank,
+    EncoderDecoderArchitecture: EncoderDecoderRank,
+    EncoderArchitecture: EncoderRank,
+}
+
+
+def make_rank(settings: RankSettings) -> RankBase:
+    """Load a rank of the kind that the model's architecture needs.
+
+    Raises:
+        CheckpointMismatchError: The folder is not exactly what its config.ini describes.
+        ValueError: The model does not divide among the ranks.
+    """
+    family, config = read_config(Path(settings.ft_dir))
+    return _KINDS[type(family.architecture(config))](settings)
+
+
+class NodeStore:
+    """A file in a folder that only this user can enter: no port that others could connect to.
+
+    It is owned by the process that starts the ranks; `close` removes it.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._folder = PrivateFolder("store")
+        self.path = self._folder.path / _STORE_NAME
+        self.store = join_node_store(self.path, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Remove the file; may be called again."""
+        self._folder.remove()
+
+
+def join_node_store(path: Path, *, timeout_s: float) -> Store:
+    """Return the store at a path, whose waits end after `timeout_s`."""
+    store = FileStore(os.fsencode(path).decode(), _KEPT)  # UTF-8, whatever the locale
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
 
 # States of a rank that the others wait for.
 Milestone = Literal["loaded", "prepared"]
@@ -50,12 +109,7 @@ def wait_until_reached(
 ) -> dict[int, str]:
     """Wait until every rank has reached a milestone or failed; return the failures.
 
-    Args:
-        store: The rendezvous.
-        ranks: The ranks to wait for.
-        milestone: The state to wait for.
-        timeout_s: Longest wait.
-        check: Called repeatedly; raises to end the wait.
+    `check` is called repeatedly, and raises to end the wait.
 
     Raises:
         TimeoutError: naming the ranks that did not answer.

@@ -19,15 +19,18 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from inference.launch_environment import LaunchEnvironment
-from inference.parallel.groups import RankGroups
 from inference.parent_process import end_with_parent
 from inference.process_memory import keep_loaded
-from inference.ranks.loader import make_rank
-from inference.ranks.node_store import join_node_store
 from inference.ranks.plan import Command, StepPlan, unpack_message
 from inference.ranks.rendezvous import Follower, RendezvousError, device_name
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import report_failure, report_reached, wait_for_go
+from inference.ranks.startup import (
+    join_node_store,
+    make_rank,
+    report_failure,
+    report_reached,
+    wait_for_go,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +72,7 @@ def serve_started_rank(
 ) -> int:
     """Run the rank that a launcher started this process for; return 1 if it failed.
 
-    Args:
-        place: This process's place in the launch.
-        host: Host of rank 0.
-        port: Port of rank 0.
-        key_file: File with the key of the launch.
-        timeout_s: Longest wait for one answer of rank 0 during the rendezvous.
+    Arguments are those of `Follower`.
     """
     try:
         follower = Follower(place, host, port, key_file=key_file, timeout_s=timeout_s)
@@ -98,7 +96,6 @@ def serve_started_rank(
 
 
 def _end_with_owner() -> None:
-
     def watch() -> None:
         sys.stdin.buffer.read()
         os._exit(0)
@@ -111,14 +108,7 @@ def _serve(settings: RankSettings, store: Store) -> None:
     store.set(f"device/{settings.rank}", device_name(rank.device))
     report_reached(store, settings.rank, "loaded")
     wait_for_go(store, "loaded")
-    groups = RankGroups(
-        settings.layout,
-        store,
-        device=rank.device,
-        timeout_s=settings.rank_timeout_s,
-        shared_memory=settings.shared_memory,
-    )
-    rank.connect(groups)
+    groups = rank.connect(store, settings)
     rank.prepare()
     report_reached(store, settings.rank, "prepared")
     wait_for_go(store, "prepared")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from inference.decoding.draws import Xorwow
 from inference.decoding.generate import BatchDecoder, DecodingConfig, take_chosen
 from inference.decoding.options import (
     DEFAULT_TOP_P_MIN,
@@ -19,7 +20,6 @@ from inference.decoding.options import (
 )
 from inference.decoding.outputs import assemble_outputs
 from inference.decoding.processors import LogitRules, apply_penalty, process_logits
-from inference.decoding.random import Xorwow
 from inference.decoding.request import ModelLimits, RowRequest, parse_request
 from inference.decoding.rows import RowResult
 from inference.decoding.word_lists import banned_ids, ends_with, read_entries

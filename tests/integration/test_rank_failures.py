@@ -166,7 +166,7 @@ def test_undecodable_request_costs_itself_alone_and_stopping_leaves_no_worker(
             engine.generate(GenerationRequest((row,), padded_len=3))
         assert engine.healthy() is None
         assert len(engine.logits([1, 2, 3])) == 3
-        assert engine.free_slots == engine.capacity.slots
+        assert engine.load().running == 0
     assert not any(map(lives, workers))
 
 

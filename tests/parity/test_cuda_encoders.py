@@ -172,13 +172,10 @@ def test_t5_encoder_output_and_attentions_equal_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("data_type", TOLERANCE)
-@pytest.mark.parametrize("remove_padding", [True, False])
 @pytest.mark.parametrize(
     "lengths", [(9, 2, 5), (1,) * 60, (70, 1, 64)], ids=["few", "many", "long"]
 )
-def test_bert_equals_the_cpu(
-    data_type: str, remove_padding: bool, lengths: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_bert_equals_the_cpu(data_type: str, lengths: tuple[int, ...], tmp_path: Path) -> None:
     config = BertConfig(
         model_name="bert",
         weight_data_type="fp32",
@@ -196,9 +193,7 @@ def test_bert_equals_the_cpu(
     }
     with (
         EncoderEngine(folder, Placement(device="cpu")) as cpu,
-        EncoderEngine(
-            folder, Placement(device="cuda", data_type=data_type), remove_padding=remove_padding
-        ) as cuda,
+        EncoderEngine(folder, Placement(device="cuda", data_type=data_type)) as cuda,
     ):
         expected = cpu.encode(parse_encoding(tensors, cpu.limits)).hidden
         ours = cuda.encode(parse_encoding(tensors, cuda.limits)).hidden

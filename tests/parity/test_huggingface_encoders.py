@@ -150,9 +150,8 @@ def encode_states(
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (4, 2)])
-@pytest.mark.parametrize("remove_padding", [True, False])
 def test_bert_gives_the_hidden_states_of_transformers(
-    activation: str, tp_size: int, pp_size: int, remove_padding: bool, tmp_path: Path
+    activation: str, tp_size: int, pp_size: int, tmp_path: Path
 ) -> None:
     model = bert(hidden_act=activation)
     ids, lengths = torch.tensor([[5, 9, 2, 38, 17], [8, 1, 3, 0, 0]]), [5, 3]
@@ -166,7 +165,6 @@ def test_bert_gives_the_hidden_states_of_transformers(
         lengths,
         tp_size=tp_size,
         pp_size=pp_size,
-        remove_padding=remove_padding,
     )
     assert difference(ours[mask], expected[mask]) < TOLERANCE
 

@@ -681,7 +681,7 @@ def test_every_answer_is_that_of_the_model_alone(
             run.check_all()
             total.counts += run.tally.counts
             total.wrong += run.tally.wrong
-        settled = engine.free_slots == SLOTS and engine.queued_rows == 0
+        settled = engine.load().running == 0 and engine.queued_rows == 0
     logger.info("%s: %s, %d preempted", name, dict(total.counts), preemptions.count)
     assert not total.wrong, f"{len(total.wrong)} wrong of {total.counts}:\n" + "\n".join(
         total.wrong[:20]

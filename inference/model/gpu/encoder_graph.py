@@ -81,7 +81,7 @@ class EncoderGraphs:
         positions = torch.zeros(size, dtype=torch.int64, device=device)
         count = size // _TOKENS_OF_A_TILE + _MORE_TILES
         tiles = torch.zeros(TILE_NUMBERS, count, dtype=torch.int32, device=device)
-        rows = RaggedRows((), (), positions, tiles)
+        rows = RaggedRows((), positions, tiles)
         inputs = self._empty_inputs(size).zero_()
         graph, output = record_graph(lambda: self._forward(inputs, rows), device, pool)
         return _EncoderGraph(graph, inputs, rows, output)

@@ -143,7 +143,7 @@ def test_a_refused_request_leaves_no_work_behind(service: TextService) -> None:
     good = request(["the"] * 3, [40] * 3)
     with pytest.raises(RequestError):
         infer(service, [good, request(["a"], [0])])
-    until(lambda: service._engine.free_slots == 6, "the end of the first request's work")
+    until(lambda: service._engine.load().running == 0, "the end of the first request's work")
 
 
 def test_a_failed_engine_is_the_answer(ft_dir: Path) -> None:

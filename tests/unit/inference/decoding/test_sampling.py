@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from inference.decoding.draws import Xorwow
 from inference.decoding.generate import UNUSABLE, BatchDecoder, DecodingConfig
-from inference.decoding.nucleus import DescendingMass
 from inference.decoding.options import RowOptions
 from inference.decoding.processors import ALIGNMENT, LogitRules, process_logits
-from inference.decoding.random import Xorwow
 from inference.decoding.request import RowRequest
 from inference.decoding.rows import PromptScores, RowResult
+from inference.decoding.sampling import DescendingMass
 
 VOCAB = 52
 END = 51

@@ -14,7 +14,7 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.decoding.request import RequestError
 from inference.engine.encoder_engine import EncoderEngine
 from inference.engine.encoding import EncodingRequest, parse_encoding
-from inference.engine.engine import EngineBusyError, EngineFailedError, EngineOptions
+from inference.engine.engine import EngineFailedError, EngineOptions
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_bert, write_gpt
 from tests.t5_reference import Reference
@@ -214,11 +214,11 @@ def test_answers_that_no_memory_holds_are_refused(
         t5.submit(parse_encoding(tensors, t5.limits))
 
 
-def test_a_full_queue_says_so(tmp_path: Path) -> None:
+def test_a_request_that_no_queue_holds_is_refused(tmp_path: Path) -> None:
     options = EngineOptions(max_queued_rows=3)
     with EncoderEngine(write_bert(tmp_path), Placement(device="cpu"), options=options) as engine:
         request = states_request(engine, random_states(4, 2), [2] * 4)
-        with pytest.raises(EngineBusyError, match="max_queued_rows=3"):
+        with pytest.raises(RequestError, match="4 rows exceed max_queued_rows=3"):
             engine.submit(request)
 
 

@@ -25,7 +25,7 @@ from inference.engine.engine import (
     GenerationStep,
 )
 from inference.model.token_feed import marks_bytes
-from inference.ranks.settings import Placement
+from inference.ranks.settings import Placement, RankSettings
 from tests.ft_folders import write_gpt
 
 SLOTS = 6
@@ -226,7 +226,7 @@ def test_cancelled_work_stops_and_frees_its_slots(engine: Engine) -> None:
     with pytest.raises(CancelledError):
         future.result()
     assert answers(engine, request_of(engine, prompts_of(SLOTS), 3))
-    assert engine.free_slots == SLOTS
+    assert engine.load().running == 0
 
 
 def test_a_failing_listener_costs_only_its_own_request(engine: Engine) -> None:
@@ -355,14 +355,14 @@ def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_sizes(
 ) -> None:
     family, config = read_config(ft_dir)
     weights = sum(path.stat().st_size for path in ft_dir.iterdir()) // 2  # computed in fp16
-    placement = Placement(data_type="fp16", device="cuda")
+    settings = RankSettings(ft_dir=str(ft_dir), rank=0, threads=1, data_type="fp16", device="cuda")
     options = EngineOptions(kv_cache_bytes=wanted, max_seq_len=64, max_lanes=3)
     architecture = generator_of(family, config)
     marks = marks_bytes(3, architecture.vocab_size)
 
     def plan(free: int) -> Capacity:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1 << 40))
-        return plan_capacity(architecture, ft_dir, placement, options)
+        return plan_capacity(architecture, settings, options)
 
     assert plan(weights + marks + (1 << 20)).cache_bytes <= 1 << 20
     for free in (weights + 1000, weights + (wanted or 0) + marks - 1):

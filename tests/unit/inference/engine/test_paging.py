@@ -21,8 +21,7 @@ from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.blocks import BlockPool
 from inference.engine.engine import Engine, EngineOptions
 from inference.engine.planned_step import GeneratingStep
-from inference.engine.prompt_outputs import PromptOutputs
-from inference.engine.running import OnStep, RunningRequest, make_row
+from inference.engine.running import OnStep, PromptOutputs, RunningRequest, make_row
 from inference.engine.scheduler import Scheduler
 from inference.engine.step_budget import ChunkSize
 from inference.model.kv_cache import WIPE
@@ -100,7 +99,6 @@ class World:
         running = RunningRequest(
             GenerationRequest((row,), len(ids)), Future(), self._arrivals, on_step
         )
-        running.results, running.pooled = [None], [None]
         running.waiting = [
             make_row(running, 0, row, vocab_size=VOCAB, table_rows={}, encoder_decoder=self.encodes)
         ]
@@ -138,7 +136,7 @@ class World:
             pass
         assert self.scheduler.idle
         assert self.pool.free == self.blocks
-        assert self.scheduler.free_slots == self.slots
+        assert self.scheduler.load().running == 0
 
 
 def answer(prompt: Sequence[int], output_len: int, end_id: int = END) -> tuple[int, ...]:

@@ -40,8 +40,6 @@ def make_running(
         rows.append(RowRequest(ids, length, options, context_ids=ids, returned_ids=ids))
     running = RunningRequest(GenerationRequest(tuple(rows), 3), Future(), arrival)
     running.lock_step = lock_step
-    running.results = [None] * len(rows)
-    running.pooled = [None] * len(rows)
     running.waiting = [
         make_row(running, index, row, vocab_size=VOCAB, table_rows={})
         for index, row in enumerate(rows)
@@ -83,7 +81,7 @@ def test_a_small_request_does_not_wait_for_all_rows_of_a_large_one() -> None:
     assert sum(result is not None for result in large.results) <= 2
     run_all(scheduler)
     assert len(large.future.result().rows) == 10
-    assert scheduler.free_slots == 2
+    assert scheduler.load().running == 0
 
 
 def test_wide_requests_are_not_overtaken_for_ever() -> None:
@@ -154,7 +152,7 @@ def test_cancelling_frees_slots_before_the_next_step() -> None:
     assert step is not None
     running.future.cancel()
     run(scheduler, step)
-    assert scheduler.free_slots == 4
+    assert scheduler.load().running == 0
     assert scheduler.idle
     assert scheduler.plan() is None
 

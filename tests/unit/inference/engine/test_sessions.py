@@ -90,7 +90,7 @@ def converse(
         for b, row in enumerate(answered.rows):
             ended = row.finish_reasons[0] != "length"
             history[b] = whole[b] + list(row.output_ids[0][: -1 if ended else None])
-    assert engine.free_slots == engine.capacity.slots
+    assert engine.load().running == 0
     assert engine.load().blocks_used == 0
 
 
@@ -152,13 +152,13 @@ def test_other_requests_run_next_to_a_session(engine: Engine) -> None:
     turn = engine.submit(request_of(engine, [[5]]), turn=LAST)
     assert turn.result(30).rows
     assert all(other.result(30).rows for other in others)
-    assert engine.free_slots == SLOTS
+    assert engine.load().running == 0
 
 
 def test_starting_again_forgets_the_earlier_session(engine: Engine) -> None:
     engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
     engine.generate(begin(engine, [[8]]), turn=START)
-    assert engine.free_slots == SLOTS - 1
+    assert engine.load().running == 1
     result = engine.generate(request_of(engine, [[5]]), turn=LAST)
     assert result.request.rows[0].returned_ids[0] == 8
 
@@ -198,7 +198,7 @@ def test_a_refused_turn_leaves_the_session_as_it_was(
         engine.generate(request_of(engine, prompts, **options), turn=turn)
     result = engine.generate(request_of(engine, [[5]]), turn=SessionTurn("kept", ends=True))
     assert len(result.request.rows[0].returned_ids) == 3 + 6 + 1
-    assert engine.free_slots == SLOTS
+    assert engine.load().running == 0
 
 
 @pytest.mark.parametrize("options", [{"beam_width": 2}, {"is_return_context_embeddings": True}])
@@ -210,7 +210,7 @@ def test_the_last_turn_ends_its_session_also_when_it_is_refused(
         engine.generate(request_of(engine, [[5]], **options), turn=LAST)
     with pytest.raises(RequestError, match="session 7 is unknown"):
         engine.generate(request_of(engine, [[5]]), turn=NEXT)
-    assert engine.free_slots == SLOTS
+    assert engine.load().running == 0
 
 
 @pytest.mark.parametrize("turn", [NEXT, LAST])
@@ -233,7 +233,7 @@ def test_a_turn_during_another_is_refused_and_a_last_one_ends_the_session(
             engine.generate(request_of(engine, [[5]]), turn=NEXT)
     else:
         assert engine.generate(request_of(engine, [[5]]), turn=LAST).rows
-    assert engine.free_slots == SLOTS
+    assert engine.load().running == 0
 
 
 def test_a_refused_last_turn_ends_a_session_whose_start_still_waits(engine: Engine) -> None:
@@ -249,7 +249,7 @@ def test_a_refused_last_turn_ends_a_session_whose_start_still_waits(engine: Engi
     asked.set()
     assert other.result(30).rows
     assert start.result(30).rows
-    assert engine.free_slots == SLOTS
+    assert engine.load().running == 0
 
 
 def test_a_cancelled_turn_ends_its_session(engine: Engine) -> None:
@@ -261,7 +261,7 @@ def test_a_cancelled_turn_ends_its_session(engine: Engine) -> None:
         future.result(30)
     with pytest.raises(RequestError, match="session 7 is unknown"):
         engine.generate(request_of(engine, [[5]]), turn=NEXT)
-    assert engine.free_slots == SLOTS
+    assert engine.load().running == 0
 
 
 def test_requests_without_a_slot_next_to_sessions_are_refused(ft_dir: Path) -> None:
@@ -370,4 +370,4 @@ def test_sessions_hold_what_was_said_whatever_the_turns(engine: Engine, soak: in
         )
     for name in list(conversations.held):
         conversations.take_turn(name, [1], starts=False, ends=True)
-    assert engine.free_slots == SLOTS
+    assert engine.load().running == 0

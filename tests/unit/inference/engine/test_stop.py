@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -14,12 +18,29 @@ import torch
 
 from inference.decoding.request import parse_request
 from inference.engine.engine import Engine, EngineFailedError, SessionTurn
-from inference.process_memory import keep_loaded
+from inference.process_memory import keep_loaded, memory_variables
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 from tests.waiting import until
 
 LONG = 60
+_RUN_AND_STOP = """
+import sys
+from inference.engine.engine import Engine
+from inference.ranks.settings import Placement
+
+def held():
+    text = open("/proc/self/status").read().partition("RssAnon:")[2]
+    return int(text.split()[0]) >> 10
+
+sizes = []
+for _ in range(2):
+    with Engine(sys.argv[1], Placement(device="cpu", int8_mode=int(sys.argv[2]))) as engine:
+        engine.logits([5, 3, 9])
+        sizes.append(held())
+    sizes.append(held())
+print(*sizes)
+"""
 
 
 def request_of(engine: Engine, **options: int) -> Any:
@@ -58,7 +79,7 @@ def test_no_tensor_outlives_the_stop(
     assert len(found) > 20
     if how == "a step failed":
         # pytest keeps logged exceptions, whose frames hold the model.
-        monkeypatch.setattr("inference.engine.loop.logger.disabled", True)
+        monkeypatch.setattr("inference.engine.base.logger.disabled", True)
         with monkeypatch.context() as patch:
             patch.setattr(
                 "inference.decoding.generate.BatchDecoder.step",
@@ -68,10 +89,32 @@ def test_no_tensor_outlives_the_stop(
             with pytest.raises(RuntimeError, match="broken"):
                 future.result()
     frames: list[Any] = []
-    future = engine.submit(request_of(engine), on_step=frames.append)
+
+    def note(step: Any) -> None:
+        frames.append(step)
+        sleep(0.02)  # the request should not end before the engine does
+
+    future = engine.submit(request_of(engine), on_step=note)
     until(lambda: len(frames) > 0)
     engine.stop()
     with pytest.raises(EngineFailedError, match="stopped"):
         future.result()
     left = [tensor for ref in found if (tensor := ref()) is not None]
     assert not left, f"{len(left)} of {len(found)}: {[list(each.shape) for each in left[:5]]}"
+
+
+@pytest.mark.parametrize("int8_mode", [0, 1])
+def test_a_stopped_engine_gives_its_memory_back(int8_mode: int, tmp_path: Path) -> None:
+    sizes = {"head_num": 8, "size_per_head": 64, "inter_size": 2048, "num_layer": 16}
+    ft_dir = write_gpt(tmp_path, **sizes)  # 200 MB in fp32
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN_AND_STOP, str(ft_dir), str(int8_mode)],
+        env=os.environ | memory_variables(),  # as servers have them
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    first, after_first, second, after_second = map(int, done.stdout.split())
+    assert after_first < first - 40
+    assert after_second < second - 40
+    assert after_second < after_first + 20  # MiB

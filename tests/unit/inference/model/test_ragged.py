@@ -66,17 +66,6 @@ def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
         assert not weights[row, :, :, length:].any()
 
 
-def test_computed_padding_does_not_reach_true_tokens() -> None:
-    lengths = [2, 5, 1]
-    padded, ragged = ragged_rows(lengths, CPU, padded=True), ragged_rows(lengths, CPU)
-    parts = states(15)
-    masks = RowMasks(padded, None, torch.float32)
-    ours = attend(*parts, masks=masks, scale=0.5)
-    keep = padded.positions < padded.per_token(lengths)
-    alone = attend_alone([part[keep] for part in parts], ragged, 0.5)
-    assert torch.allclose(ours[keep], alone, atol=1e-5)
-
-
 def test_rows_of_like_length_share_a_call_and_others_do_not() -> None:
     assert len(ragged_rows([8, 9, 10], CPU).groups) == 1
     assert len(ragged_rows([8, 1000], CPU).groups) == 2

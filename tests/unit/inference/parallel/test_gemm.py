@@ -69,7 +69,6 @@ def test_weights_of_half_precision_multiply_rows_of_single(rows: int) -> None:
 
 INT8_GEMMS = [
     *([gemm_cpu.FbgemmInt8Gemm] if gemm_cpu.has_fbgemm_int8() else []),
-    *([gemm_cpu.OneDnnInt8Gemm] if gemm_cpu.has_onednn_int8() else []),
     Int8Gemm,
 ]
 

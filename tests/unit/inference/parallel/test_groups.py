@@ -86,7 +86,7 @@ def test_stages_pass_on_and_the_last_answers(memory: bool, size: int) -> None:
             if not layout.is_last_stage:
                 groups.send(x, layout.next_rank).wait()
             part = x if layout.is_last_stage else None
-            slices = groups.gather_logits(part, (1, size))
+            slices = groups.gather(part, (1, size), ranks=layout.last_stage_ranks)
         return slices
 
     first, *others = on_ranks(work, tp_size=2, pp_size=3, memory=memory)
