@@ -57,12 +57,12 @@ def decoding_work(row: RunningRow) -> list[RowWork]:
 def prompt_work(rows: Sequence[RunningRow], room: int) -> list[RowWork]:
     """Return the next chunks of the prompts, about `room` tokens of them.
 
-    Half of the room is for the oldest row. The rows with the fewest missing tokens come first among
-    the others: no short prompt waits for a long one, and no long one for ever.
+    Up to half of the room is for the oldest row. The rows with the fewest missing tokens come first
+    among the others: no short prompt waits for a long one, and no long one for ever.
     """
     work: list[RowWork] = []
     behind = {id(row.owner) for row in rows if row.owner.lock_step and _has_more(row)}
-    reserved = room // 2
+    reserved = min(room // 2, _missing(rows[0])) if rows else 0
     for row in [*sorted(rows[1:], key=_missing), *rows[:1]]:
         if row is rows[0]:
             reserved = 0

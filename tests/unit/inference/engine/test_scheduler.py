@@ -131,6 +131,15 @@ def test_a_short_prompt_overtakes_long_ones_that_still_get_on() -> None:
     assert all(running.future.done() for running in long)
 
 
+def test_an_oldest_prompt_that_ends_leaves_its_half_of_a_step_to_the_others() -> None:
+    scheduler = make_scheduler(8)
+    for arrival in range(8):
+        scheduler.add(make_running([1], prompt_lens=[40], arrival=arrival))
+    step = scheduler.plan()
+    assert step is not None
+    assert step.prompt_tokens == 256  # four times the first step's 64: no row decodes
+
+
 def test_rows_in_lock_step_begin_together() -> None:
     scheduler = make_scheduler(4)
     frames: list[GenerationStep] = []
