@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from stages.progress import DamagedFileError, read_json, write_json
+from stages.progress import read_as, write_json
 from stages.record import locked, read_record
 
 ENDPOINT_NAME = "endpoint.json"
@@ -96,11 +94,7 @@ def read_endpoint(path: Path) -> ServerEndpoint | None:
     Raises:
         DamagedFileError: it does not hold an address.
     """
-    values: Mapping[str, Any] | None = read_json(path)
-    try:
-        return None if values is None else replace(_NOWHERE, **values)
-    except TypeError as error:
-        raise DamagedFileError(path, "it does not hold the address of a server") from error
+    return read_as(path, lambda values: replace(_NOWHERE, **values), "the address of a server")
 
 
 def forwarding_hint(record_path: Path) -> str:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from export_scripts.files.replace import replace_file
 
 _MIN_INTERVAL_S = 0.1
+
+T = TypeVar("T")
 
 
 class DamagedFileError(ValueError):
@@ -68,11 +71,8 @@ def read_progress(path: Path) -> ProgressState:
     Raises:
         DamagedFileError: it is not such a state.
     """
-    values = read_json(path) or {}
-    try:
-        return ProgressState(**values)
-    except TypeError as error:
-        raise DamagedFileError(path, "it does not hold a job's progress") from error
+    found = read_as(path, lambda values: ProgressState(**values), "a job's progress")
+    return ProgressState() if found is None else found
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -93,3 +93,20 @@ def read_json(path: Path) -> Any | None:
         return None
     except ValueError as error:
         raise DamagedFileError(path, error) from error
+
+
+def read_as(path: Path, make: Callable[[Any], T], what: str) -> T | None:
+    """Return what `make` makes of a JSON file's content, or None when there is no such file.
+
+    `what` names it in a message.
+
+    Raises:
+        DamagedFileError: it is not JSON, or has not the form that `make` expects.
+    """
+    values = read_json(path)
+    if values is None:
+        return None
+    try:
+        return make(values)
+    except (AttributeError, TypeError) as error:
+        raise DamagedFileError(path, f"it does not hold {what}") from error

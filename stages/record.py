@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from stages.progress import DamagedFileError, read_json, write_json
+from stages.progress import read_as, write_json
 
 RECORD_NAME = "job.json"
 
@@ -80,16 +80,13 @@ def read_record(path: Path) -> JobRecord | None:
     Raises:
         DamagedFileError: it does not hold a record.
     """
-    values = read_json(path)
-    if values is None:
-        return None
+    return read_as(path, _job_record, "the record of a job")
+
+
+def _job_record(values: Any) -> JobRecord:
     known = {each.name for each in fields(JobRecord)}
-    try:
-        values = {key: value for key, value in values.items() if key in known}
-        values["outputs"] = tuple(values.get("outputs", ()))
-        return JobRecord(**values)
-    except (AttributeError, TypeError) as error:
-        raise DamagedFileError(path, "it does not hold the record of a job") from error
+    found = {key: value for key, value in values.items() if key in known}
+    return JobRecord(**found | {"outputs": tuple(found.get("outputs", ()))})
 
 
 def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:
