@@ -54,10 +54,9 @@ _MOST_PARTS = 64
 # Query rows of a tile, (token, head of the group) each: what a tensor core multiplies at least.
 LEAST_ROWS = 16
 # Ways of reading the cache for prompts, by head size, in tiles of 64 query rows. Causal attention
-# of 8000 tokens on an H200 takes 1.11 ms with 32 query and 8 key heads of 128 (472 TFLOP/s; cuDNN
-# 0.87, torch's varlen attention 1.65, FlexAttention 1.51), 0.70 ms with 32 heads of 64 (cuDNN
-# 0.59). Tiles of 128 rows gain 5% there and lose 20% with prompts of 1000 tokens. cuDNN plans each
-# new length for 40 ms, in which a short prompt would be computed many times.
+# of 8000 tokens on an H200 takes 1.06 ms with 32 query and 8 key heads of 128 (493 TFLOP/s; cuDNN
+# 0.87, torch's flash attention 1.67); tiles of 128 rows take 1.18, and two loads in flight 1.25.
+# cuDNN plans each new length for 40 ms, in which a short prompt would be computed many times.
 _PROMPT_TILES: dict[int, dict[str, int]] = {
     64: {"TOKENS": 64, "num_stages": 2, "num_warps": 4},
     128: {"TOKENS": 64, "num_stages": 3, "num_warps": 4},
