@@ -13,6 +13,7 @@ from export_scripts.conversion.convert import ConversionRequest
 from export_scripts.conversion.convert import convert as converted
 from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.layout import ft_directory
 from export_scripts.synthesize import synthesize, synthetic_config
 
@@ -23,6 +24,7 @@ _CLASSES: dict[str, tuple[str, Any]] = {
     "gptj": ("GPTJForCausalLM", transformers.GPTJConfig),
     "llama": ("LlamaForCausalLM", transformers.LlamaConfig),
     "qwen2": ("Qwen2ForCausalLM", transformers.Qwen2Config),
+    "qwen3": ("Qwen3ForCausalLM", transformers.Qwen3Config),
 }
 
 
@@ -68,27 +70,30 @@ def convert(folder: Path, output_dir: Path, weight_data_type: str = "fp32") -> P
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of a decoder with random weights; those from `kv_heads` on are Llama's alone."""
+    """The sizes of a decoder with random weights; GPT and GPT-J have none from `kv_heads` on.
 
-    family: Literal["gpt", "gptj", "llama"]
+    The Qwen2 models of these sizes use one table for embedding and head.
+    """
+
+    family: Literal["gpt", "gptj", "llama", "qwen2", "qwen3"]
     hidden: int
     layers: int
     heads: int
     kv_heads: int = 0
     inter_size: int = 0
     vocab_size: int = 0
-    qkv_bias: bool = False  # and one table for embedding and head, as in Qwen2
 
 
-# Those of FasterTransformer's tables, of Llama 3 8B, and of Qwen2.5 1.5B and 0.5B.
+# Those of FasterTransformer's tables, of Llama 3 8B, of Qwen2.5 1.5B and 0.5B, and of Qwen3 8B.
 SIZES = {
     "gpt-350m": Size("gpt", 1024, 24, 16),
     "gpt-1.3b": Size("gpt", 2048, 24, 16),
     "gpt-6.7b": Size("gpt", 4096, 32, 32),
     "gptj-6b": Size("gptj", 4096, 28, 16),
     "llama-8b": Size("llama", 4096, 32, 32, 8, 14336, 128256),
-    "qwen-1.5b": Size("llama", 1536, 28, 12, 2, 8960, 151936, qkv_bias=True),
-    "qwen-0.5b": Size("llama", 896, 24, 14, 2, 4864, 151936, qkv_bias=True),
+    "qwen-1.5b": Size("qwen2", 1536, 28, 12, 2, 8960, 151936),
+    "qwen-0.5b": Size("qwen2", 896, 24, 14, 2, 4864, 151936),
+    "qwen3-8b": Size("qwen3", 4096, 36, 32, 8, 12288, 151936),
 }
 
 
@@ -98,14 +103,14 @@ def sized_model(size: Size, work_dir: Path, *, tp_size: int = 1) -> Model:
     folder = work_dir / f"{size.family}_{size.hidden}x{size.layers}x{size.heads}"
     ft_dir = ft_directory(folder, tp_size)
     if not ft_dir.exists():
-        synthesize(FAMILIES[size.family], _ft_config(size, config.vocab_size, tp_size), folder)
+        synthesize(_family(size), _ft_config(size, config.vocab_size, tp_size), folder)
     return Model(ft_dir, None, config, config.vocab_size)
 
 
 def _config(size: Size) -> Any:
     """Return the config of transformers, from which it and vLLM build the model."""
-    name, kind = _CLASSES["qwen2" if size.qkv_bias else size.family]
-    if size.family == "llama":
+    name, kind = _CLASSES[size.family]
+    if size.kv_heads:
         sizes: dict[str, Any] = {
             "hidden_size": size.hidden,
             "num_hidden_layers": size.layers,
@@ -114,7 +119,7 @@ def _config(size: Size) -> Any:
             "intermediate_size": size.inter_size,
             "vocab_size": size.vocab_size,
             "max_position_embeddings": _LLAMA_POSITIONS,
-            "tie_word_embeddings": size.qkv_bias,
+            "tie_word_embeddings": size.family == "qwen2",
         }
     else:
         sizes = {"n_embd": size.hidden, "n_layer": size.layers, "n_head": size.heads}
@@ -123,20 +128,29 @@ def _config(size: Size) -> Any:
     return kind(**sizes, architectures=[name])
 
 
+def _family(size: Size) -> ModelFamily:
+    return FAMILIES["llama" if size.kv_heads else size.family]
+
+
 def _ft_config(size: Size, vocab_size: int, tp_size: int) -> FTConfig:
-    given = {"gptj": {"rotary_embedding": 64}, "gpt": {}, "llama": {
-        "kv_head_num": size.kv_heads,
-        "has_qkv_bias": int(size.qkv_bias),
-        "tie_word_embeddings": int(size.qkv_bias),
-    }}[size.family]  # fmt: skip
+    given: dict[str, Any] = {"rotary_embedding": 64} if size.family == "gptj" else {}
+    if size.kv_heads:
+        is_qwen2 = int(size.family == "qwen2")
+        given = {
+            "kv_head_num": size.kv_heads,
+            "has_qkv_bias": is_qwen2,
+            "tie_word_embeddings": is_qwen2,
+        }
+    if size.family == "qwen3":
+        given["query_key_norm"] = "head"
     return synthetic_config(
-        FAMILIES[size.family],
+        _family(size),
         hidden=size.hidden,
         layers=size.layers,
         heads=size.heads,
         vocab=vocab_size,
         inter_size=size.inter_size or None,
-        positions=_LLAMA_POSITIONS if size.family == "llama" else 2048,
+        positions=_LLAMA_POSITIONS if size.kv_heads else 2048,
         tensor_para_size=tp_size,
         given=[(key, str(value)) for key, value in given.items()],
     )
