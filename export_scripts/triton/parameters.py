@@ -135,7 +135,7 @@ PARAMETERS: Mapping[str, Parameter] = {
         FLAG, "0", "1: to the bit, answers do not depend on other requests; refused on a CPU"
     ),
     "max_lanes": _engine(
-        whole(1, 65536), "64 on CPU, 256 on CUDA", "most sequences that run at once"
+        whole(1, 65536), "64 on CPU, 512 on CUDA", "most sequences that run at once"
     ),
     "max_seq_len": _engine(
         whole(1, 1 << 20),

@@ -27,7 +27,7 @@ from inference.ranks.settings import RankSettings
 
 _CPU_SHARE = 0.25  # of the memory that is available, for keys and values
 _CUDA_SHARE = 0.8  # of the memory that the weights leave
-_MOST_SLOTS = {"cpu": 64, "cuda": 256}
+_MOST_SLOTS = {"cpu": 64, "cuda": 512}
 _GPU_BLOCK_TOKENS = 64  # what attention reads at once
 
 

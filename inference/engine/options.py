@@ -14,7 +14,7 @@ class EngineOptions:
 
     Attributes:
         max_lanes: Most sequences that run at once; a beam search takes one per beam. None for 64
-            on CPU and 256 on CUDA.
+            on CPU and 512 on CUDA.
         max_seq_len: Most tokens of one sequence, prompt and answer; None for what the model was
             trained for, at most 4096.
         kv_cache_bytes: Memory for keys and values on each rank; None for a share of what is free.
