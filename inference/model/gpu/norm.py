@@ -10,6 +10,8 @@ import triton.language as tl
 
 from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
 
+_NORMED_VALUES = 1024  # of heads that a program normalises
+
 
 @triton.jit
 def _norm(
@@ -117,25 +119,29 @@ def _norm_heads(
     weight_at,
     mean_at,
     query_heads,
+    number,
     eps,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
     WHOLE: tl.constexpr,  # whether the mean is that of all heads
     EARLY: tl.constexpr,
 ):
     let_next_begin(EARLY)
-    row, head = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, WIDTH)
-    weight = tl.load(weight_at + head * D + d, mask=d < D, other=0.0)
+    row = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, WIDTH)[None, :]
+    inside = (head < number) & (d < D)
+    weight = tl.load(weight_at + head * D + d, mask=inside, other=0.0)
     wait_for_earlier(EARLY)
     at = heads_at + row.to(tl.int64) * stride + head * D + d
-    x = tl.load(at, mask=d < D, other=0.0).to(tl.float32)
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if WHOLE:
         mean = tl.load(mean_at + 2 * row + (head >= query_heads).to(tl.int32))
     else:
-        mean = tl.sum(x * x, 0) / D
+        mean = tl.sum(x * x, 1)[:, None] / D
     y = x / tl.sqrt(mean + eps) * weight
-    tl.store(at, y.to(heads_at.dtype.element_ty), mask=d < D)
+    tl.store(at, y.to(heads_at.dtype.element_ty), mask=inside)
 
 
 def norm_heads(
@@ -152,11 +158,15 @@ def norm_heads(
     """
     count, number, size = heads.shape
     assert heads.stride()[1:] == (size, 1)
-    _norm_heads[(count, number)](
-        *(heads, heads.stride(0), weight, weight if mean is None else mean, query_heads, eps),
+    width = triton.next_power_of_2(size)
+    at_once = max(_NORMED_VALUES // width, 1)
+    _norm_heads[(count, triton.cdiv(number, at_once))](
+        *(heads, heads.stride(0), weight, weight if mean is None else mean, query_heads, number),
+        eps,
         D=size,
-        WIDTH=triton.next_power_of_2(size),
+        WIDTH=width,
+        HEADS=at_once,
         WHOLE=mean is not None,
-        num_warps=1,
+        num_warps=4,
         **launch_options(heads),
     )
