@@ -209,6 +209,7 @@ class Follower:
             self.store.wait(["job"], timedelta(seconds=_FOREIGN_S))
             self._check_job(self.store.get("job").decode())
             self._register()
+        logger.info("joined rank 0 at %s:%d", host, port)
         self._left = threading.Event()
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,9 +27,12 @@ from inference.ranks.encoder_decoder_rank import EncoderDecoderRank
 from inference.ranks.encoder_rank import EncoderRank
 from inference.ranks.settings import RankSettings
 
+logger = logging.getLogger(__name__)
+
 _STORE_NAME = "store"
 _KEPT = -1  # in place of the number of ranks: the last of them does not remove the file
 _POLL_S = 0.02
+_LOG_EVERY_S = 20.0  # the log of a start that hangs names the ranks it waits for
 _GO = "go"
 
 _KINDS: dict[type, type[DecoderRank] | type[EncoderDecoderRank] | type[EncoderRank]] = {
@@ -115,7 +119,8 @@ def wait_until_reached(
         TimeoutError: naming the ranks that did not answer.
     """
     waiting, problems = set(ranks), {}
-    deadline = monotonic() + timeout_s
+    logged = monotonic()
+    deadline = logged + timeout_s
     while waiting:
         for rank in sorted(waiting):
             if store.check([f"{milestone}/{rank}"]):
@@ -126,9 +131,12 @@ def wait_until_reached(
         if not waiting:
             break
         check()
+        names = ", ".join(map(str, sorted(waiting)))
         if monotonic() > deadline:
-            names = ", ".join(map(str, sorted(waiting)))
             raise TimeoutError(f"ranks {names} have not {milestone} the model in {timeout_s:g} s")
+        if monotonic() > logged + _LOG_EVERY_S:
+            logged = monotonic()
+            logger.warning("waiting for ranks %s, which have not %s the model", names, milestone)
         sleep(_POLL_S)
     return problems
 
