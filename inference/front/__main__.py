@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from inference.front.exchange import Exchangeable
 from inference.front.guard import Guard
 from inference.front.kserve_grpc import KServeGrpc, grpc_server
 from inference.front.kserve_http import Handler, KServeHttp, http_server
@@ -62,9 +61,8 @@ class _Front:
         settings, ports = self._settings, self._settings.ports
         self._link = link = OwnerLink(connection)
         self._context = context = FrontContext(
-            settings.access, host=settings.host, ready=link.ready
+            settings.access, Upstream(settings.served), host=settings.host, ready=link.ready
         )
-        context.upstreams = Exchangeable(Upstream(settings.served))
         try:
             http = KServeHttp(context)
             await self._listen(http.answer, ports["http"])

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 import grpc
 
 from inference.front.access import Access
-from inference.front.declared_inputs import read_declared_inputs
-from inference.front.exchange import Exchangeable
 from inference.front.guard import Guard
 from inference.front.link import Served
 from inference.front.rules import Rules
 from inference.front.sessions import ClientSessions
 from inference.front.sockets import CHANNEL_OPTIONS, ServerSockets
+from inference.front.validation import read_declared_inputs
 from inference.front.workers import Workers
 
 _CANCEL_PAUSE_S = 0.02
+_POLL_S = 0.05
+_T = TypeVar("_T")
 
 
 class Upstream:
@@ -85,6 +87,45 @@ class Cancellations:
             await asyncio.sleep(_CANCEL_PAUSE_S)
 
 
+@dataclass
+class _Use(Generic[_T]):
+    value: _T
+    users: int = 0
+
+
+class Exchangeable(Generic[_T]):
+    """A value that requests use; each of them keeps the one that it began with."""
+
+    def __init__(self, value: _T) -> None:
+        self._current = _Use(value)
+
+    @property
+    def current(self) -> _T:
+        """The value for new requests."""
+        return self._current.value
+
+    @contextmanager
+    def use(self) -> Iterator[_T]:
+        """Yield the value, which stays in use for the duration of the block."""
+        current = self._current
+        current.users += 1
+        try:
+            yield current.value
+        finally:
+            current.users -= 1
+
+    def exchange(self, value: _T) -> Callable[[], Awaitable[_T]]:
+        """Use another value from now on; return a wait for the end of the former one's use."""
+        former, self._current = self._current, _Use(value)
+
+        async def unused() -> _T:
+            while former.users:
+                await asyncio.sleep(_POLL_S)
+            return former.value
+
+        return unused
+
+
 class FrontContext:
     """The parts that the protocols of one front share.
 
@@ -94,8 +135,8 @@ class FrontContext:
         limit: Bytes of the largest request.
     """
 
-    def __init__(self, access: Access, *, host: str, ready: set[Path]) -> None:
-        self.upstreams: Exchangeable[Upstream]
+    def __init__(self, access: Access, upstream: Upstream, *, host: str, ready: set[Path]) -> None:
+        self.upstreams = Exchangeable(upstream)
         self.ready = ready
         self.guard = Guard(access, listens_at=host, note_use=self.note_use)
         self.rules = Rules(client_shared_memory=access.client_shared_memory)

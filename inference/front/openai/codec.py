@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from inference.backend.tokenizer import REPLACEMENT, Tokenizer, load_tokenizer
+from inference.front.guard import RefusedError
 from inference.front.openai.chat_template import ChatTemplate, load_chat_template
-from inference.front.openai.errors import ApiError
 
 # So many tokens before others are enough to decode these as within a text: a character has at most
 # four bytes, each perhaps a token, and SentencePiece looks at the token before.
@@ -62,10 +62,10 @@ class Codec:
         """Return the tokens of a conversation.
 
         Raises:
-            ApiError: the tokenizer has no template, or that refuses the messages.
+            RefusedError: the tokenizer has no template, or that refuses the messages.
         """
         if self._template is None:
-            raise ApiError(
+            raise RefusedError(
                 "the tokenizer of this model has no chat template; use /v1/completions",
                 code="no_chat_template",
             )

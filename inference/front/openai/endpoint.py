@@ -16,10 +16,9 @@ from typing import Any
 
 from aiohttp import web
 
-from inference.front.guard import Guard, RequestRefusedError, refusal
+from inference.front.guard import Guard, RefusedError, refusal
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun
-from inference.front.openai.errors import ApiError, error_body
 from inference.front.openai.generation import Array
 from inference.front.openai.prepare import (
     detokenize,
@@ -49,14 +48,10 @@ Answer = Awaitable[web.StreamResponse]
 
 
 class OpenAIEndpoint:
-    """Answers OpenAI's requests with the models of one server.
+    """Answers OpenAI's requests with the models of one server, by the name that requests give.
 
-    Args:
-        models: Models by the name that requests give.
-        texts: Where processes find the codec of their texts.
-        guard: Decides who may ask, and how much.
-        workers: Processes that read requests.
-        is_ready: Returns whether the server would answer a request now.
+    Processes of `workers` find the codec of their texts in `texts`. `is_ready` returns whether the
+    server would answer a request now.
     """
 
     def __init__(
@@ -121,13 +116,9 @@ class OpenAIEndpoint:
             if request.path != HEALTH_PATH:
                 self._guard.token_owner(request.headers.get("Authorization"))
             return await self._handler(request)(request)
-        except RequestRefusedError as error:
-            return refusal(error, error_body(error))
-        except Exception:  # an error of this program, whose text is for the log alone
-            logger.exception("a request failed")
-            status = HTTPStatus.INTERNAL_SERVER_ERROR
-            failure = ApiError("the endpoint failed; its log says why", status=status)
-            return refusal(failure, error_body(failure))
+        except Exception as error:
+            refused = _for_clients(error)
+            return refusal(refused, _error_body(refused))
 
     def _handler(self, request: web.BaseRequest) -> Callable[[web.BaseRequest], Answer]:
         method, path = request.method, request.path
@@ -138,7 +129,7 @@ class OpenAIEndpoint:
         is_known = any(path == each for _, each in self._routes)
         status = HTTPStatus.METHOD_NOT_ALLOWED if is_known else HTTPStatus.NOT_FOUND
         reason = f"{method[:20]} {path[:200]}: {status.phrase.lower()}"
-        raise ApiError(reason, status=status, code="unknown_url")
+        raise RefusedError(reason, status, code="unknown_url")
 
     async def _health(self, _: web.BaseRequest) -> web.Response:
         if await self._is_ready():
@@ -220,6 +211,29 @@ def _written(asked: EmbeddingRequest, vector: Array) -> str | list[float]:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
+def _for_clients(error: Exception) -> RefusedError:
+    """Return the error that a client gets; that of this program is for the log alone."""
+    if isinstance(error, RefusedError):
+        return error
+    logger.error("a request failed", exc_info=error)
+    return RefusedError("the endpoint failed; its log says why", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _error_body(error: RefusedError) -> dict[str, Any]:
+    """Return an error as OpenAI's API sends it."""
+    # LiteLLM knows a wrong key by the code and the first words.
+    is_key = error.status == HTTPStatus.UNAUTHORIZED
+    is_server = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    return {
+        "error": {
+            "message": ("Incorrect API key provided, or none: " if is_key else "") + str(error),
+            "type": "server_error" if is_server else "invalid_request_error",
+            "param": error.param,
+            "code": "invalid_api_key" if is_key else error.code,
+        }
+    }
+
+
 def _opened(about: Mapping[str, Any]) -> bytes:
     """Return what every part of an answer carries, up to its choices."""
     return json.dumps(about).encode()[:-1] + b', "choices": ['
@@ -242,10 +256,11 @@ async def _streamed(
             if response is None:
                 response = await _event_stream(request, headers)
             await response.write(start + json.dumps(chunk, ensure_ascii=False).encode() + end)
-    except ApiError as error:
+    except RefusedError as error:
         if response is None:
             raise
-        await response.write(b"data: " + json.dumps(error_body(error)).encode() + b"\n\n")
+        body = json.dumps(_error_body(_for_clients(error))).encode()
+        await response.write(b"data: " + body + b"\n\n")
         await response.write_eof()
         return response
     assert response is not None, "every answer has a chunk"

@@ -10,7 +10,6 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import RawTestServer
 
 from inference.front.access import OPEN_ACCESS
-from inference.front.exchange import Exchangeable
 from inference.front.kserve_http import KServeHttp
 from inference.front.link import Served
 from inference.front.rules import UNREACHABLE
@@ -40,8 +39,8 @@ async def _relayed(
     runner = web.ServerRunner(web.Server(server))
     await runner.setup()
     await web.UnixSite(runner, str(sockets.http)).start()
-    context = FrontContext(OPEN_ACCESS, host="127.0.0.1", ready=set())
-    context.upstreams = Exchangeable(Upstream(Served(sockets.folder, None)))
+    upstream = Upstream(Served(sockets.folder, None))
+    context = FrontContext(OPEN_ACCESS, upstream, host="127.0.0.1", ready=set())
     http = KServeHttp(context)
     async with RawTestServer(http.answer) as front, ClientSession() as client:
         url = front.make_url("/v2/models/m/generate_stream")

@@ -17,12 +17,11 @@ from tritonclient.grpc import service_pb2
 from inference.front import (
     guard,
     infer_messages,
-    protocol_fields,
     strict_json,
     validation,
     workers,
 )
-from inference.front.guard import RequestRefusedError, decompressed
+from inference.front.guard import RefusedError, decompressed
 from inference.front.kserve_grpc import MOST_METADATA_BYTES, SERVER_OPTIONS
 from inference.front.openai import requests
 from inference.front.openai.generation import ModelFacts
@@ -109,7 +108,7 @@ ROWS: dict[str, tuple[int, Callable[[int], object]]] = {
         lambda n: infer({"inputs": [tensor([n], data=["a"] * n)]}),
     ),
     "`sequence_id`": (
-        protocol_fields.MOST_SEQUENCE_ID_BYTES,
+        validation.MOST_SEQUENCE_ID_BYTES,
         lambda n: infer({"inputs": [], "parameters": {"sequence_id": "a" * n}}),
     ),
     "fields of a message": (1040, message),
@@ -149,7 +148,7 @@ ROWS: dict[str, tuple[int, Callable[[int], object]]] = {
 def test_a_limit_is_taken_and_one_more_is_refused(name: str) -> None:
     limit, attempt = ROWS[name]
     attempt(limit)
-    with pytest.raises(RequestRefusedError):
+    with pytest.raises(RefusedError):
         attempt(limit + 1)
 
 
