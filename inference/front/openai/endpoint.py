@@ -116,6 +116,8 @@ class OpenAIEndpoint:
             if request.path != HEALTH_PATH:
                 self._guard.token_owner(request.headers.get("Authorization"))
             return await self._handler(request)(request)
+        except ConnectionError:  # the client has left, in the middle of its body or of a stream
+            raise
         except Exception as error:
             refused = _for_clients(error)
             return refusal(refused, _error_body(refused))
@@ -256,8 +258,8 @@ async def _streamed(
             if response is None:
                 response = await _event_stream(request, headers)
             await response.write(start + json.dumps(chunk, ensure_ascii=False).encode() + end)
-    except RefusedError as error:
-        if response is None:
+    except Exception as error:
+        if response is None or isinstance(error, ConnectionError):
             raise
         body = json.dumps(_error_body(_for_clients(error))).encode()
         await response.write(b"data: " + body + b"\n\n")

@@ -497,6 +497,30 @@ def test_a_failure_in_the_middle_is_the_last_event() -> None:
     run(check, FakeModel(fails_after=5))
 
 
+def test_a_fault_of_the_program_in_the_middle_is_the_last_event_without_its_text() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        *parts, last = await events(client)
+        assert len(parts) == 5
+        assert last["error"]["message"] == "the endpoint failed; its log says why"
+
+    run(check, FakeModel(fails_after=5, failure=KeyError("secret")))
+
+
+def test_a_client_that_leaves_in_its_body_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        assert client._base_url is not None
+        _, writer = await asyncio.open_connection("127.0.0.1", client._base_url.port)
+        writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n".encode())
+        writer.write(b"Content-Length: 9\r\n\r\n{")
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
+        await asyncio.sleep(0.1)
+
+    run(check)
+    assert "a request failed" not in caplog.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_gives_its_request_up(stream: bool) -> None:
     model = FakeModel(fails_after=3, waits=True)
