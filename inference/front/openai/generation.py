@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Place = tuple[float | None, tuple[tuple[int, float], ...]]
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ModelFacts:
         inputs: names of the tensors it takes.
         max_rows: most candidates of a request.
         context_len: most tokens of prompt and answer together, as far as the files say.
+        vocab_size: number of tokens; None where the files do not say.
         encoder_decoder: the prompt is not part of what it returns.
         streams: answers come token by token.
         encodes: it answers with hidden states.
@@ -33,6 +35,7 @@ class ModelFacts:
     encoder_decoder: bool = False
     streams: bool = False
     encodes: bool = False
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,6 @@ class GenerationJob:
 
 
 @dataclass(frozen=True)
-class PlaceScore:
-    """The log probability of the token in one place, and the best tokens there."""
-
-    log_prob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
 class Candidate:
     """One candidate, as far as it has grown.
 
@@ -78,10 +73,9 @@ class Candidate:
     top: Array | None = None
     cum_log_prob: float = 0.0
 
-    def place(self, index: int, *, best: int) -> PlaceScore | None:
-        """Return the scores of a place, with so many of the best tokens."""
+    def place(self, index: int, *, best: int) -> Place:
+        """Return the log probability of the token in a place, and the best tokens there."""
         if self.own is None or self.top_ids is None or self.top is None:
-            return None
-        pairs = zip(self.top_ids[index, :best].tolist(), self.top[index, :best].tolist(),
-                    strict=True)  # fmt: skip
-        return PlaceScore(float(self.own[index]), tuple(pairs))
+            return None, ()
+        tops = (each[index, :best].tolist() for each in (self.top_ids, self.top))
+        return float(self.own[index]), tuple(zip(*tops, strict=True))
