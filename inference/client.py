@@ -21,7 +21,7 @@ from export_scripts.commands import accept_any_text
 from export_scripts.files.json_content import json_object
 from export_scripts.triton.signature import GPT, T5, TensorSignature, ensemble
 from inference.decoding.rows import SessionTurn
-from inference.front.credentials import Credentials
+from inference.front.access import Credentials
 from inference.server.client import DEFAULT_IN_FLIGHT, DEFAULT_URLS, PROTOCOLS, TritonClient
 from inference.server.tensors import file_tensors
 

@@ -31,7 +31,7 @@ _NOT_DECODED = "the body cannot be decoded"
 _NO_TOKEN = "this server requires `authorization: Bearer <token>`"
 
 
-class RefusedError(Exception):
+class RejectedError(Exception):
     """A request that is not answered: why, and the status for HTTP.
 
     `param` and `code` are OpenAI's: the field that is wrong, and the word for what is wrong.
@@ -79,7 +79,7 @@ class Guard:
         token = given.strip().encode(errors="replace")
         matches = [hmac.compare_digest(token, each) for each in self._tokens]
         if scheme.lower() != "bearer" or not any(matches):
-            raise RefusedError(_NO_TOKEN, HTTPStatus.UNAUTHORIZED)
+            raise RejectedError(_NO_TOKEN, HTTPStatus.UNAUTHORIZED)
         return f"token {hashlib.sha256(token).hexdigest()}"
 
     def check_page(self, headers: Mapping[str, str]) -> None:
@@ -93,11 +93,11 @@ class Guard:
             if origin is not None and self.lets_in(origin):
                 return
             reason = "requests from web pages are refused: this one names its origin"
-            raise RefusedError(reason, HTTPStatus.FORBIDDEN)
+            raise RejectedError(reason, HTTPStatus.FORBIDDEN)
         host = headers.get("Host", "")
         if _is_loopback(self._listens_at) and not _is_loopback(_host_name(host)):
             reason = f"this server listens on loopback alone, and the request is for {host[:100]!r}"
-            raise RefusedError(reason, HTTPStatus.FORBIDDEN)
+            raise RejectedError(reason, HTTPStatus.FORBIDDEN)
 
     def lets_in(self, origin: str) -> bool:
         """Return whether web pages of an origin may ask."""
@@ -114,7 +114,7 @@ class Guard:
         coding = ", ".join(request.headers.getall("Content-Encoding", ())).strip().lower()
         if coding not in ("", "identity", *_WINDOW_BITS):
             reason = f"Content-Encoding: {coding[:40]} is not one of gzip, deflate"
-            raise RefusedError(reason, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
+            raise RejectedError(reason, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
         if (request.content_length or 0) > limit:
             raise too_large(limit)
         expects = request.headers.get("Expect", "").lower() == "100-continue"
@@ -124,15 +124,15 @@ class Guard:
             body = await asyncio.wait_for(_read(request, limit), BODY_TIMEOUT_S)
         except asyncio.TimeoutError as error:
             reason = f"the body has not arrived within {BODY_TIMEOUT_S:g} s"
-            raise RefusedError(reason, HTTPStatus.REQUEST_TIMEOUT) from error
+            raise RejectedError(reason, HTTPStatus.REQUEST_TIMEOUT) from error
         except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
-            raise RefusedError(_NOT_DECODED) from error
+            raise RejectedError(_NOT_DECODED) from error
         if coding in _WINDOW_BITS:
             return await asyncio.to_thread(decompressed, body, coding, limit)
         return body
 
     async def message(self, data: bytes) -> bytes:
-        """Return a message of gRPC, decompressed as a body is. Raises RefusedError."""
+        """Return a message of gRPC, decompressed as a body is. Raises RejectedError."""
         if (coding := _BEGINNINGS.get(data[:1])) is None:
             return data
         return await asyncio.to_thread(decompressed, data, coding, self._limit)
@@ -147,10 +147,10 @@ async def _read(request: web.BaseRequest, limit: int) -> bytes:
     return bytes(body)
 
 
-def too_large(limit: int) -> RefusedError:
+def too_large(limit: int) -> RejectedError:
     """Return the refusal of a request with more bytes than the limit."""
     reason = f"the request is larger than {limit >> 20} MiB; send less, or raise max_request_mb"
-    return RefusedError(reason, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+    return RejectedError(reason, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
 def decompressed(body: bytes, coding: str, limit: int) -> bytes:
@@ -170,14 +170,14 @@ def decompressed(body: bytes, coding: str, limit: int) -> bytes:
         if inflater.eof and not inflater.unused_data:
             return data
     else:
-        raise RefusedError(_NOT_DECODED)
+        raise RejectedError(_NOT_DECODED)
     if most == limit:
         raise too_large(limit)
     reason = f"the body expands to over 1 MiB and {MOST_EXPANSION} times its size; send it plain"
-    raise RefusedError(reason, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+    raise RejectedError(reason, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
-def refusal(error: RefusedError, body: object) -> web.Response:
+def refusal(error: RejectedError, body: object) -> web.Response:
     """Return the answer to a request that is refused."""
     response = web.json_response(body, status=error.status)
     if error.status == HTTPStatus.UNAUTHORIZED:

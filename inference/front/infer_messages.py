@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.wire_format import WireFormatError, wire_fields
-from inference.front.guard import RefusedError
+from inference.front.guard import RejectedError
 from inference.front.sessions import Namespace
 from inference.front.strict_json import MOST_JSON_BYTES, MOST_JSON_MB
 from inference.front.validation import (
@@ -29,25 +29,25 @@ def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
     No field is parsed: two bytes of a message can take a hundred bytes of memory.
 
     Raises:
-        RefusedError: It is something else, or has more fields or more bytes outside of raw
+        RejectedError: It is something else, or has more fields or more bytes outside of raw
             tensors than a request needs.
     """
     kept, raw = bytearray(), []
     try:
         for count, field in enumerate(wire_fields(data), start=1):
             if count > _MOST_FIELDS:
-                raise RefusedError(f"the request has more than {_MOST_FIELDS} fields")
+                raise RejectedError(f"the request has more than {_MOST_FIELDS} fields")
             if field.number == _RAW_INPUT_CONTENTS:
                 raw.append(field.place)
             else:
                 kept += data[field.place]
             if len(kept) > MOST_JSON_BYTES:
-                raise RefusedError(
+                raise RejectedError(
                     f"a request may have {MOST_JSON_MB} MiB outside of raw_input_contents; send "
                     "large tensors there"
                 )
     except WireFormatError:
-        raise RefusedError(_NOT_A_REQUEST) from None
+        raise RejectedError(_NOT_A_REQUEST) from None
     return bytes(kept), raw
 
 
@@ -64,7 +64,7 @@ def check_infer_message(
         The message with the server's own id of its session, None if it has no session.
 
     Raises:
-        RefusedError: It has another form.
+        RejectedError: It has another form.
     """
     from google.protobuf.message import DecodeError
     from tritonclient.grpc import service_pb2
@@ -72,7 +72,7 @@ def check_infer_message(
     try:
         message = service_pb2.ModelInferRequest.FromString(data)
     except DecodeError:
-        raise RefusedError(_NOT_A_REQUEST) from None
+        raise RejectedError(_NOT_A_REQUEST) from None
     check_message(message, size_bytes, limit=limit, model=models.get(message.model_name))
     if "sequence_id" not in message.parameters:
         return None
@@ -85,7 +85,7 @@ def check_infer_message(
 def check_message(
     message: Any, size_bytes: int, *, limit: int, model: DeclaredInputs | None = None
 ) -> None:
-    """Check a parsed ModelInferRequest, of `size_bytes` with raw tensors. Raises RefusedError."""
+    """Check a parsed ModelInferRequest, of `size_bytes` with raw tensors. Raises RejectedError."""
     check_fields("the request:", {key: getattr(message, key) for key in MODEL_FIELDS}, MODEL_FIELDS)
     inputs = [
         {**_tensor(each), "datatype": each.datatype, "shape": list(each.shape)}

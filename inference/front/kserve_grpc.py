@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import grpc
 
 from inference.front.access import Access
-from inference.front.guard import RefusedError
+from inference.front.guard import RejectedError
 from inference.front.infer_messages import check_infer_message, without_raw_tensors
 from inference.front.rules import (
     CLOSED,
@@ -68,7 +68,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         metadata = dict(details.invocation_metadata or ())
         try:
             owner = self._context.guard.token_owner(metadata.get("authorization"))
-        except RefusedError as error:
+        except RejectedError as error:
             return _refusal(grpc.StatusCode.UNAUTHENTICATED, str(error))
         if call == STREAM_CALL:
             return grpc.stream_stream_rpc_method_handler(partial(self._stream, owner))
@@ -96,7 +96,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                     request = await self._context.guard.message(request)
                 if call == REGISTER_CALL:
                     check_shared_memory(_register_key(request))
-            except RefusedError as error:
+            except RejectedError as error:
                 await _refuse(context, error)
             reply = await _reply(upstream, call, request, context)
         return _without_reasons(reply) if call == INDEX_CALL else reply
@@ -104,7 +104,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
     async def _stream(
         self, owner: str | None, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
-        refusal: RefusedError | None = None
+        refusal: RejectedError | None = None
         sessions = self._namespace(owner, context)
 
         async def checked(upstream: Upstream) -> AsyncIterator[bytes]:
@@ -112,7 +112,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             async for request in requests:
                 try:
                     yield await self._checked(upstream, request, sessions)
-                except RefusedError as error:
+                except RejectedError as error:
                     refusal = error
                     return  # what was asked before is still answered
 
@@ -132,7 +132,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             await _refuse(context, refusal)
 
     async def _checked(self, upstream: Upstream, request: bytes, sessions: Namespace) -> bytes:
-        """Return a request as tritonserver gets it. Raises RefusedError."""
+        """Return a request as tritonserver gets it. Raises RejectedError."""
         self._context.guard.note_use()
         request = await self._context.guard.message(request)
         data, raw = without_raw_tensors(request)
@@ -192,7 +192,7 @@ async def _fail(context: Any, error: grpc.aio.AioRpcError) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-async def _refuse(context: Any, error: RefusedError) -> NoReturn:
+async def _refuse(context: Any, error: RejectedError) -> NoReturn:
     await context.abort(_CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT), str(error))
     raise AssertionError("abort raises")
 

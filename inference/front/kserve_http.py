@@ -13,7 +13,7 @@ from aiohttp import web
 from yarl import URL
 
 from inference.front.access import Access
-from inference.front.guard import RefusedError, refusal
+from inference.front.guard import RejectedError, refusal
 from inference.front.link import LONGEST_REQUEST_S
 from inference.front.rules import (
     CLOSED,
@@ -75,13 +75,13 @@ class KServeHttp:
             owner = self._admitted(request, is_open=is_open)
             if request.path == READY_PATH and not self._context.is_ready():
                 reason = "the server is starting, or a model does not answer its owner"
-                raise RefusedError(reason, HTTPStatus.SERVICE_UNAVAILABLE)
+                raise RejectedError(reason, HTTPStatus.SERVICE_UNAVAILABLE)
             body = None if request.method == "GET" else await self._guard.body(request)
             with self._context.used() as upstream:
                 if body is None:
                     return await _passed_on(upstream.http, request, None, {})
                 return await self._posted(upstream, request, body, owner)
-        except RefusedError as error:
+        except RejectedError as error:
             return refusal(error, {"error": str(error)})
 
     async def answer_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -92,7 +92,7 @@ class KServeHttp:
             with self._context.used() as upstream:
                 answer = await _passed_on(upstream.metrics, request, None, {})
             return _with_durations(answer)
-        except RefusedError as error:
+        except RejectedError as error:
             return refusal(error, {"error": str(error)})
 
     def _admitted(self, request: web.BaseRequest, *, is_open: bool) -> str | None:
@@ -103,7 +103,7 @@ class KServeHttp:
             owner = self._guard.token_owner(request.headers.get("Authorization"))
         # The path must be relayed as it was checked: no character may have a second spelling.
         if not is_open or request.raw_path.partition("?")[0] != request.path:
-            raise RefusedError(CLOSED, HTTPStatus.FORBIDDEN)
+            raise RejectedError(CLOSED, HTTPStatus.FORBIDDEN)
         return owner
 
     async def _posted(
@@ -117,7 +117,7 @@ class KServeHttp:
         if request.path.endswith("/infer"):
             lengths = request.headers.getall(_JSON_LENGTH, [])
             if len(lengths) > 1:
-                raise RefusedError(f"{_JSON_LENGTH} is given twice")
+                raise RejectedError(f"{_JSON_LENGTH} is given twice")
             length = length_of_json(lengths[0] if lengths else None, len(body))
             data, rest = body[:length], body[length:]
             sessions = self._namespace(request, owner)
@@ -163,10 +163,10 @@ def _check_own_memory(body: bytes) -> None:
     """Check a request to register shared memory.
 
     Raises:
-        RefusedError: It is not JSON, is too long, or the memory is not a client's own.
+        RejectedError: It is not JSON, is too long, or the memory is not a client's own.
     """
     if len(body) > _MOST_NAMES_BYTES:
-        raise RefusedError(f"the request has {len(body)} bytes; {_MOST_NAMES_BYTES} at most")
+        raise RejectedError(f"the request has {len(body)} bytes; {_MOST_NAMES_BYTES} at most")
     check_shared_memory(parse_json(body).get("key"))
 
 
@@ -185,7 +185,7 @@ async def _passed_on(
         ) as answer:
             return await _passed_back(request, answer)
     except aiohttp.ClientError:
-        raise RefusedError(UNREACHABLE, HTTPStatus.SERVICE_UNAVAILABLE) from None
+        raise RejectedError(UNREACHABLE, HTTPStatus.SERVICE_UNAVAILABLE) from None
 
 
 async def _passed_back(

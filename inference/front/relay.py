@@ -26,7 +26,7 @@ from aiohttp import web
 from yarl import URL
 
 from inference.front.access import MOST_REQUEST_MB, Access
-from inference.front.guard import Guard, RefusedError
+from inference.front.guard import Guard, RejectedError
 from inference.front.kserve_grpc import grpc_server
 from inference.front.kserve_http import http_server
 from inference.front.link import LONGEST_REQUEST_S, Stop
@@ -118,7 +118,7 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
                     allow_redirects=False,
                 ) as answer:
                     return await _passed_back(request, answer)
-            except RefusedError as error:
+            except RejectedError as error:
                 return web.json_response({"error": str(error)}, status=error.status)
             except aiohttp.ClientError:
                 status, headers = HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "1"}

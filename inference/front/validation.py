@@ -22,7 +22,7 @@ from typing import Any
 
 from export_scripts.triton.model_config import parse_config
 from export_scripts.triton.signature import ENCODERS
-from inference.front.guard import RefusedError
+from inference.front.guard import RejectedError
 from inference.front.sessions import Namespace
 from inference.front.strict_json import parse_json
 from inference.supervision import CANARY_PARAMETER
@@ -151,7 +151,7 @@ def length_of_json(header: str | None, size_bytes: int) -> int:
     # Twenty digits are more than any size has; int() refuses some thousands.
     is_number = header.isascii() and header.isdigit() and len(header) <= _MOST_DIGITS
     if not is_number or int(header) > size_bytes:
-        raise RefusedError(
+        raise RejectedError(
             f"Inference-Header-Content-Length: {header[:_MOST_SHOWN]} is not a length within a "
             f"body of {size_bytes} bytes"
         )
@@ -171,7 +171,7 @@ def check_infer(
         sessions: Those of the client.
 
     Raises:
-        RefusedError: It has another form.
+        RejectedError: It has another form.
     """
     request = parse_json(data)
     check_form(request, size_bytes, limit=limit, model=model)
@@ -197,7 +197,7 @@ def check_form(
         names.append(each["name"])
         shape = _entry(each, "shape", list)
         if not all(type(size) is int for size in shape):
-            raise RefusedError(f"the shape of input {name} is not a list of integers")
+            raise RejectedError(f"the shape of input {name} is not a list of integers")
         _check_shape(name, shape, most=limit if _REGION in parameters else size_bytes)
         if each["datatype"] == "BYTES":
             check_texts(name, math.prod(shape))
@@ -214,11 +214,11 @@ def _tensors(
     _check_count(key, entries)
     for each in entries:
         if not isinstance(each, dict):
-            raise RefusedError(f"an {kind} is not an object of JSON")
+            raise RejectedError(f"an {kind} is not an object of JSON")
         name = repr(each.get("name"))[:_MOST_SHOWN]
         required = ("name", "datatype", "shape") if kind == "input" else ("name",)
         if missing := [field for field in required if field not in each]:
-            raise RefusedError(f"{kind} {name} has no {missing[0]}")
+            raise RejectedError(f"{kind} {name} has no {missing[0]}")
         check_fields(f"{kind} {name}:", each, fields)
         # null stands for none, as in the server
         parameters = {} if each.get("parameters") is None else _entry(each, "parameters", dict)
@@ -231,13 +231,13 @@ def check_fields(of: str, values: Mapping[str, Any], checks: Checks) -> None:
     for name, (passes, expected) in checks.items():
         if name in values and not passes(values[name]):
             shown = json.dumps(values[name])[:_MOST_SHOWN]
-            raise RefusedError(f"{of} {name} is {shown}; expected {expected}")
+            raise RejectedError(f"{of} {name} is {shown}; expected {expected}")
 
 
 def _check_parameters(of: str, parameters: dict[str, Any], checks: Checks) -> None:
     _check_count("parameters", parameters)
     if any("\0" in key for key in parameters):
-        raise RefusedError(f"{of} the name of a parameter has a null character")
+        raise RejectedError(f"{of} the name of a parameter has a null character")
     check_fields(f"{of} parameter", parameters, checks)
 
 
@@ -249,7 +249,7 @@ def _check_data(tensor: dict[str, Any]) -> None:
     name, datatype, shape = repr(tensor["name"])[:_MOST_SHOWN], tensor["datatype"], tensor["shape"]
     values = list(_leaves(_entry(tensor, "data", list)))
     if len(values) != math.prod(shape):
-        raise RefusedError(
+        raise RejectedError(
             f"input {name} has the shape {str(shape)[:100]}, {math.prod(shape)} elements, and "
             f"{len(values)} in its data"
         )
@@ -270,7 +270,7 @@ def _leaves(data: list[Any]) -> Iterator[Any]:
 def _check_required(model: DeclaredInputs | None, given: Collection[Any]) -> None:
     missing = [name for name in model.required if name not in given] if model else []
     if missing:
-        raise RefusedError(
+        raise RejectedError(
             f"the request lacks {', '.join(map(repr, missing))}, which the model requires"
         )
 
@@ -303,7 +303,7 @@ def _check_row(name: str, data: Any, datatype: str) -> None:
     """Check the values of an input in JSON without types, which is one row."""
     values = list(_leaves([data]))
     if isinstance(data, list) and len(values) != len(data):
-        raise RefusedError(
+        raise RejectedError(
             f"input {name} is a list of lists; generate takes one row as a flat list, infer several"
         )
     _check_values(name, values, datatype)
@@ -315,37 +315,37 @@ def _check_values(name: str, values: Collection[Any], datatype: str) -> None:
     for value in values:
         if type(value) not in kinds:
             text = json.dumps(value)[:_MOST_SHOWN]
-            raise RefusedError(f"input {name} has {text}; {datatype} takes {expected}")
+            raise RejectedError(f"input {name} has {text}; {datatype} takes {expected}")
         if datatype in _INTEGERS and not least <= value <= most:
             text = str(value)[:_MOST_SHOWN]
-            raise RefusedError(f"input {name} has {text}, which {datatype} cannot hold")
+            raise RejectedError(f"input {name} has {text}, which {datatype} cannot hold")
 
 
 def _check_shape(name: str, shape: Sequence[int], *, most: int) -> None:
     """Check a shape against the number of elements that can have been sent."""
     if len(shape) > _MOST_DIMENSIONS:
-        raise RefusedError(f"input {name} has {len(shape)} dimensions, {_MOST_DIMENSIONS} at most")
+        raise RejectedError(f"input {name} has {len(shape)} dimensions, {_MOST_DIMENSIONS} at most")
     text = str(list(shape))[:100]
     if any(size < 0 for size in shape) or (shape and shape[0] == 0):
-        raise RefusedError(f"input {name} has the shape {text}; sizes are positive")
+        raise RejectedError(f"input {name} has the shape {text}; sizes are positive")
     # An empty tensor has sizes too, by which a reader may multiply or loop.
     if math.prod(size or 1 for size in shape) > most:
-        raise RefusedError(f"input {name} has the shape {text}, and fewer elements were sent")
+        raise RejectedError(f"input {name} has the shape {text}, and fewer elements were sent")
 
 
 def check_texts(name: str, count: int) -> None:
     """Check the number of texts of an input."""
     if count > MOST_TEXTS:
-        raise RefusedError(f"input {name} has {count} texts, {MOST_TEXTS} at most")
+        raise RejectedError(f"input {name} has {count} texts, {MOST_TEXTS} at most")
 
 
 def _entry(of: dict[str, Any], key: str, kind: type[Any]) -> Any:
     value = of.get(key, kind())
     if not isinstance(value, kind):
-        raise RefusedError(f"{key!r} is not {'a list' if kind is list else 'an object'} of JSON")
+        raise RejectedError(f"{key!r} is not {'a list' if kind is list else 'an object'} of JSON")
     return value
 
 
 def _check_count(name: str, entries: Any) -> None:
     if len(entries) > MOST_ENTRIES:
-        raise RefusedError(f"the request has {len(entries)} {name}, {MOST_ENTRIES} at most")
+        raise RejectedError(f"the request has {len(entries)} {name}, {MOST_ENTRIES} at most")

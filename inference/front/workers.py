@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from inference.front.guard import RefusedError
+from inference.front.guard import RejectedError
 from inference.parent_process import end_with_parent
 
 _T = TypeVar("_T")
@@ -81,7 +81,7 @@ class Workers:
         self, worker: _Worker, call: tuple[Callable[..., Any], Any], size_bytes: int
     ) -> tuple[bool, Any]:
         if not worker.is_alive() and not worker.start(self._warm_up):
-            return False, RefusedError("the front cannot start a process; its log says why")
+            return False, RejectedError("the front cannot start a process; its log says why")
         return worker.ask(call, self._work_s + WORK_S_PER_MIB * size_bytes / (1 << 20))
 
     def close(self) -> None:
@@ -119,10 +119,10 @@ class _Worker:
                 found: tuple[bool, Any] = pickle.loads(self._pipe.recv_bytes())
                 return found
             self.end()
-            return False, RefusedError(f"the request takes more than {limit_s:.0f} s to read")
+            return False, RejectedError(f"the request takes more than {limit_s:.0f} s to read")
         except (EOFError, OSError):
             self.end()
-            return False, RefusedError("the request takes too much memory to read")
+            return False, RejectedError("the request takes too much memory to read")
 
     def end(self) -> None:
         # At the front's end, also by the thread whose call that end breaks off: a descriptor that

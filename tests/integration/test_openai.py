@@ -21,8 +21,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from inference.backend.tokenizer import load_tokenizer
-from inference.front.access import Access, OpenAIOptions
-from inference.front.credentials import Credentials
+from inference.front.access import Access, Credentials, OpenAIOptions
 from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer

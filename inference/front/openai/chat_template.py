@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE, tokenizer_settings
-from inference.front.guard import RefusedError
+from inference.front.guard import RejectedError
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _DEFAULT = "default"
@@ -44,7 +44,7 @@ class ChatTemplate:
         """Return the prompt for the answer to a conversation.
 
         Raises:
-            RefusedError: the template refuses these messages.
+            RejectedError: the template refuses these messages.
         """
         try:
             return self._template.render(
@@ -57,7 +57,7 @@ class ChatTemplate:
         # Whatever a template does, from an addition of text to a number to endless recursion.
         except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError,
                 AttributeError) as error:  # fmt: skip
-            raise RefusedError(
+            raise RejectedError(
                 f"messages: the chat template refuses them: {error}", param="messages"
             ) from error
 

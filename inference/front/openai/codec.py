@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.backend.tokenizer import REPLACEMENT, Tokenizer, load_tokenizer
-from inference.front.guard import RefusedError
+from inference.front.guard import RejectedError
 from inference.front.openai.chat_template import ChatTemplate, load_chat_template
 
 # So many tokens before others are enough to decode these as within a text: a character has at most
@@ -62,10 +62,10 @@ class Codec:
         """Return the tokens of a conversation.
 
         Raises:
-            RefusedError: the tokenizer has no template, or that refuses the messages.
+            RejectedError: the tokenizer has no template, or that refuses the messages.
         """
         if self._template is None:
-            raise RefusedError(
+            raise RejectedError(
                 "the tokenizer of this model has no chat template; use /v1/completions",
                 code="no_chat_template",
             )

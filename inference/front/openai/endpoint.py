@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from inference.front.guard import Guard, RefusedError, refusal
+from inference.front.guard import Guard, RejectedError, refusal
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun
 from inference.front.openai.generation import Array
@@ -131,7 +131,7 @@ class OpenAIEndpoint:
         is_known = any(path == each for _, each in self._routes)
         status = HTTPStatus.METHOD_NOT_ALLOWED if is_known else HTTPStatus.NOT_FOUND
         reason = f"{method[:20]} {path[:200]}: {status.phrase.lower()}"
-        raise RefusedError(reason, status, code="unknown_url")
+        raise RejectedError(reason, status, code="unknown_url")
 
     async def _health(self, _: web.BaseRequest) -> web.Response:
         if await self._is_ready():
@@ -213,15 +213,15 @@ def _written(asked: EmbeddingRequest, vector: Array) -> str | list[float]:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-def _for_clients(error: Exception) -> RefusedError:
+def _for_clients(error: Exception) -> RejectedError:
     """Return the error that a client gets; that of this program is for the log alone."""
-    if isinstance(error, RefusedError):
+    if isinstance(error, RejectedError):
         return error
     logger.error("a request failed", exc_info=error)
-    return RefusedError("the endpoint failed; its log says why", HTTPStatus.INTERNAL_SERVER_ERROR)
+    return RejectedError("the endpoint failed; its log says why", HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def _error_body(error: RefusedError) -> dict[str, Any]:
+def _error_body(error: RejectedError) -> dict[str, Any]:
     """Return an error as OpenAI's API sends it."""
     # LiteLLM knows a wrong key by the code and the first words.
     is_key = error.status == HTTPStatus.UNAUTHORIZED

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from inference.front.guard import RefusedError
+from inference.front.guard import RejectedError
 from inference.front.openai.codec import Codec, CodecFiles
 from inference.front.openai.generation import Array, GenerationJob, ModelFacts
 from inference.front.openai.requests import (
@@ -83,7 +83,7 @@ def load_codec(texts: CodecFiles) -> None:
 def prepare_completion(
     texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> PreparedRequest:
-    """Return the request that a body of /v1/completions states. Raises RefusedError."""
+    """Return the request that a body of /v1/completions states. Raises RejectedError."""
     request = read_request(CompletionRequest, parse_json(data))
     facts, codec = model_facts(models, request.model), texts.codec()
     shows_text = request.echo or request.logprobs is not None
@@ -101,7 +101,7 @@ def prepare_completion(
 def prepare_chat(
     texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> PreparedRequest:
-    """Return the request that a body of /v1/chat/completions states. Raises RefusedError."""
+    """Return the request that a body of /v1/chat/completions states. Raises RejectedError."""
     request = read_request(ChatRequest, parse_json(data))
     facts, codec = model_facts(models, request.model), texts.codec()
     prompt = Prompt(array("I", codec.encode_chat(request.messages)))
@@ -114,13 +114,13 @@ def prepare_chat(
 def prepare_embeddings(
     texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> tuple[EmbeddingRequest, list[array[int]]]:
-    """Return what a body of /v1/embeddings asks for, and its rows. Raises RefusedError."""
+    """Return what a body of /v1/embeddings asks for, and its rows. Raises RejectedError."""
     request = read_request(EmbeddingRequest, parse_json(data))
     facts, codec = model_facts(models, request.model), texts.codec()
     rows = [array("I", codec.encode(e) if isinstance(e, str) else e) for e in request.input]
     for number, row in enumerate(rows):
         if not 0 < len(row) <= facts.context_len:
-            raise RefusedError(
+            raise RejectedError(
                 f"input {number} has {len(row)} tokens. This model's maximum context length is "
                 f"{facts.context_len} tokens, and the least is 1",
                 param="input",
@@ -130,21 +130,21 @@ def prepare_embeddings(
 
 
 def tokenize(texts: CodecFiles, data: bytes) -> list[int]:
-    """Return the tokens of a text, as a body of /tokenize asks. Raises RefusedError."""
+    """Return the tokens of a text, as a body of /tokenize asks. Raises RejectedError."""
     request = read_request(TokenizeRequest, parse_json(data))
     return texts.codec().tokenize(request.prompt, special=request.add_special_tokens)
 
 
 def detokenize(texts: CodecFiles, data: bytes) -> str:
-    """Return the text of tokens, as a body of /detokenize asks. Raises RefusedError."""
+    """Return the text of tokens, as a body of /detokenize asks. Raises RejectedError."""
     return texts.codec().text(read_request(DetokenizeRequest, parse_json(data)).tokens)
 
 
 def model_facts(models: Mapping[str, Any], name: str) -> Any:
-    """Return the entry of a model. Raises RefusedError with the names that there are."""
+    """Return the entry of a model. Raises RejectedError with the names that there are."""
     if name in models:
         return models[name]
-    raise RefusedError(
+    raise RejectedError(
         f"the model {name[:100]!r} does not exist; this server has {', '.join(models)}",
         status=HTTPStatus.NOT_FOUND,
         param="model",
@@ -157,13 +157,13 @@ def _single_tokens(codec: Codec, request: Sampling) -> tuple[int, ...]:
 
 
 def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
-    """Return a request that the model has room for. Raises RefusedError."""
+    """Return a request that the model has room for. Raises RejectedError."""
     sampling, places = request.sampling, 0
     for prompt in request.prompts:
         output_len = check_job(facts, request, len(prompt.ids))
         places += sampling.candidates * output_len + (len(prompt.ids) if request.echo else 0)
     if sampling.best is not None and places * (sampling.best + 1) > MOST_SCORES:
-        raise RefusedError(
+        raise RejectedError(
             f"{places} tokens with {sampling.best + 1} log probabilities each are more than the "
             f"{MOST_SCORES} of a request; send fewer prompts, or lower n, max_tokens or logprobs",
             param="logprobs",
@@ -177,16 +177,16 @@ def check_job(facts: ModelFacts, request: PreparedRequest, prompt_len: int) -> i
     A request is refused if the model has no room for the prompt and so many, or cannot do it.
     """
     if request.echo and facts.encoder_decoder and request.sampling.best is not None:
-        raise RefusedError("an encoder's prompt has no log probabilities", param="logprobs")
+        raise RejectedError("an encoder's prompt has no log probabilities", param="logprobs")
     for name in _tensors(request, count=1, seed=0).keys() - facts.inputs:
         needs = _FIELD_OF.get(name, name)
-        raise RefusedError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
+        raise RejectedError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
     room = facts.context_len - (0 if facts.encoder_decoder else prompt_len)
     limit = request.sampling.limit
     wanted = max(room if limit is None else limit, 1)
     if wanted > room or prompt_len > facts.context_len:
         each = ", of the prompt as of the answer" if facts.encoder_decoder else ""
-        raise RefusedError(  # many clients look for the code, and some for these first words
+        raise RejectedError(  # many clients look for the code, and some for these first words
             f"This model's maximum context length is {facts.context_len} tokens{each}. The prompt "
             f"has {prompt_len} and the answer up to {wanted}: shorten the prompt, or lower "
             "max_tokens",

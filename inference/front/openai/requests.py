@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from inference.front.guard import RefusedError
+from inference.front.guard import RejectedError
 
 # OpenAI's own limits.
 MOST_PROMPTS = 2048
@@ -311,9 +311,9 @@ class DetokenizeRequest(_Record):
 
 
 def read_request(kind: type[_T], body: Mapping[str, Any]) -> _T:
-    """Return the request that a JSON object states. Raises RefusedError with every problem."""
+    """Return the request that a JSON object states. Raises RejectedError with every problem."""
     if len(body) > MOST_FIELDS:
-        raise RefusedError(f"the request has {len(body)} fields, {MOST_FIELDS} at most")
+        raise RejectedError(f"the request has {len(body)} fields, {MOST_FIELDS} at most")
     given = {k: v for k, v in body.items() if v is not None and k not in _WITHOUT_EFFECT}
     values = {name: value for name, value in given.items() if name not in kind.unsupported}
     problems: dict[str, str] = {}
@@ -333,7 +333,7 @@ def read_request(kind: type[_T], body: Mapping[str, Any]) -> _T:
             problems[name] = reason
     if problems:
         text = "; ".join(f"{name}: {words}" for name, words in problems.items())
-        raise RefusedError(text, param=next(iter(problems)), code=code)
+        raise RejectedError(text, param=next(iter(problems)), code=code)
     return request
 
 

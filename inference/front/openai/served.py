@@ -17,7 +17,7 @@ from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 
 from export_scripts.ft.config_ini import read_config
 from inference.backend.text_tensors import pad_rows
-from inference.front.guard import RefusedError
+from inference.front.guard import RejectedError
 from inference.front.openai.generation import Array, Candidate, GenerationJob, ModelFacts
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL, without_internal_names
 from inference.front.upstream import Cancellations
@@ -59,7 +59,7 @@ class TritonModel:
         """Yield the candidates as they grow; the last time, whole. Closing it cancels the job.
 
         Raises:
-            RefusedError: the model refuses the request, or cannot answer.
+            RejectedError: the model refuses the request, or cannot answer.
         """
         request = self._request(job).SerializeToString()
         try:
@@ -83,7 +83,7 @@ class TritonModel:
             raise api_error(error) from error
 
     async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
-        """Return each row's mean hidden state, scaled to length 1, (B, E). Raises RefusedError."""
+        """Return each row's mean hidden state, scaled to length 1, (B, E). Raises RejectedError."""
         found = []
         for first in range(0, len(rows), self.facts.max_rows):
             ids, lengths = pad_rows(rows[first : first + self.facts.max_rows], pad_id=0)
@@ -238,7 +238,7 @@ def _context_len(config: Any, repository: Path | None) -> int:
     return min(limit, positions) if positions else limit
 
 
-def stream_error(text: str) -> RefusedError:
+def stream_error(text: str) -> RejectedError:
     """Return the error for a client where a stream ends with one."""
     kind, _, rest = text.partition(": ")
     if kind in _STREAM_STATUS:
@@ -246,11 +246,11 @@ def stream_error(text: str) -> RefusedError:
     return _error(text, HTTPStatus.BAD_REQUEST)
 
 
-def api_error(error: grpc.aio.AioRpcError) -> RefusedError:
+def api_error(error: grpc.aio.AioRpcError) -> RejectedError:
     """Return the error for a client where the server answers with one."""
     status = _STATUS.get(error.code(), HTTPStatus.INTERNAL_SERVER_ERROR)
     return _error(error.details() or "", status)
 
 
-def _error(text: str, status: HTTPStatus) -> RefusedError:
-    return RefusedError(without_internal_names(text) or "the model does not answer", status=status)
+def _error(text: str, status: HTTPStatus) -> RejectedError:
+    return RejectedError(without_internal_names(text) or "the model does not answer", status=status)

@@ -21,7 +21,7 @@ from inference.front import (
     validation,
     workers,
 )
-from inference.front.guard import RefusedError, decompressed
+from inference.front.guard import RejectedError, decompressed
 from inference.front.kserve_grpc import MOST_METADATA_BYTES, SERVER_OPTIONS
 from inference.front.openai import requests
 from inference.front.openai.generation import ModelFacts
@@ -148,7 +148,7 @@ ROWS: dict[str, tuple[int, Callable[[int], object]]] = {
 def test_a_limit_is_taken_and_one_more_is_refused(name: str) -> None:
     limit, attempt = ROWS[name]
     attempt(limit)
-    with pytest.raises(RefusedError):
+    with pytest.raises(RejectedError):
         attempt(limit + 1)
 
 

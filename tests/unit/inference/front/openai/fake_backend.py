@@ -15,7 +15,7 @@ import numpy as np
 from aiohttp.test_utils import RawTestServer
 
 from inference.front.access import OPEN_ACCESS, Access
-from inference.front.guard import Guard, RefusedError
+from inference.front.guard import Guard, RejectedError
 from inference.front.openai.chat_template import ChatTemplate
 from inference.front.openai.codec import Codec
 from inference.front.openai.endpoint import OpenAIEndpoint
@@ -84,7 +84,7 @@ class FakeModel:
         failure: Exception | None = None,
     ) -> None:
         self.facts = facts
-        self._failure = failure or RefusedError("the model broke", HTTPStatus.SERVICE_UNAVAILABLE)
+        self._failure = failure or RejectedError("the model broke", HTTPStatus.SERVICE_UNAVAILABLE)
         self.jobs: list[GenerationJob] = []
         self.given_up = asyncio.Event()
         self._ids = [*Letters().encode(text), END]
