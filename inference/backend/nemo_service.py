@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from inference.backend.text_models import row_texts
-from inference.backend.text_service import QueuedRow, RowRead, Tensors, TextService, column
-from inference.backend.text_tensors import word_list_tensor
+from inference.backend.text_generation import QueuedRow, RowRead, TextModel, TextService, column
+from inference.backend.text_models import row_texts, word_list_tensor
+from inference.backend.triton_model import Tensors
 from inference.decoding.prompts import TASK_IDS
 from inference.decoding.request import RequestError
 from inference.decoding.rows import P_TUNING
@@ -181,6 +181,18 @@ class NemoDeployService(NemoService):
         if "use_greedy" not in named and not {"top_k", "top_p", "temperature"}.isdisjoint(named):
             named["use_greedy"] = np.zeros((len(named["prompts"]), 1), np.bool_)
         return super()._read(named)
+
+
+class NemoModel(TextModel):
+    """The same with the tensors of PyTriton's NeMo example."""
+
+    service_class = NemoService
+
+
+class NemoDeployModel(TextModel):
+    """The same with the tensors of NeMo's own query clients."""
+
+    service_class = NemoDeployService
 
 
 def _plain_text(value: str | bytes) -> str:

@@ -82,14 +82,14 @@ NEMO_OUTPUTS = (
     TensorSignature("offsets", "INT32", (1, -1), doc="characters before each token"),
 )
 
-# Interface: class of the model in inference.backend.text_generation, inputs, outputs.
+# Interface: module and class of the model in inference.backend, inputs, outputs.
 INTERFACES: dict[str, tuple[str, tuple[TensorSignature, ...], tuple[TensorSignature, ...]]] = {
-    "text": ("TextModel", INPUTS, OUTPUTS),
-    "nemo": ("NemoModel", NEMO_INPUTS, NEMO_OUTPUTS),
-    "nemo-deploy": ("NemoDeployModel", NEMO_DEPLOY_INPUTS, NEMO_OUTPUTS),
+    "text": ("text_generation import TextModel", INPUTS, OUTPUTS),
+    "nemo": ("nemo_service import NemoModel", NEMO_INPUTS, NEMO_OUTPUTS),
+    "nemo-deploy": ("nemo_service import NemoDeployModel", NEMO_DEPLOY_INPUTS, NEMO_OUTPUTS),
 }
 NEMO_NAME = "GPT"  # which the client of PyTriton's NeMo example asks for
-_SCRIPT = "from inference.backend.text_generation import {} as TritonPythonModel  # noqa: F401\n"
+_SCRIPT = "from inference.backend.{} as TritonPythonModel  # noqa: F401\n"
 
 
 def write_text_repository(

@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2 as schema
 from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 
 from export_scripts.ft.config_ini import read_config
-from inference.backend.text_tensors import pad_rows
+from inference.backend.text_models import pad_rows
 from inference.front.guard import RejectedError
 from inference.front.openai.generation import Array, Candidate, GenerationJob, ModelFacts
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL, without_internal_names

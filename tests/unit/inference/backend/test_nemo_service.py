@@ -12,7 +12,7 @@ import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.backend.nemo_service import NemoDeployService, NemoService
-from inference.backend.text_service import TextService
+from inference.backend.text_generation import TextService
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.decoding.request import RequestError, parse_request
 from inference.engine.engine import Engine, EngineOptions
