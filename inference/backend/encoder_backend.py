@@ -14,7 +14,6 @@ from inference.backend.python_backend import GenerationModel
 from inference.backend.triton_model import (
     ModelArguments,
     config_parameters,
-    hidden_tensor,
     request_tensors,
     response,
 )
@@ -50,12 +49,15 @@ class EncoderModel(EngineModel):
         if result.attentions is not None:
             outputs["output_attentions"] = result.attentions  # (B, L, heads, S, S)
         data_type = self.settings.placement.data_type
-        tensors = [
-            hidden_tensor(name, value, data_type)
-            for name, value in outputs.items()
-            if name in exchange.wanted
-        ]
-        exchange.send(response(tensors), final=True)
+        typed = {name: _in_type(value, data_type) for name, value in outputs.items()}
+        exchange.send(response(typed, exchange.wanted), final=True)
+
+
+def _in_type(value: Any, data_type: str) -> Any:
+    """Return a torch tensor in the computation type, as an array if numpy has that."""
+    if data_type == "bf16":
+        return value.bfloat16()
+    return (value.half() if data_type == "fp16" else value).numpy()
 
 
 class FasterTransformerModel:

@@ -111,8 +111,6 @@ class EngineModel:
             ValueError: config.pbtxt and weights do not match, or the weights are invalid; Triton
                 reports the message and the model stays unavailable.
         """
-        import triton_python_backend_utils as pb_utils
-
         arguments = ModelArguments(args)
         self.name = args["model_name"]
         self.settings = read_settings(arguments)
@@ -120,9 +118,9 @@ class EngineModel:
         self.interactive = arguments.session_idle_s is not None
         self.bf16_inputs = arguments.bf16_inputs
         for key in self.settings.unknown:
-            pb_utils.Logger.log_warn(f"{self.name}: parameter {key} is unknown and has no effect")
+            self.warn(f"parameter {key} is unknown and has no effect")
         for key in self.settings.without_effect:
-            pb_utils.Logger.log_warn(f"{self.name}: parameter {key} has no effect in this engine")
+            self.warn(f"parameter {key} has no effect in this engine")
         self._check_weights()
         self._take_place(arguments.instance)
         with _other_ranks(self.settings):
@@ -143,6 +141,12 @@ class EngineModel:
         ]
         for thread in self._threads:
             thread.start()
+
+    def warn(self, message: str) -> None:
+        """Write to the server's log."""
+        import triton_python_backend_utils as pb_utils
+
+        pb_utils.Logger.log_warn(f"{self.name}: {message}")
 
     def _take_place(self, instance: Instance) -> None:
         """Keep to the devices of one instance. Raises ValueError over several nodes."""

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from inference.backend.engine_model import EngineModel, Exchange
 from inference.backend.triton_model import (
-    log_warning,
-    output_tensors,
     request_tensors,
     response,
 )
@@ -52,7 +50,7 @@ class GenerationModel(EngineModel):
             self.engine.end_refused(turn)
             raise
         for warning in request.warnings:
-            log_warning(f"{self.name}: {warning}")
+            self.warn(warning)
         answer = StreamedAnswer(
             exchange,
             FrameStream(
@@ -120,4 +118,4 @@ class StreamedAnswer:
         if self.leading_axis:
             frame = {name: value[None] for name, value in frame.items()}
         exchange = self.exchange
-        exchange.send(response(output_tensors(frame, exchange.wanted)), final=final)
+        exchange.send(response(frame, exchange.wanted), final=final)

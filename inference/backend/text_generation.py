@@ -21,7 +21,6 @@ from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.backend.triton_model import (
     RequestInputs,
     Tensors,
-    output_tensors,
     request_tensors,
     response,
 )
@@ -176,7 +175,7 @@ class TextModel(GenerationModel):
 
         def send(_: object) -> None:
             outputs = self.service.answer(rows)
-            exchange.send(response(output_tensors(outputs, exchange.wanted)), final=True)
+            exchange.send(response(outputs, exchange.wanted), final=True)
 
         return AllRows([row.future for row in rows]), send
 

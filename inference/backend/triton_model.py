@@ -87,13 +87,6 @@ class ModelArguments:
         return ValueError(f"config.pbtxt of {self.model_folder.name}: parameter {words}")
 
 
-def log_warning(message: str) -> None:
-    """Write to the server's log."""
-    import triton_python_backend_utils as pb_utils
-
-    pb_utils.Logger.log_warn(message)
-
-
 def request_tensors(request: Any, *, bf16: Collection[str] = ()) -> dict[str, np.ndarray[Any, Any]]:
     """Return the inputs of a Triton request by name; `bf16` ones, which numpy lacks, as FP32."""
     return {
@@ -108,27 +101,21 @@ def _from_bf16(tensor: Any) -> np.ndarray[Any, Any]:
     return np.asarray(from_dlpack(tensor.to_dlpack()).float().numpy())
 
 
-def output_tensors(outputs: Tensors, wanted: Collection[str]) -> list[Any]:
-    """Return those of `outputs` that the client wants, as Triton's tensors."""
+def response(outputs: Mapping[str, Any], wanted: Collection[str]) -> Any:
+    """Return a Triton response with those of `outputs` that the client wants.
+
+    They are arrays, or torch tensors, which may have a type that numpy lacks.
+    """
     import triton_python_backend_utils as pb_utils
 
-    return [pb_utils.Tensor(name, value) for name, value in outputs.items() if name in wanted]
-
-
-def hidden_tensor(name: str, value: Any, data_type: str) -> Any:
-    """Return a torch tensor as Triton's, in the computation type of the model."""
-    import triton_python_backend_utils as pb_utils
-
-    if data_type == "bf16":
-        return pb_utils.Tensor.from_dlpack(name, value.bfloat16().contiguous())
-    return pb_utils.Tensor(name, (value.half() if data_type == "fp16" else value).numpy())
-
-
-def response(tensors: Sequence[Any]) -> Any:
-    """Return a Triton response with these outputs."""
-    import triton_python_backend_utils as pb_utils
-
-    return pb_utils.InferenceResponse(list(tensors))
+    tensors = [
+        pb_utils.Tensor(name, value)
+        if isinstance(value, np.ndarray)
+        else pb_utils.Tensor.from_dlpack(name, value.contiguous())
+        for name, value in outputs.items()
+        if name in wanted
+    ]
+    return pb_utils.InferenceResponse(tensors)
 
 
 def error_response(message: str, code: str = "INVALID_ARG") -> Any:
@@ -197,7 +184,7 @@ class TensorModel:
             outputs = self._run_turn(request, tensors) if self.interactive else self.run(tensors)
         except ValueError as error:
             return error_response(str(error))
-        return response(output_tensors(outputs, request.requested_output_names()))
+        return response(outputs, request.requested_output_names())
 
     def _run_turn(self, request: Any, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
         """Answer one turn of a session, whose tensors have one more axis, of size 1, in front."""
