@@ -61,8 +61,7 @@ class Exchange:
     def is_cancelled(self) -> bool:
         """Return whether the client left.
 
-        Not checked after the final response: the server (2.51) has then dropped the request, and
-        the check would end its process.
+        After the final response the server (2.51) has dropped the request: to ask it would end it.
         """
         with self._lock:
             return not self._closed and bool(self.sender.is_cancelled())
@@ -105,11 +104,8 @@ class EngineModel:
         """Start the engine (called by Triton), and before it the other ranks of this node.
 
         The modules of this package import torch inside functions only, so that all ranks import it
-        at once.
-
-        Raises:
-            ValueError: config.pbtxt and weights do not match, or the weights are invalid; Triton
-                reports the message and the model stays unavailable.
+        at once. Of a ValueError, for weights that are invalid or do not match config.pbtxt, Triton
+        reports the message, and the model stays unavailable.
         """
         arguments = ModelArguments(args)
         self.name = args["model_name"]
@@ -197,10 +193,7 @@ class EngineModel:
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request in the engine; return its future and the function that sends its result.
 
-        Raises:
-            ValueError: the request is invalid.
-            EngineBusyError: too many requests wait.
-            EngineFailedError: the engine cannot answer.
+        Raises ValueError for an invalid one, EngineBusyError or EngineFailedError.
         """
         raise NotImplementedError
 

@@ -23,11 +23,7 @@ _PLACEMENT = {
     "device": "device",
 }
 _NVIDIA_ONLY = ("enable_custom_all_reduce",)
-_DIRECT = (
-    "model_type",
-    "strict_lengths",
-    "stream_new_tokens",
-)
+_DIRECT = ("model_type", "strict_lengths", "stream_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -45,11 +41,7 @@ class ModelSettings:
 
 
 def read_settings(arguments: ModelArguments) -> ModelSettings:
-    """Return the settings of a model.
-
-    Raises:
-        ValueError: parameters are missing or wrong; all of them are listed.
-    """
+    """Return the settings of a model. Raises ValueError with all missing and wrong parameters."""
     values: dict[str, Any] = {}
     problems = [
         f"parameter {key} is missing"
@@ -91,10 +83,7 @@ def _checkpoint_path(arguments: ModelArguments, values: dict[str, Any]) -> Path:
     The parameter, taken from the server's working directory if it is relative (as NVIDIA's backend
     does), else `<model>/<version>/<default_model_filename>`, else
     `<model>/<version>/<tensor_para_size>-gpu`. In the Python backend default_model_filename names
-    the script, which is ignored.
-
-    Raises:
-        ValueError: there is no folder at the parameter's path.
+    the script, which is ignored. Raises ValueError if there is no folder at the parameter's path.
     """
     if "model_checkpoint_path" in values:
         return _given_path(arguments.model_folder.name, values["model_checkpoint_path"])

@@ -55,10 +55,7 @@ class TextService:
     def begin(self, request: Tensors) -> list[QueuedRow]:
         """Queue the rows of a request, each by itself, so that none waits for a longer one.
 
-        Raises:
-            RequestError: The request is wrong.
-            EngineBusyError: Too many rows wait.
-            EngineFailedError: The engine has failed.
+        Raises RequestError, EngineBusyError or EngineFailedError.
         """
         rows: list[QueuedRow] = []
         try:

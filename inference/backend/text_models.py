@@ -32,26 +32,28 @@ class Preprocessing(TensorModel):
         self.prompts = _PromptEncoder(arguments)
 
     def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
-        """Return ids, lengths and word lists. Raises ValueError with every problem."""
+        """See `turn`."""
         return self.turn(tensors, continues=False)
 
     def turn(self, tensors: Tensors, *, continues: bool) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the same; what `continues` a conversation gets no start token."""
+        """Return ids, lengths and word lists; what `continues` a conversation has no start token.
+
+        Raises ValueError with every problem.
+        """
         texts = self.prompts.texts("QUERY", tensors["QUERY"])
         rows = len(texts)
         words, problems = {}, []
-        for source, target in (
-            ("BAD_WORDS_DICT", "BAD_WORDS_IDS"),
-            ("STOP_WORDS_DICT", "STOP_WORDS_IDS"),
-        ):
-            records = [""] * rows
+        for kind in ("BAD_WORDS", "STOP_WORDS"):
+            source, records = f"{kind}_DICT", [""] * rows
             if source in tensors:
                 records = row_texts(source, tensors[source], most_bytes=_MOST_WORDS_BYTES)
             if len(records) != rows:
                 problems.append(f"{source}: expected {rows} rows as in QUERY, got {len(records)}")
                 continue
             try:
-                words[target] = word_list_tensor(records, self.prompts.tokenizer, name=source)
+                words[f"{kind}_IDS"] = word_list_tensor(
+                    records, self.prompts.tokenizer, name=source
+                )
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -74,9 +76,8 @@ class QueryTokenizer(TensorModel):
 
     def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
         """Return ids and lengths. Raises ValueError for input that is not text."""
-        ids, lengths = self.prompts.encode(
-            self.prompts.texts("query", tensors["query"]), name="query"
-        )
+        texts = self.prompts.texts("query", tensors["query"])
+        ids, lengths = self.prompts.encode(texts, name="query")
         return {"input_ids": ids, "request_input_len": lengths}
 
 
@@ -97,9 +98,8 @@ class _PromptEncoder:
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return ids padded with the end token, (B, S), and lengths, (B, 1).
 
-        Raises:
-            ValueError: Some texts are empty and others are not, which models do not accept in one
-                batch; or the padded rows are too large.
+        Raises ValueError where some texts are empty and others are not, which models do not accept
+        in one batch; or if the padded rows are too large.
         """
         rows = [self.tokenizer.encode(text, special=special) + self._suffix for text in texts]
         if any(rows) and not all(rows):
@@ -215,9 +215,8 @@ def row_texts(
 ) -> list[str]:
     """Return one string per row of a (B, 1) tensor of bytes.
 
-    Raises:
-        ValueError: It has another shape, a value is not UTF-8 or larger than `most_bytes`, or all
-            of them are larger than four times that.
+    Raises ValueError if it has another shape, a value is not UTF-8 or larger than `most_bytes`, or
+    all of them are larger than four times that.
     """
     if tensor.ndim != 2 or tensor.shape[1] != 1:
         raise ValueError(f"{name}: expected shape [B,1], got {list(tensor.shape)}")
@@ -242,8 +241,7 @@ def _text_of(value: str | bytes, name: str) -> str:
 def split_words(text: str) -> list[str]:
     """Return the words of one CSV record; spaces count, a comma in a word needs quotes.
 
-    Raises:
-        ValueError: there is an unquoted line break inside.
+    Raises ValueError for an unquoted line break inside.
     """
     try:
         # A list of one line: an empty string is a record, too, without fields.
@@ -260,10 +258,7 @@ def word_list_tensor(
     """Return the (B, 2, W) tensor of the words in each row's CSV record.
 
     Ids of all words come one after another, above the offset at which each word ends; unused places
-    hold id 0 and offset -1.
-
-    Raises:
-        ValueError: some rows are not CSV records, each named `name[row]`.
+    hold id 0 and offset -1. Raises ValueError with `name[row]` of each that is not a CSV record.
     """
     problems, flat_rows, offset_rows = [], [], []
     for row, text in enumerate(rows):

@@ -37,10 +37,9 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def load_tokenizer(folder: Path, *, kind: str | None = None) -> Tokenizer:
-    """Return the tokenizer whose files lie in `folder`.
+    """Return the tokenizer whose files lie in `folder`, of one kind if it is given.
 
-    Raises:
-        ValueError: the folder holds none (of that kind), or its files are unreadable.
+    Raises ValueError if there is none, or its files are unreadable.
     """
     found = find_tokenizer(folder, kind=kind)
     if found is None:
@@ -257,10 +256,6 @@ def _load_bpe(found: TokenizerFiles) -> Tokenizer:
     return made
 
 
-def _load_sentencepiece(found: TokenizerFiles) -> Tokenizer:
-    return SentencePieceTokenizer(found.files[0], start_marker=_start_marker(found))
-
-
 def _load_wordpiece(found: TokenizerFiles) -> Tokenizer:
     """Cased WordPiece, for the cased vocabularies of BERT and NeMo."""
     from tokenizers import Tokenizer as Backend
@@ -277,6 +272,8 @@ def _load_wordpiece(found: TokenizerFiles) -> Tokenizer:
 _LOADERS: dict[str, Callable[[TokenizerFiles], Tokenizer]] = {
     "hf": _load_hf,
     "bpe": _load_bpe,
-    "sentencepiece": _load_sentencepiece,
+    "sentencepiece": lambda found: SentencePieceTokenizer(
+        found.files[0], start_marker=_start_marker(found)
+    ),
     "wordpiece": _load_wordpiece,
 }

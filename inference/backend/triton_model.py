@@ -26,39 +26,28 @@ def config_parameters(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class ModelArguments:
-    """The arguments with which Triton loads a model."""
+    """The arguments with which Triton loads a model.
+
+    Attributes:
+        instance: the place of this process among the model's instances.
+        decoupled: whether the model answers a request with more than one response.
+        session_idle_s: longest pause of a session, None for a model without sessions.
+        bf16_inputs: names of the inputs that arrive as BF16.
+    """
 
     def __init__(self, args: Mapping[str, str]) -> None:
         self.config: dict[str, Any] = json.loads(args["model_config"])
         self.model_folder = Path(args["model_repository"])
         self.version_folder = self.model_folder / args["model_version"]
-        self._instance_name = args.get("model_instance_name", "")
         self.parameters = config_parameters(self.config)
-
-    @property
-    def decoupled(self) -> bool:
-        """Return whether the model answers a request with more than one response."""
-        return bool(self.config.get("model_transaction_policy", {}).get("decoupled", False))
-
-    @property
-    def session_idle_s(self) -> float | None:
-        """Longest pause of a session, None for a model without sessions."""
+        self.instance = Instance.of(self.config, args.get("model_instance_name", ""))
+        policy = self.config.get("model_transaction_policy", {})
+        self.decoupled = bool(policy.get("decoupled", False))
         batching = self.config.get("sequence_batching")
-        return None if batching is None else batching["max_sequence_idle_microseconds"] / 1e6
-
-    @property
-    def instance(self) -> Instance:
-        """The place of this process among the model's instances."""
-        return Instance.of(self.config, self._instance_name)
-
-    @property
-    def bf16_inputs(self) -> frozenset[str]:
-        """Names of the inputs that arrive as BF16."""
-        return frozenset(
-            tensor["name"]
-            for tensor in self.config.get("input", [])
-            if tensor["data_type"] == "TYPE_BF16"
-        )
+        idle_us = None if batching is None else batching["max_sequence_idle_microseconds"]
+        self.session_idle_s = None if idle_us is None else idle_us / 1e6
+        inputs = self.config.get("input", [])
+        self.bf16_inputs = frozenset(e["name"] for e in inputs if e["data_type"] == "TYPE_BF16")
 
     def text(self, key: str, *, default: str | None = None) -> str:
         """Return a parameter. Raises ValueError if it is needed and absent."""
