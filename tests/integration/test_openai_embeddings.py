@@ -114,7 +114,7 @@ def test_what_cannot_be_embedded_is_refused(served: tuple[openai.OpenAI, str]) -
             client.embeddings.create(model=MODEL, input=text)
     with pytest.raises(openai.BadRequestError, match="dimensions: is not supported"):
         client.embeddings.create(model=MODEL, input="it", dimensions=2)
-    with pytest.raises(openai.NotFoundError, match=f"does not exist; this server has {MODEL}"):
+    with pytest.raises(openai.NotFoundError, match=f"does not exist, or .*; it has {MODEL}"):
         client.embeddings.create(model="other", input="it")
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model=MODEL, prompt="it")

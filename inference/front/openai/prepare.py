@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -119,6 +119,7 @@ def prepare_embeddings(
     facts, codec = model_facts(models, request.model), texts.codec()
     rows = [array("I", codec.encode(e) if isinstance(e, str) else e) for e in request.input]
     for number, row in enumerate(rows):
+        _check_ids(facts, "input", row)
         if not 0 < len(row) <= facts.context_len:
             raise RejectedError(
                 f"input {number} has {len(row)} tokens. This model's maximum context length is "
@@ -145,8 +146,9 @@ def model_facts(models: Mapping[str, Any], name: str) -> Any:
     if name in models:
         return models[name]
     raise RejectedError(
-        f"the model {name[:100]!r} does not exist; this server has {', '.join(models)}",
-        status=HTTPStatus.NOT_FOUND,
+        f"the model {name[:100]!r} does not exist, or is not one for this path; it has "
+        f"{', '.join(models) or 'none'}",
+        HTTPStatus.NOT_FOUND,
         param="model",
         code="model_not_found",
     )
@@ -157,9 +159,11 @@ def _single_tokens(codec: Codec, request: Sampling) -> tuple[int, ...]:
 
 
 def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
-    """Return a request that the model has room for. Raises RejectedError."""
+    """Return a request that the model has room and tokens for. Raises RejectedError."""
     sampling, places = request.sampling, 0
+    _check_ids(facts, "logit_bias", sampling.biases)
     for prompt in request.prompts:
+        _check_ids(facts, "messages" if request.is_chat else "prompt", prompt.ids)
         output_len = check_job(facts, request, len(prompt.ids))
         places += sampling.candidates * output_len + (len(prompt.ids) if request.echo else 0)
     if sampling.best is not None and places * (sampling.best + 1) > MOST_SCORES:
@@ -169,6 +173,16 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
             param="logprobs",
         )
     return request
+
+
+def _check_ids(facts: ModelFacts, field: str, ids: Iterable[int]) -> None:
+    """Refuse a token that the model does not have before any of the prompts runs."""
+    if facts.vocab_size is not None and (largest := max(ids, default=0)) >= facts.vocab_size:
+        raise RejectedError(
+            f"{field}: the model has no token {largest}; its ids are below {facts.vocab_size}",
+            param=field,
+            code="invalid_value",
+        )
 
 
 def check_job(facts: ModelFacts, request: PreparedRequest, prompt_len: int) -> int:

@@ -318,6 +318,34 @@ def test_more_tokens_than_the_model_has_room_for_are_refused_in_words_that_clien
     assert not model.jobs
 
 
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [({"prompt": [[1], [50]]}, "prompt"), ({"logit_bias": {"50": 1}}, "logit_bias")],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_token_that_the_model_lacks_is_refused_before_any_prompt_runs(
+    change: dict[str, Any], param: str, stream: bool
+) -> None:
+    model = FakeModel(facts=with_facts(vocab_size=50, inputs=INPUTS | {"logit_bias_ids"}))
+
+    async def check(client: aiohttp.ClientSession) -> None:
+        error = await refused(client, 400, ASKED | change | {"stream": stream})
+        assert error["message"] == f"{param}: the model has no token 50; its ids are below 50"
+        assert (error["param"], error["code"]) == (param, "invalid_value")
+
+    run(check, model)
+    assert not model.jobs
+
+
+def test_null_in_the_options_of_a_stream_is_as_good_as_absent() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        options = {"include_usage": None, "include_obfuscation": False}
+        parts = await events(client, stream_options=options)
+        assert "usage" not in parts[-1]
+
+    run(check)
+
+
 def test_prompts_and_answers_that_just_have_room_are_answered() -> None:
     async def check(client: aiohttp.ClientSession) -> None:
         await ask(client, prompt="a" * 48, max_tokens=16)
