@@ -26,11 +26,8 @@ _NOT_A_REQUEST = "the message is not a ModelInferRequest"
 def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
     """Return a ModelInferRequest of gRPC without its raw tensors, and the places of these.
 
-    No field is parsed: two bytes of a message can take a hundred bytes of memory.
-
-    Raises:
-        RejectedError: It is something else, or has more fields or more bytes outside of raw
-            tensors than a request needs.
+    No field is parsed: two bytes of a message can take a hundred bytes of memory. One with more
+    fields, or more bytes outside of raw tensors, than a request needs is refused.
     """
     kept, raw = bytearray(), []
     try:
@@ -60,11 +57,7 @@ def check_infer_message(
 ) -> bytes | None:
     """Check a ModelInferRequest of gRPC `without_raw_tensors`, as `check_infer` does.
 
-    Returns:
-        The message with the server's own id of its session, None if it has no session.
-
-    Raises:
-        RejectedError: It has another form.
+    Returns it with the server's own id of its session, None if it has no session.
     """
     from google.protobuf.message import DecodeError
     from tritonclient.grpc import service_pb2

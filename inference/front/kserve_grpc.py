@@ -150,11 +150,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
 def grpc_server(
     access: Access, handler: grpc.GenericRpcHandler, *, address: str
 ) -> grpc.aio.Server:
-    """Return a gRPC server that has opened `address` but does not answer yet.
-
-    Raises:
-        OSError: The address is unavailable.
-    """
+    """Return a gRPC server that has opened `address` but does not answer yet. Raises OSError."""
     limit = ("grpc.max_receive_message_length", access.max_request_bytes)
     server = grpc.aio.server(options=[limit, *SERVER_OPTIONS])
     server.add_generic_rpc_handlers((handler,))

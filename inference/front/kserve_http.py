@@ -160,11 +160,7 @@ async def http_server(
 
 
 def _check_own_memory(body: bytes) -> None:
-    """Check a request to register shared memory.
-
-    Raises:
-        RejectedError: It is not JSON, is too long, or the memory is not a client's own.
-    """
+    """Refuse to register memory that is not a client's own."""
     if len(body) > _MOST_NAMES_BYTES:
         raise RejectedError(f"the request has {len(body)} bytes; {_MOST_NAMES_BYTES} at most")
     check_shared_memory(parse_json(body).get("key"))

@@ -14,11 +14,7 @@ _MOST_LEVELS = 32
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Return an object of JSON that every parser reads alike.
-
-    Raises:
-        RejectedError: It is something else, larger than MOST_JSON_MB or too deep.
-    """
+    """Return an object of JSON that every parser reads alike, not too large and not too deep."""
     if len(data) > MOST_JSON_BYTES:
         raise RejectedError(
             f"the JSON of a request may have {MOST_JSON_MB} MiB; send large tensors as binary data"

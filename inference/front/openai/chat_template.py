@@ -26,11 +26,9 @@ _DEFAULT = "default"
 
 
 class ChatTemplate:
-    """A template and the special tokens that it may name.
+    """A template, its `source`, and the special tokens that it may name.
 
-    Attributes:
-        source: the template itself.
-        end_token: the token that ends an answer, as text; "" if the tokenizer's settings name none.
+    `end_token` ends an answer, as text; "" if the tokenizer's settings name none.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
@@ -41,11 +39,7 @@ class ChatTemplate:
         self._template = _compiled(source)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt for the answer to a conversation.
-
-        Raises:
-            RejectedError: the template refuses these messages.
-        """
+        """Return the prompt for the answer to a conversation, unless the template refuses it."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
@@ -63,11 +57,7 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """Return the template of the tokenizer in a folder, None if it has none.
-
-    Raises:
-        ValueError: its files cannot be read.
-    """
+    """Return the template of the tokenizer in a folder, None if it has none. Raises ValueError."""
     settings: dict[str, Any] = {}
     path, own = folder / SETTINGS_FILE, folder / TEMPLATE_FILE
     try:
@@ -133,13 +123,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Return JSON; the arguments, and their order, are those of transformers' filter."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    options: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise(message: str) -> NoReturn:

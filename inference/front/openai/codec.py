@@ -31,21 +31,14 @@ class Codec:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         *,
-        end_id: int | None = None,
+        end_ids: Sequence[int] = (),
         suffix: Sequence[int] = (),
     ) -> None:
-        """Take what a served model was exported with.
-
-        Args:
-            tokenizer: Tokenizer of the model.
-            template: Chat template; None where the tokenizer has none.
-            end_id: The token that the model ends an answer with.
-            suffix: Tokens after every prompt.
-        """
+        """Take what a served model was exported with; `suffix` has tokens after every prompt."""
         self._tokenizer = tokenizer
         self._template = template
         self._suffix = tuple(suffix)
-        self.end_ids = frozenset(() if end_id is None else (end_id,))
+        self.end_ids = frozenset(end_ids)
         self.chat_end_id = self._chat_end_id()
 
     def _chat_end_id(self) -> int | None:
@@ -59,11 +52,7 @@ class Codec:
         return (*self._tokenizer.encode(text, special=True), *self._suffix)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the tokens of a conversation.
-
-        Raises:
-            RejectedError: the tokenizer has no template, or that refuses the messages.
-        """
+        """Return the tokens of a conversation, which the template may refuse, or none is there."""
         if self._template is None:
             raise RejectedError(
                 "the tokenizer of this model has no chat template; use /v1/completions",
@@ -129,13 +118,13 @@ class CodecFiles:
     Attributes:
         folder: of the tokenizer's files.
         kind: of the tokenizer; None finds it out.
-        end_id, suffix: see `Codec`.
+        end_ids, suffix: see `Codec`.
         changed_ns: time of the last change of a file; later files make another codec.
     """
 
     folder: Path
     kind: str | None = None
-    end_id: int | None = None
+    end_ids: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     changed_ns: int = 0
 
@@ -146,12 +135,9 @@ class CodecFiles:
 
 @functools.lru_cache(maxsize=2)  # that of a server that ends, and of its successor
 def _codec(files: CodecFiles) -> Codec:
-    return Codec(
-        load_tokenizer(files.folder, kind=files.kind),
-        load_chat_template(files.folder),
-        end_id=files.end_id,
-        suffix=files.suffix,
-    )
+    tokenizer = load_tokenizer(files.folder, kind=files.kind)
+    template = load_chat_template(files.folder)
+    return Codec(tokenizer, template, end_ids=files.end_ids, suffix=files.suffix)
 
 
 class TextStream:

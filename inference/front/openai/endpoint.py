@@ -38,6 +38,7 @@ from inference.front.workers import Workers
 HEALTH_PATH = "/health"
 _MODELS_PATH = "/v1/models"
 _OWNER = "slipway"
+_EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
 # What reads a request, what its id begins with, and the kinds of a whole answer and of a chunk.
 _COMPLETION = (prepare_completion, "cmpl", "text_completion", "text_completion")
@@ -88,8 +89,7 @@ class OpenAIEndpoint:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; errors have OpenAI's form.
 
-        Web pages of the origins that may ask get CORS's headers (fetch.spec.whatwg.org): on every
-        answer that is sent whole, and on a stream's head.
+        Web pages of the origins that may ask get CORS's headers (fetch.spec.whatwg.org).
         """
         headers = self._page_headers(request)
         if headers and request.method == "OPTIONS":  # a browser asks first, without the token
@@ -134,10 +134,9 @@ class OpenAIEndpoint:
         raise RejectedError(reason, status, code="unknown_url")
 
     async def _health(self, _: web.BaseRequest) -> web.Response:
-        if await self._is_ready():
-            return web.json_response({"status": "ok"})
-        status = HTTPStatus.SERVICE_UNAVAILABLE
-        return web.json_response({"status": "the server is not ready"}, status=status)
+        is_ready = await self._is_ready()
+        words = {"status": "ok" if is_ready else "the server is not ready"}
+        return web.json_response(words, status=200 if is_ready else 503)
 
     async def _list(self, _: web.BaseRequest) -> web.Response:
         data = [self._described(name) for name in self._models]
@@ -256,7 +255,8 @@ async def _streamed(
     try:
         async for chunk in run.chunks():
             if response is None:
-                response = await _event_stream(request, headers)
+                response = web.StreamResponse(headers=_EVENTS | dict(headers))
+                await response.prepare(request)
             await response.write(start + json.dumps(chunk, ensure_ascii=False).encode() + end)
     except Exception as error:
         if response is None or isinstance(error, ConnectionError):
@@ -273,20 +273,12 @@ async def _streamed(
     return response
 
 
-async def _event_stream(request: web.BaseRequest, headers: Mapping[str, str]) -> web.StreamResponse:
-    kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-    response = web.StreamResponse(headers=kind | dict(headers))
-    await response.prepare(request)
-    return response
-
-
 async def open_endpoint(
     context: FrontContext, upstream: Upstream, guard: Guard, *, tokenizer: Path | None
 ) -> OpenAIEndpoint:
     """Return the endpoint of a server once that is ready; `guard` lets in its web pages, too.
 
-    Raises:
-        ValueError: The server has no text model, or no tokenizer that can be read here.
+    Raises ValueError if it has no text model, or no tokenizer that can be read here.
     """
     channel, repository = upstream.channel, upstream.repository
     await until_ready(channel)
@@ -303,13 +295,12 @@ async def open_endpoint(
             "its text models (export.triton_deployment.ensemble=true), or name a folder with the "
             "tokenizer's files: --openai-tokenizer, deploy.openai.tokenizer"
         )
-    end_id = int(parameters["end_id"]) if "end_id" in parameters else None
-    appends = parameters.get("append_end_id", "0") == "1" and end_id is not None
+    end_ids = (int(parameters["end_id"]),) if "end_id" in parameters else ()
     texts = CodecFiles(
         tokenizer,
         kind=parameters.get("tokenizer_type") or None,
-        end_id=end_id,
-        suffix=(end_id,) if appends and end_id is not None else (),
+        end_ids=end_ids,
+        suffix=end_ids if parameters.get("append_end_id") == "1" else (),
         changed_ns=max((path.stat().st_mtime_ns for path in tokenizer.iterdir()), default=0),
     )
     load_codec(texts)

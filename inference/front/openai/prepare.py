@@ -60,11 +60,9 @@ class PreparedRequest:
 
     Attributes:
         sampling: what was asked for.
-        prompts: in order.
         stop_ids: tokens that are a stop text by themselves, or end a chat.
         end_ids: tokens that end an answer, next to the model's own.
         echo: the answer begins with the prompt.
-        is_chat: the shape of the answer.
     """
 
     sampling: Sampling

@@ -55,7 +55,7 @@ class LetterTexts:
     """The codec of letters."""
 
     def __init__(self, template: ChatTemplate | None = None) -> None:
-        self._codec = Codec(Letters(), template, end_id=END)
+        self._codec = Codec(Letters(), template, end_ids=(END,))
 
     def codec(self) -> Codec:
         return self._codec

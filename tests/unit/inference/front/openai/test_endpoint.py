@@ -159,7 +159,7 @@ def test_an_answer_ends_before_a_stop_text(stream: bool) -> None:
 
 def test_the_tokens_of_a_whole_answer_count_up_to_its_stop_text() -> None:
     ids = np.array(Letters().encode("Hello, you there!"))
-    answer = Answer(Codec(Letters(), None, end_id=END), (), 50, ["yonder", "you th"])
+    answer = Answer(Codec(Letters(), None, end_ids=(END,)), (), 50, ["yonder", "you th"])
     answer.update(Candidate(ids), final=True)
     assert (answer.text, answer.tokens, answer.finish_reason) == ("Hello, ", 13, "stop")
 
@@ -446,7 +446,7 @@ class EndlessTexts:
         self.source = source
 
     def codec(self) -> Codec:
-        return Codec(Letters(), ChatTemplate(self.source, {}), end_id=END)
+        return Codec(Letters(), ChatTemplate(self.source, {}), end_ids=(END,))
 
 
 @pytest.mark.parametrize(
