@@ -110,9 +110,8 @@ class _Front:
         except BaseException:
             await found.close()
             raise
-        unused = self._context.upstreams.exchange(found)
         self._link.tell(SERVES, found.sockets.folder)
-        former = await unused()
+        former = await self._context.upstreams.exchange(found)
         self._link.tell(LEFT, former.sockets.folder)
         await former.close()
 

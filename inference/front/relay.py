@@ -26,12 +26,12 @@ from aiohttp import web
 from yarl import URL
 
 from inference.front.access import MOST_REQUEST_MB, Access
-from inference.front.guard import Guard, RejectedError
+from inference.front.guard import Guard, RejectedError, refusal
 from inference.front.kserve_grpc import grpc_server
 from inference.front.kserve_http import http_server
 from inference.front.link import LONGEST_REQUEST_S, Stop
 from inference.front.sockets import CHANNEL_OPTIONS
-from inference.front.upstream import Exchangeable
+from inference.front.upstream import Exchangeable, client_session
 from inference.ports import DEFAULT_PORTS
 
 _POLL_S = 0.2
@@ -45,11 +45,9 @@ _UNREACHABLE = "no server answers at the address in the endpoint file; one may b
 
 
 class MovingServer:
-    """Connections to one server.
+    """Connections to the server at an address, as in endpoint.json.
 
-    Args:
-        endpoint: Its address, as in endpoint.json.
-        ca: Certificate authorities to trust, PEM; None for those of this machine.
+    They trust the certificate authorities in `ca`, PEM; None stands for those of this machine.
     """
 
     def __init__(self, endpoint: dict[str, Any], ca: Path | None) -> None:
@@ -58,12 +56,7 @@ class MovingServer:
         self._host = f"[{host}]" if ":" in host else host
         self._scheme = "https" if tls else "http"
         context = ssl.create_default_context(cafile=ca) if tls else True
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=context),
-            timeout=aiohttp.ClientTimeout(total=None),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        self.session = client_session(aiohttp.TCPConnector(limit=0, ssl=context))
         target = f"{self._host}:{endpoint['grpc']}"
         if tls:
             trusted = grpc.ssl_channel_credentials(None if ca is None else ca.read_bytes())
@@ -85,9 +78,7 @@ class MovingServer:
 class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
     """Passes requests of HTTP and calls of gRPC on to the server of the moment.
 
-    Args:
-        upstream: The first server.
-        listens_at: Address that clients reach.
+    Clients reach it at the address `listens_at`.
     """
 
     def __init__(self, upstream: MovingServer, *, listens_at: str) -> None:
@@ -97,12 +88,11 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
 
     async def exchange(self, upstream: MovingServer) -> None:
         """Pass requests on to another server; return once the former has answered the last."""
-        await (await self._upstream.exchange(upstream)()).close()
+        await (await self._upstream.exchange(upstream)).close()
 
     async def close(self) -> None:
         """Close the connections to the server."""
-        with self._upstream.use() as upstream:
-            await upstream.close()
+        await self._upstream.current.close()
 
     async def answer(self, port_name: str, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request of HTTP that has come to one of the ports."""
@@ -118,11 +108,11 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
                     allow_redirects=False,
                 ) as answer:
                     return await _passed_back(request, answer)
-            except RejectedError as error:
-                return web.json_response({"error": str(error)}, status=error.status)
             except aiohttp.ClientError:
-                status, headers = HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "1"}
-                return web.json_response({"error": _UNREACHABLE}, status=status, headers=headers)
+                error = RejectedError(_UNREACHABLE, HTTPStatus.SERVICE_UNAVAILABLE)
+            except RejectedError as refused:
+                error = refused
+            return refusal(error, {"error": str(error)})
 
     def service(self, details: Any) -> grpc.RpcMethodHandler:
         """Return the handler of a call; on the wire, one message is a stream of one."""

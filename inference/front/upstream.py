@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -27,11 +27,9 @@ _T = TypeVar("_T")
 
 
 class Upstream:
-    """One tritonserver and the connections to it.
+    """One tritonserver and the connections to it, and the inputs of its `models`, by name.
 
-    Attributes:
-        models: Inputs of the models, by name.
-        endpoint: Answers OpenAI's requests with its models, once it is opened.
+    `endpoint` answers OpenAI's requests with its models, once it is opened.
     """
 
     def __init__(self, served: Served) -> None:
@@ -40,8 +38,10 @@ class Upstream:
         self.models = read_declared_inputs(served.repository)
         self.endpoint: Any = None
         self.channel = grpc.aio.insecure_channel(f"unix:{self.sockets.grpc}", CHANNEL_OPTIONS)
-        self.http = _session(self.sockets.http)
-        self.metrics = _session(self.sockets.metrics)
+        self.http, self.metrics = (
+            client_session(aiohttp.UnixConnector(str(socket), limit=0))
+            for socket in (self.sockets.http, self.sockets.metrics)
+        )
         self._calls: dict[str, Callable[..., Any]] = {}
 
     def unary(self, call: str) -> Callable[..., Any]:
@@ -55,9 +55,10 @@ class Upstream:
         await asyncio.gather(self.channel.close(), self.http.close(), self.metrics.close())
 
 
-def _session(socket: Path) -> aiohttp.ClientSession:
+def client_session(connector: aiohttp.BaseConnector) -> aiohttp.ClientSession:
+    """Return a session that passes requests on, of any length and duration, as they are."""
     return aiohttp.ClientSession(
-        connector=aiohttp.UnixConnector(str(socket), limit=0),
+        connector=connector,
         timeout=aiohttp.ClientTimeout(total=None),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -87,52 +88,37 @@ class Cancellations:
             await asyncio.sleep(_CANCEL_PAUSE_S)
 
 
-@dataclass
-class _Use(Generic[_T]):
-    value: _T
-    users: int = 0
-
-
 class Exchangeable(Generic[_T]):
-    """A value that requests use; each of them keeps the one that it began with."""
+    """A value that requests use: `current` for new ones, each keeps the one that it began with."""
 
     def __init__(self, value: _T) -> None:
-        self._current = _Use(value)
-
-    @property
-    def current(self) -> _T:
-        """The value for new requests."""
-        return self._current.value
+        self.current = value
+        self._users: Counter[_T] = Counter()
 
     @contextmanager
     def use(self) -> Iterator[_T]:
         """Yield the value, which stays in use for the duration of the block."""
-        current = self._current
-        current.users += 1
+        value = self.current
+        self._users[value] += 1
         try:
-            yield current.value
+            yield value
         finally:
-            current.users -= 1
+            self._users[value] -= 1
 
-    def exchange(self, value: _T) -> Callable[[], Awaitable[_T]]:
-        """Use another value from now on; return a wait for the end of the former one's use."""
-        former, self._current = self._current, _Use(value)
-
-        async def unused() -> _T:
-            while former.users:
-                await asyncio.sleep(_POLL_S)
-            return former.value
-
-        return unused
+    async def exchange(self, value: _T) -> _T:
+        """Use another value from now on; return the former one once its use has ended."""
+        former, self.current = self.current, value
+        while self._users[former]:
+            await asyncio.sleep(_POLL_S)
+        del self._users[former]
+        return former
 
 
 class FrontContext:
     """The parts that the protocols of one front share.
 
-    Attributes:
-        upstreams: The server for new requests; each keeps the one that it began with.
-        ready: Folders of sockets of the servers that are ready, by the word of their owner.
-        limit: Bytes of the largest request.
+    `ready` has folders of sockets of the servers that are ready, by the word of their owner;
+    `limit` bytes the largest request.
     """
 
     def __init__(self, access: Access, upstream: Upstream, *, host: str, ready: set[Path]) -> None:

@@ -1,5 +1,7 @@
 """Incremental answer text, finish reason and log probabilities in OpenAI's format."""
 
+# Shapes: A answer, L prompt and answer, W best tokens of a place
+
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -8,10 +10,37 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
-from inference.front.openai.codec import Codec, TextStream
-from inference.front.openai.generation import Candidate, Place
+import numpy as np
 
+from inference.front.openai.codec import Codec, TextStream
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Place = tuple[float | None, tuple[tuple[int, float], ...]]
 FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One candidate, as far as it has grown.
+
+    Attributes:
+        ids: generated tokens, an end token included, (A,).
+        own, top_ids, top: scores by place of prompt and answer, (L,), (L, W) and (L, W).
+        cum_log_prob: of the whole answer, where it was asked for.
+    """
+
+    ids: Array
+    own: Array | None = None
+    top_ids: Array | None = None
+    top: Array | None = None
+    cum_log_prob: float = 0.0
+
+    def place(self, index: int, *, best: int) -> Place:
+        """Return the log probability of the token in a place, and the best tokens there."""
+        if self.own is None or self.top_ids is None or self.top is None:
+            return None, ()
+        tops = (each[index, :best].tolist() for each in (self.top_ids, self.top))
+        return float(self.own[index]), tuple(zip(*tops, strict=True))
 
 
 @dataclass(frozen=True)

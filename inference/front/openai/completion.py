@@ -11,14 +11,14 @@ from typing import Any
 
 from inference.front.openai.answers import (
     Answer,
+    Candidate,
     ScoredToken,
     chat_log_probs,
     completion_log_probs,
     score_prompt,
 )
 from inference.front.openai.codec import Codec
-from inference.front.openai.generation import Candidate, GenerationJob
-from inference.front.openai.prepare import PreparedRequest, Prompt, generation_jobs
+from inference.front.openai.prepare import GenerationJob, PreparedRequest, Prompt, generation_jobs
 from inference.front.openai.served import TritonModel
 
 _MOST_JOBS = 64  # of one request that run at a time

@@ -17,9 +17,9 @@ from typing import Any
 from aiohttp import web
 
 from inference.front.guard import Guard, RejectedError, refusal
+from inference.front.openai.answers import Array
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun
-from inference.front.openai.generation import Array
 from inference.front.openai.prepare import (
     detokenize,
     load_codec,

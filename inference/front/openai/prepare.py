@@ -10,15 +10,15 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 
 from inference.front.guard import RejectedError
+from inference.front.openai.answers import Array
 from inference.front.openai.codec import Codec, CodecFiles
-from inference.front.openai.generation import Array, GenerationJob, ModelFacts
 from inference.front.openai.requests import (
     MOST_SCORES,
     ChatRequest,
@@ -44,6 +44,49 @@ _FIELD_OF = {
     "num_log_probs": "logprobs",
     "num_prompt_log_probs": "logprobs",
 }
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A served model.
+
+    Attributes:
+        inputs: names of the tensors it takes.
+        max_rows: most candidates of a request.
+        context_len: most tokens of prompt and answer together, as far as the files say.
+        vocab_size: number of tokens; None where the files do not say.
+        encoder_decoder: the prompt is not part of what it returns.
+        streams: answers come token by token.
+        encodes: it answers with hidden states.
+    """
+
+    name: str
+    inputs: frozenset[str]
+    max_rows: int
+    context_len: int
+    encoder_decoder: bool = False
+    streams: bool = False
+    encodes: bool = False
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class GenerationJob:
+    """One prompt and its candidates.
+
+    Attributes:
+        tensors: further inputs by their names in the contract, one value for each candidate,
+            (n, 1), or word lists, (n, 2, W).
+        scores: whether log probabilities are among the outputs that are wanted.
+        ranks: whether that of each whole answer is.
+    """
+
+    prompt: Sequence[int]
+    output_len: int
+    candidates: int
+    tensors: Mapping[str, Array] = field(default_factory=dict)
+    scores: bool = False
+    ranks: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 from export_scripts.ft.config_ini import read_config
 from inference.backend.text_models import pad_rows
 from inference.front.guard import RejectedError
-from inference.front.openai.generation import Array, Candidate, GenerationJob, ModelFacts
+from inference.front.openai.answers import Array, Candidate
+from inference.front.openai.prepare import GenerationJob, ModelFacts
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL, without_internal_names
 from inference.front.upstream import Cancellations
 

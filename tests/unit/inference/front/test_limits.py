@@ -24,8 +24,7 @@ from inference.front import (
 from inference.front.guard import RejectedError, decompressed
 from inference.front.kserve_grpc import MOST_METADATA_BYTES, SERVER_OPTIONS
 from inference.front.openai import requests
-from inference.front.openai.generation import ModelFacts
-from inference.front.openai.prepare import prepare_completion
+from inference.front.openai.prepare import ModelFacts, prepare_completion
 from inference.front.openai.requests import ChatRequest, CompletionRequest, read_request
 from inference.front.sessions import Namespace
 from tests.conftest import ROOT

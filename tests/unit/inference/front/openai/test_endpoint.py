@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 from inference.front.access import Access, OpenAIOptions
-from inference.front.openai.answers import Answer
+from inference.front.openai.answers import Answer, Candidate
 from inference.front.openai.chat_template import ChatTemplate
 from inference.front.openai.codec import Codec
-from inference.front.openai.generation import Candidate
 from inference.front.openai.prepare import load_codec
 from inference.front.workers import Workers
 from tests.unit.inference.front.openai.fake_backend import (
