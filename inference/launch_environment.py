@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 # Selects a row of the table below when the variables of several launchers are set.
 LAUNCHER_VARIABLE = "SLIPWAY_LAUNCHER"
@@ -20,25 +21,15 @@ KEY_FILE_VARIABLE = "SLIPWAY_RENDEZVOUS_KEY_FILE"
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """One process of a launch.
-
-    Attributes:
-        rank: Number of this process.
-        world_size: Processes of the launch.
-        local_rank: Number among the processes of this node.
-        local_size: Processes of this node.
-        launcher: Name of the launcher; "none" for a process started by itself.
-        job: Identifier of this launch; may be empty.
-        head: Host of rank 0, if the launcher's variables name it.
-    """
+    """One process of a launch."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    launcher: str = "none"
-    job: str = ""
-    head: str | None = None
+    local_rank: int = 0  # among the processes of this node
+    local_size: int = 1  # number of these
+    launcher: str = "none"  # of a process started by itself
+    job: str = ""  # identifier of this launch; may be empty
+    head: str | None = None  # host of rank 0, if the launcher's variables name it
 
     @property
     def spans_nodes(self) -> bool:
@@ -88,6 +79,12 @@ def _slurm_head(environment: Environment) -> str | None:
     return first_host(nodes) if nodes else None
 
 
+_TORCH: dict[str, Any] = {
+    "rank": ("RANK",),
+    "world_size": ("WORLD_SIZE",),
+    "local_rank": ("LOCAL_RANK",),
+    "local_size": ("LOCAL_WORLD_SIZE",),
+}
 # The order matters. Inside an allocation mpirun passes on the allocation's variables, and inside a
 # step torchrun passes on the step's, so inner launchers come first. A plain RANK may be left over
 # in a user's shell, so it comes after Slurm's variables, which count only within a step.
@@ -100,15 +97,7 @@ _LAUNCHERS = (
         local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
         job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
-    _Launcher(
-        "torchrun",
-        rank=("RANK",),
-        world_size=("WORLD_SIZE",),
-        local_rank=("LOCAL_RANK",),
-        local_size=("LOCAL_WORLD_SIZE",),
-        job=("TORCHELASTIC_RUN_ID",),
-        needs=("TORCHELASTIC_RUN_ID",),
-    ),
+    _Launcher("torchrun", **_TORCH, job=("TORCHELASTIC_RUN_ID",), needs=("TORCHELASTIC_RUN_ID",)),
     _Launcher(
         "slurm",
         rank=("SLURM_PROCID",),
@@ -119,14 +108,7 @@ _LAUNCHERS = (
         count_here=_slurm_count,
         find_head=_slurm_head,
     ),
-    _Launcher(
-        "torch",
-        rank=("RANK",),
-        world_size=("WORLD_SIZE",),
-        local_rank=("LOCAL_RANK",),
-        local_size=("LOCAL_WORLD_SIZE",),
-        job=("NGC_JOB_ID",),
-    ),
+    _Launcher("torch", **_TORCH, job=("NGC_JOB_ID",)),
     _Launcher(
         "pmi",
         rank=("PMI_RANK", "PMIX_RANK"),
@@ -141,8 +123,7 @@ _LAUNCHERS = (
 def read_launch_environment(environment: Environment) -> LaunchEnvironment:
     """Return the place of the process with these variables; rank 0 of 1 without any.
 
-    Raises:
-        ValueError: The variables contradict each other or are not numbers.
+    Raises ValueError if the variables contradict each other or are not numbers.
     """
     named = environment.get(LAUNCHER_VARIABLE)
     names = [launcher.name for launcher in _LAUNCHERS]
@@ -199,9 +180,7 @@ def rendezvous_address(
 ) -> tuple[str, int]:
     """Return host and port of the rendezvous: the given ones, else the variables', else loopback.
 
-    Raises:
-        ValueError: The processes run on several nodes and no variable names the host of rank 0, or
-            the port is not a number.
+    Raises ValueError if no variable names the host of rank 0 of several nodes, or for a wrong port.
     """
     head = host or environment.get("MASTER_ADDR") or environment.get("NGC_MASTER_ADDR")
     if place.spans_nodes and head is None:

@@ -111,11 +111,7 @@ def add_access_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_tokens(path: Path) -> tuple[str, ...]:
-    """Return the tokens in a file, one on each line.
-
-    Raises:
-        ValueError: it cannot hold a secret, is empty, or a token is too short or holds spaces.
-    """
+    """Return the tokens in a file, one on each line. Raises ValueError, also if others see it."""
     if problem := _secret_problem(path):
         raise ValueError(problem)
     tokens = tuple(line.strip() for line in path.read_text("ascii").splitlines() if line.strip())
@@ -155,17 +151,11 @@ def _secret_problem(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Credentials:
-    """TLS, by which a client trusts a server, and a token, for the server.
-
-    Attributes:
-        uses_tls: encrypt, and check the server's certificate.
-        ca: certificate authorities to trust, PEM; None for those of this machine.
-        token_file: a file of mode 600 whose first line is sent as a token; None sends none.
-    """
+    """TLS, by which a client trusts a server, and a token, for the server."""
 
     uses_tls: bool = False
-    ca: Path | None = None
-    token_file: Path | None = None
+    ca: Path | None = None  # authorities to trust, PEM; None for those of this machine
+    token_file: Path | None = None  # of mode 600; its first line is sent
 
     def problems(self, *, prefix: str = "--", joiner: str = "-") -> list[str]:
         """Return the problems of the files, by option; they are read."""
@@ -181,11 +171,7 @@ class Credentials:
         return {"authorization": f"Bearer {_read_tokens(self.token_file)[0]}"}
 
     def client_arguments(self, protocol: str) -> dict[str, Any]:
-        """Return what tritonclient's client of a protocol, grpc or http, takes for TLS.
-
-        Raises:
-            ValueError: Its library has no TLS over HTTP with this Python.
-        """
+        """Return what tritonclient's client of a protocol takes for TLS, or raise ValueError."""
         if not self.uses_tls:
             return {}
         ca = None if self.ca is None else str(self.ca)

@@ -101,13 +101,9 @@ _OUTPUT_PARAMETERS: Checks = {
 
 @dataclass(frozen=True)
 class DeclaredInputs:
-    """The inputs that a model's configuration declares.
+    """The inputs that a model's configuration declares."""
 
-    `datatypes` has the type of each in the spelling of requests (UINT32, BYTES), `required` the
-    names of those that are not optional.
-    """
-
-    datatypes: Mapping[str, str]
+    datatypes: Mapping[str, str]  # by name, in the spelling of requests: UINT32, BYTES
     required: tuple[str, ...]
 
 
@@ -163,15 +159,8 @@ def check_infer(
 ) -> bytes:
     """Return the JSON of a request to `infer` with the server's own id of its session.
 
-    Args:
-        data: JSON.
-        size_bytes: Size of the whole body.
-        limit: Bytes of the largest request; a tensor in shared memory has no more elements.
-        model: Inputs of the model, None if they are unknown.
-        sessions: Those of the client.
-
-    Raises:
-        RejectedError: It has another form.
+    The whole body has `size_bytes`, the largest request `limit`, and a tensor in shared memory no
+    more elements. `model` is None if its inputs are unknown.
     """
     request = parse_json(data)
     check_form(request, size_bytes, limit=limit, model=model)

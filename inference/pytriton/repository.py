@@ -103,17 +103,10 @@ def write_text_repository(
 ) -> None:
     """Write a repository that serves a folder of converted weights, where they are.
 
-    Args:
-        folder: Of the repository.
-        weights: `<TP>-gpu`, with the tokenizer.
-        name: Of the model.
-        interface: A key of INTERFACES.
-        tp_size: Tensor-parallel size.
-        pp_size: Pipeline-parallel size.
-        data_type: To compute in; None for that of the weights.
-        parameters: Further ones of config.pbtxt; those of None are left out.
-
-    Raises ValueError if the name cannot be that of a folder, or the weights have no config.ini.
+    `weights` is `<TP>-gpu`, with the tokenizer; `interface` a key of INTERFACES. The model computes
+    in the type of the weights if `data_type` is None. Further `parameters` of config.pbtxt are left
+    out if they are None. Raises ValueError if the name cannot be that of a folder, or the weights
+    have no config.ini.
     """
     if not re.fullmatch(r"[\w.-]*\w", name, re.ASCII):
         raise ValueError(f"--model-name={name}: use letters, digits, _, - and .")

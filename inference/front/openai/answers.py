@@ -21,19 +21,13 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One candidate, as far as it has grown.
+    """One candidate, as far as it has grown; its scores are those of prompt and answer."""
 
-    Attributes:
-        ids: generated tokens, an end token included, (A,).
-        own, top_ids, top: scores by place of prompt and answer, (L,), (L, W) and (L, W).
-        cum_log_prob: of the whole answer, where it was asked for.
-    """
-
-    ids: Array
-    own: Array | None = None
-    top_ids: Array | None = None
-    top: Array | None = None
-    cum_log_prob: float = 0.0
+    ids: Array  # generated tokens, an end token included, (A,)
+    own: Array | None = None  # (L,)
+    top_ids: Array | None = None  # (L, W)
+    top: Array | None = None  # (L, W)
+    cum_log_prob: float = 0.0  # of the whole answer, where it was asked for
 
     def place(self, index: int, *, best: int) -> Place:
         """Return the log probability of the token in a place, and the best tokens there."""
@@ -58,20 +52,14 @@ class ScoredToken:
 class Answer:
     """One choice, which grows with each frame of the model.
 
-    Args:
-        codec: Decodes its tokens.
-        prompt: Tokens before it.
-        limit: Tokens after which it ends.
-        stops: Texts that end it.
-        end_ids: Tokens that end it.
-        best: Best tokens to report in each place; None to report none.
+    It follows the tokens of `prompt`, and ends after `limit` tokens, at one of the texts in `stops`
+    or of the tokens in `end_ids`. `best` is the number of best tokens to report in each place, None
+    to report none.
 
     Attributes:
         text: what may be sent; what could become one of the stops is held back.
         tokens: number of generated tokens that count, the end token included.
         finish_reason: None while it grows.
-        scored: its tokens with their scores.
-        cum_log_prob: of all of it.
         has_begun: whether a chunk of it was sent.
     """
 

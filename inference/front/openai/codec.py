@@ -113,20 +113,13 @@ class Codec:
 
 @dataclass(frozen=True)
 class CodecFiles:
-    """The files of a codec; each process that needs it reads them once.
-
-    Attributes:
-        folder: of the tokenizer's files.
-        kind: of the tokenizer; None finds it out.
-        end_ids, suffix: see `Codec`.
-        changed_ns: time of the last change of a file; later files make another codec.
-    """
+    """The files of a codec; each process that needs it reads them once."""
 
     folder: Path
-    kind: str | None = None
+    kind: str | None = None  # of the tokenizer; None finds it out
     end_ids: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
-    changed_ns: int = 0
+    changed_ns: int = 0  # the last change of a file; later files make another codec
 
     def codec(self) -> Codec:
         """Return the codec. Raises ValueError if a file cannot be read."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -48,45 +48,29 @@ _FIELD_OF = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A served model.
-
-    Attributes:
-        inputs: names of the tensors it takes.
-        max_rows: most candidates of a request.
-        context_len: most tokens of prompt and answer together, as far as the files say.
-        vocab_size: number of tokens; None where the files do not say.
-        encoder_decoder: the prompt is not part of what it returns.
-        streams: answers come token by token.
-        encodes: it answers with hidden states.
-    """
+    """A served model."""
 
     name: str
-    inputs: frozenset[str]
-    max_rows: int
-    context_len: int
-    encoder_decoder: bool = False
-    streams: bool = False
-    encodes: bool = False
-    vocab_size: int | None = None
+    inputs: frozenset[str]  # names of the tensors it takes
+    max_rows: int  # most candidates of a request
+    context_len: int  # most tokens of prompt and answer together, as far as the files say
+    encoder_decoder: bool = False  # the prompt is not part of what it returns
+    streams: bool = False  # answers come token by token
+    encodes: bool = False  # it answers with hidden states
+    vocab_size: int | None = None  # None where the files do not say
 
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """One prompt and its candidates.
-
-    Attributes:
-        tensors: further inputs by their names in the contract, one value for each candidate,
-            (n, 1), or word lists, (n, 2, W).
-        scores: whether log probabilities are among the outputs that are wanted.
-        ranks: whether that of each whole answer is.
-    """
+    """One prompt and its candidates."""
 
     prompt: Sequence[int]
     output_len: int
     candidates: int
-    tensors: Mapping[str, Array] = field(default_factory=dict)
-    scores: bool = False
-    ranks: bool = False
+    # Further inputs by their names in the contract, (n, 1), or word lists, (n, 2, W).
+    tensors: Mapping[str, Array]
+    scores: bool = False  # whether log probabilities are among the outputs that are wanted
+    ranks: bool = False  # whether that of each whole answer is
 
 
 @dataclass(frozen=True)
@@ -99,20 +83,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request that the model can answer.
-
-    Attributes:
-        sampling: what was asked for.
-        stop_ids: tokens that are a stop text by themselves, or end a chat.
-        end_ids: tokens that end an answer, next to the model's own.
-        echo: the answer begins with the prompt.
-    """
+    """A request that the model can answer."""
 
     sampling: Sampling
     prompts: tuple[Prompt, ...]
-    stop_ids: tuple[int, ...]
-    end_ids: frozenset[int] = frozenset()
-    echo: bool = False
+    stop_ids: tuple[int, ...]  # tokens that are a stop text by themselves, or end a chat
+    end_ids: frozenset[int] = frozenset()  # that end an answer, next to the model's own
+    echo: bool = False  # the answer begins with the prompt
     is_chat: bool = False
 
 
