@@ -15,6 +15,8 @@ from aiohttp import HttpVersion11, web
 
 from inference.front.access import Access
 
+# A connection that has no call, or does not send the whole head of a request, is closed after this.
+IDLE_S = 600.0
 BODY_TIMEOUT_S = 120.0  # for a request's body to arrive
 # Decompressed, a body has at most so many bytes for each of its own, and the first.
 MOST_EXPANSION = 256

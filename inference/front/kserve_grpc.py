@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import grpc
 
 from inference.front.access import Access
-from inference.front.guard import RejectedError
+from inference.front.guard import IDLE_S, RejectedError
 from inference.front.infer_messages import check_infer_message, without_raw_tensors
 from inference.front.rules import (
     CLOSED,
@@ -38,6 +38,7 @@ MOST_METADATA_BYTES = 8 << 10
 SERVER_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.so_reuseport", 0),  # refuse a port that another process has
+    ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
     ("grpc.max_metadata_size", MOST_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
     # By itself gRPC (1.67) expands a message whole, however large, before it looks at its size.

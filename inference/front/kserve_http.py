@@ -13,7 +13,7 @@ from aiohttp import web
 from yarl import URL
 
 from inference.front.access import Access
-from inference.front.guard import RejectedError, refusal
+from inference.front.guard import IDLE_S, RejectedError, refusal
 from inference.front.link import LONGEST_REQUEST_S
 from inference.front.rules import (
     CLOSED,
@@ -29,8 +29,6 @@ from inference.front.strict_json import parse_json
 from inference.front.upstream import FrontContext, Upstream
 from inference.front.validation import check_generate, check_index, check_infer, length_of_json
 
-# A connection that does not send the whole head of a request is closed after this.
-IDLE_S = 600.0
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _MODELS_PATH = "/v2/models/"
 _METRICS_PATH = "/metrics"

@@ -21,7 +21,7 @@ from inference.front import (
     validation,
     workers,
 )
-from inference.front.guard import RejectedError, decompressed
+from inference.front.guard import IDLE_S, RejectedError, decompressed
 from inference.front.kserve_grpc import MOST_METADATA_BYTES, SERVER_OPTIONS
 from inference.front.openai import requests
 from inference.front.openai.prepare import ModelFacts, prepare_completion
@@ -192,6 +192,25 @@ async def _metadata_passes(size_bytes: int) -> bool:
             return {grpc.StatusCode.OK: True, grpc.StatusCode.RESOURCE_EXHAUSTED: False}[code]
     finally:
         await server.stop(0)
+
+
+async def _until_closed() -> None:
+    """Wait until a connection of gRPC without a call is closed, after 300 ms of an idle time."""
+    options = [(key, 300 if value == IDLE_S * 1000 else value) for key, value in SERVER_OPTIONS]
+    server = grpc.aio.server(options=options)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5))  # and no settings
+    try:
+        while await reader.read(1000):
+            pass
+    finally:
+        await server.stop(0)
+
+
+def test_idle_connections_of_grpc_are_closed() -> None:
+    asyncio.run(asyncio.wait_for(_until_closed(), 60))
 
 
 def test_metadata_has_one_limit() -> None:
