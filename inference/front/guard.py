@@ -119,9 +119,7 @@ class Guard:
             raise RejectedError(reason, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
         if (request.content_length or 0) > limit:
             raise too_large(limit)
-        expects = request.headers.get("Expect", "").lower() == "100-continue"
-        if expects and request.version >= HttpVersion11:
-            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        await ask_for_body(request)
         try:
             body = await asyncio.wait_for(_read(request, limit), BODY_TIMEOUT_S)
         except asyncio.TimeoutError as error:
@@ -138,6 +136,13 @@ class Guard:
         if (coding := _BEGINNINGS.get(data[:1])) is None:
             return data
         return await asyncio.to_thread(decompressed, data, coding, self._limit)
+
+
+async def ask_for_body(request: web.BaseRequest) -> None:
+    """Have a client send its body if it waits to be asked for it (RFC 9110, 10.1.1)."""
+    waits = request.headers.get("Expect", "").lower() == "100-continue"
+    if waits and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 async def _read(request: web.BaseRequest, limit: int) -> bytes:

@@ -26,7 +26,7 @@ from aiohttp import web
 from yarl import URL
 
 from inference.front.access import MOST_REQUEST_MB, Access
-from inference.front.guard import Guard, RejectedError, refusal
+from inference.front.guard import Guard, RejectedError, ask_for_body, refusal
 from inference.front.kserve_grpc import grpc_server
 from inference.front.kserve_http import http_server
 from inference.front.link import LONGEST_REQUEST_S, Stop
@@ -102,7 +102,7 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
                 async with upstream.session.request(
                     request.method,
                     upstream.url(port_name, request.raw_path),
-                    data=request.content if request.body_exists else None,
+                    data=_body(request) if request.body_exists else None,
                     headers=_passed_on(request.headers),
                     skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
                     allow_redirects=False,
@@ -137,6 +137,12 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
                 await context.abort(error.code(), error.details() or "")
             finally:
                 call.cancel()  # of no effect once it has ended
+
+
+async def _body(request: web.BaseRequest) -> AsyncIterator[bytes]:
+    await ask_for_body(request)  # once the server asks for it, too
+    async for part in request.content.iter_any():
+        yield part
 
 
 def _passed_on(headers: Any) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import RawTestServer
 
 from inference.front.access import OPEN_ACCESS
+from inference.front.guard import ask_for_body
 from inference.front.kserve_grpc import grpc_server
 from inference.front.relay import MovingServer, Relay
 from inference.ports import pick_free_ports
@@ -61,6 +62,26 @@ def test_request_reaches_the_server_as_it_was_sent_and_the_answer_comes_back_so(
                 assert answer.content_length == 3
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_client_that_waits_to_send_its_body_is_asked_for_it_if_the_server_wants_it(
+    is_wanted: bool,
+) -> None:
+    async def server(request: web.BaseRequest) -> web.StreamResponse:
+        if not is_wanted:
+            return web.Response(status=401)
+        await ask_for_body(request)
+        return web.Response(body=await request.read())
+
+    async def ask() -> None:
+        async with relayed(server) as (_, front), ClientSession() as client:
+            url = f"http://127.0.0.1:{front.port}/"
+            async with client.post(url, data=b"ab", expect100=True) as answer:
+                assert answer.status == (200 if is_wanted else 401)
+                assert await answer.read() == (b"ab" if is_wanted else b"")
+
+    asyncio.run(asyncio.wait_for(ask(), 30))
 
 
 def test_stream_ends_where_it_began_and_later_requests_go_to_the_successor() -> None:
