@@ -99,6 +99,8 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
         with self._upstream.use() as upstream:
             try:
                 self._guard.check_page(request.headers)
+                if not request.raw_path.startswith("/"):  # it would name the host to ask
+                    raise RejectedError("the target of a request is a path, such as /v2")
                 async with upstream.session.request(
                     request.method,
                     upstream.url(port_name, request.raw_path),

@@ -64,6 +64,26 @@ def test_request_reaches_the_server_as_it_was_sent_and_the_answer_comes_back_so(
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize(
+    "target",
+    ["CONNECT @127.0.0.1:{}", "CONNECT a:b@127.0.0.1:{}", "GET http://127.0.0.1:{}/", "OPTIONS *"],
+)
+def test_no_request_goes_to_an_address_that_it_names_itself(target: str) -> None:
+    async def server(_: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(text="reached")
+
+    async def ask() -> None:
+        async with relayed(server) as (_, front), RawTestServer(server) as other:
+            reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+            writer.write(
+                f"{target.format(other.port)} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+            )
+            assert (await reader.readline()).split()[1] == b"400"
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(ask(), 30))
+
+
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_client_that_waits_to_send_its_body_is_asked_for_it_if_the_server_wants_it(
     is_wanted: bool,
