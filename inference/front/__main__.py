@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import resource
 import sys
 from multiprocessing.connection import Connection
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 
 from inference.front.guard import Guard
 from inference.front.kserve_grpc import KServeGrpc, grpc_server
@@ -25,8 +23,6 @@ from inference.front.link import LEFT, LONGEST_REQUEST_S, SERVES, FrontSettings,
 from inference.front.upstream import FrontContext, Upstream
 
 _OPENING_S = 30.0  # for the tokenizer of a server that takes over
-# A request that is not HTTP or cannot be decoded, and a client that has left before its end.
-_CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 
 
 def main(descriptor: str) -> int:
@@ -37,18 +33,12 @@ def main(descriptor: str) -> int:
     # Idle connections are cheap, as long as there are descriptors for them.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    logging.getLogger("aiohttp.server").addFilter(_is_ours)
     try:
         asyncio.run(_Front(settings).serve(connection))
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: the front cannot serve: {error}\n")
         return 1
     return 0
-
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    """Return False for a client's error, of which aiohttp would log a traceback each time."""
-    return not (record.exc_info and isinstance(record.exc_info[1], _CLIENTS_ERRORS))
 
 
 class _Front:

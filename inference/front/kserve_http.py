@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -10,6 +11,7 @@ from http import HTTPStatus
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from yarl import URL
 
 from inference.front.access import Access
@@ -29,6 +31,8 @@ from inference.front.strict_json import parse_json
 from inference.front.upstream import FrontContext, Upstream
 from inference.front.validation import check_generate, check_index, check_infer, length_of_json
 
+# A request that is not HTTP or cannot be decoded, and a client that has left before its end.
+_CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _MODELS_PATH = "/v2/models/"
 _METRICS_PATH = "/metrics"
@@ -143,6 +147,7 @@ async def http_server(
     access: Access, handler: Handler, *, host: str, port: int
 ) -> web.ServerRunner:
     """Return a server of HTTP that listens. Raises OSError if the port is unavailable."""
+    logging.getLogger("aiohttp.server").addFilter(_is_ours)
     # Bodies are decompressed by the guard, once the client may ask.
     server = web.Server(
         handler,
@@ -155,6 +160,11 @@ async def http_server(
     await runner.setup()
     await web.TCPSite(runner, host, port, ssl_context=access.ssl_context()).start()
     return runner
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Return False for a client's error, of which aiohttp would log a traceback each time."""
+    return not (record.exc_info and isinstance(record.exc_info[1], _CLIENTS_ERRORS))
 
 
 def _check_own_memory(body: bytes) -> None:
