@@ -21,6 +21,11 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+def host_and_port(host: str, port: int) -> str:
+    """Return an address as URLs have it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def pick_free_ports(host: str, count: int) -> list[int]:
     """Return `count` different ports that are free on `host` now.
 

@@ -57,9 +57,9 @@ class _Front:
             http = KServeHttp(context)
             await self._listen(http.answer, ports["http"])
             await self._listen(http.answer_metrics, ports["metrics"])
-            host = f"[{settings.host}]" if ":" in settings.host else settings.host
-            handler = KServeGrpc(context, port=ports["grpc"])
-            server = grpc_server(settings.access, handler, address=f"{host}:{ports['grpc']}")
+            port = ports["grpc"]
+            handler = KServeGrpc(context, port=port)
+            server = grpc_server(settings.access, handler, host=settings.host, port=port)
             await server.start()
             following = asyncio.ensure_future(self._follow())
             stopping = asyncio.ensure_future(link.stopped.wait())

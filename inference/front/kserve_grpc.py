@@ -31,6 +31,7 @@ from inference.front.rules import (
 )
 from inference.front.sessions import Namespace
 from inference.front.upstream import FrontContext, Upstream
+from inference.ports import host_and_port
 
 _ERROR_FIELD = b"\x0a"  # of a ModelStreamInferResponse; answers have none
 # Before the token is read; by itself gRPC (1.67) refuses at random between 8 and 16 KiB.
@@ -149,9 +150,10 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
 
 
 def grpc_server(
-    access: Access, handler: grpc.GenericRpcHandler, *, address: str
+    access: Access, handler: grpc.GenericRpcHandler, *, host: str, port: int
 ) -> grpc.aio.Server:
-    """Return a gRPC server that has opened `address` but does not answer yet. Raises OSError."""
+    """Return a gRPC server that has opened a port but does not answer yet. Raises OSError."""
+    address = host_and_port(host, port)
     limit = ("grpc.max_receive_message_length", access.max_request_bytes)
     server = grpc.aio.server(options=[limit, *SERVER_OPTIONS])
     server.add_generic_rpc_handlers((handler,))

@@ -32,7 +32,7 @@ from inference.front.kserve_http import http_server
 from inference.front.link import LONGEST_REQUEST_S, Stop
 from inference.front.sockets import CHANNEL_OPTIONS
 from inference.front.upstream import Exchangeable, client_session
-from inference.ports import DEFAULT_PORTS
+from inference.ports import DEFAULT_PORTS, host_and_port
 
 _POLL_S = 0.2
 # Headers of one connection (RFC 9110, 7.6.1), and the host, which is another one behind the relay.
@@ -52,12 +52,10 @@ class MovingServer:
 
     def __init__(self, endpoint: dict[str, Any], ca: Path | None) -> None:
         self.endpoint = endpoint
-        host, tls = endpoint["host"], endpoint["uses_tls"]
-        self._host = f"[{host}]" if ":" in host else host
-        self._scheme = "https" if tls else "http"
+        self._scheme = "https" if (tls := endpoint["uses_tls"]) else "http"
         context = ssl.create_default_context(cafile=ca) if tls else True
         self.session = client_session(aiohttp.TCPConnector(limit=0, ssl=context))
-        target = f"{self._host}:{endpoint['grpc']}"
+        target = self._address("grpc")
         if tls:
             trusted = grpc.ssl_channel_credentials(None if ca is None else ca.read_bytes())
             self.channel = grpc.aio.secure_channel(target, trusted, options=CHANNEL_OPTIONS)
@@ -66,8 +64,10 @@ class MovingServer:
 
     def url(self, port_name: str, raw_path: str) -> URL:
         """Return where a request for one of the server's ports goes."""
-        address = f"{self._scheme}://{self._host}:{self.endpoint[port_name]}"
-        return URL(f"{address}{raw_path}", encoded=True)
+        return URL(f"{self._scheme}://{self._address(port_name)}{raw_path}", encoded=True)
+
+    def _address(self, port_name: str) -> str:
+        return host_and_port(self.endpoint["host"], self.endpoint[port_name])
 
     async def close(self) -> None:
         """Close the connections."""
@@ -192,8 +192,7 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
         for name, port in ports.items()
         if endpoint[name]
     ]
-    address = f"[{host}]" if ":" in host else host
-    server = grpc_server(access, relay, address=f"{address}:{arguments.grpc_port}")
+    server = grpc_server(access, relay, host=host, port=arguments.grpc_port)
     await server.start()
     former: list[asyncio.Future[None]] = []
     _say(endpoint)

@@ -188,9 +188,9 @@ class _Echo(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
 def test_calls_pass_with_their_metadata_and_come_back_with_their_status() -> None:
     async def ask() -> None:
         behind, port = pick_free_ports("127.0.0.1", 2)
-        server = grpc_server(OPEN_ACCESS, _Echo(), address=f"127.0.0.1:{behind}")
+        server = grpc_server(OPEN_ACCESS, _Echo(), host="127.0.0.1", port=behind)
         relay = Relay(upstream(1, behind), listens_at="127.0.0.1")
-        front = grpc_server(OPEN_ACCESS, relay, address=f"127.0.0.1:{port}")
+        front = grpc_server(OPEN_ACCESS, relay, host="127.0.0.1", port=port)
         await server.start()
         await front.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
