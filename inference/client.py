@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     add = of["request"].add_argument
     add("file", type=Path, nargs="?", metavar="FILE.json")
     add("--params", default="{}", help="JSON merged over the file")
+    add("-t", "--test", action="store_true", help="fail unless each frame adds exactly one token")
     for name, command in of.items():
         command.set_defaults(run=_COMMANDS[name][0])
         add_connection_options(command)
@@ -283,8 +284,7 @@ def _request(arguments: argparse.Namespace) -> int:
     with client:
         if streams:
             frames = client.stream(model, tensors, turn=turn)
-            _print_stream(frames)
-            return 0
+            return _print_stream(frames, test=arguments.test)
         for name, value in client.infer(model, tensors, turn=turn).items():
             print_now(f"{name}:\n{value}\n")
     return 0
@@ -299,8 +299,8 @@ def _turn(config: Mapping[str, Any]) -> SessionTurn | None:
     return None
 
 
-def _print_stream(frames: Iterator[Mapping[str, np.ndarray[Any, Any]]]) -> None:
-    started = time.monotonic()
+def _print_stream(frames: Iterator[Mapping[str, np.ndarray[Any, Any]]], *, test: bool) -> int:
+    started, shown = time.monotonic(), None
     for frame in frames:
         rows = frame["output_ids"]
         tokens = rows.reshape(-1, rows.shape[-1])[0, : int(frame["sequence_length"].flat[0])]
@@ -308,6 +308,11 @@ def _print_stream(frames: Iterator[Mapping[str, np.ndarray[Any, Any]]]) -> None:
         scores = frame.get("cum_log_probs")
         chance = "" if scores is None else f" (probability {np.exp(scores.flat[0])})"
         print_now(f"[After {elapsed:.2f}s] Partial result{chance}:\n{tokens}\n")
+        ids = tokens.tolist()
+        if test and shown is not None and ids[:-1] != shown:
+            return _failed(f"a frame does not add one token: {shown} became {ids}")
+        shown = ids
+    return 0
 
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
