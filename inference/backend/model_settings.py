@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from export_scripts.triton.parameters import PARAMETERS
 from inference.backend.triton_model import ModelArguments
 from inference.engine.options import EngineOptions
-from inference.plain_path import native_path
 from inference.ranks.settings import Placement
 
 # Parameters that are fields of `Placement`.
@@ -95,7 +95,8 @@ def _checkpoint_path(arguments: ModelArguments, values: dict[str, Any]) -> Path:
 
 
 def _given_path(model: str, text: str) -> Path:
-    given = native_path(text)
+    # In this process's file-system encoding; an ASCII locale escapes other bytes.
+    given = Path(os.fsdecode(text.encode()))
     path = Path.cwd() / given
     if path.is_dir():
         return path

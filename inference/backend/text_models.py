@@ -24,67 +24,11 @@ _FULL_ROWS = 4  # of this size in a request
 _MOST_TOKENS = 8 << 20  # of all rows, padded to the longest
 
 
-class Preprocessing(TensorModel):
-    """Text and word lists to token ids."""
+class _Encoder(TensorModel):
+    """Encodes texts, with the end token after each where the model was trained so."""
 
     def setup(self, arguments: ModelArguments) -> None:
         """Load the tokenizer that the model's parameters name."""
-        self.prompts = _PromptEncoder(arguments)
-
-    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
-        """See `turn`."""
-        return self.turn(tensors, continues=False)
-
-    def turn(self, tensors: Tensors, *, continues: bool) -> dict[str, np.ndarray[Any, Any]]:
-        """Return ids, lengths and word lists; what `continues` a conversation has no start token.
-
-        Raises ValueError with every problem.
-        """
-        texts = self.prompts.texts("QUERY", tensors["QUERY"])
-        rows = len(texts)
-        words, problems = {}, []
-        for kind in ("BAD_WORDS", "STOP_WORDS"):
-            source, records = f"{kind}_DICT", [""] * rows
-            if source in tensors:
-                records = row_texts(source, tensors[source], most_bytes=_MOST_WORDS_BYTES)
-            if len(records) != rows:
-                problems.append(f"{source}: expected {rows} rows as in QUERY, got {len(records)}")
-                continue
-            try:
-                words[f"{kind}_IDS"] = word_list_tensor(
-                    records, self.prompts.tokenizer, name=source
-                )
-            except ValueError as error:
-                problems.append(str(error))
-        if problems:
-            raise ValueError("\n".join(problems))
-        ids, lengths = self.prompts.encode(texts, name="QUERY", special=not continues)
-        return {
-            "INPUT_ID": ids,
-            "REQUEST_INPUT_LEN": lengths,
-            "REQUEST_OUTPUT_LEN": tensors["REQUEST_OUTPUT_LEN"],
-            **words,
-        }
-
-
-class QueryTokenizer(TensorModel):
-    """Text to token ids for an encoder, which takes no word lists."""
-
-    def setup(self, arguments: ModelArguments) -> None:
-        """Load the tokenizer that the model's parameters name."""
-        self.prompts = _PromptEncoder(arguments)
-
-    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
-        """Return ids and lengths. Raises ValueError for input that is not text."""
-        texts = self.prompts.texts("query", tensors["query"])
-        ids, lengths = self.prompts.encode(texts, name="query")
-        return {"input_ids": ids, "request_input_len": lengths}
-
-
-class _PromptEncoder:
-    """Encodes prompts, with the end token after each where the model was trained so."""
-
-    def __init__(self, arguments: ModelArguments) -> None:
         self.tokenizer = _tokenizer(arguments)
         self._end_id = arguments.integer("end_id")
         self._suffix = [self._end_id] if arguments.flag("append_end_id") else []
@@ -112,6 +56,53 @@ class _PromptEncoder:
                 "all, padded to the longest; send fewer rows"
             )
         return pad_rows(rows, pad_id=self._end_id)
+
+
+class Preprocessing(_Encoder):
+    """Text and word lists to token ids."""
+
+    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+        """See `turn`."""
+        return self.turn(tensors, continues=False)
+
+    def turn(self, tensors: Tensors, *, continues: bool) -> dict[str, np.ndarray[Any, Any]]:
+        """Return ids, lengths and word lists; what `continues` a conversation has no start token.
+
+        Raises ValueError with every problem.
+        """
+        texts = self.texts("QUERY", tensors["QUERY"])
+        rows = len(texts)
+        words, problems = {}, []
+        for kind in ("BAD_WORDS", "STOP_WORDS"):
+            source, records = f"{kind}_DICT", [""] * rows
+            if source in tensors:
+                records = row_texts(source, tensors[source], most_bytes=_MOST_WORDS_BYTES)
+            if len(records) != rows:
+                problems.append(f"{source}: expected {rows} rows as in QUERY, got {len(records)}")
+                continue
+            try:
+                words[f"{kind}_IDS"] = word_list_tensor(records, self.tokenizer, name=source)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
+        ids, lengths = self.encode(texts, name="QUERY", special=not continues)
+        return {
+            "INPUT_ID": ids,
+            "REQUEST_INPUT_LEN": lengths,
+            "REQUEST_OUTPUT_LEN": tensors["REQUEST_OUTPUT_LEN"],
+            **words,
+        }
+
+
+class QueryTokenizer(_Encoder):
+    """Text to token ids for an encoder, which takes no word lists."""
+
+    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+        """Return ids and lengths. Raises ValueError for input that is not text."""
+        texts = self.texts("query", tensors["query"])
+        ids, lengths = self.encode(texts, name="query")
+        return {"input_ids": ids, "request_input_len": lengths}
 
 
 class Postprocessing(TensorModel):

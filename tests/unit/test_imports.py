@@ -164,6 +164,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts",
         "export_scripts.files",
         "export_scripts.triton",
+        "inference",
         "inference.decoding",
         "inference.front",
         "inference.server",

@@ -58,7 +58,7 @@ def test_prompts_are_padded_with_the_end_token(arguments: dict[str, str]) -> Non
     model = _loaded(Preprocessing(), arguments)
     lengths = np.array([[3], [4]], np.uint32)
     outputs = model.run({"QUERY": _column("ab", "c"), "REQUEST_OUTPUT_LEN": lengths})
-    ids = model.prompts.tokenizer.encode
+    ids = model.tokenizer.encode
     assert outputs["INPUT_ID"].tolist() == [ids("ab"), [*ids("c"), END]]
     assert outputs["REQUEST_INPUT_LEN"].tolist() == [[2], [1]]
     assert outputs["REQUEST_OUTPUT_LEN"] is lengths
@@ -126,7 +126,7 @@ def test_encoder_prompts_end_with_the_end_token_where_the_model_wants_it(
 ) -> None:
     model = _loaded(QueryTokenizer(), arguments, append_end_id="1")
     outputs = model.run({"query": _column("ab")})
-    assert outputs["input_ids"].tolist() == [[*model.prompts.tokenizer.encode("ab"), END]]
+    assert outputs["input_ids"].tolist() == [[*model.tokenizer.encode("ab"), END]]
     assert outputs["request_input_len"].tolist() == [[3]]
 
 
@@ -194,8 +194,8 @@ def test_start_token_that_preprocessing_adds_is_not_part_of_the_text(
     lengths = np.array([[3]], np.uint32)
     outputs = before.run({"QUERY": _column("ab"), "REQUEST_OUTPUT_LEN": lengths})
     ids = outputs["INPUT_ID"].tolist()[0]
-    assert ids == [END, *before.prompts.tokenizer.encode("ab")]
-    c = before.prompts.tokenizer.encode("c")
+    assert ids == [END, *before.tokenizer.encode("ab")]
+    c = before.tokenizer.encode("c")
     for only, expected in (("0", "abc"), ("1", "c")):
         after = _loaded(Postprocessing(), arguments, answer_only=only)
         rows = [[[*ids, *c, END]]]
