@@ -21,7 +21,7 @@ from export_scripts.commands import accept_any_text
 from export_scripts.files.json_content import json_object
 from export_scripts.triton.signature import GPT, T5, TensorSignature, ensemble
 from inference.decoding.rows import SessionTurn
-from inference.front.access import Credentials
+from inference.front.access import Credentials, published_endpoint
 from inference.ports import host_and_port
 from inference.server.client import DEFAULT_IN_FLIGHT, DEFAULT_URLS, PROTOCOLS, TritonClient
 from inference.server.tensors import file_tensors
@@ -183,9 +183,7 @@ def opened_client(
 
 def _published(path: Path, protocol: str) -> str:
     """Return the URL of the server whose address a deploy job has published."""
-    endpoint = json_object(path.read_bytes(), path)
-    if missing := sorted({"host", "uses_tls", protocol} - endpoint.keys()):
-        raise ValueError(f"{path} is not the endpoint.json of a deploy job: no {missing[0]} in it.")
+    endpoint = published_endpoint(path, protocol)
     tls = "s" if endpoint["uses_tls"] else ""
     return f"{protocol}{tls}://{host_and_port(endpoint['host'], endpoint[protocol])}"
 

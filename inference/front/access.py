@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from export_scripts.files.json_content import json_object
 from export_scripts.values import PORT, option
 from inference.ports import DEFAULT_PORTS
 
@@ -189,6 +190,17 @@ class Credentials:
 
 
 PLAIN = Credentials()
+
+
+def published_endpoint(path: Path, *names: str) -> dict[str, Any]:
+    """Return the address that a deploy job has published, with the ports of these names.
+
+    Raises OSError, or ValueError if the file is another.
+    """
+    endpoint = json_object(path.read_bytes(), path)
+    if missing := [key for key in ("host", "uses_tls", *names) if key not in endpoint]:
+        raise ValueError(f"{path} is not the endpoint.json of a deploy job: no {missing[0]} in it.")
+    return endpoint
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import ssl
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -25,7 +24,8 @@ import grpc
 from aiohttp import web
 from yarl import URL
 
-from inference.front.access import MOST_REQUEST_MB, Access
+from export_scripts.values import PORT
+from inference.front.access import MOST_REQUEST_MB, Access, published_endpoint
 from inference.front.guard import Guard, RejectedError, ask_for_body, refusal
 from inference.front.kserve_grpc import grpc_server
 from inference.front.kserve_http import http_server
@@ -90,7 +90,7 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
         """Pass requests on to another server; return once the former has answered the last."""
         await (await self._upstream.exchange(upstream)).close()
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close the connections to the server."""
         await self._upstream.current.close()
 
@@ -169,11 +169,10 @@ async def _passed_back(
 
 
 def _published(path: Path) -> dict[str, Any] | None:
-    """Return the published address; None while there is none."""
-    # Opening a file makes NFS look whether another has taken its name.
-    with contextlib.suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads(path.read_bytes())
-        return found
+    """Return the published address; None while there is none. Raises ValueError."""
+    with contextlib.suppress(OSError):
+        # Opening a file makes NFS look whether another has taken its name.
+        return published_endpoint(path, *DEFAULT_PORTS, "job_id")
     return None
 
 
@@ -187,25 +186,27 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
         return
     relay = Relay(MovingServer(endpoint, arguments.ca), listens_at=host)
     ports = {name: getattr(arguments, f"{name}_port") for name in ("http", "metrics", "openai")}
-    runners = [
-        await http_server(access, partial(relay.answer, name), host=host, port=port)
-        for name, port in ports.items()
-        if endpoint[name]
-    ]
-    server = grpc_server(access, relay, host=host, port=arguments.grpc_port)
-    await server.start()
-    former: list[asyncio.Future[None]] = []
-    _say(endpoint)
-    while not asked.done():
-        await asyncio.wait([asked], timeout=_POLL_S)
-        found = _published(path)
-        if found is not None and found != endpoint:
-            endpoint = found
-            former.append(asyncio.ensure_future(relay.exchange(MovingServer(found, arguments.ca))))
-            _say(endpoint)
-    ends = [runner.cleanup() for runner in runners]
-    await stop.finish(server.stop(LONGEST_REQUEST_S), *ends)
-    await relay.close()
+    async with contextlib.aclosing(relay):
+        runners = [
+            await http_server(access, partial(relay.answer, name), host=host, port=port)
+            for name, port in ports.items()
+            if endpoint[name]
+        ]
+        server = grpc_server(access, relay, host=host, port=arguments.grpc_port)
+        await server.start()
+        former: list[asyncio.Future[None]] = []
+        _say(endpoint)
+        while not asked.done():
+            await asyncio.wait([asked], timeout=_POLL_S)
+            found = None
+            with contextlib.suppress(ValueError):  # while the file holds something else
+                found = _published(path)
+            if found is not None and found != endpoint:
+                endpoint, successor = found, MovingServer(found, arguments.ca)
+                former.append(asyncio.ensure_future(relay.exchange(successor)))
+                _say(endpoint)
+        ends = [runner.cleanup() for runner in runners]
+        await stop.finish(server.stop(LONGEST_REQUEST_S), *ends)
     if former:
         await asyncio.wait(former, timeout=1)  # their last requests have been answered
 
@@ -225,10 +226,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         asyncio.run(_serve(arguments, access))
-    except (OSError, KeyError) as error:
-        sys.stderr.write(f"error: the relay cannot serve: {error!r}\n")
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"error: the relay cannot serve: {error}\n")
         return 1
     return 0
+
+
+def _port(text: str) -> int:
+    if not 0 <= (number := int(text)) <= PORT:
+        raise argparse.ArgumentTypeError(f"{text} is not a port, which are 0 to {PORT}")
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -237,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     add("endpoint", type=Path, metavar="ENDPOINT.json", help="published address of the server")
     add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     for name, port in DEFAULT_PORTS.items():
-        add(f"--{name}-port", type=int, default=port, help="(%(default)s)")
+        add(f"--{name}-port", type=_port, default=port, help="(%(default)s)")
     add("--tls-cert", type=Path, help="certificate chain of the relay, PEM")
     add("--tls-key", type=Path, help="its key, PEM, of mode 600")
     add("--ca", type=Path, help="certificates to trust of a server with TLS, PEM")

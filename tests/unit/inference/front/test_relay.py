@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,7 +19,7 @@ from aiohttp.test_utils import RawTestServer
 from inference.front.access import OPEN_ACCESS
 from inference.front.guard import ask_for_body
 from inference.front.kserve_grpc import grpc_server
-from inference.front.relay import MovingServer, Relay
+from inference.front.relay import MovingServer, Relay, main
 from inference.ports import pick_free_ports
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -35,7 +37,7 @@ async def relayed(first: Handler) -> AsyncIterator[tuple[Relay, RawTestServer]]:
         relay = Relay(upstream(server.port), listens_at="127.0.0.1")
         async with RawTestServer(partial(relay.answer, "http")) as front:
             yield relay, front
-        await relay.close()
+        await relay.aclose()
 
 
 def test_request_reaches_the_server_as_it_was_sent_and_the_answer_comes_back_so() -> None:
@@ -165,7 +167,7 @@ def test_absent_server_and_a_rebound_name_are_refused() -> None:
                 assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
             async with client.get(url, headers={"Host": "evil.example"}) as answer:
                 assert answer.status == 403
-        await relay.close()
+        await relay.aclose()
 
     asyncio.run(ask())
 
@@ -206,6 +208,28 @@ def test_calls_pass_with_their_metadata_and_come_back_with_their_status() -> Non
             )
         await front.stop(None)
         await server.stop(None)
-        await relay.close()
+        await relay.aclose()
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "said"),
+    [
+        ("[]", [], "error: the relay cannot serve: {path} is not a JSON object"),
+        (
+            '{"host": "n1", "uses_tls": false}',
+            [],
+            "is not the endpoint.json of a deploy job: no ",
+        ),
+        ("{}", ["--grpc-port", "65536"], "65536 is not a port, which are 0 to 65535"),
+    ],
+)
+def test_wrong_files_and_ports_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, options: list[str], said: str
+) -> None:
+    path = tmp_path / "endpoint.json"
+    path.write_text(content)
+    with pytest.raises(SystemExit) if options else contextlib.nullcontext():
+        assert main([str(path), *options]) == 1
+    assert said.format(path=path) in capsys.readouterr().err
