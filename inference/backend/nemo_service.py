@@ -45,6 +45,7 @@ _PASSED: dict[str, tuple[str, Any]] = {
     "runtime_top_k": ("top_k", np.uint32),
     "runtime_top_p": ("top_p", np.float32),
 }
+_LIMITS = {"min_length": np.iinfo(np.int32), "top_k": np.iinfo(np.uint32)}
 _WORD_LISTS = {"end_strings": "stop_words_list", "bad_words_list": "bad_words_list"}
 
 
@@ -65,8 +66,11 @@ class NemoService(TextService):
             given["seed"] = column(request, "random_seed", rows)
         problems = self.length_problems("max_length", given["max_length"])
         problems += self._task_problems(given["tasks"], given["compute_logprob"])
-        problems += [
-            f"top_k[{b}]={k} must not be negative" for b, k in enumerate(given["top_k"]) if k < 0
+        problems += [  # where NeMo's type is wider than the engine's
+            f"{name}[{b}]={value} must be {limits.min} to {limits.max}"
+            for name, limits in _LIMITS.items()
+            for b, value in enumerate(given[name])
+            if not limits.min <= value <= limits.max
         ]
         problems += [
             f"{name} is not computed here; {instead}"
