@@ -43,6 +43,12 @@ _BACKLOG = 128
 # A check whether a client has left takes 0.1 ms; this many are checked at a time.
 _ASKED_AT_ONCE = 64
 _STOP = None
+# Triton's code for an error, and the reason in the metrics.
+_FAILURES: dict[type[Exception], tuple[str, str]] = {
+    ValueError: ("INVALID_ARG", "invalid"),
+    EngineBusyError: ("UNAVAILABLE", "busy"),
+    EngineFailedError: ("UNAVAILABLE", "unavailable"),
+}
 
 
 class Exchange:
@@ -206,13 +212,8 @@ class EngineModel:
                 continue
             try:
                 future, answer = self.submit(exchange)
-            except ValueError as error:
-                exchange.fail(str(error), "INVALID_ARG")
-                self.metrics.refused("invalid")
-            except (EngineBusyError, EngineFailedError) as error:
-                exchange.fail(str(error), "UNAVAILABLE")
-                is_busy = isinstance(error, EngineBusyError)
-                self.metrics.refused("busy" if is_busy else "unavailable")
+            except Exception as error:
+                self._fail(exchange, error, note=self.metrics.refused)
             else:
                 self._follow(exchange, future, answer)
 
@@ -256,24 +257,27 @@ class EngineModel:
     def _send_result(
         self, exchange: Exchange, future: Future[Any], answer: Callable[[Any], None]
     ) -> None:
-        outcome = "failed"
         try:
             answer(future.result())
-            outcome = ""
         except CancelledError:
             exchange.fail("the request was cancelled", "CANCELLED")
-            outcome = "cancelled"
-        except ValueError as error:  # found by the engine's thread, such as an ended session
-            exchange.fail(str(error), "INVALID_ARG")
-        except (EngineBusyError, EngineFailedError) as error:
-            exchange.fail(str(error), "UNAVAILABLE")
-        except Exception as error:  # any failure is this request's answer
-            exchange.fail(str(error) or type(error).__name__, "INTERNAL")
-        if outcome:
-            self.metrics.ended(outcome)
-        elif not exchange.is_canary:
-            seconds = time.perf_counter() - exchange.began
-            self.metrics.completed(seconds, getattr(future.result(), "times", None))
+            self.metrics.ended("cancelled")
+        except Exception as error:  # found by the engine's thread, such as an ended session
+            self._fail(exchange, error, note=lambda _: self.metrics.ended("failed"))
+        else:
+            if not exchange.is_canary:
+                seconds = time.perf_counter() - exchange.began
+                self.metrics.completed(seconds, getattr(future.result(), "times", None))
+
+    def _fail(self, exchange: Exchange, error: Exception, *, note: Callable[[str], None]) -> None:
+        """Answer a request with its failure, whatever that is, and note the reason."""
+        for kind, (code, reason) in _FAILURES.items():
+            if isinstance(error, kind):
+                exchange.fail(str(error), code)
+                note(reason)
+                return
+        exchange.fail(str(error) or type(error).__name__, "INTERNAL")
+        self.metrics.ended("failed")
 
     def _deliver(self) -> None:
         """Send responses in order; the engine never waits for a client."""

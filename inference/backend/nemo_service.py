@@ -45,7 +45,7 @@ _PASSED: dict[str, tuple[str, Any]] = {
     "runtime_top_k": ("top_k", np.uint32),
     "runtime_top_p": ("top_p", np.float32),
 }
-_LIMITS = {"min_length": np.iinfo(np.int32), "top_k": np.iinfo(np.uint32)}
+_LIMITS: dict[str, Any] = {"min_length": np.iinfo(np.int32), "top_k": np.iinfo(np.uint32)}
 _WORD_LISTS = {"end_strings": "stop_words_list", "bad_words_list": "bad_words_list"}
 
 
