@@ -9,6 +9,7 @@ other requests of its batch their answers.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -131,7 +132,9 @@ class Postprocessing(TensorModel):
             raise ValueError(f"TOKENS_BATCH: {tokens.size} tokens; {_MOST_TOKENS} at most")
         starts = self._starts(tensors, tokens.shape[:2])
         counts = self._counts(tensors, starts, tokens.shape)
-        finished = tensors.get("IS_FINISHED", np.zeros(tokens.shape[:2], np.bool_))
+        finished = np.zeros(tokens.shape[:2], np.bool_)
+        if "IS_FINISHED" in tensors:
+            finished = _one_each("IS_FINISHED", tensors, tokens.shape[:2])
         # Without the count, an answer goes up to its first end token.
         first_end = starts is not None and "sequence_length" not in tensors
         room = tokens.shape[2] - (0 if starts is None else int(starts.max(initial=0)))
@@ -157,7 +160,7 @@ class Postprocessing(TensorModel):
         """Return the number of tokens of prompt and answer in each row, (B, K)."""
         if starts is None or "sequence_length" not in tensors:
             return np.full(shape[:2], shape[2])
-        counts = tensors["sequence_length"].reshape(shape[:2]).astype(np.int64)
+        counts = _one_each("sequence_length", tensors, shape[:2]).astype(np.int64)
         if not self.strict_lengths:
             # The model counts the padded prompt, which is as long as the longest one.
             counts = counts - starts.max(initial=0) + starts
@@ -171,8 +174,8 @@ class Postprocessing(TensorModel):
             if name in tensors:
                 starts = tensors[name].reshape(shape[0], -1)
                 if starts.shape[1] not in (1, shape[1]):
-                    raise ValueError(f"{name}: expected shape {list(shape)}, got {starts.shape}")
-                return np.broadcast_to(starts, shape)
+                    raise _wrong_shape(name, shape, tensors[name])
+                return np.broadcast_to(starts, shape).clip(0)
         return None
 
     def _text(self, prompt: Sequence[int], answer: Sequence[int], *, partial: bool) -> str:
@@ -184,6 +187,17 @@ class Postprocessing(TensorModel):
         if whole.startswith(before):
             return whole[len(before) :]
         return self.tokenizer.decode(answer, partial=partial)
+
+
+def _one_each(name: str, tensors: Tensors, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return an input with one value for each text, (B, K). Raises ValueError."""
+    if tensors[name].size != math.prod(shape):
+        raise _wrong_shape(name, shape, tensors[name])
+    return tensors[name].reshape(shape)
+
+
+def _wrong_shape(name: str, shape: tuple[int, ...], value: np.ndarray[Any, Any]) -> ValueError:
+    return ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
 
 
 def _without_end(answer: Sequence[int], end_id: int, *, first: bool) -> Sequence[int]:

@@ -173,6 +173,8 @@ class TensorModel:
             outputs = self._run_turn(request, tensors) if self.interactive else self.run(tensors)
         except ValueError as error:
             return error_response(str(error))
+        except Exception as error:  # any failure is this request's answer, not its neighbours'
+            return error_response(str(error) or type(error).__name__, "INTERNAL")
         return response(outputs, request.requested_output_names())
 
     def _run_turn(self, request: Any, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
