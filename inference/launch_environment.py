@@ -1,13 +1,15 @@
-"""Rank and world size from launcher environment variables.
+"""The place of a process in a launch, and its GPUs, from environment variables.
 
 mpirun, torchrun, srun and other PMI launchers are recognised by the variables they set.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # Selects a row of the table below when the variables of several launchers are set.
@@ -17,6 +19,8 @@ DEFAULT_PORT = 29500  # torch's launchers use it too
 RENDEZVOUS_VARIABLE = "SLIPWAY_RENDEZVOUS"
 # The file, seen by all nodes, in which rank 0 leaves the key of the launch.
 KEY_FILE_VARIABLE = "SLIPWAY_RENDEZVOUS_KEY_FILE"
+
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -196,3 +200,13 @@ def rendezvous_address(
     if not 0 < port < 65536:
         raise ValueError(f"the rendezvous port is {port}; it must be between 1 and 65535")
     return head or "127.0.0.1", port
+
+
+def visible_gpus() -> list[str]:
+    """Return the names of the visible GPUs, as CUDA_VISIBLE_DEVICES spells them.
+
+    CUDA is not initialised, which would freeze what it sees.
+    """
+    if (text := os.environ.get(VISIBLE_VARIABLE)) is not None:
+        return [name.strip() for name in text.split(",") if name.strip() not in ("", "-1")]
+    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.gpus import VISIBLE_VARIABLE, visible_gpus
+from inference.launch_environment import VISIBLE_VARIABLE, visible_gpus
 
 _CPUS = Path("/sys/devices/system/cpu")
 
