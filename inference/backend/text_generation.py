@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -26,7 +26,9 @@ from inference.backend.triton_model import (
 )
 from inference.decoding.request import RequestError, parse_request
 from inference.decoding.rows import RowResult
-from inference.engine.engine import Engine, GenerationResult
+
+if TYPE_CHECKING:
+    from inference.engine.engine import Engine, GenerationResult
 
 RowRead = tuple[list[int], Tensors]  # tokens of a prompt, and the other tensors of its row
 
