@@ -67,7 +67,7 @@ def _slurm_count(environment: Environment) -> int | None:
         if match is None:
             return None
         counts += [int(match[1])] * int(match[2] or 1)
-    node = int(environment.get("SLURM_NODEID", "0"))
+    node = _number(environment, ("SLURM_NODEID",)) or 0
     return counts[node] if node < len(counts) else None
 
 
