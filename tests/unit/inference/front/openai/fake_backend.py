@@ -17,8 +17,7 @@ from aiohttp.test_utils import RawTestServer
 from inference.front.access import OPEN_ACCESS, Access
 from inference.front.guard import Guard, RejectedError
 from inference.front.openai.answers import Candidate
-from inference.front.openai.chat_template import ChatTemplate
-from inference.front.openai.codec import Codec
+from inference.front.openai.codec import ChatTemplate, Codec
 from inference.front.openai.endpoint import OpenAIEndpoint
 from inference.front.openai.prepare import GenerationJob, ModelFacts
 from inference.front.workers import Workers

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference.front.guard import RejectedError
-from inference.front.openai.chat_template import ChatTemplate, load_chat_template
+from inference.front.openai.codec import ChatTemplate, load_chat_template
 
 TALK = [{"role": "user", "content": "Hi <b>"}]
 

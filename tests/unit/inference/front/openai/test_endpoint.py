@@ -17,8 +17,7 @@ import pytest
 
 from inference.front.access import Access, OpenAIOptions
 from inference.front.openai.answers import Answer, Candidate
-from inference.front.openai.chat_template import ChatTemplate
-from inference.front.openai.codec import Codec
+from inference.front.openai.codec import ChatTemplate, Codec
 from inference.front.openai.prepare import load_codec
 from inference.front.workers import Workers
 from tests.unit.inference.front.openai.fake_backend import (
