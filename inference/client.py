@@ -21,13 +21,15 @@ from export_scripts.commands import accept_any_text
 from export_scripts.files.json_content import json_object
 from export_scripts.triton.signature import GPT, T5, TensorSignature, ensemble
 from inference.decoding.rows import SessionTurn
-from inference.front.credentials import Credentials
+from inference.front.access import Credentials, published_endpoint
+from inference.ports import host_and_port
 from inference.server.client import DEFAULT_IN_FLIGHT, DEFAULT_URLS, PROTOCOLS, TritonClient
 from inference.server.tensors import file_tensors
 
 _PARSERS = {"UINT32": int, "INT32": int, "UINT64": int, "FP32": float}
 _SHORT = {"runtime_top_k": "--top-k", "runtime_top_p": "--top-p", "random_seed": "--seed"}
-# Of a request file's `config`, for models that keep sessions.
+# Of a request file's `config`; the last for models that keep sessions.
+_TEXT_KEYS = ("protocol", "url", "model_name")
 _SESSION_KEYS = ("sequence_id", "sequence_start", "sequence_end")
 _TLS_SCHEMES = {"https": "http", "grpcs": "grpc"}
 _NOT_FLAGS = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}
@@ -87,12 +89,9 @@ def _failed(message: str) -> int:
 
 def option_tensors() -> list[TensorSignature]:
     """Return every optional input that a text request can carry, by its contract name."""
-    found: dict[str, TensorSignature] = {}
-    for model in (GPT, T5):
-        for tensor in ensemble(model).inputs:
-            if tensor.optional and tensor.name not in _NOT_FLAGS:
-                found.setdefault(tensor.name, tensor)
-    return list(found.values())
+    every = [tensor for model in (T5, GPT) for tensor in ensemble(model).inputs]
+    found = {tensor.name: tensor for tensor in every if tensor.optional}
+    return [tensor for name, tensor in found.items() if name not in _NOT_FLAGS]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -156,8 +155,7 @@ def opened_client(
 ) -> TritonClient:
     """Return a connection to the server that the arguments name; a URL may name the protocol, too.
 
-    Raises:
-        ValueError: The URL has another form, or names another protocol than --protocol.
+    Raises ValueError for another URL, or one with another protocol than --protocol.
     """
     if (arguments.url or "").endswith(".json"):
         arguments.url = _published(Path(arguments.url), arguments.protocol or default_protocol)
@@ -185,10 +183,9 @@ def opened_client(
 
 def _published(path: Path, protocol: str) -> str:
     """Return the URL of the server whose address a deploy job has published."""
-    endpoint = json.loads(path.read_text(encoding="utf-8"))
-    host, tls = endpoint["host"], "s" if endpoint["uses_tls"] else ""
-    address = f"[{host}]" if ":" in host else host
-    return f"{protocol}{tls}://{address}:{endpoint[protocol]}"
+    endpoint = published_endpoint(path, protocol)
+    tls = "s" if endpoint["uses_tls"] else ""
+    return f"{protocol}{tls}://{host_and_port(endpoint['host'], endpoint[protocol])}"
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -202,9 +199,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompts = list(arguments.prompts)
     if arguments.file:
         # Lines end with line feeds alone: other separators of Unicode belong to the text.
-        prompts += _text(arguments.file).removesuffix("\n").split("\n")
+        prompts += arguments.file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     if not prompts:
         raise ValueError("no prompt: give at least one PROMPT, or --file with one on each line.")
+    if arguments.rows_per_request < 1:
+        raise ValueError(f"--rows-per-request={arguments.rows_per_request} must be at least 1.")
     more = {"ensemble_name": arguments.model, "max_in_flight": arguments.in_flight}
     with opened_client(arguments, **more) as client:
         rows = client.generate_text(
@@ -251,10 +250,6 @@ def _health(arguments: argparse.Namespace) -> int:
     return 0 if ready else 1
 
 
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` with `over` merged in: dictionaries merge, anything else is replaced."""
     result = dict(base)
@@ -269,17 +264,21 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def _request(arguments: argparse.Namespace) -> int:
     content = json_object(arguments.file.read_bytes(), arguments.file) if arguments.file else {}
     content = merged(content, json_object(arguments.params, "--params"))
-    config = content.get("config", {})
-    known = {"protocol", "url", "model_name", "verbose", "stream_api", *_SESSION_KEYS}
+    if not isinstance(config := content.get("config", {}), dict):
+        raise ValueError(f"config: {config!r} is not an object")
+    known = {*_TEXT_KEYS, "verbose", "stream_api", *_SESSION_KEYS}
     if unknown := sorted(set(config) - known):
         raise ValueError(f"config: unknown keys {', '.join(unknown)}; known: {sorted(known)}.")
+    for key in _TEXT_KEYS:
+        if not isinstance(config.get(key) or "", str):
+            raise ValueError(f"config: {key}={config[key]!r} is not a text")
     turn = _turn(config)
     tensors = file_tensors(content.get("request", []))
     streams = bool(config.get("stream_api", False))
     arguments.url = arguments.url or config.get("url")
     arguments.protocol = arguments.protocol or config.get("protocol")
     client = opened_client(arguments, default_protocol="grpc" if streams else "http")
-    model = config.get("model_name", "fastertransformer")
+    model = config.get("model_name") or "fastertransformer"
     with client:
         if streams:
             frames = client.stream(model, tensors, turn=turn)
@@ -290,22 +289,16 @@ def _request(arguments: argparse.Namespace) -> int:
 
 
 def _turn(config: Mapping[str, Any]) -> SessionTurn | None:
-    if "sequence_id" not in config:
-        if given := sorted(set(_SESSION_KEYS) & set(config)):
-            raise ValueError(
-                f"config: {', '.join(given)} without sequence_id, the session's number"
-            )
-        return None
-    return SessionTurn(
-        config["sequence_id"],
-        starts=bool(config.get("sequence_start", False)),
-        ends=bool(config.get("sequence_end", False)),
-    )
+    session_id, *flags = (config.get(key) for key in _SESSION_KEYS)
+    if session_id is not None:
+        return SessionTurn(session_id, starts=bool(flags[0]), ends=bool(flags[1]))
+    if given := sorted(set(_SESSION_KEYS) & set(config)):
+        raise ValueError(f"config: {', '.join(given)} without sequence_id, the session's number")
+    return None
 
 
 def _print_stream(frames: Iterator[Mapping[str, np.ndarray[Any, Any]]], *, test: bool) -> int:
-    started = time.monotonic()
-    shown: list[int] | None = None
+    started, shown = time.monotonic(), None
     for frame in frames:
         rows = frame["output_ids"]
         tokens = rows.reshape(-1, rows.shape[-1])[0, : int(frame["sequence_length"].flat[0])]

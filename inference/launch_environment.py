@@ -1,13 +1,16 @@
-"""Rank and world size from launcher environment variables.
+"""The place of a process in a launch, and its GPUs, from environment variables.
 
 mpirun, torchrun, srun and other PMI launchers are recognised by the variables they set.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 # Selects a row of the table below when the variables of several launchers are set.
 LAUNCHER_VARIABLE = "SLIPWAY_LAUNCHER"
@@ -17,28 +20,20 @@ RENDEZVOUS_VARIABLE = "SLIPWAY_RENDEZVOUS"
 # The file, seen by all nodes, in which rank 0 leaves the key of the launch.
 KEY_FILE_VARIABLE = "SLIPWAY_RENDEZVOUS_KEY_FILE"
 
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """One process of a launch.
-
-    Attributes:
-        rank: Number of this process.
-        world_size: Processes of the launch.
-        local_rank: Number among the processes of this node.
-        local_size: Processes of this node.
-        launcher: Name of the launcher; "none" for a process started by itself.
-        job: Identifier of this launch; may be empty.
-        head: Host of rank 0, if the launcher's variables name it.
-    """
+    """One process of a launch."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    launcher: str = "none"
-    job: str = ""
-    head: str | None = None
+    local_rank: int = 0  # among the processes of this node
+    local_size: int = 1  # number of these
+    launcher: str = "none"  # of a process started by itself
+    job: str = ""  # identifier of this launch; may be empty
+    head: str | None = None  # host of rank 0, if the launcher's variables name it
 
     @property
     def spans_nodes(self) -> bool:
@@ -72,7 +67,7 @@ def _slurm_count(environment: Environment) -> int | None:
         if match is None:
             return None
         counts += [int(match[1])] * int(match[2] or 1)
-    node = int(environment.get("SLURM_NODEID", "0"))
+    node = _number(environment, ("SLURM_NODEID",)) or 0
     return counts[node] if node < len(counts) else None
 
 
@@ -88,6 +83,12 @@ def _slurm_head(environment: Environment) -> str | None:
     return first_host(nodes) if nodes else None
 
 
+_TORCH: dict[str, Any] = {
+    "rank": ("RANK",),
+    "world_size": ("WORLD_SIZE",),
+    "local_rank": ("LOCAL_RANK",),
+    "local_size": ("LOCAL_WORLD_SIZE",),
+}
 # The order matters. Inside an allocation mpirun passes on the allocation's variables, and inside a
 # step torchrun passes on the step's, so inner launchers come first. A plain RANK may be left over
 # in a user's shell, so it comes after Slurm's variables, which count only within a step.
@@ -100,15 +101,7 @@ _LAUNCHERS = (
         local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
         job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
-    _Launcher(
-        "torchrun",
-        rank=("RANK",),
-        world_size=("WORLD_SIZE",),
-        local_rank=("LOCAL_RANK",),
-        local_size=("LOCAL_WORLD_SIZE",),
-        job=("TORCHELASTIC_RUN_ID",),
-        needs=("TORCHELASTIC_RUN_ID",),
-    ),
+    _Launcher("torchrun", **_TORCH, job=("TORCHELASTIC_RUN_ID",), needs=("TORCHELASTIC_RUN_ID",)),
     _Launcher(
         "slurm",
         rank=("SLURM_PROCID",),
@@ -119,14 +112,7 @@ _LAUNCHERS = (
         count_here=_slurm_count,
         find_head=_slurm_head,
     ),
-    _Launcher(
-        "torch",
-        rank=("RANK",),
-        world_size=("WORLD_SIZE",),
-        local_rank=("LOCAL_RANK",),
-        local_size=("LOCAL_WORLD_SIZE",),
-        job=("NGC_JOB_ID",),
-    ),
+    _Launcher("torch", **_TORCH, job=("NGC_JOB_ID",)),
     _Launcher(
         "pmi",
         rank=("PMI_RANK", "PMIX_RANK"),
@@ -141,8 +127,7 @@ _LAUNCHERS = (
 def read_launch_environment(environment: Environment) -> LaunchEnvironment:
     """Return the place of the process with these variables; rank 0 of 1 without any.
 
-    Raises:
-        ValueError: The variables contradict each other or are not numbers.
+    Raises ValueError if the variables contradict each other or are not numbers.
     """
     named = environment.get(LAUNCHER_VARIABLE)
     names = [launcher.name for launcher in _LAUNCHERS]
@@ -199,9 +184,7 @@ def rendezvous_address(
 ) -> tuple[str, int]:
     """Return host and port of the rendezvous: the given ones, else the variables', else loopback.
 
-    Raises:
-        ValueError: The processes run on several nodes and no variable names the host of rank 0, or
-            the port is not a number.
+    Raises ValueError if no variable names the host of rank 0 of several nodes, or for a wrong port.
     """
     head = host or environment.get("MASTER_ADDR") or environment.get("NGC_MASTER_ADDR")
     if place.spans_nodes and head is None:
@@ -217,3 +200,13 @@ def rendezvous_address(
     if not 0 < port < 65536:
         raise ValueError(f"the rendezvous port is {port}; it must be between 1 and 65535")
     return head or "127.0.0.1", port
+
+
+def visible_gpus() -> list[str]:
+    """Return the names of the visible GPUs, as CUDA_VISIBLE_DEVICES spells them.
+
+    CUDA is not initialised, which would freeze what it sees.
+    """
+    if (text := os.environ.get(VISIBLE_VARIABLE)) is not None:
+        return [name.strip() for name in text.split(",") if name.strip() not in ("", "-1")]
+    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]

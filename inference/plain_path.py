@@ -6,7 +6,6 @@ space in the repository's path, a model would load for ever.
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import tempfile
@@ -22,11 +21,6 @@ def plain_temporary_folder() -> Path:
     """Return where temporary files go, if its name is safe, else /tmp."""
     folder = tempfile.gettempdir()
     return Path(folder if is_plain(folder) else "/tmp")
-
-
-def native_path(text: str) -> Path:
-    """Return a path in this process's file-system encoding; an ASCII locale escapes other bytes."""
-    return Path(os.fsdecode(text.encode()))
 
 
 class PlainFolder:

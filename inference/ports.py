@@ -12,6 +12,7 @@ from pathlib import Path
 TRITON_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 DEFAULT_PORTS = {**TRITON_PORTS, "openai": 8003}
 FREE_PORTS = dict.fromkeys(TRITON_PORTS, 0)  # chosen at the start
+_HIGHEST = 65535
 _LOWEST, _TRIES = 10_000, 1000  # of the ports that are picked
 _CONNECT_S = 1.0
 _LISTEN = "0A"  # state column of /proc/net/tcp
@@ -19,6 +20,11 @@ _LISTEN = "0A"  # state column of /proc/net/tcp
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def host_and_port(host: str, port: int) -> str:
+    """Return an address as URLs have it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def pick_free_ports(host: str, count: int) -> list[int]:
@@ -52,6 +58,8 @@ def _first_ephemeral_port() -> int:
 
 def port_problem(host: str, port: int) -> str | None:
     """Return why a server cannot listen on `host`:`port`, with the holder if it can be seen."""
+    if not 0 <= port <= _HIGHEST:
+        return f"is not a port, which are 0 to {_HIGHEST}"
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         # Servers set this too: a port with lingering old connections is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from inference.backend.text_service import TextService
+from inference.backend.text_generation import TextService
 
 
 def infer(service: TextService, requests: Sequence[Any]) -> list[dict[str, Any]]:

@@ -1,45 +1,40 @@
-"""The encoder model in Triton's Python backend: hidden states of BERT or of a T5 encoder."""
+"""Encoders in Triton's Python backend, which answer with hidden states; models of NVIDIA's own."""
 
 # Shapes: B rows, S padded length, E hidden, L layers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from inference.backend.engine_model import (
-    EngineModel,
-    Exchange,
-    check_model_type,
-    engine_arguments,
+from export_scripts.triton.signature import hidden_state_types
+from inference.backend.engine_model import EngineModel, Exchange
+from inference.backend.python_backend import GenerationModel
+from inference.backend.triton_model import (
+    ModelArguments,
+    config_parameters,
+    request_tensors,
+    response,
 )
-from inference.backend.model_settings import ModelSettings
-from inference.backend.triton_model import hidden_tensor, request_tensors, response
 
 if TYPE_CHECKING:
     from inference.engine.encoder_engine import EncoderEngine
     from inference.engine.encoding import EncodingResult
 
-# model_type of config.pbtxt -> the types of weights that can serve it.
-SERVED_BY = {"bert": ("bert",), "T5-Encoder": ("T5-Encoder", "T5")}
-
 
 class EncoderModel(EngineModel):
     """Serves one converted model that answers with hidden states."""
 
+    served_by: ClassVar = {"bert": ("bert",), "T5-Encoder": ("T5-Encoder", "T5")}
     engine: EncoderEngine
 
-    def make_engine(self, settings: ModelSettings) -> EncoderEngine:
-        """Return the engine. Raises ValueError if the weights are of another model type."""
-        from inference.engine.encoder_engine import EncoderEngine  # imports torch, as Engine does
+    @staticmethod
+    def engine_class() -> type[EncoderEngine]:
+        """See `EngineModel`."""
+        from inference.engine.encoder_engine import EncoderEngine
 
-        check_model_type(settings, SERVED_BY.get(settings.model_type))
-        self.engine = EncoderEngine(
-            settings.checkpoint_path,
-            **engine_arguments(settings),
-        )
-        return self.engine
+        return EncoderEngine
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request, see `EngineModel`."""
@@ -54,9 +49,54 @@ class EncoderModel(EngineModel):
         if result.attentions is not None:
             outputs["output_attentions"] = result.attentions  # (B, L, heads, S, S)
         data_type = self.settings.placement.data_type
-        tensors = [
-            hidden_tensor(name, value, data_type)
-            for name, value in outputs.items()
-            if name in exchange.wanted
-        ]
-        exchange.send(response(tensors), final=True)
+        typed = {name: _in_type(value, data_type) for name, value in outputs.items()}
+        exchange.send(response(typed, exchange.wanted), final=True)
+
+
+def _in_type(value: Any, data_type: str) -> Any:
+    """Return a torch tensor in the computation type, as an array if numpy has that."""
+    if data_type == "bf16":
+        return value.bfloat16()
+    return (value.half() if data_type == "fp16" else value).numpy()
+
+
+class FasterTransformerModel:
+    """A generation model or an encoder, by its model_type, of NVIDIA's FasterTransformer backend.
+
+    Triton runs `export_scripts/triton/backends/fastertransformer/model.py` for every model whose
+    config.pbtxt names that backend; the parameters are NVIDIA's own.
+    """
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        """Give an encoder's hidden states the type that it computes in (called by Triton).
+
+        NVIDIA's templates of BERT leave the type out, and those of T5-Encoder say FP32 whatever the
+        model computes in; its backend sets both in the same place (libfastertransformer.cc,
+        ModelState::AutoCompleteConfig).
+        """
+        content = config.as_dict()
+        parameters = config_parameters(content)
+        types = hidden_state_types(
+            parameters.get("model_type", ""), data_type=parameters.get("data_type", "")
+        )
+        for tensor in (*content["input"], *content["output"]):
+            if tensor["name"] in types:
+                tensor["data_type"] = f"TYPE_{types[tensor['name']]}"
+        return config
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Start the engine (called by Triton), see `EngineModel`."""
+        is_encoder = (
+            ModelArguments(args).text("model_type", default="GPT") in EncoderModel.served_by
+        )
+        self._model: EngineModel = EncoderModel() if is_encoder else GenerationModel()
+        self._model.initialize(args)
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Take requests, which are answered later (called by Triton)."""
+        self._model.execute(requests)
+
+    def finalize(self) -> None:
+        """Stop the engine (called by Triton)."""
+        self._model.finalize()

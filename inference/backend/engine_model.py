@@ -11,12 +11,11 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
@@ -44,6 +43,12 @@ _BACKLOG = 128
 # A check whether a client has left takes 0.1 ms; this many are checked at a time.
 _ASKED_AT_ONCE = 64
 _STOP = None
+# Triton's code for an error, and the reason in the metrics.
+_FAILURES: dict[type[Exception], tuple[str, str]] = {
+    ValueError: ("INVALID_ARG", "invalid"),
+    EngineBusyError: ("UNAVAILABLE", "busy"),
+    EngineFailedError: ("UNAVAILABLE", "unavailable"),
+}
 
 
 class Exchange:
@@ -55,15 +60,14 @@ class Exchange:
         self.sender = request.get_response_sender()
         self.wanted = tuple(request.requested_output_names())
         self.began = time.perf_counter()
-        self.is_canary = _is_canary(request)
+        self.is_canary = CANARY_PARAMETER in json.loads(request.parameters() or "{}")
         self._closed = False
         self._lock = threading.Lock()
 
     def is_cancelled(self) -> bool:
         """Return whether the client left.
 
-        Not checked after the final response: the server (2.51) has then dropped the request, and
-        the check would end its process.
+        After the final response the server (2.51) has dropped the request: to ask it would end it.
         """
         with self._lock:
             return not self._closed and bool(self.sender.is_cancelled())
@@ -93,21 +97,22 @@ class Exchange:
 
 
 class EngineModel:
-    """Base of the models with an engine; they add `make_engine` and `submit`."""
+    """Base of the models with an engine; they add `engine_class` and `submit`.
+
+    `served_by` has the types of weights that can serve a model_type, where that is not its own.
+    """
+
+    served_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    engine: EngineBase[Any]
 
     @with_readable_errors
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the engine (called by Triton), and before it the other ranks of this node.
 
         The modules of this package import torch inside functions only, so that all ranks import it
-        at once.
-
-        Raises:
-            ValueError: config.pbtxt and weights do not match, or the weights are invalid; Triton
-                reports the message and the model stays unavailable.
+        at once. Of a ValueError, for weights that are invalid or do not match config.pbtxt, Triton
+        reports the message, and the model stays unavailable.
         """
-        import triton_python_backend_utils as pb_utils
-
         arguments = ModelArguments(args)
         self.name = args["model_name"]
         self.settings = read_settings(arguments)
@@ -115,16 +120,16 @@ class EngineModel:
         self.interactive = arguments.session_idle_s is not None
         self.bf16_inputs = arguments.bf16_inputs
         for key in self.settings.unknown:
-            pb_utils.Logger.log_warn(f"{self.name}: parameter {key} is unknown and has no effect")
+            self.warn(f"parameter {key} is unknown and has no effect")
         for key in self.settings.without_effect:
-            pb_utils.Logger.log_warn(f"{self.name}: parameter {key} has no effect in this engine")
-        check_weights(self.settings.checkpoint_path)
+            self.warn(f"parameter {key} has no effect in this engine")
+        self._check_weights()
         self._take_place(arguments.instance)
         with _other_ranks(self.settings):
-            self.running_engine = self.make_engine(self.settings)
-            self.running_engine.start()
+            self.engine = self._make_engine()
+            self.engine.start()
         keep_loaded()
-        self.metrics = ModelMetrics(self.name, arguments.instance, self.running_engine.load)
+        self.metrics = ModelMetrics(self.name, arguments.instance, self.engine.load)
         self.metrics.start()
         self._running: dict[Exchange, Future[Any]] = {}
         self._next_check = 0  # index of the running request to check next
@@ -139,6 +144,12 @@ class EngineModel:
         for thread in self._threads:
             thread.start()
 
+    def warn(self, message: str) -> None:
+        """Write to the server's log."""
+        import triton_python_backend_utils as pb_utils
+
+        pb_utils.Logger.log_warn(f"{self.name}: {message}")
+
     def _take_place(self, instance: Instance) -> None:
         """Keep to the devices of one instance. Raises ValueError over several nodes."""
         placement = self.settings.placement
@@ -151,17 +162,44 @@ class EngineModel:
         engine = replace(self.settings.engine, sharing_engines=sharing)
         self.settings = replace(self.settings, engine=engine)
 
-    def make_engine(self, settings: ModelSettings) -> EngineBase[Any]:
-        """Return the engine, not started. Raises ValueError if it cannot serve the weights."""
+    def _check_weights(self) -> None:
+        """Check that the model can serve the folder of weights, and that it matches its config.ini.
+
+        Every rank checks again when it loads; this early check is quick and reports a problem once.
+        """
+        folder, own_type = self.settings.checkpoint_path, self.settings.model_type
+        if problems := validate_directory(folder, checksums=False):
+            raise CheckpointMismatchError([f"{folder} cannot be served:", *problems])
+        family, _ = read_config(folder)
+        if family.model_type not in self.served_by.get(own_type, (own_type,)):
+            raise ValueError(
+                f"model_type={own_type}, but {folder} holds a {family.model_type} model; export it "
+                "again."
+            )
+
+    def _make_engine(self) -> EngineBase[Any]:
+        settings = self.settings
+        # Not None where a scheduler has started the ranks on several nodes.
+        rendezvous = open_rendezvous(
+            settings.placement.world_size, timeout_s=settings.engine.rank_timeout_s
+        )
+        engine: EngineBase[Any] = self.engine_class()(
+            settings.checkpoint_path,
+            placement=settings.placement,
+            options=settings.engine,
+            rendezvous=rendezvous,
+        )
+        return engine
+
+    @staticmethod
+    def engine_class() -> type[Any]:
+        """Return the class of the engine; its module imports torch."""
         raise NotImplementedError
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request in the engine; return its future and the function that sends its result.
 
-        Raises:
-            ValueError: the request is invalid.
-            EngineBusyError: too many requests wait.
-            EngineFailedError: the engine cannot answer.
+        Raises ValueError for an invalid one, EngineBusyError or EngineFailedError.
         """
         raise NotImplementedError
 
@@ -174,21 +212,14 @@ class EngineModel:
                 continue
             try:
                 future, answer = self.submit(exchange)
-            except ValueError as error:
-                exchange.fail(str(error), "INVALID_ARG")
-                self.metrics.refused("invalid")
-            except EngineBusyError as error:
-                exchange.fail(str(error), "UNAVAILABLE")
-                self.metrics.refused("busy")
-            except EngineFailedError as error:
-                exchange.fail(str(error), "UNAVAILABLE")
-                self.metrics.refused("unavailable")
+            except Exception as error:
+                self._fail(exchange, error, note=self.metrics.refused)
             else:
                 self._follow(exchange, future, answer)
 
     def _makes_progress(self) -> bool:
         """Return whether requests are running and the engine has made steps since the last call."""
-        steps, before = self.running_engine.steps, self._canary_steps
+        steps, before = self.engine.steps, self._canary_steps
         self._canary_steps = steps
         return bool(self._running) and steps != before
 
@@ -196,7 +227,7 @@ class EngineModel:
         """Stop the engine (called by Triton)."""
         self._stopping.set()
         self.metrics.stop()
-        self.running_engine.stop()
+        self.engine.stop()
         self._outbox.put(_STOP)
         for thread in self._threads:
             thread.join()
@@ -226,24 +257,27 @@ class EngineModel:
     def _send_result(
         self, exchange: Exchange, future: Future[Any], answer: Callable[[Any], None]
     ) -> None:
-        outcome = "failed"
         try:
             answer(future.result())
-            outcome = ""
         except CancelledError:
             exchange.fail("the request was cancelled", "CANCELLED")
-            outcome = "cancelled"
-        except ValueError as error:  # found by the engine's thread, such as an ended session
-            exchange.fail(str(error), "INVALID_ARG")
-        except (EngineBusyError, EngineFailedError) as error:
-            exchange.fail(str(error), "UNAVAILABLE")
-        except Exception as error:  # any failure is this request's answer
-            exchange.fail(str(error) or type(error).__name__, "INTERNAL")
-        if outcome:
-            self.metrics.ended(outcome)
-        elif not exchange.is_canary:
-            seconds = time.perf_counter() - exchange.began
-            self.metrics.completed(seconds, getattr(future.result(), "times", None))
+            self.metrics.ended("cancelled")
+        except Exception as error:  # found by the engine's thread, such as an ended session
+            self._fail(exchange, error, note=lambda _: self.metrics.ended("failed"))
+        else:
+            if not exchange.is_canary:
+                seconds = time.perf_counter() - exchange.began
+                self.metrics.completed(seconds, getattr(future.result(), "times", None))
+
+    def _fail(self, exchange: Exchange, error: Exception, *, note: Callable[[str], None]) -> None:
+        """Answer a request with its failure, whatever that is, and note the reason."""
+        for kind, (code, reason) in _FAILURES.items():
+            if isinstance(error, kind):
+                exchange.fail(str(error), code)
+                note(reason)
+                return
+        exchange.fail(str(error) or type(error).__name__, "INTERNAL")
+        self.metrics.ended("failed")
 
     def _deliver(self) -> None:
         """Send responses in order; the engine never waits for a client."""
@@ -257,7 +291,7 @@ class EngineModel:
             self._drop_cancelled()
             if os.getppid() != parent:
                 os._exit(1)  # the server is gone; the workers follow this process
-            if (reason := self.running_engine.healthy()) is not None:
+            if (reason := self.engine.healthy()) is not None:
                 self._leave_service(reason)
                 return
 
@@ -269,7 +303,7 @@ class EngineModel:
         self._next_check = first + _ASKED_AT_ONCE
         for exchange, future in running[first : self._next_check]:
             if exchange.is_cancelled():
-                self.running_engine.cancel(future)
+                self.engine.cancel(future)
 
     def _leave_service(self, reason: str) -> None:
         """End this process, and thereby the server, once every request has its answer.
@@ -300,39 +334,3 @@ def _other_ranks(settings: ModelSettings) -> AbstractContextManager[None]:
     if started_place(count) is not None:
         return nullcontext()
     return early_workers(settings.checkpoint_path, count, settings.engine.threads)
-
-
-def _is_canary(request: Any) -> bool:
-    parameters = request.parameters()
-    return bool(parameters) and CANARY_PARAMETER in json.loads(parameters)
-
-
-def engine_arguments(settings: ModelSettings) -> dict[str, Any]:
-    """Return the arguments of every engine except the folder of its weights."""
-    return {
-        "placement": settings.placement,
-        "options": settings.engine,
-        # Not None where a scheduler has started the ranks on several nodes.
-        "rendezvous": open_rendezvous(
-            settings.placement.world_size, timeout_s=settings.engine.rank_timeout_s
-        ),
-    }
-
-
-def check_model_type(settings: ModelSettings, served: Collection[str] | None = None) -> None:
-    """Raise ValueError unless the type of the weights is one of `served`, or the model's own."""
-    family, _ = read_config(settings.checkpoint_path)
-    if family.model_type not in (served or (settings.model_type,)):
-        raise ValueError(
-            f"model_type={settings.model_type}, but {settings.checkpoint_path} holds a "
-            f"{family.model_type} model; export it again."
-        )
-
-
-def check_weights(folder: Path) -> None:
-    """Raise CheckpointMismatchError, a ValueError, unless the folder matches its config.ini.
-
-    Every rank checks again when it loads; this early check is quick and reports a problem once.
-    """
-    if problems := validate_directory(folder, checksums=False):
-        raise CheckpointMismatchError([f"{folder} cannot be served:", *problems])

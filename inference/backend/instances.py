@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.gpus import VISIBLE_VARIABLE, visible_gpus
+from inference.launch_environment import VISIBLE_VARIABLE, visible_gpus
 
 _CPUS = Path("/sys/devices/system/cpu")
 
@@ -28,11 +28,9 @@ class Instance:
 
     @classmethod
     def of(cls, config: dict[str, Any], name: str) -> Instance:
-        """Return the place of an instance by its name, which Triton ends with its number.
+        """Return the place of an instance by its name, Triton's `<group>_<number>`.
 
-        Args:
-            config: The model's configuration, in which Triton has named every group.
-            name: model_instance_name of Triton: `<group>_<number>`.
+        In the model's configuration Triton has named every group.
         """
         groups = config.get("instance_group", [])
         counts = [int(group.get("count", 1)) for group in groups]
@@ -61,15 +59,9 @@ class Instance:
 def occupy(instance: Instance, *, world_size: int, device: str) -> int:
     """Confine this process, and those it starts, to an instance's GPUs, or else CPU cores.
 
-    It has to precede the loading of CUDA and the start of threads.
-
-    Args:
-        instance: Which one this process is.
-        world_size: Ranks of an instance.
-        device: cpu, cuda or auto, as in config.pbtxt.
-
-    Returns:
-        Number of instances among which the memory of these devices has to be divided.
+    It has to precede the loading of CUDA and the start of threads. An instance has `world_size`
+    ranks; `device` is cpu, cuda or auto. Returns the number of instances among which the memory of
+    these devices has to be divided.
     """
     if instance.count == 1:
         return 1
@@ -87,8 +79,7 @@ def by_socket(cores: Iterable[int], *, folder: Path = _CPUS) -> list[int]:
 
 
 def _node(cpu: Path) -> int:
-    names = [path.name for path in cpu.glob("node*")]
-    return min((int(name[4:]) for name in names if name[4:].isdigit()), default=0)
+    return min((int(path.name[4:]) for path in cpu.glob("node[0-9]*")), default=0)
 
 
 def _core(folder: Path, core: int) -> int:

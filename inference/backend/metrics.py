@@ -80,11 +80,9 @@ class ModelMetrics:
         self._stopping = False
         self._last = dict.fromkeys((*GAUGES, *TOKENS), 0.0)
         kinds = _kinds()
-        families = {
-            **{name: (kinds["GAUGE"], text) for name, (text, _) in GAUGES.items()},
-            **{name: (kinds["COUNTER"], text) for name, (text, _) in TOKENS.items()},
-            **{name: (kinds["COUNTER"], text) for name, text in COUNTERS.items()},
-        }
+        families = {name: (kinds["GAUGE"], text) for name, (text, _) in GAUGES.items()}
+        families |= {name: (kinds["COUNTER"], text) for name, (text, _) in TOKENS.items()}
+        families |= {name: (kinds["COUNTER"], text) for name, text in COUNTERS.items()}
         self._families = {name: _family(name, *each) for name, each in families.items()}
         self._plain = {
             name: self._families[name].Metric(labels=self._labels)

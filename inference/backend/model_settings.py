@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from export_scripts.triton.parameters import PARAMETERS
 from inference.backend.triton_model import ModelArguments
 from inference.engine.options import EngineOptions
-from inference.plain_path import native_path
 from inference.ranks.settings import Placement
 
 # Parameters that are fields of `Placement`.
@@ -23,11 +23,7 @@ _PLACEMENT = {
     "device": "device",
 }
 _NVIDIA_ONLY = ("enable_custom_all_reduce",)
-_DIRECT = (
-    "model_type",
-    "strict_lengths",
-    "stream_new_tokens",
-)
+_DIRECT = ("model_type", "strict_lengths", "stream_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -45,11 +41,7 @@ class ModelSettings:
 
 
 def read_settings(arguments: ModelArguments) -> ModelSettings:
-    """Return the settings of a model.
-
-    Raises:
-        ValueError: parameters are missing or wrong; all of them are listed.
-    """
+    """Return the settings of a model. Raises ValueError with all missing and wrong parameters."""
     values: dict[str, Any] = {}
     problems = [
         f"parameter {key} is missing"
@@ -91,10 +83,7 @@ def _checkpoint_path(arguments: ModelArguments, values: dict[str, Any]) -> Path:
     The parameter, taken from the server's working directory if it is relative (as NVIDIA's backend
     does), else `<model>/<version>/<default_model_filename>`, else
     `<model>/<version>/<tensor_para_size>-gpu`. In the Python backend default_model_filename names
-    the script, which is ignored.
-
-    Raises:
-        ValueError: there is no folder at the parameter's path.
+    the script, which is ignored. Raises ValueError if there is no folder at the parameter's path.
     """
     if "model_checkpoint_path" in values:
         return _given_path(arguments.model_folder.name, values["model_checkpoint_path"])
@@ -106,7 +95,8 @@ def _checkpoint_path(arguments: ModelArguments, values: dict[str, Any]) -> Path:
 
 
 def _given_path(model: str, text: str) -> Path:
-    given = native_path(text)
+    # In this process's file-system encoding; an ASCII locale escapes other bytes.
+    given = Path(os.fsdecode(text.encode()))
     path = Path.cwd() / given
     if path.is_dir():
         return path

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from inference.backend.text_models import row_texts
-from inference.backend.text_service import QueuedRow, RowRead, Tensors, TextService, column
-from inference.backend.text_tensors import word_list_tensor
+from inference.backend.text_generation import QueuedRow, RowRead, TextModel, TextService, column
+from inference.backend.text_models import row_texts, word_list_tensor
+from inference.backend.triton_model import Tensors
 from inference.decoding.prompts import TASK_IDS
 from inference.decoding.request import RequestError
 from inference.decoding.rows import P_TUNING
@@ -45,6 +45,7 @@ _PASSED: dict[str, tuple[str, Any]] = {
     "runtime_top_k": ("top_k", np.uint32),
     "runtime_top_p": ("top_p", np.float32),
 }
+_LIMITS: dict[str, Any] = {"min_length": np.iinfo(np.int32), "top_k": np.iinfo(np.uint32)}
 _WORD_LISTS = {"end_strings": "stop_words_list", "bad_words_list": "bad_words_list"}
 
 
@@ -65,8 +66,11 @@ class NemoService(TextService):
             given["seed"] = column(request, "random_seed", rows)
         problems = self.length_problems("max_length", given["max_length"])
         problems += self._task_problems(given["tasks"], given["compute_logprob"])
-        problems += [
-            f"top_k[{b}]={k} must not be negative" for b, k in enumerate(given["top_k"]) if k < 0
+        problems += [  # where NeMo's type is wider than the engine's
+            f"{name}[{b}]={value} must be {limits.min} to {limits.max}"
+            for name, limits in _LIMITS.items()
+            for b, value in enumerate(given[name])
+            if not limits.min <= value <= limits.max
         ]
         problems += [
             f"{name} is not computed here; {instead}"
@@ -181,6 +185,18 @@ class NemoDeployService(NemoService):
         if "use_greedy" not in named and not {"top_k", "top_p", "temperature"}.isdisjoint(named):
             named["use_greedy"] = np.zeros((len(named["prompts"]), 1), np.bool_)
         return super()._read(named)
+
+
+class NemoModel(TextModel):
+    """The same with the tensors of PyTriton's NeMo example."""
+
+    service_class = NemoService
+
+
+class NemoDeployModel(TextModel):
+    """The same with the tensors of NeMo's own query clients."""
+
+    service_class = NemoDeployService
 
 
 def _plain_text(value: str | bytes) -> str:

@@ -9,16 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from inference.backend.engine_model import (
-    EngineModel,
-    Exchange,
-    check_model_type,
-    engine_arguments,
-)
-from inference.backend.model_settings import ModelSettings
+from inference.backend.engine_model import EngineModel, Exchange
 from inference.backend.triton_model import (
-    log_warning,
-    output_tensors,
     request_tensors,
     response,
 )
@@ -40,13 +32,12 @@ class GenerationModel(EngineModel):
 
     engine: Engine
 
-    def make_engine(self, settings: ModelSettings) -> Engine:
-        """Return the engine. Raises ValueError if the weights are of another model type."""
-        from inference.engine.engine import Engine  # imports torch, see `EngineModel.initialize`
+    @staticmethod
+    def engine_class() -> type[Engine]:
+        """See `EngineModel`."""
+        from inference.engine.engine import Engine
 
-        check_model_type(settings)
-        self.engine = Engine(settings.checkpoint_path, **engine_arguments(settings))
-        return self.engine
+        return Engine
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request, see `EngineModel`."""
@@ -59,7 +50,7 @@ class GenerationModel(EngineModel):
             self.engine.end_refused(turn)
             raise
         for warning in request.warnings:
-            log_warning(f"{self.name}: {warning}")
+            self.warn(warning)
         answer = StreamedAnswer(
             exchange,
             FrameStream(
@@ -127,4 +118,4 @@ class StreamedAnswer:
         if self.leading_axis:
             frame = {name: value[None] for name, value in frame.items()}
         exchange = self.exchange
-        exchange.send(response(output_tensors(frame, exchange.wanted)), final=final)
+        exchange.send(response(frame, exchange.wanted), final=final)

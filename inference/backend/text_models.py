@@ -8,80 +8,28 @@ other requests of its batch their answers.
 
 from __future__ import annotations
 
+import csv
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from inference.backend.text_tensors import pad_rows, word_list_tensor
 from inference.backend.tokenizer import MOST_TEXT_BYTES, Tokenizer, load_tokenizer
 from inference.backend.triton_model import ModelArguments, TensorModel, Tensors
 
 _MOST_WORDS_BYTES = 64 << 10
+_MOST_SHOWN = 80  # characters of a wrong record
 _FULL_ROWS = 4  # of this size in a request
 _MOST_TOKENS = 8 << 20  # of all rows, padded to the longest
 
 
-class Preprocessing(TensorModel):
-    """Text and word lists to token ids."""
+class _Encoder(TensorModel):
+    """Encodes texts, with the end token after each where the model was trained so."""
 
     def setup(self, arguments: ModelArguments) -> None:
         """Load the tokenizer that the model's parameters name."""
-        self.prompts = _PromptEncoder(arguments)
-
-    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
-        """Return ids, lengths and word lists. Raises ValueError with every problem."""
-        return self.turn(tensors, continues=False)
-
-    def turn(self, tensors: Tensors, *, continues: bool) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the same; what `continues` a conversation gets no start token."""
-        texts = self.prompts.texts("QUERY", tensors["QUERY"])
-        rows = len(texts)
-        words, problems = {}, []
-        for source, target in (
-            ("BAD_WORDS_DICT", "BAD_WORDS_IDS"),
-            ("STOP_WORDS_DICT", "STOP_WORDS_IDS"),
-        ):
-            records = [""] * rows
-            if source in tensors:
-                records = row_texts(source, tensors[source], most_bytes=_MOST_WORDS_BYTES)
-            if len(records) != rows:
-                problems.append(f"{source}: expected {rows} rows as in QUERY, got {len(records)}")
-                continue
-            try:
-                words[target] = word_list_tensor(records, self.prompts.tokenizer, name=source)
-            except ValueError as error:
-                problems.append(str(error))
-        if problems:
-            raise ValueError("\n".join(problems))
-        ids, lengths = self.prompts.encode(texts, name="QUERY", special=not continues)
-        return {
-            "INPUT_ID": ids,
-            "REQUEST_INPUT_LEN": lengths,
-            "REQUEST_OUTPUT_LEN": tensors["REQUEST_OUTPUT_LEN"],
-            **words,
-        }
-
-
-class QueryTokenizer(TensorModel):
-    """Text to token ids for an encoder, which takes no word lists."""
-
-    def setup(self, arguments: ModelArguments) -> None:
-        """Load the tokenizer that the model's parameters name."""
-        self.prompts = _PromptEncoder(arguments)
-
-    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
-        """Return ids and lengths. Raises ValueError for input that is not text."""
-        ids, lengths = self.prompts.encode(
-            self.prompts.texts("query", tensors["query"]), name="query"
-        )
-        return {"input_ids": ids, "request_input_len": lengths}
-
-
-class _PromptEncoder:
-    """Encodes prompts, with the end token after each where the model was trained so."""
-
-    def __init__(self, arguments: ModelArguments) -> None:
         self.tokenizer = _tokenizer(arguments)
         self._end_id = arguments.integer("end_id")
         self._suffix = [self._end_id] if arguments.flag("append_end_id") else []
@@ -95,9 +43,8 @@ class _PromptEncoder:
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return ids padded with the end token, (B, S), and lengths, (B, 1).
 
-        Raises:
-            ValueError: Some texts are empty and others are not, which models do not accept in one
-                batch; or the padded rows are too large.
+        Raises ValueError where some texts are empty and others are not, which models do not accept
+        in one batch; or if the padded rows are too large.
         """
         rows = [self.tokenizer.encode(text, special=special) + self._suffix for text in texts]
         if any(rows) and not all(rows):
@@ -110,6 +57,53 @@ class _PromptEncoder:
                 "all, padded to the longest; send fewer rows"
             )
         return pad_rows(rows, pad_id=self._end_id)
+
+
+class Preprocessing(_Encoder):
+    """Text and word lists to token ids."""
+
+    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+        """See `turn`."""
+        return self.turn(tensors, continues=False)
+
+    def turn(self, tensors: Tensors, *, continues: bool) -> dict[str, np.ndarray[Any, Any]]:
+        """Return ids, lengths and word lists; what `continues` a conversation has no start token.
+
+        Raises ValueError with every problem.
+        """
+        texts = self.texts("QUERY", tensors["QUERY"])
+        rows = len(texts)
+        words, problems = {}, []
+        for kind in ("BAD_WORDS", "STOP_WORDS"):
+            source, records = f"{kind}_DICT", [""] * rows
+            if source in tensors:
+                records = row_texts(source, tensors[source], most_bytes=_MOST_WORDS_BYTES)
+            if len(records) != rows:
+                problems.append(f"{source}: expected {rows} rows as in QUERY, got {len(records)}")
+                continue
+            try:
+                words[f"{kind}_IDS"] = word_list_tensor(records, self.tokenizer, name=source)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
+        ids, lengths = self.encode(texts, name="QUERY", special=not continues)
+        return {
+            "INPUT_ID": ids,
+            "REQUEST_INPUT_LEN": lengths,
+            "REQUEST_OUTPUT_LEN": tensors["REQUEST_OUTPUT_LEN"],
+            **words,
+        }
+
+
+class QueryTokenizer(_Encoder):
+    """Text to token ids for an encoder, which takes no word lists."""
+
+    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+        """Return ids and lengths. Raises ValueError for input that is not text."""
+        texts = self.texts("query", tensors["query"])
+        ids, lengths = self.encode(texts, name="query")
+        return {"input_ids": ids, "request_input_len": lengths}
 
 
 class Postprocessing(TensorModel):
@@ -138,7 +132,9 @@ class Postprocessing(TensorModel):
             raise ValueError(f"TOKENS_BATCH: {tokens.size} tokens; {_MOST_TOKENS} at most")
         starts = self._starts(tensors, tokens.shape[:2])
         counts = self._counts(tensors, starts, tokens.shape)
-        finished = tensors.get("IS_FINISHED", np.zeros(tokens.shape[:2], np.bool_))
+        finished = np.zeros(tokens.shape[:2], np.bool_)
+        if "IS_FINISHED" in tensors:
+            finished = _one_each("IS_FINISHED", tensors, tokens.shape[:2])
         # Without the count, an answer goes up to its first end token.
         first_end = starts is not None and "sequence_length" not in tensors
         room = tokens.shape[2] - (0 if starts is None else int(starts.max(initial=0)))
@@ -164,7 +160,7 @@ class Postprocessing(TensorModel):
         """Return the number of tokens of prompt and answer in each row, (B, K)."""
         if starts is None or "sequence_length" not in tensors:
             return np.full(shape[:2], shape[2])
-        counts = tensors["sequence_length"].reshape(shape[:2]).astype(np.int64)
+        counts = _one_each("sequence_length", tensors, shape[:2]).astype(np.int64)
         if not self.strict_lengths:
             # The model counts the padded prompt, which is as long as the longest one.
             counts = counts - starts.max(initial=0) + starts
@@ -178,8 +174,8 @@ class Postprocessing(TensorModel):
             if name in tensors:
                 starts = tensors[name].reshape(shape[0], -1)
                 if starts.shape[1] not in (1, shape[1]):
-                    raise ValueError(f"{name}: expected shape {list(shape)}, got {starts.shape}")
-                return np.broadcast_to(starts, shape)
+                    raise _wrong_shape(name, shape, tensors[name])
+                return np.broadcast_to(starts, shape).clip(0)
         return None
 
     def _text(self, prompt: Sequence[int], answer: Sequence[int], *, partial: bool) -> str:
@@ -191,6 +187,17 @@ class Postprocessing(TensorModel):
         if whole.startswith(before):
             return whole[len(before) :]
         return self.tokenizer.decode(answer, partial=partial)
+
+
+def _one_each(name: str, tensors: Tensors, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return an input with one value for each text, (B, K). Raises ValueError."""
+    if tensors[name].size != math.prod(shape):
+        raise _wrong_shape(name, shape, tensors[name])
+    return tensors[name].reshape(shape)
+
+
+def _wrong_shape(name: str, shape: tuple[int, ...], value: np.ndarray[Any, Any]) -> ValueError:
+    return ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
 
 
 def _without_end(answer: Sequence[int], end_id: int, *, first: bool) -> Sequence[int]:
@@ -213,9 +220,8 @@ def row_texts(
 ) -> list[str]:
     """Return one string per row of a (B, 1) tensor of bytes.
 
-    Raises:
-        ValueError: It has another shape, a value is not UTF-8 or larger than `most_bytes`, or all
-            of them are larger than four times that.
+    Raises ValueError if it has another shape, a value is not UTF-8 or larger than `most_bytes`, or
+    all of them are larger than four times that.
     """
     if tensor.ndim != 2 or tensor.shape[1] != 1:
         raise ValueError(f"{name}: expected shape [B,1], got {list(tensor.shape)}")
@@ -235,3 +241,60 @@ def _text_of(value: str | bytes, name: str) -> str:
         return value if isinstance(value, str) else bytes(value).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: not UTF-8 at byte {error.start}") from error
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of one CSV record; spaces count, a comma in a word needs quotes.
+
+    Raises ValueError for an unquoted line break inside.
+    """
+    try:
+        # A list of one line: an empty string is a record, too, without fields.
+        return next(csv.reader([text]))
+    except csv.Error as error:
+        reason = "quote a word that has a line break" if "\n" in text or "\r" in text else error
+        shown = text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + " ..."
+        raise ValueError(f"{shown!r} is not one CSV record: {reason}") from error
+
+
+def word_list_tensor(
+    rows: Sequence[str], tokenizer: Tokenizer, *, name: str
+) -> npt.NDArray[np.int32]:
+    """Return the (B, 2, W) tensor of the words in each row's CSV record.
+
+    Ids of all words come one after another, above the offset at which each word ends; unused places
+    hold id 0 and offset -1. Raises ValueError with `name[row]` of each that is not a CSV record.
+    """
+    problems, flat_rows, offset_rows = [], [], []
+    for row, text in enumerate(rows):
+        flat: list[int] = []
+        offsets: list[int] = []
+        try:
+            forms = (form for word in split_words(text) for form in tokenizer.word_forms(word))
+            for ids in filter(None, forms):
+                flat += ids
+                offsets.append(len(flat))
+        except ValueError as error:
+            problems.append(f"{name}[{row}]: {error}")
+        flat_rows.append(flat)
+        offset_rows.append(offsets)
+    if problems:
+        raise ValueError("\n".join(problems))
+    width = max(1, *(len(flat) for flat in flat_rows)) if flat_rows else 1
+    tensor = np.zeros((len(flat_rows), 2, width), dtype=np.int32)
+    tensor[:, 1, :] = -1
+    for row, (flat, offsets) in enumerate(zip(flat_rows, offset_rows, strict=True)):
+        tensor[row, 0, : len(flat)] = flat
+        tensor[row, 1, : len(offsets)] = offsets
+    return tensor
+
+
+def pad_rows(
+    rows: Sequence[Sequence[int]], *, pad_id: int
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """Return the rows padded on the right, (B, S), and their lengths, (B, 1)."""
+    lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)  # (B, 1)
+    ids = np.full((len(rows), max(map(len, rows), default=0)), pad_id, dtype=np.uint32)  # (B, S)
+    for target, row in zip(ids, rows, strict=True):
+        target[: len(row)] = row
+    return ids, lengths

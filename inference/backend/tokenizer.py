@@ -37,10 +37,9 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def load_tokenizer(folder: Path, *, kind: str | None = None) -> Tokenizer:
-    """Return the tokenizer whose files lie in `folder`.
+    """Return the tokenizer whose files lie in `folder`, of one kind if it is given.
 
-    Raises:
-        ValueError: the folder holds none (of that kind), or its files are unreadable.
+    Raises ValueError if there is none, or its files are unreadable.
     """
     found = find_tokenizer(folder, kind=kind)
     if found is None:
@@ -225,9 +224,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _load_hf(found: TokenizerFiles) -> Tokenizer:
-    from tokenizers import Tokenizer as Backend
+    import tokenizers
 
-    backend = Backend.from_file(str(found.files[0]))
+    backend = tokenizers.Tokenizer.from_file(str(found.files[0]))
     # A file keeps what it was last used with: a prompt is neither cut nor padded.
     backend.no_truncation()
     backend.no_padding()
@@ -236,12 +235,10 @@ def _load_hf(found: TokenizerFiles) -> Tokenizer:
 
 def _load_bpe(found: TokenizerFiles) -> Tokenizer:
     """Byte-level BPE from vocab.json and merges.txt, with GPT-2's splitting of the text."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, pre_tokenizers
-    from tokenizers.models import BPE
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocab, merges = found.files
-    backend = Backend(BPE.from_file(str(vocab), str(merges)))
+    backend = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     if backend.get_vocab_size() != len(json.loads(vocab.read_bytes())):
         raise ValueError("an id is not a whole number")
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -257,17 +254,11 @@ def _load_bpe(found: TokenizerFiles) -> Tokenizer:
     return made
 
 
-def _load_sentencepiece(found: TokenizerFiles) -> Tokenizer:
-    return SentencePieceTokenizer(found.files[0], start_marker=_start_marker(found))
-
-
 def _load_wordpiece(found: TokenizerFiles) -> Tokenizer:
     """Cased WordPiece, for the cased vocabularies of BERT and NeMo."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, normalizers, pre_tokenizers
-    from tokenizers.models import WordPiece
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    backend = Backend(WordPiece.from_file(str(found.files[0]), unk_token="[UNK]"))
+    backend = Tokenizer(models.WordPiece.from_file(str(found.files[0]), unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=False)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
@@ -277,6 +268,8 @@ def _load_wordpiece(found: TokenizerFiles) -> Tokenizer:
 _LOADERS: dict[str, Callable[[TokenizerFiles], Tokenizer]] = {
     "hf": _load_hf,
     "bpe": _load_bpe,
-    "sentencepiece": _load_sentencepiece,
+    "sentencepiece": lambda found: SentencePieceTokenizer(
+        found.files[0], start_marker=_start_marker(found)
+    ),
     "wordpiece": _load_wordpiece,
 }

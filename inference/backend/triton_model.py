@@ -26,39 +26,28 @@ def config_parameters(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class ModelArguments:
-    """The arguments with which Triton loads a model."""
+    """The arguments with which Triton loads a model.
+
+    Attributes:
+        instance: the place of this process among the model's instances.
+        decoupled: whether the model answers a request with more than one response.
+        session_idle_s: longest pause of a session, None for a model without sessions.
+        bf16_inputs: names of the inputs that arrive as BF16.
+    """
 
     def __init__(self, args: Mapping[str, str]) -> None:
         self.config: dict[str, Any] = json.loads(args["model_config"])
         self.model_folder = Path(args["model_repository"])
         self.version_folder = self.model_folder / args["model_version"]
-        self._instance_name = args.get("model_instance_name", "")
         self.parameters = config_parameters(self.config)
-
-    @property
-    def decoupled(self) -> bool:
-        """Return whether the model answers a request with more than one response."""
-        return bool(self.config.get("model_transaction_policy", {}).get("decoupled", False))
-
-    @property
-    def session_idle_s(self) -> float | None:
-        """Longest pause of a session, None for a model without sessions."""
+        self.instance = Instance.of(self.config, args.get("model_instance_name", ""))
+        policy = self.config.get("model_transaction_policy", {})
+        self.decoupled = bool(policy.get("decoupled", False))
         batching = self.config.get("sequence_batching")
-        return None if batching is None else batching["max_sequence_idle_microseconds"] / 1e6
-
-    @property
-    def instance(self) -> Instance:
-        """The place of this process among the model's instances."""
-        return Instance.of(self.config, self._instance_name)
-
-    @property
-    def bf16_inputs(self) -> frozenset[str]:
-        """Names of the inputs that arrive as BF16."""
-        return frozenset(
-            tensor["name"]
-            for tensor in self.config.get("input", [])
-            if tensor["data_type"] == "TYPE_BF16"
-        )
+        idle_us = None if batching is None else batching["max_sequence_idle_microseconds"]
+        self.session_idle_s = None if idle_us is None else idle_us / 1e6
+        inputs = self.config.get("input", [])
+        self.bf16_inputs = frozenset(e["name"] for e in inputs if e["data_type"] == "TYPE_BF16")
 
     def text(self, key: str, *, default: str | None = None) -> str:
         """Return a parameter. Raises ValueError if it is needed and absent."""
@@ -87,13 +76,6 @@ class ModelArguments:
         return ValueError(f"config.pbtxt of {self.model_folder.name}: parameter {words}")
 
 
-def log_warning(message: str) -> None:
-    """Write to the server's log."""
-    import triton_python_backend_utils as pb_utils
-
-    pb_utils.Logger.log_warn(message)
-
-
 def request_tensors(request: Any, *, bf16: Collection[str] = ()) -> dict[str, np.ndarray[Any, Any]]:
     """Return the inputs of a Triton request by name; `bf16` ones, which numpy lacks, as FP32."""
     return {
@@ -108,27 +90,21 @@ def _from_bf16(tensor: Any) -> np.ndarray[Any, Any]:
     return np.asarray(from_dlpack(tensor.to_dlpack()).float().numpy())
 
 
-def output_tensors(outputs: Tensors, wanted: Collection[str]) -> list[Any]:
-    """Return those of `outputs` that the client wants, as Triton's tensors."""
+def response(outputs: Mapping[str, Any], wanted: Collection[str]) -> Any:
+    """Return a Triton response with those of `outputs` that the client wants.
+
+    They are arrays, or torch tensors, which may have a type that numpy lacks.
+    """
     import triton_python_backend_utils as pb_utils
 
-    return [pb_utils.Tensor(name, value) for name, value in outputs.items() if name in wanted]
-
-
-def hidden_tensor(name: str, value: Any, data_type: str) -> Any:
-    """Return a torch tensor as Triton's, in the computation type of the model."""
-    import triton_python_backend_utils as pb_utils
-
-    if data_type == "bf16":
-        return pb_utils.Tensor.from_dlpack(name, value.bfloat16().contiguous())
-    return pb_utils.Tensor(name, (value.half() if data_type == "fp16" else value).numpy())
-
-
-def response(tensors: Sequence[Any]) -> Any:
-    """Return a Triton response with these outputs."""
-    import triton_python_backend_utils as pb_utils
-
-    return pb_utils.InferenceResponse(list(tensors))
+    tensors = [
+        pb_utils.Tensor(name, value)
+        if isinstance(value, np.ndarray)
+        else pb_utils.Tensor.from_dlpack(name, value.contiguous())
+        for name, value in outputs.items()
+        if name in wanted
+    ]
+    return pb_utils.InferenceResponse(tensors)
 
 
 def error_response(message: str, code: str = "INVALID_ARG") -> Any:
@@ -197,7 +173,9 @@ class TensorModel:
             outputs = self._run_turn(request, tensors) if self.interactive else self.run(tensors)
         except ValueError as error:
             return error_response(str(error))
-        return response(output_tensors(outputs, request.requested_output_names()))
+        except Exception as error:  # any failure is this request's answer, not its neighbours'
+            return error_response(str(error) or type(error).__name__, "INTERNAL")
+        return response(outputs, request.requested_output_names())
 
     def _run_turn(self, request: Any, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
         """Answer one turn of a session, whose tensors have one more axis, of size 1, in front."""

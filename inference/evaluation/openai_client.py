@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from inference.evaluation.task import RequestFailedError
-from inference.front.credentials import Credentials
+from inference.front.access import Credentials
 
 _MOST_BYTES = 64 << 20
 _SHOWN = 300

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.values import INT32, NODE_CPUS, NODE_MEMORY_GB, SECONDS, TOKENS, option
-from inference.front.credentials import Credentials
+from inference.front.access import Credentials
 
 REFERENCES = ("none", "huggingface")  # or a file
 OPENAI = "openai"  # the protocol

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import resource
 import sys
 from multiprocessing.connection import Connection
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 
-from inference.front.exchange import Exchangeable
 from inference.front.guard import Guard
 from inference.front.kserve_grpc import KServeGrpc, grpc_server
 from inference.front.kserve_http import Handler, KServeHttp, http_server
@@ -26,8 +23,6 @@ from inference.front.link import LEFT, LONGEST_REQUEST_S, SERVES, FrontSettings,
 from inference.front.upstream import FrontContext, Upstream
 
 _OPENING_S = 30.0  # for the tokenizer of a server that takes over
-# A request that is not HTTP or cannot be decoded, and a client that has left before its end.
-_CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 
 
 def main(descriptor: str) -> int:
@@ -38,18 +33,12 @@ def main(descriptor: str) -> int:
     # Idle connections are cheap, as long as there are descriptors for them.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    logging.getLogger("aiohttp.server").addFilter(_is_ours)
     try:
         asyncio.run(_Front(settings).serve(connection))
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: the front cannot serve: {error}\n")
         return 1
     return 0
-
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    """Return False for a client's error, of which aiohttp would log a traceback each time."""
-    return not (record.exc_info and isinstance(record.exc_info[1], _CLIENTS_ERRORS))
 
 
 class _Front:
@@ -62,16 +51,15 @@ class _Front:
         settings, ports = self._settings, self._settings.ports
         self._link = link = OwnerLink(connection)
         self._context = context = FrontContext(
-            settings.access, host=settings.host, ready=link.ready
+            settings.access, Upstream(settings.served), host=settings.host, ready=link.ready
         )
-        context.upstreams = Exchangeable(Upstream(settings.served))
         try:
             http = KServeHttp(context)
             await self._listen(http.answer, ports["http"])
             await self._listen(http.answer_metrics, ports["metrics"])
-            host = f"[{settings.host}]" if ":" in settings.host else settings.host
-            handler = KServeGrpc(context, port=ports["grpc"])
-            server = grpc_server(settings.access, handler, address=f"{host}:{ports['grpc']}")
+            port = ports["grpc"]
+            handler = KServeGrpc(context, port=port)
+            server = grpc_server(settings.access, handler, host=settings.host, port=port)
             await server.start()
             following = asyncio.ensure_future(self._follow())
             stopping = asyncio.ensure_future(link.stopped.wait())
@@ -112,9 +100,8 @@ class _Front:
         except BaseException:
             await found.close()
             raise
-        unused = self._context.upstreams.exchange(found)
         self._link.tell(SERVES, found.sockets.folder)
-        former = await unused()
+        former = await self._context.upstreams.exchange(found)
         self._link.tell(LEFT, former.sockets.folder)
         await former.close()
 

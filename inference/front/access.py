@@ -1,4 +1,4 @@
-"""Settings of the front: limits of its clients, and the endpoint of OpenAI's protocol."""
+"""Limits and credentials of clients, and settings of the endpoint of OpenAI's protocol."""
 
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from export_scripts.files.json_content import json_object
 from export_scripts.values import PORT, option
 from inference.ports import DEFAULT_PORTS
 
@@ -64,32 +65,21 @@ class Access:
                 f"{cert}={self.tls_cert or 'null'} and {key}={self.tls_key or 'null'}: TLS needs "
                 "both files; give both, or none."
             )
-        found += [
-            f"{name}={path} {problem}"
-            for name, path in ((key, self.tls_key), (tokens, self.token_file))
-            if path is not None and (problem := secret_problem(path))
-        ]
-        if found:
-            return found
-        try:
-            self.ssl_context()
-        except OSError as error:
-            found.append(
-                f"{cert}={self.tls_cert} and {key}={self.tls_key} are not a certificate in PEM "
-                f"and its key: {error}"
-            )
-        try:
-            self.tokens()
-        except ValueError as error:
-            found.append(f"{tokens}={self.token_file} {error}")
-        return found
+        elif self.tls_key is not None:
+            if problem := _secret_problem(self.tls_key):
+                found.append(f"{key}={self.tls_key} {problem}")
+            else:
+                try:
+                    self.ssl_context()
+                except OSError as error:
+                    found.append(
+                        f"{cert}={self.tls_cert} and {key}={self.tls_key} are not a certificate in "
+                        f"PEM and its key: {error}"
+                    )
+        return found + _token_problems(tokens, self.token_file)
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Return the context of a TLS server, None without TLS.
-
-        Raises:
-            OSError: a file is unreadable, or is not a certificate and its key.
-        """
+        """Return the context of a TLS server, None without TLS. Raises OSError."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -99,7 +89,7 @@ class Access:
 
     def tokens(self) -> tuple[str, ...] | None:
         """Return the accepted tokens, None if none is required. Raises ValueError."""
-        return None if self.token_file is None else read_tokens(self.token_file)
+        return None if self.token_file is None else _read_tokens(self.token_file)
 
 
 OPEN_ACCESS = Access()
@@ -121,12 +111,10 @@ def add_access_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, default=each.default, help=f"{text} (%(default)s)", **how)
 
 
-def read_tokens(path: Path) -> tuple[str, ...]:
-    """Return the tokens in a file, one on each line.
-
-    Raises:
-        ValueError: the file is empty, or a token is too short or holds spaces.
-    """
+def _read_tokens(path: Path) -> tuple[str, ...]:
+    """Return the tokens in a file, one on each line. Raises ValueError, also if others see it."""
+    if problem := _secret_problem(path):
+        raise ValueError(problem)
     tokens = tuple(line.strip() for line in path.read_text("ascii").splitlines() if line.strip())
     if not tokens:
         raise ValueError("holds no token; write one on each line.")
@@ -139,7 +127,16 @@ def read_tokens(path: Path) -> tuple[str, ...]:
     return tokens
 
 
-def secret_problem(path: Path) -> str | None:
+def _token_problems(name: str, path: Path | None) -> list[str]:
+    try:
+        if path is not None:
+            _read_tokens(path)
+    except ValueError as error:
+        return [f"{name}={path} {error}"]
+    return []
+
+
+def _secret_problem(path: Path) -> str | None:
     """Return why a file cannot hold a secret: unreadable, or open to others."""
     try:
         with path.open("rb"):
@@ -151,6 +148,59 @@ def secret_problem(path: Path) -> str | None:
     if mode & 0o077:
         return f"can be read by others (mode {stat.S_IMODE(mode):o}); chmod 600 it."
     return None
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """TLS, by which a client trusts a server, and a token, for the server."""
+
+    uses_tls: bool = False
+    ca: Path | None = None  # authorities to trust, PEM; None for those of this machine
+    token_file: Path | None = None  # of mode 600; its first line is sent
+
+    def problems(self, *, prefix: str = "--", joiner: str = "-") -> list[str]:
+        """Return the problems of the files, by option; they are read."""
+        found = _token_problems(f"{prefix}token{joiner}file", self.token_file)
+        if self.ca is not None and not self.ca.is_file():
+            found.append(f"{prefix}ca={self.ca} is not a file.")
+        return found
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that authorize a request. Raises ValueError."""
+        if self.token_file is None:
+            return {}
+        return {"authorization": f"Bearer {_read_tokens(self.token_file)[0]}"}
+
+    def client_arguments(self, protocol: str) -> dict[str, Any]:
+        """Return what tritonclient's client of a protocol takes for TLS, or raise ValueError."""
+        if not self.uses_tls:
+            return {}
+        ca = None if self.ca is None else str(self.ca)
+        if protocol == "grpc":
+            return {"ssl": True, "root_certificates": ca}
+        from gevent.ssl import create_default_context
+        from geventhttpclient import connectionpool
+
+        if not hasattr(connectionpool, "SSLConnectionPool"):
+            raise ValueError(
+                "tritonclient has no TLS over HTTP with this Python: install geventhttpclient "
+                "2.0.12, or use gRPC (grpcs://)."
+            )
+        return {"ssl": True, "ssl_context_factory": lambda: create_default_context(cafile=ca)}
+
+
+PLAIN = Credentials()
+
+
+def published_endpoint(path: Path, *names: str) -> dict[str, Any]:
+    """Return the address that a deploy job has published, with the ports of these names.
+
+    Raises OSError, or ValueError if the file is another.
+    """
+    endpoint = json_object(path.read_bytes(), path)
+    if missing := [key for key in ("host", "uses_tls", *names) if key not in endpoint]:
+        raise ValueError(f"{path} is not the endpoint.json of a deploy job: no {missing[0]} in it.")
+    return endpoint
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from aiohttp import HttpVersion11, web
 
 from inference.front.access import Access
 
+# A connection that has no call, or does not send the whole head of a request, is closed after this.
+IDLE_S = 600.0
 BODY_TIMEOUT_S = 120.0  # for a request's body to arrive
 # Decompressed, a body has at most so many bytes for each of its own, and the first.
 MOST_EXPANSION = 256
@@ -27,38 +29,33 @@ _UNREAD = (
     HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
 )  # fmt: skip
+_NOT_DECODED = "the body cannot be decoded"
 _NO_TOKEN = "this server requires `authorization: Bearer <token>`"
 
 
-class RequestRefusedError(Exception):
-    """A request that is not passed on, with the status for HTTP and the reason for the client."""
+class RejectedError(Exception):
+    """A request that is not answered: why, and the status for HTTP.
 
-    def __init__(self, status: HTTPStatus, reason: str) -> None:
-        super().__init__(status, reason)
-        self.status = status
+    `param` and `code` are OpenAI's: the field that is wrong, and the word for what is wrong.
+    """
 
-    def __str__(self) -> str:
-        return str(self.args[1])
-
-
-class MalformedError(RequestRefusedError):
-    """A request of a form that is not passed on."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(HTTPStatus.BAD_REQUEST, reason)
-
-    def __reduce__(self) -> tuple[type[MalformedError], tuple[str]]:
-        return MalformedError, (str(self),)
+    def __init__(
+        self,
+        reason: str,
+        status: HTTPStatus = HTTPStatus.BAD_REQUEST,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.status, self.param, self.code = status, param, code
 
 
 class Guard:
-    """The checks of one server's clients.
+    """The checks of one server's clients, who reach it at the address `listens_at`.
 
-    Args:
-        access: Their limits.
-        listens_at: Address that they reach.
-        origins: Web pages that may ask, as `Origin` names them; "*" stands for all.
-        note_use: Called for each request for a model.
+    Web pages of `origins` may ask; "*" stands for all. `note_use` is called for each request for a
+    model.
     """
 
     def __init__(
@@ -77,18 +74,14 @@ class Guard:
         self._limit = access.max_request_bytes
 
     def token_owner(self, authorization: str | None) -> str | None:
-        """Return a name for the holder of a token, None if no token is required.
-
-        Raises:
-            RequestRefusedError: The value of the Authorization header is not an accepted token.
-        """
+        """Return a name for the holder of a token, None if no token is required; or refuse."""
         if self._tokens is None:
             return None
         scheme, _, given = (authorization or "").partition(" ")
         token = given.strip().encode(errors="replace")
         matches = [hmac.compare_digest(token, each) for each in self._tokens]
         if scheme.lower() != "bearer" or not any(matches):
-            raise RequestRefusedError(HTTPStatus.UNAUTHORIZED, _NO_TOKEN)
+            raise RejectedError(_NO_TOKEN, HTTPStatus.UNAUTHORIZED)
         return f"token {hashlib.sha256(token).hexdigest()}"
 
     def check_page(self, headers: Mapping[str, str]) -> None:
@@ -102,56 +95,54 @@ class Guard:
             if origin is not None and self.lets_in(origin):
                 return
             reason = "requests from web pages are refused: this one names its origin"
-            raise RequestRefusedError(HTTPStatus.FORBIDDEN, reason)
+            raise RejectedError(reason, HTTPStatus.FORBIDDEN)
         host = headers.get("Host", "")
         if _is_loopback(self._listens_at) and not _is_loopback(_host_name(host)):
             reason = f"this server listens on loopback alone, and the request is for {host[:100]!r}"
-            raise RequestRefusedError(HTTPStatus.FORBIDDEN, reason)
+            raise RejectedError(reason, HTTPStatus.FORBIDDEN)
 
     def lets_in(self, origin: str) -> bool:
         """Return whether web pages of an origin may ask."""
         return "*" in self._origins or origin in self._origins
 
     async def body(self, request: web.BaseRequest, *, limit: int | None = None) -> bytes:
-        """Return the body of a request, decompressed.
+        """Return the body of a request to a server that does not decompress by itself.
 
-        Args:
-            request: Of a server that does not decompress by itself.
-            limit: Most bytes; by default those of `Access`.
-
-        Raises:
-            RequestRefusedError: It is too large, too slow or not compressed as it says.
+        It is refused if it has more bytes than `limit` or `Access` allow, is too slow, or is not
+        compressed as it says.
         """
         self.note_use()
         limit = min(limit or self._limit, self._limit)
         coding = ", ".join(request.headers.getall("Content-Encoding", ())).strip().lower()
         if coding not in ("", "identity", *_WINDOW_BITS):
             reason = f"Content-Encoding: {coding[:40]} is not one of gzip, deflate"
-            raise RequestRefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, reason)
+            raise RejectedError(reason, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
         if (request.content_length or 0) > limit:
             raise too_large(limit)
-        expects = request.headers.get("Expect", "").lower() == "100-continue"
-        if expects and request.version >= HttpVersion11:
-            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        await ask_for_body(request)
         try:
             body = await asyncio.wait_for(_read(request, limit), BODY_TIMEOUT_S)
         except asyncio.TimeoutError as error:
             reason = f"the body has not arrived within {BODY_TIMEOUT_S:g} s"
-            raise RequestRefusedError(HTTPStatus.REQUEST_TIMEOUT, reason) from error
+            raise RejectedError(reason, HTTPStatus.REQUEST_TIMEOUT) from error
         except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
-            raise RequestRefusedError(
-                HTTPStatus.BAD_REQUEST, "the body cannot be decoded"
-            ) from error
+            raise RejectedError(_NOT_DECODED) from error
         if coding in _WINDOW_BITS:
             return await asyncio.to_thread(decompressed, body, coding, limit)
         return body
 
     async def message(self, data: bytes) -> bytes:
-        """Return a message of gRPC, decompressed as a body is. Raises RequestRefusedError."""
-        coding = _BEGINNINGS.get(data[:1])
-        if coding is None:
+        """Return a message of gRPC, decompressed as a body is. Raises RejectedError."""
+        if (coding := _BEGINNINGS.get(data[:1])) is None:
             return data
         return await asyncio.to_thread(decompressed, data, coding, self._limit)
+
+
+async def ask_for_body(request: web.BaseRequest) -> None:
+    """Have a client send its body if it waits to be asked for it (RFC 9110, 10.1.1)."""
+    waits = request.headers.get("Expect", "").lower() == "100-continue"
+    if waits and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 async def _read(request: web.BaseRequest, limit: int) -> bytes:
@@ -163,22 +154,16 @@ async def _read(request: web.BaseRequest, limit: int) -> bytes:
     return bytes(body)
 
 
-def too_large(limit: int) -> RequestRefusedError:
+def too_large(limit: int) -> RejectedError:
     """Return the refusal of a request with more bytes than the limit."""
     reason = f"the request is larger than {limit >> 20} MiB; send less, or raise max_request_mb"
-    return RequestRefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+    return RejectedError(reason, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
 def decompressed(body: bytes, coding: str, limit: int) -> bytes:
-    """Return a body without its compression.
+    """Return a body without its compression: gzip, or deflate with or without zlib's header.
 
-    Args:
-        body: As it was sent.
-        coding: gzip, or deflate with or without zlib's header.
-        limit: Most bytes of the result.
-
-    Raises:
-        RequestRefusedError: It is not so compressed, or expands too far.
+    It is refused if it is not so compressed, or expands to more than `limit` or its size allows.
     """
     most = min(limit, _FREE_EXPANSION_BYTES + MOST_EXPANSION * len(body))
     for bits in (_WINDOW_BITS[coding], *((-15,) if coding == "deflate" else ())):
@@ -192,16 +177,14 @@ def decompressed(body: bytes, coding: str, limit: int) -> bytes:
         if inflater.eof and not inflater.unused_data:
             return data
     else:
-        raise RequestRefusedError(HTTPStatus.BAD_REQUEST, "the body cannot be decoded")
+        raise RejectedError(_NOT_DECODED)
     if most == limit:
         raise too_large(limit)
-    reason = (
-        f"the body expands to more than 1 MiB and {MOST_EXPANSION} times its size; send it plain"
-    )
-    raise RequestRefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+    reason = f"the body expands to over 1 MiB and {MOST_EXPANSION} times its size; send it plain"
+    raise RejectedError(reason, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
-def refusal(error: RequestRefusedError, body: object) -> web.Response:
+def refusal(error: RejectedError, body: object) -> web.Response:
     """Return the answer to a request that is refused."""
     response = web.json_response(body, status=error.status)
     if error.status == HTTPStatus.UNAUTHORIZED:

@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.wire_format import WireFormatError, wire_fields
-from inference.front.declared_inputs import DeclaredInputs
-from inference.front.guard import MalformedError
-from inference.front.protocol_fields import MODEL_FIELDS
+from inference.front.guard import RejectedError
 from inference.front.sessions import Namespace
 from inference.front.strict_json import MOST_JSON_BYTES, MOST_JSON_MB
-from inference.front.validation import MOST_ENTRIES, check_fields, check_form, check_texts
+from inference.front.validation import (
+    MODEL_FIELDS,
+    MOST_ENTRIES,
+    DeclaredInputs,
+    check_fields,
+    check_form,
+    check_texts,
+)
 
 _MOST_FIELDS = 4 * MOST_ENTRIES + 16
 _RAW_INPUT_CONTENTS = 7  # of service_pb2.ModelInferRequest
@@ -21,28 +26,25 @@ _NOT_A_REQUEST = "the message is not a ModelInferRequest"
 def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
     """Return a ModelInferRequest of gRPC without its raw tensors, and the places of these.
 
-    No field is parsed: two bytes of a message can take a hundred bytes of memory.
-
-    Raises:
-        MalformedError: It is something else, or has more fields or more bytes outside of raw
-            tensors than a request needs.
+    No field is parsed: two bytes of a message can take a hundred bytes of memory. One with more
+    fields, or more bytes outside of raw tensors, than a request needs is refused.
     """
     kept, raw = bytearray(), []
     try:
         for count, field in enumerate(wire_fields(data), start=1):
             if count > _MOST_FIELDS:
-                raise MalformedError(f"the request has more than {_MOST_FIELDS} fields")
+                raise RejectedError(f"the request has more than {_MOST_FIELDS} fields")
             if field.number == _RAW_INPUT_CONTENTS:
                 raw.append(field.place)
             else:
                 kept += data[field.place]
             if len(kept) > MOST_JSON_BYTES:
-                raise MalformedError(
+                raise RejectedError(
                     f"a request may have {MOST_JSON_MB} MiB outside of raw_input_contents; send "
                     "large tensors there"
                 )
     except WireFormatError:
-        raise MalformedError(_NOT_A_REQUEST) from None
+        raise RejectedError(_NOT_A_REQUEST) from None
     return bytes(kept), raw
 
 
@@ -55,11 +57,7 @@ def check_infer_message(
 ) -> bytes | None:
     """Check a ModelInferRequest of gRPC `without_raw_tensors`, as `check_infer` does.
 
-    Returns:
-        The message with the server's own id of its session, None if it has no session.
-
-    Raises:
-        MalformedError: It has another form.
+    Returns it with the server's own id of its session, None if it has no session.
     """
     from google.protobuf.message import DecodeError
     from tritonclient.grpc import service_pb2
@@ -67,7 +65,7 @@ def check_infer_message(
     try:
         message = service_pb2.ModelInferRequest.FromString(data)
     except DecodeError:
-        raise MalformedError(_NOT_A_REQUEST) from None
+        raise RejectedError(_NOT_A_REQUEST) from None
     check_message(message, size_bytes, limit=limit, model=models.get(message.model_name))
     if "sequence_id" not in message.parameters:
         return None
@@ -80,8 +78,8 @@ def check_infer_message(
 def check_message(
     message: Any, size_bytes: int, *, limit: int, model: DeclaredInputs | None = None
 ) -> None:
-    """Check a parsed ModelInferRequest, of `size_bytes` with raw tensors. Raises MalformedError."""
-    check_fields("the request", {key: getattr(message, key) for key in MODEL_FIELDS}, MODEL_FIELDS)
+    """Check a parsed ModelInferRequest, of `size_bytes` with raw tensors. Raises RejectedError."""
+    check_fields("the request:", {key: getattr(message, key) for key in MODEL_FIELDS}, MODEL_FIELDS)
     inputs = [
         {**_tensor(each), "datatype": each.datatype, "shape": list(each.shape)}
         for each in message.inputs

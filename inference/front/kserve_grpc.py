@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import grpc
 
 from inference.front.access import Access
-from inference.front.guard import RequestRefusedError
+from inference.front.guard import IDLE_S, RejectedError
 from inference.front.infer_messages import check_infer_message, without_raw_tensors
 from inference.front.rules import (
     CLOSED,
@@ -31,6 +31,7 @@ from inference.front.rules import (
 )
 from inference.front.sessions import Namespace
 from inference.front.upstream import FrontContext, Upstream
+from inference.ports import host_and_port
 
 _ERROR_FIELD = b"\x0a"  # of a ModelStreamInferResponse; answers have none
 # Before the token is read; by itself gRPC (1.67) refuses at random between 8 and 16 KiB.
@@ -38,6 +39,7 @@ MOST_METADATA_BYTES = 8 << 10
 SERVER_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.so_reuseport", 0),  # refuse a port that another process has
+    ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
     ("grpc.max_metadata_size", MOST_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
     # By itself gRPC (1.67) expands a message whole, however large, before it looks at its size.
@@ -68,7 +70,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         metadata = dict(details.invocation_metadata or ())
         try:
             owner = self._context.guard.token_owner(metadata.get("authorization"))
-        except RequestRefusedError as error:
+        except RejectedError as error:
             return _refusal(grpc.StatusCode.UNAUTHENTICATED, str(error))
         if call == STREAM_CALL:
             return grpc.stream_stream_rpc_method_handler(partial(self._stream, owner))
@@ -96,7 +98,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                     request = await self._context.guard.message(request)
                 if call == REGISTER_CALL:
                     check_shared_memory(_register_key(request))
-            except RequestRefusedError as error:
+            except RejectedError as error:
                 await _refuse(context, error)
             reply = await _reply(upstream, call, request, context)
         return _without_reasons(reply) if call == INDEX_CALL else reply
@@ -104,7 +106,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
     async def _stream(
         self, owner: str | None, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
-        refusal: RequestRefusedError | None = None
+        refusal: RejectedError | None = None
         sessions = self._namespace(owner, context)
 
         async def checked(upstream: Upstream) -> AsyncIterator[bytes]:
@@ -112,7 +114,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             async for request in requests:
                 try:
                     yield await self._checked(upstream, request, sessions)
-                except RequestRefusedError as error:
+                except RejectedError as error:
                     refusal = error
                     return  # what was asked before is still answered
 
@@ -132,7 +134,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             await _refuse(context, refusal)
 
     async def _checked(self, upstream: Upstream, request: bytes, sessions: Namespace) -> bytes:
-        """Return a request as tritonserver gets it. Raises RequestRefusedError."""
+        """Return a request as tritonserver gets it. Raises RejectedError."""
         self._context.guard.note_use()
         request = await self._context.guard.message(request)
         data, raw = without_raw_tensors(request)
@@ -148,13 +150,10 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
 
 
 def grpc_server(
-    access: Access, handler: grpc.GenericRpcHandler, *, address: str
+    access: Access, handler: grpc.GenericRpcHandler, *, host: str, port: int
 ) -> grpc.aio.Server:
-    """Return a gRPC server that has opened `address` but does not answer yet.
-
-    Raises:
-        OSError: The address is unavailable.
-    """
+    """Return a gRPC server that has opened a port but does not answer yet. Raises OSError."""
+    address = host_and_port(host, port)
     limit = ("grpc.max_receive_message_length", access.max_request_bytes)
     server = grpc.aio.server(options=[limit, *SERVER_OPTIONS])
     server.add_generic_rpc_handlers((handler,))
@@ -192,7 +191,7 @@ async def _fail(context: Any, error: grpc.aio.AioRpcError) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-async def _refuse(context: Any, error: RequestRefusedError) -> NoReturn:
+async def _refuse(context: Any, error: RejectedError) -> NoReturn:
     await context.abort(_CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT), str(error))
     raise AssertionError("abort raises")
 

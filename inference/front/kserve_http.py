@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -10,10 +11,11 @@ from http import HTTPStatus
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from yarl import URL
 
 from inference.front.access import Access
-from inference.front.guard import MalformedError, RequestRefusedError, refusal
+from inference.front.guard import IDLE_S, RejectedError, refusal
 from inference.front.link import LONGEST_REQUEST_S
 from inference.front.rules import (
     CLOSED,
@@ -29,8 +31,8 @@ from inference.front.strict_json import parse_json
 from inference.front.upstream import FrontContext, Upstream
 from inference.front.validation import check_generate, check_index, check_infer, length_of_json
 
-# A connection that does not send the whole head of a request is closed after this.
-IDLE_S = 600.0
+# A request that is not HTTP or cannot be decoded, and a client that has left before its end.
+_CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _MODELS_PATH = "/v2/models/"
 _METRICS_PATH = "/metrics"
@@ -75,13 +77,13 @@ class KServeHttp:
             owner = self._admitted(request, is_open=is_open)
             if request.path == READY_PATH and not self._context.is_ready():
                 reason = "the server is starting, or a model does not answer its owner"
-                raise RequestRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, reason)
+                raise RejectedError(reason, HTTPStatus.SERVICE_UNAVAILABLE)
             body = None if request.method == "GET" else await self._guard.body(request)
             with self._context.used() as upstream:
                 if body is None:
                     return await _passed_on(upstream.http, request, None, {})
                 return await self._posted(upstream, request, body, owner)
-        except RequestRefusedError as error:
+        except RejectedError as error:
             return refusal(error, {"error": str(error)})
 
     async def answer_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -92,7 +94,7 @@ class KServeHttp:
             with self._context.used() as upstream:
                 answer = await _passed_on(upstream.metrics, request, None, {})
             return _with_durations(answer)
-        except RequestRefusedError as error:
+        except RejectedError as error:
             return refusal(error, {"error": str(error)})
 
     def _admitted(self, request: web.BaseRequest, *, is_open: bool) -> str | None:
@@ -103,7 +105,7 @@ class KServeHttp:
             owner = self._guard.token_owner(request.headers.get("Authorization"))
         # The path must be relayed as it was checked: no character may have a second spelling.
         if not is_open or request.raw_path.partition("?")[0] != request.path:
-            raise RequestRefusedError(HTTPStatus.FORBIDDEN, CLOSED)
+            raise RejectedError(CLOSED, HTTPStatus.FORBIDDEN)
         return owner
 
     async def _posted(
@@ -117,7 +119,7 @@ class KServeHttp:
         if request.path.endswith("/infer"):
             lengths = request.headers.getall(_JSON_LENGTH, [])
             if len(lengths) > 1:
-                raise MalformedError(f"{_JSON_LENGTH} is given twice")
+                raise RejectedError(f"{_JSON_LENGTH} is given twice")
             length = length_of_json(lengths[0] if lengths else None, len(body))
             data, rest = body[:length], body[length:]
             sessions = self._namespace(request, owner)
@@ -145,6 +147,7 @@ async def http_server(
     access: Access, handler: Handler, *, host: str, port: int
 ) -> web.ServerRunner:
     """Return a server of HTTP that listens. Raises OSError if the port is unavailable."""
+    logging.getLogger("aiohttp.server").addFilter(_is_ours)
     # Bodies are decompressed by the guard, once the client may ask.
     server = web.Server(
         handler,
@@ -159,14 +162,15 @@ async def http_server(
     return runner
 
 
-def _check_own_memory(body: bytes) -> None:
-    """Check a request to register shared memory.
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Return False for a client's error, of which aiohttp would log a traceback each time."""
+    return not (record.exc_info and isinstance(record.exc_info[1], _CLIENTS_ERRORS))
 
-    Raises:
-        RequestRefusedError: It is not JSON, is too long, or the memory is not a client's own.
-    """
+
+def _check_own_memory(body: bytes) -> None:
+    """Refuse to register memory that is not a client's own."""
     if len(body) > _MOST_NAMES_BYTES:
-        raise MalformedError(f"the request has {len(body)} bytes; {_MOST_NAMES_BYTES} at most")
+        raise RejectedError(f"the request has {len(body)} bytes; {_MOST_NAMES_BYTES} at most")
     check_shared_memory(parse_json(body).get("key"))
 
 
@@ -185,7 +189,7 @@ async def _passed_on(
         ) as answer:
             return await _passed_back(request, answer)
     except aiohttp.ClientError:
-        raise RequestRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, UNREACHABLE) from None
+        raise RejectedError(UNREACHABLE, HTTPStatus.SERVICE_UNAVAILABLE) from None
 
 
 async def _passed_back(

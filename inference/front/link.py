@@ -40,23 +40,14 @@ class Readiness:
 
 @dataclass(frozen=True)
 class FrontSettings:
-    """The first record of the owner.
-
-    Attributes:
-        served: The server behind the front.
-        host: Address to listen at.
-        ports: http, grpc, metrics and, with `openai`, openai.
-        access: Limits of the clients.
-        openai: Of the endpoint of OpenAI's protocol, None without one.
-        folder: Where relative paths begin.
-    """
+    """The first record of the owner."""
 
     served: Served
-    host: str
-    ports: Mapping[str, int]
+    host: str  # to listen at
+    ports: Mapping[str, int]  # http, grpc, metrics and, with `openai`, openai
     access: Access
-    openai: OpenAIOptions | None
-    folder: Path
+    openai: OpenAIOptions | None  # None without the endpoint of OpenAI's protocol
+    folder: Path  # where relative paths begin
 
 
 class Stop:
@@ -83,9 +74,7 @@ class Stop:
 class OwnerLink(Stop):
     """The front's end of the connection; without its owner the process ends after a moment.
 
-    Attributes:
-        orders: Servers that are to take over.
-        ready: Folders of sockets of the servers of which the owner has said that they are.
+    `orders` has servers that are to take over, `ready` folders of sockets of those that are ready.
     """
 
     def __init__(self, connection: Connection) -> None:

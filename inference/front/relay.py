@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import ssl
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -25,14 +24,15 @@ import grpc
 from aiohttp import web
 from yarl import URL
 
-from inference.front.access import MOST_REQUEST_MB, Access
-from inference.front.exchange import Exchangeable
-from inference.front.guard import Guard, RequestRefusedError
+from export_scripts.values import PORT
+from inference.front.access import MOST_REQUEST_MB, Access, published_endpoint
+from inference.front.guard import Guard, RejectedError, ask_for_body, refusal
 from inference.front.kserve_grpc import grpc_server
 from inference.front.kserve_http import http_server
 from inference.front.link import LONGEST_REQUEST_S, Stop
 from inference.front.sockets import CHANNEL_OPTIONS
-from inference.ports import DEFAULT_PORTS
+from inference.front.upstream import Exchangeable, client_session
+from inference.ports import DEFAULT_PORTS, host_and_port
 
 _POLL_S = 0.2
 # Headers of one connection (RFC 9110, 7.6.1), and the host, which is another one behind the relay.
@@ -45,26 +45,17 @@ _UNREACHABLE = "no server answers at the address in the endpoint file; one may b
 
 
 class MovingServer:
-    """Connections to one server.
+    """Connections to the server at an address, as in endpoint.json.
 
-    Args:
-        endpoint: Its address, as in endpoint.json.
-        ca: Certificate authorities to trust, PEM; None for those of this machine.
+    They trust the certificate authorities in `ca`, PEM; None stands for those of this machine.
     """
 
     def __init__(self, endpoint: dict[str, Any], ca: Path | None) -> None:
         self.endpoint = endpoint
-        host, tls = endpoint["host"], endpoint["uses_tls"]
-        self._host = f"[{host}]" if ":" in host else host
-        self._scheme = "https" if tls else "http"
+        self._scheme = "https" if (tls := endpoint["uses_tls"]) else "http"
         context = ssl.create_default_context(cafile=ca) if tls else True
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=context),
-            timeout=aiohttp.ClientTimeout(total=None),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
-        target = f"{self._host}:{endpoint['grpc']}"
+        self.session = client_session(aiohttp.TCPConnector(limit=0, ssl=context))
+        target = self._address("grpc")
         if tls:
             trusted = grpc.ssl_channel_credentials(None if ca is None else ca.read_bytes())
             self.channel = grpc.aio.secure_channel(target, trusted, options=CHANNEL_OPTIONS)
@@ -73,8 +64,10 @@ class MovingServer:
 
     def url(self, port_name: str, raw_path: str) -> URL:
         """Return where a request for one of the server's ports goes."""
-        address = f"{self._scheme}://{self._host}:{self.endpoint[port_name]}"
-        return URL(f"{address}{raw_path}", encoded=True)
+        return URL(f"{self._scheme}://{self._address(port_name)}{raw_path}", encoded=True)
+
+    def _address(self, port_name: str) -> str:
+        return host_and_port(self.endpoint["host"], self.endpoint[port_name])
 
     async def close(self) -> None:
         """Close the connections."""
@@ -85,9 +78,7 @@ class MovingServer:
 class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
     """Passes requests of HTTP and calls of gRPC on to the server of the moment.
 
-    Args:
-        upstream: The first server.
-        listens_at: Address that clients reach.
+    Clients reach it at the address `listens_at`.
     """
 
     def __init__(self, upstream: MovingServer, *, listens_at: str) -> None:
@@ -97,32 +88,33 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
 
     async def exchange(self, upstream: MovingServer) -> None:
         """Pass requests on to another server; return once the former has answered the last."""
-        await (await self._upstream.exchange(upstream)()).close()
+        await (await self._upstream.exchange(upstream)).close()
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close the connections to the server."""
-        with self._upstream.use() as upstream:
-            await upstream.close()
+        await self._upstream.current.close()
 
     async def answer(self, port_name: str, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request of HTTP that has come to one of the ports."""
         with self._upstream.use() as upstream:
             try:
                 self._guard.check_page(request.headers)
+                if not request.raw_path.startswith("/"):  # it would name the host to ask
+                    raise RejectedError("the target of a request is a path, such as /v2")
                 async with upstream.session.request(
                     request.method,
                     upstream.url(port_name, request.raw_path),
-                    data=request.content if request.body_exists else None,
+                    data=_body(request) if request.body_exists else None,
                     headers=_passed_on(request.headers),
                     skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
                     allow_redirects=False,
                 ) as answer:
                     return await _passed_back(request, answer)
-            except RequestRefusedError as error:
-                return web.json_response({"error": str(error)}, status=error.status)
             except aiohttp.ClientError:
-                status, headers = HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "1"}
-                return web.json_response({"error": _UNREACHABLE}, status=status, headers=headers)
+                error = RejectedError(_UNREACHABLE, HTTPStatus.SERVICE_UNAVAILABLE)
+            except RejectedError as refused:
+                error = refused
+            return refusal(error, {"error": str(error)})
 
     def service(self, details: Any) -> grpc.RpcMethodHandler:
         """Return the handler of a call; on the wire, one message is a stream of one."""
@@ -149,6 +141,12 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
                 call.cancel()  # of no effect once it has ended
 
 
+async def _body(request: web.BaseRequest) -> AsyncIterator[bytes]:
+    await ask_for_body(request)  # once the server asks for it, too
+    async for part in request.content.iter_any():
+        yield part
+
+
 def _passed_on(headers: Any) -> list[tuple[str, str]]:
     return [(name, text) for name, text in headers.items() if name.lower() not in _OF_CONNECTION]
 
@@ -171,11 +169,10 @@ async def _passed_back(
 
 
 def _published(path: Path) -> dict[str, Any] | None:
-    """Return the published address; None while there is none."""
-    # Opening a file makes NFS look whether another has taken its name.
-    with contextlib.suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads(path.read_bytes())
-        return found
+    """Return the published address; None while there is none. Raises ValueError."""
+    with contextlib.suppress(OSError):
+        # Opening a file makes NFS look whether another has taken its name.
+        return published_endpoint(path, *DEFAULT_PORTS, "job_id")
     return None
 
 
@@ -189,26 +186,27 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
         return
     relay = Relay(MovingServer(endpoint, arguments.ca), listens_at=host)
     ports = {name: getattr(arguments, f"{name}_port") for name in ("http", "metrics", "openai")}
-    runners = [
-        await http_server(access, partial(relay.answer, name), host=host, port=port)
-        for name, port in ports.items()
-        if endpoint[name]
-    ]
-    address = f"[{host}]" if ":" in host else host
-    server = grpc_server(access, relay, address=f"{address}:{arguments.grpc_port}")
-    await server.start()
-    former: list[asyncio.Future[None]] = []
-    _say(endpoint)
-    while not asked.done():
-        await asyncio.wait([asked], timeout=_POLL_S)
-        found = _published(path)
-        if found is not None and found != endpoint:
-            endpoint = found
-            former.append(asyncio.ensure_future(relay.exchange(MovingServer(found, arguments.ca))))
-            _say(endpoint)
-    ends = [runner.cleanup() for runner in runners]
-    await stop.finish(server.stop(LONGEST_REQUEST_S), *ends)
-    await relay.close()
+    async with contextlib.aclosing(relay):
+        runners = [
+            await http_server(access, partial(relay.answer, name), host=host, port=port)
+            for name, port in ports.items()
+            if endpoint[name]
+        ]
+        server = grpc_server(access, relay, host=host, port=arguments.grpc_port)
+        await server.start()
+        former: list[asyncio.Future[None]] = []
+        _say(endpoint)
+        while not asked.done():
+            await asyncio.wait([asked], timeout=_POLL_S)
+            found = None
+            with contextlib.suppress(ValueError):  # while the file holds something else
+                found = _published(path)
+            if found is not None and found != endpoint:
+                endpoint, successor = found, MovingServer(found, arguments.ca)
+                former.append(asyncio.ensure_future(relay.exchange(successor)))
+                _say(endpoint)
+        ends = [runner.cleanup() for runner in runners]
+        await stop.finish(server.stop(LONGEST_REQUEST_S), *ends)
     if former:
         await asyncio.wait(former, timeout=1)  # their last requests have been answered
 
@@ -228,10 +226,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         asyncio.run(_serve(arguments, access))
-    except (OSError, KeyError) as error:
-        sys.stderr.write(f"error: the relay cannot serve: {error!r}\n")
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"error: the relay cannot serve: {error}\n")
         return 1
     return 0
+
+
+def _port(text: str) -> int:
+    if not 0 <= (number := int(text)) <= PORT:
+        raise argparse.ArgumentTypeError(f"{text} is not a port, which are 0 to {PORT}")
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -240,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     add("endpoint", type=Path, metavar="ENDPOINT.json", help="published address of the server")
     add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     for name, port in DEFAULT_PORTS.items():
-        add(f"--{name}-port", type=int, default=port, help="(%(default)s)")
+        add(f"--{name}-port", type=_port, default=port, help="(%(default)s)")
     add("--tls-cert", type=Path, help="certificate chain of the relay, PEM")
     add("--tls-key", type=Path, help="its key, PEM, of mode 600")
     add("--ca", type=Path, help="certificates to trust of a server with TLS, PEM")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from http import HTTPStatus
 
-from inference.front.guard import RequestRefusedError
+from inference.front.guard import RejectedError
 
 # Prefix of shared memory that clients may register: never the server's own.
 SHARED_MEMORY_PREFIX = "/slipway-client-"
@@ -78,11 +78,11 @@ def is_health(target: str) -> bool:
 
 
 def check_shared_memory(key: object) -> None:
-    """Raise RequestRefusedError unless a client may register shared memory of this name."""
+    """Raise RejectedError unless a client may register shared memory of this name."""
     name = re.escape(SHARED_MEMORY_PREFIX) + r"[\w.-]+"
     if not (isinstance(key, str) and re.fullmatch(name, key)):
         reason = f"shared memory of clients is named {SHARED_MEMORY_PREFIX}<letters, digits, _ . ->"
-        raise RequestRefusedError(HTTPStatus.FORBIDDEN, reason)
+        raise RejectedError(reason, HTTPStatus.FORBIDDEN)
 
 
 def without_internal_names(text: str) -> str:

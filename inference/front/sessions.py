@@ -55,11 +55,10 @@ class ClientSessions:
         With tokens it is the token's; else that of the client's address and, on this machine, of
         its user, as the kernel knows it.
         """
-        owner = token_owner
-        if owner is None:
-            uid = self._user(address, port, own_port)
-            owner = address if uid is None else f"{address} user {uid}"
-        return Namespace(owner, self._key)
+        if token_owner is not None:
+            return Namespace(token_owner, self._key)
+        uid = self._user(address, port, own_port)
+        return Namespace(address if uid is None else f"{address} user {uid}", self._key)
 
     def _user(self, address: str, port: int, own_port: int) -> int | None:
         """Return who has opened a connection from this machine, None for other machines."""

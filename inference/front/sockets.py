@@ -11,12 +11,10 @@ from pathlib import Path
 from inference.plain_path import is_plain
 from inference.private_folder import PrivateFolder
 
-# The kernel keeps a socket's name in 108 bytes, which `/slipway-sockets-12345678/grpc:8001` is part
-# of.
+# Of the 108 bytes of a socket's name, `/slipway-sockets-12345678/grpc:8001` takes the rest.
 _LONGEST_FOLDER = 68
-_MOST_METADATA_BYTES = (
-    64 << 20
-)  # a message has up to 8 MiB outside of tensors; a byte may take three
+# A message has up to 8 MiB outside of tensors; a byte may take three.
+_MOST_METADATA_BYTES = 64 << 20
 # Of channels to such a socket. A server that does not listen yet is tried again soon: after a
 # refused connection gRPC would wait for a second, and longer each time.
 CHANNEL_OPTIONS = [
@@ -32,31 +30,20 @@ CHANNEL_OPTIONS = [
 
 
 class ServerSockets:
-    """The sockets in one such folder, whose owner has it as a `PrivateFolder`."""
+    """The sockets in one such folder, whose owner has it as a `PrivateFolder`.
+
+    Attributes:
+        http, grpc, metrics: tritonserver's; its HTTP also controls models.
+        reports: at which models report to the server's supervisor why they end.
+    """
 
     def __init__(self, folder: Path, own: PrivateFolder | None = None) -> None:
         self.folder = folder
         self._own = own
-
-    @property
-    def http(self) -> Path:
-        """Socket of tritonserver's HTTP, including its control of models."""
-        return self.folder / "http"
-
-    @property
-    def grpc(self) -> Path:
-        """Socket of tritonserver's gRPC, which adds the port to the given name."""
-        return self.folder / "grpc:8001"
-
-    @property
-    def metrics(self) -> Path:
-        """Socket of tritonserver's metrics."""
-        return self.folder / "metrics"
-
-    @property
-    def reports(self) -> Path:
-        """Socket at which models report to the server's supervisor why they end."""
-        return self.folder / "reports"
+        self.http, self.metrics, self.reports = (
+            folder / name for name in ("http", "metrics", "reports")
+        )
+        self.grpc = folder / "grpc:8001"  # tritonserver adds the port to the name that it is given
 
     def note_use(self) -> None:
         """Note a request for a model, in the time of the folder."""

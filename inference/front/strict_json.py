@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, NoReturn
 
-from inference.front.guard import MalformedError
+from inference.front.guard import RejectedError
 
 MOST_JSON_MB = 8
 MOST_JSON_BYTES = MOST_JSON_MB << 20
@@ -14,16 +14,12 @@ _MOST_LEVELS = 32
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Return an object of JSON that every parser reads alike.
-
-    Raises:
-        MalformedError: It is something else, larger than MOST_JSON_MB or too deep.
-    """
+    """Return an object of JSON that every parser reads alike, not too large and not too deep."""
     if len(data) > MOST_JSON_BYTES:
-        raise MalformedError(
+        raise RejectedError(
             f"the JSON of a request may have {MOST_JSON_MB} MiB; send large tensors as binary data"
         )
-    too_deep = MalformedError(f"the JSON has more than {_MOST_LEVELS} levels")
+    too_deep = RejectedError(f"the JSON has more than {_MOST_LEVELS} levels")
     hooks: dict[str, Any] = {"parse_float": _finite, "parse_constant": _refuse}
     try:
         value = json.loads(data.decode(), object_pairs_hook=_object, **hooks)
@@ -31,9 +27,9 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise too_deep from None
     except ValueError as error:
         reason = str(error).partition("; use ")[0]  # which is for programmers of Python
-        raise MalformedError(f"the body is not JSON: {reason[:200]}") from None
+        raise RejectedError(f"the body is not JSON: {reason[:200]}") from None
     if not isinstance(value, dict):
-        raise MalformedError("the body is not an object of JSON")
+        raise RejectedError("the body is not an object of JSON")
     containers: list[Any] = [value]
     for _ in range(_MOST_LEVELS):
         containers = [
@@ -57,7 +53,7 @@ def _check_surrogates(request: dict[str, Any]) -> None:
             json.dumps([key, value], ensure_ascii=False).encode()
     except UnicodeEncodeError:
         name = json.dumps(key)[:100]
-        raise MalformedError(f"{name} has half of a surrogate pair") from None
+        raise RejectedError(f"{name} has half of a surrogate pair") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

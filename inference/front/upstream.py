@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 import grpc
 
 from inference.front.access import Access
-from inference.front.declared_inputs import read_declared_inputs
-from inference.front.exchange import Exchangeable
 from inference.front.guard import Guard
 from inference.front.link import Served
 from inference.front.rules import Rules
 from inference.front.sessions import ClientSessions
 from inference.front.sockets import CHANNEL_OPTIONS, ServerSockets
+from inference.front.validation import read_declared_inputs
 from inference.front.workers import Workers
 
 _CANCEL_PAUSE_S = 0.02
+_POLL_S = 0.05
+_T = TypeVar("_T")
 
 
 class Upstream:
-    """One tritonserver and the connections to it.
+    """One tritonserver and the connections to it, and the inputs of its `models`, by name.
 
-    Attributes:
-        models: Inputs of the models, by name.
-        endpoint: Answers OpenAI's requests with its models, once it is opened.
+    `endpoint` answers OpenAI's requests with its models, once it is opened.
     """
 
     def __init__(self, served: Served) -> None:
@@ -38,8 +38,10 @@ class Upstream:
         self.models = read_declared_inputs(served.repository)
         self.endpoint: Any = None
         self.channel = grpc.aio.insecure_channel(f"unix:{self.sockets.grpc}", CHANNEL_OPTIONS)
-        self.http = _session(self.sockets.http)
-        self.metrics = _session(self.sockets.metrics)
+        self.http, self.metrics = (
+            client_session(aiohttp.UnixConnector(str(socket), limit=0))
+            for socket in (self.sockets.http, self.sockets.metrics)
+        )
         self._calls: dict[str, Callable[..., Any]] = {}
 
     def unary(self, call: str) -> Callable[..., Any]:
@@ -53,9 +55,10 @@ class Upstream:
         await asyncio.gather(self.channel.close(), self.http.close(), self.metrics.close())
 
 
-def _session(socket: Path) -> aiohttp.ClientSession:
+def client_session(connector: aiohttp.BaseConnector) -> aiohttp.ClientSession:
+    """Return a session that passes requests on, of any length and duration, as they are."""
     return aiohttp.ClientSession(
-        connector=aiohttp.UnixConnector(str(socket), limit=0),
+        connector=connector,
         timeout=aiohttp.ClientTimeout(total=None),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -85,17 +88,41 @@ class Cancellations:
             await asyncio.sleep(_CANCEL_PAUSE_S)
 
 
+class Exchangeable(Generic[_T]):
+    """A value that requests use: `current` for new ones, each keeps the one that it began with."""
+
+    def __init__(self, value: _T) -> None:
+        self.current = value
+        self._users: Counter[_T] = Counter()
+
+    @contextmanager
+    def use(self) -> Iterator[_T]:
+        """Yield the value, which stays in use for the duration of the block."""
+        value = self.current
+        self._users[value] += 1
+        try:
+            yield value
+        finally:
+            self._users[value] -= 1
+
+    async def exchange(self, value: _T) -> _T:
+        """Use another value from now on; return the former one once its use has ended."""
+        former, self.current = self.current, value
+        while self._users[former]:
+            await asyncio.sleep(_POLL_S)
+        del self._users[former]
+        return former
+
+
 class FrontContext:
     """The parts that the protocols of one front share.
 
-    Attributes:
-        upstreams: The server for new requests; each keeps the one that it began with.
-        ready: Folders of sockets of the servers that are ready, by the word of their owner.
-        limit: Bytes of the largest request.
+    `ready` has folders of sockets of the servers that are ready, by the word of their owner;
+    `limit` bytes the largest request.
     """
 
-    def __init__(self, access: Access, *, host: str, ready: set[Path]) -> None:
-        self.upstreams: Exchangeable[Upstream]
+    def __init__(self, access: Access, upstream: Upstream, *, host: str, ready: set[Path]) -> None:
+        self.upstreams = Exchangeable(upstream)
         self.ready = ready
         self.guard = Guard(access, listens_at=host, note_use=self.note_use)
         self.rules = Rules(client_shared_memory=access.client_shared_memory)

@@ -6,37 +6,34 @@ aborts when a stream or an ensemble is asked for the classes of a text. It count
 request, and takes an optional one for a required one. A request of a kilobyte is
 enough to end it. It reads a checked request as it was read here: a body of JSON has one meaning,
 and no shape is larger than what was sent.
+
+It answers a wrong id, name or parameter with a status of its own failures, and reads a text up to a
+null character, which would give one request two meanings.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from inference.front.declared_inputs import DeclaredInputs
-from inference.front.guard import MalformedError
-from inference.front.protocol_fields import (
-    INDEX_FIELDS,
-    INPUT_FIELDS,
-    INPUT_PARAMETERS,
-    OUTPUT_FIELDS,
-    OUTPUT_PARAMETERS,
-    OWN_PARAMETERS,
-    REQUEST_FIELDS,
-    REQUEST_PARAMETERS,
-    Check,
-    field_problem,
-)
+from export_scripts.triton.model_config import parse_config
+from export_scripts.triton.signature import ENCODERS
+from inference.front.guard import RejectedError
 from inference.front.sessions import Namespace
 from inference.front.strict_json import parse_json
+from inference.supervision import CANARY_PARAMETER
 
 MOST_ENTRIES = 256  # inputs, outputs or parameters of a request
 _MOST_DIMENSIONS = 16
 # Of one tensor: a text without a character takes four bytes here and some hundred in a model.
 MOST_TEXTS = 1 << 16
+MOST_SEQUENCE_ID_BYTES = 128  # of one that is a text
 _MOST_DIGITS = 20
+_MOST_SHOWN = 40  # characters of a name or a value in a reason
 _INTEGERS = {
     f"{sign}INT{bits}": (0, (1 << bits) - 1) if sign else (-(1 << bits - 1), (1 << bits - 1) - 1)
     for sign in ("", "U")
@@ -49,28 +46,109 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "BOOL": ((bool,), "true or false"),
 }
 _FLOATS = ("FP32", "FP64")  # those that `infer` takes in JSON
-_NUMBER: tuple[tuple[type, ...], str] = ((int, float), "a number")
-_MEMORY = "shared_memory_region"
-_CLASSES = "classification"
+
+Check = tuple[Callable[[Any], bool], str]  # whether a value passes, and what is expected
+Checks = Mapping[str, Check]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and "\0" not in value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _INTEGERS["UINT64"][1]
+
+
+def _is_sequence_id(value: Any) -> bool:
+    is_short = _is_text(value) and len(value.encode()) <= MOST_SEQUENCE_ID_BYTES
+    return is_short or _is_number(value)
+
+
+_TEXT: Check = (_is_text, "a text without a null character")
+_NUMBER: Check = (_is_number, f"a whole number from 0 to {_INTEGERS['UINT64'][1]}")
+_FLAG: Check = (lambda value: isinstance(value, bool), "true or false")
+_SEQUENCE_ID: Check = (
+    _is_sequence_id,
+    f"a text of up to {MOST_SEQUENCE_ID_BYTES} bytes without a null character, or {_NUMBER[1]}",
+)
+_REGION = "shared_memory_region"
+_MEMORY: Checks = {
+    _REGION: _TEXT,
+    "shared_memory_offset": _NUMBER,
+    "shared_memory_byte_size": _NUMBER,
+}
+# A model answers its owner's canaries out of turn, and does not count them.
+_OWN_PARAMETERS: Checks = {
+    CANARY_PARAMETER: (lambda _: False, "none, which is for the server's owner"),
+}
+_REQUEST_FIELDS: Checks = {"id": _TEXT}
+MODEL_FIELDS: Checks = dict.fromkeys(("model_name", "model_version"), _TEXT)  # gRPC
+_REQUEST_PARAMETERS: Checks = {
+    "sequence_id": _SEQUENCE_ID,
+    **dict.fromkeys(("sequence_start", "sequence_end", "binary_data_output"), _FLAG),
+    **dict.fromkeys(("priority", "timeout"), _NUMBER),
+    **_OWN_PARAMETERS,
+}
+_INPUT_FIELDS: Checks = {"name": _TEXT, "datatype": _TEXT}
+_INPUT_PARAMETERS: Checks = {"binary_data_size": _NUMBER, **_MEMORY}
+_OUTPUT_FIELDS: Checks = {"name": _TEXT}
+_OUTPUT_PARAMETERS: Checks = {
+    "binary_data": _FLAG,
+    "classification": (lambda _: False, "none: no model here has classes"),
+    **_MEMORY,
+}
+
+
+@dataclass(frozen=True)
+class DeclaredInputs:
+    """The inputs that a model's configuration declares."""
+
+    datatypes: Mapping[str, str]  # by name, in the spelling of requests: UINT32, BYTES
+    required: tuple[str, ...]
+
+
+def read_declared_inputs(repository: Path | None) -> dict[str, DeclaredInputs]:
+    """Return the inputs of the models in a repository, by model name.
+
+    A model without a readable config.pbtxt is left out: tritonserver knows its inputs, or reports
+    what is wrong with it. So is an encoder made for NVIDIA's backend, whose config.pbtxt does not
+    give the types of its tensors, or not the right ones.
+    """
+    paths = repository.glob("*/config.pbtxt") if repository else ()
+    found = {path.parent.name: _declared_inputs(path) for path in paths}
+    return {name: inputs for name, inputs in found.items() if inputs is not None}
+
+
+def _declared_inputs(path: Path) -> DeclaredInputs | None:
+    from tritonclient.grpc import model_config_pb2 as schema
+
+    try:
+        config = parse_config(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_encoder = config.parameters["model_type"].string_value in ENCODERS
+    if config.backend == "fastertransformer" and is_encoder:
+        return None
+    kinds = {e.name: schema.DataType.Name(e.data_type).removeprefix("TYPE_") for e in config.input}
+    return DeclaredInputs(
+        {name: "BYTES" if kind == "STRING" else kind for name, kind in kinds.items()},
+        required=tuple(each.name for each in config.input if not each.optional),
+    )
 
 
 def length_of_json(header: str | None, size_bytes: int) -> int:
     """Return how much of the body of a request to `infer` is JSON; tensors follow.
 
-    Args:
-        header: Inference-Header-Content-Length; without it all of it is JSON.
-        size_bytes: Size of the body.
-
-    Raises:
-        MalformedError: It is not a length within the body.
+    `header` is Inference-Header-Content-Length, without which all of it is. It is refused unless
+    it is a length within the body of `size_bytes`.
     """
     if header is None:
         return size_bytes
     # Twenty digits are more than any size has; int() refuses some thousands.
     is_number = header.isascii() and header.isdigit() and len(header) <= _MOST_DIGITS
     if not is_number or int(header) > size_bytes:
-        raise MalformedError(
-            f"Inference-Header-Content-Length: {header[:40]} is not a length within a "
+        raise RejectedError(
+            f"Inference-Header-Content-Length: {header[:_MOST_SHOWN]} is not a length within a "
             f"body of {size_bytes} bytes"
         )
     return int(header)
@@ -81,15 +159,8 @@ def check_infer(
 ) -> bytes:
     """Return the JSON of a request to `infer` with the server's own id of its session.
 
-    Args:
-        data: JSON.
-        size_bytes: Size of the whole body.
-        limit: Bytes of the largest request; a tensor in shared memory has no more elements.
-        model: Inputs of the model, None if they are unknown.
-        sessions: Those of the client.
-
-    Raises:
-        MalformedError: It has another form.
+    The whole body has `size_bytes`, the largest request `limit`, and a tensor in shared memory no
+    more elements. `model` is None if its inputs are unknown.
     """
     request = parse_json(data)
     check_form(request, size_bytes, limit=limit, model=model)
@@ -107,56 +178,56 @@ def check_form(
     request: dict[str, Any], size_bytes: int, *, limit: int, model: DeclaredInputs | None
 ) -> None:
     """Check a request to `infer` but for the values of its tensors; see `check_infer`."""
-    check_fields("the request", request, REQUEST_FIELDS)
-    _check_parameters("the request", _entry(request, "parameters", dict), REQUEST_PARAMETERS)
+    check_fields("the request:", request, _REQUEST_FIELDS)
+    _check_parameters("the request:", _entry(request, "parameters", dict), _REQUEST_PARAMETERS)
     _check_count("outputs", _entry(request, "outputs", list))
     names = []
-    for name, each, parameters in _tensors(request, "inputs", INPUT_FIELDS, INPUT_PARAMETERS):
+    for name, each, parameters in _tensors(request, "inputs", _INPUT_FIELDS, _INPUT_PARAMETERS):
         names.append(each["name"])
         shape = _entry(each, "shape", list)
         if not all(type(size) is int for size in shape):
-            raise MalformedError(f"the shape of input {name} is not a list of integers")
-        _check_shape(name, shape, most=limit if _MEMORY in parameters else size_bytes)
+            raise RejectedError(f"the shape of input {name} is not a list of integers")
+        _check_shape(name, shape, most=limit if _REGION in parameters else size_bytes)
         if each["datatype"] == "BYTES":
             check_texts(name, math.prod(shape))
     _check_required(model, names)
-    for name, _, parameters in _tensors(request, "outputs", OUTPUT_FIELDS, OUTPUT_PARAMETERS):
-        if _CLASSES in parameters:  # which no model here has
-            raise MalformedError(f"output {name} has the parameter {_CLASSES}; leave it out")
+    for _ in _tensors(request, "outputs", _OUTPUT_FIELDS, _OUTPUT_PARAMETERS):
+        pass
 
 
 def _tensors(
-    request: dict[str, Any], key: str, fields: Mapping[str, Check], known: Mapping[str, Check]
+    request: dict[str, Any], key: str, fields: Checks, known: Checks
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Yield the inputs or outputs with their names, as messages have them, and parameters."""
     entries, kind = _entry(request, key, list), key.removesuffix("s")
     _check_count(key, entries)
     for each in entries:
         if not isinstance(each, dict):
-            raise MalformedError(f"an {kind} is not an object of JSON")
-        name = repr(each.get("name"))[:40]
+            raise RejectedError(f"an {kind} is not an object of JSON")
+        name = repr(each.get("name"))[:_MOST_SHOWN]
         required = ("name", "datatype", "shape") if kind == "input" else ("name",)
         if missing := [field for field in required if field not in each]:
-            raise MalformedError(f"{kind} {name} has no {missing[0]}")
-        check_fields(f"{kind} {name}", each, fields)
+            raise RejectedError(f"{kind} {name} has no {missing[0]}")
+        check_fields(f"{kind} {name}:", each, fields)
         # null stands for none, as in the server
         parameters = {} if each.get("parameters") is None else _entry(each, "parameters", dict)
-        _check_parameters(f"{kind} {name}", parameters, known)
+        _check_parameters(f"{kind} {name}:", parameters, known)
         yield name, each, parameters
 
 
-def check_fields(of: str, values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
-    """Check the types of some values of a request. Raises MalformedError."""
-    if problem := field_problem(values, checks):
-        raise MalformedError(f"{of}: {problem}")
+def check_fields(of: str, values: Mapping[str, Any], checks: Checks) -> None:
+    """Refuse a request of which a value that is given does not pass its check."""
+    for name, (passes, expected) in checks.items():
+        if name in values and not passes(values[name]):
+            shown = json.dumps(values[name])[:_MOST_SHOWN]
+            raise RejectedError(f"{of} {name} is {shown}; expected {expected}")
 
 
-def _check_parameters(of: str, parameters: dict[str, Any], checks: Mapping[str, Check]) -> None:
+def _check_parameters(of: str, parameters: dict[str, Any], checks: Checks) -> None:
     _check_count("parameters", parameters)
     if any("\0" in key for key in parameters):
-        raise MalformedError(f"{of}: the name of a parameter has a null character")
-    if problem := field_problem(parameters, checks):
-        raise MalformedError(f"{of}: parameter {problem}")
+        raise RejectedError(f"{of} the name of a parameter has a null character")
+    check_fields(f"{of} parameter", parameters, checks)
 
 
 def _check_data(tensor: dict[str, Any]) -> None:
@@ -164,13 +235,12 @@ def _check_data(tensor: dict[str, Any]) -> None:
 
     Of an integer that does not fit, tritonserver would keep the low bits.
     """
-    name, datatype, shape = repr(tensor["name"])[:40], tensor["datatype"], tensor["shape"]
+    name, datatype, shape = repr(tensor["name"])[:_MOST_SHOWN], tensor["datatype"], tensor["shape"]
     values = list(_leaves(_entry(tensor, "data", list)))
     if len(values) != math.prod(shape):
-        text = str(list(shape))[:100]
-        raise MalformedError(
-            f"input {name} has the shape {text}, {math.prod(shape)} elements, and {len(values)} in "
-            "its data"
+        raise RejectedError(
+            f"input {name} has the shape {str(shape)[:100]}, {math.prod(shape)} elements, and "
+            f"{len(values)} in its data"
         )
     if datatype in _KINDS or datatype in _FLOATS:
         _check_values(name, values, datatype)
@@ -189,88 +259,82 @@ def _leaves(data: list[Any]) -> Iterator[Any]:
 def _check_required(model: DeclaredInputs | None, given: Collection[Any]) -> None:
     missing = [name for name in model.required if name not in given] if model else []
     if missing:
-        raise MalformedError(
+        raise RejectedError(
             f"the request lacks {', '.join(map(repr, missing))}, which the model requires"
         )
 
 
 def check_index(data: bytes) -> None:
-    """Check the body of a request for the list of models. Raises MalformedError."""
-    check_fields("the request", parse_json(data), INDEX_FIELDS)
+    """Check the body of a request for the list of models."""
+    check_fields("the request:", parse_json(data), {"ready": _FLAG})
 
 
 def check_generate(data: bytes, model: DeclaredInputs | None) -> None:
-    """Check the body of a request to `generate`.
+    """Check the JSON of a request to `generate`, whose inputs may stand among its parameters.
 
-    Args:
-        data: JSON. Inputs may also stand among its parameters.
-        model: Inputs of the model, None if they are unknown.
-
-    Raises:
-        MalformedError: It has another form, or a value of another type than its input.
+    It is refused if it has another form, or a value of another type than its input in `model`,
+    which is None if its inputs are unknown.
     """
     request = parse_json(data)
-    check_fields("the request", request, {**REQUEST_FIELDS, **OWN_PARAMETERS})
+    check_fields("the request:", request, {**_REQUEST_FIELDS, **_OWN_PARAMETERS})
     parameters = _entry(request, "parameters", dict)
     _check_count("inputs", request)
-    _check_parameters("the request", parameters, OWN_PARAMETERS)
+    _check_parameters("the request:", parameters, _OWN_PARAMETERS)
     if model is None:
         return
     _check_required(model, request.keys() | parameters.keys())
     for name, value in (*request.items(), *parameters.items()):
         if name in model.datatypes:
-            _check_kinds(repr(name)[:40], value, model.datatypes[name])
+            _check_row(repr(name)[:_MOST_SHOWN], value, model.datatypes[name])
 
 
-def _check_kinds(name: str, data: Any, datatype: str) -> None:
+def _check_row(name: str, data: Any, datatype: str) -> None:
     """Check the values of an input in JSON without types, which is one row."""
     values = list(_leaves([data]))
     if isinstance(data, list) and len(values) != len(data):
-        raise MalformedError(
+        raise RejectedError(
             f"input {name} is a list of lists; generate takes one row as a flat list, infer several"
         )
     _check_values(name, values, datatype)
 
 
 def _check_values(name: str, values: Collection[Any], datatype: str) -> None:
-    kinds, expected = _KINDS.get(datatype, _NUMBER)
+    kinds, expected = _KINDS.get(datatype, ((int, float), "a number"))
     least, most = _INTEGERS.get(datatype, (-math.inf, math.inf))
     for value in values:
         if type(value) not in kinds:
-            text = json.dumps(value)[:40]
-            raise MalformedError(f"input {name} has {text}; {datatype} takes {expected}")
+            text = json.dumps(value)[:_MOST_SHOWN]
+            raise RejectedError(f"input {name} has {text}; {datatype} takes {expected}")
         if datatype in _INTEGERS and not least <= value <= most:
-            text = str(value)[:40]
-            raise MalformedError(f"input {name} has {text}, which {datatype} cannot hold")
+            text = str(value)[:_MOST_SHOWN]
+            raise RejectedError(f"input {name} has {text}, which {datatype} cannot hold")
 
 
 def _check_shape(name: str, shape: Sequence[int], *, most: int) -> None:
     """Check a shape against the number of elements that can have been sent."""
     if len(shape) > _MOST_DIMENSIONS:
-        raise MalformedError(
-            f"input {name} has {len(shape)} dimensions, {_MOST_DIMENSIONS} at most"
-        )
+        raise RejectedError(f"input {name} has {len(shape)} dimensions, {_MOST_DIMENSIONS} at most")
     text = str(list(shape))[:100]
     if any(size < 0 for size in shape) or (shape and shape[0] == 0):
-        raise MalformedError(f"input {name} has the shape {text}; sizes are positive")
+        raise RejectedError(f"input {name} has the shape {text}; sizes are positive")
     # An empty tensor has sizes too, by which a reader may multiply or loop.
     if math.prod(size or 1 for size in shape) > most:
-        raise MalformedError(f"input {name} has the shape {text}, and fewer elements were sent")
+        raise RejectedError(f"input {name} has the shape {text}, and fewer elements were sent")
 
 
 def check_texts(name: str, count: int) -> None:
-    """Check the number of texts of an input. Raises MalformedError."""
+    """Check the number of texts of an input."""
     if count > MOST_TEXTS:
-        raise MalformedError(f"input {name} has {count} texts, {MOST_TEXTS} at most")
+        raise RejectedError(f"input {name} has {count} texts, {MOST_TEXTS} at most")
 
 
 def _entry(of: dict[str, Any], key: str, kind: type[Any]) -> Any:
     value = of.get(key, kind())
     if not isinstance(value, kind):
-        raise MalformedError(f"{key!r} is not {'a list' if kind is list else 'an object'} of JSON")
+        raise RejectedError(f"{key!r} is not {'a list' if kind is list else 'an object'} of JSON")
     return value
 
 
 def _check_count(name: str, entries: Any) -> None:
     if len(entries) > MOST_ENTRIES:
-        raise MalformedError(f"the request has {len(entries)} {name}, {MOST_ENTRIES} at most")
+        raise RejectedError(f"the request has {len(entries)} {name}, {MOST_ENTRIES} at most")

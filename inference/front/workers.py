@@ -14,12 +14,11 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from http import HTTPStatus
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from inference.front.guard import RequestRefusedError
+from inference.front.guard import RejectedError
 from inference.parent_process import end_with_parent
 
 _T = TypeVar("_T")
@@ -33,11 +32,9 @@ _START_S = 120.0
 
 
 class Workers:
-    """A few processes, which start when they are first needed.
+    """A few processes, which start when they are first needed; large requests use all but one.
 
-    Args:
-        count: How many. Large requests use all but one.
-        work_s: Seconds after which work for an empty request is given up.
+    Work for an empty request is given up after `work_s` seconds.
     """
 
     def __init__(self, count: int = 2, *, work_s: float = WORK_S) -> None:
@@ -64,8 +61,7 @@ class Workers:
     async def run(self, work: Callable[..., _T], *args: Any, size_bytes: int) -> _T:
         """Return what a function of a module returns, or raise what it raises.
 
-        Raises:
-            RequestRefusedError: It took too long or too much memory.
+        A request is refused if that takes too long or too much memory.
         """
         async with contextlib.AsyncExitStack() as stack:
             if size_bytes > QUICK_BYTES:
@@ -85,7 +81,7 @@ class Workers:
         self, worker: _Worker, call: tuple[Callable[..., Any], Any], size_bytes: int
     ) -> tuple[bool, Any]:
         if not worker.is_alive() and not worker.start(self._warm_up):
-            return False, _failure("the front cannot start a process; its log says why")
+            return False, RejectedError("the front cannot start a process; its log says why")
         return worker.ask(call, self._work_s + WORK_S_PER_MIB * size_bytes / (1 << 20))
 
     def close(self) -> None:
@@ -123,10 +119,10 @@ class _Worker:
                 found: tuple[bool, Any] = pickle.loads(self._pipe.recv_bytes())
                 return found
             self.end()
-            return False, _failure(f"the request takes more than {limit_s:.0f} s to read")
+            return False, RejectedError(f"the request takes more than {limit_s:.0f} s to read")
         except (EOFError, OSError):
             self.end()
-            return False, _failure("the request takes too much memory to read")
+            return False, RejectedError("the request takes too much memory to read")
 
     def end(self) -> None:
         # At the front's end, also by the thread whose call that end breaks off: a descriptor that
@@ -138,10 +134,6 @@ class _Worker:
             if self._pipe is not None:
                 self._pipe.close()
             self._process = self._pipe = None
-
-
-def _failure(reason: str) -> RequestRefusedError:
-    return RequestRefusedError(HTTPStatus.BAD_REQUEST, reason)
 
 
 def _nothing() -> None:

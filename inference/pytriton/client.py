@@ -43,8 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ask(arguments: argparse.Namespace) -> int:
-    if arguments.url and "://" not in arguments.url:
-        arguments.url = f"{arguments.protocol or 'http'}://{arguments.url}"
     prompts = arguments.prompts
     with opened_client(
         arguments, default_protocol="http", model_name=arguments.model_name

@@ -31,19 +31,12 @@ _WEIGHTS = (re.compile(r"[^/]+\.safetensors"), re.compile(r"pytorch_model[^/]*\.
 
 @dataclass(frozen=True)
 class ModelName:
-    """The name that the user gives for the model.
-
-    Attributes:
-        text: As it was given.
-        path: Where it lies, if it is a local path.
-        repository: Its id on the Hub otherwise.
-        file: The one file of the repository to take; None to find it.
-    """
+    """The name that the user gives for the model: a local path, or a repository on the Hub."""
 
     text: str
     path: Path | None = None
     repository: str = ""
-    file: str | None = None
+    file: str | None = None  # the one file of the repository to take; None to find it
 
     @property
     def key(self) -> str:
@@ -55,8 +48,7 @@ class ModelName:
 def parse_model_name(text: str) -> ModelName:
     """Return what `text` names: a path, or a repository with or without :<file>.
 
-    Raises:
-        ValueError: It looks like a path and does not exist, or is not a repository.
+    Raises ValueError if it looks like a path and does not exist, or is not a repository.
     """
     path = Path(text).expanduser()
     if path.exists():
@@ -77,13 +69,8 @@ def prepare_weights(
 ) -> Path:
     """Return the folder of a model's weights, downloaded and converted if they are not there.
 
-    Args:
-        name: The model.
-        request: How it is converted; the checkpoint is found here.
-        stored_type: Type of weights that are there already; None for any.
-
-    Raises:
-        ValueError: They are unavailable; the message names every reason.
+    Weights that are there already have `stored_type`, if it is given. Raises ValueError with every
+    reason why they are unavailable.
     """
     path, ft_dir = name.path, request.folder
     if path is not None and (path / "config.ini").is_file():
@@ -119,8 +106,7 @@ def _checked(ft_dir: Path, tp_size: int, stored_type: str | None) -> Path:
 def _download(name: ModelName, ft_dir: Path) -> Path:
     """Return the downloaded checkpoint, or the copy that an earlier download left.
 
-    Raises:
-        ValueError: It is unavailable; the message names the alternative.
+    Raises ValueError, which names the alternative.
     """
     try:
         import huggingface_hub
@@ -161,8 +147,7 @@ def _no_download(name: ModelName, ft_dir: Path, reason: str) -> str:
 def wanted_files(names: Sequence[str], name: ModelName) -> list[str]:
     """Return the files of a repository that a conversion needs, of several formats one.
 
-    Raises:
-        ValueError: There is nothing to convert, or several archives to choose from.
+    Raises ValueError if there is nothing to convert, or several archives to choose from.
     """
     descriptions = [each for each in names if _DESCRIPTIONS.fullmatch(each)]
     if name.file is not None:

@@ -35,11 +35,9 @@ def _optional(name: str, dtype: str, dims: tuple[int, ...] = (1,), *, doc: str) 
     return TensorSignature(name, dtype, dims, optional=True, doc=doc)
 
 
-def _lengths(dtype: str, most: str, least: str) -> tuple[TensorSignature, ...]:
-    return (
-        _optional(most, dtype, doc="new tokens"),
-        _optional(least, dtype, doc="before the end token"),
-    )
+def _lengths(dtype: str, which: str) -> tuple[TensorSignature, ...]:
+    docs = {"max": "new tokens", "min": "before the end token"}
+    return tuple(_optional(f"{end}_{which}", dtype, doc=doc) for end, doc in docs.items())
 
 
 def _sampling(whole: str) -> tuple[TensorSignature, ...]:
@@ -58,15 +56,15 @@ def _sampling(whole: str) -> tuple[TensorSignature, ...]:
 NEMO_INPUTS = (
     TensorSignature("tasks", "BYTES", (1,), doc="text_generation, or the name of a prompt table"),
     TensorSignature("prompts", "BYTES", (1,), doc="texts to continue"),
-    *_lengths("INT32", "max_length", "min_length"),
+    *_lengths("INT32", "length"),
     *_sampling("INT32"),
     _optional("end_strings", "BYTES", (1, -1), doc="texts that end an answer"),
 )
 NEMO_DEPLOY_INPUTS = (
     TensorSignature("prompts", "BYTES", (1,), doc="texts to continue"),
     _optional("task_id", "BYTES", doc="the name of a prompt table"),
-    *_lengths("INT64", "max_length", "min_length"),
-    *_lengths("INT64", "max_output_len", "min_output_len"),
+    *_lengths("INT64", "length"),
+    *_lengths("INT64", "output_len"),
     *_sampling("INT64"),
     _optional("random_seed", "INT64", doc="of sampling"),
     _optional("end_strings", "BYTES", (-1,), doc="texts that end an answer"),
@@ -82,14 +80,14 @@ NEMO_OUTPUTS = (
     TensorSignature("offsets", "INT32", (1, -1), doc="characters before each token"),
 )
 
-# Interface: class of the model in inference.backend.text_generation, inputs, outputs.
+# Interface: module and class of the model in inference.backend, inputs, outputs.
 INTERFACES: dict[str, tuple[str, tuple[TensorSignature, ...], tuple[TensorSignature, ...]]] = {
-    "text": ("TextModel", INPUTS, OUTPUTS),
-    "nemo": ("NemoModel", NEMO_INPUTS, NEMO_OUTPUTS),
-    "nemo-deploy": ("NemoDeployModel", NEMO_DEPLOY_INPUTS, NEMO_OUTPUTS),
+    "text": ("text_generation import TextModel", INPUTS, OUTPUTS),
+    "nemo": ("nemo_service import NemoModel", NEMO_INPUTS, NEMO_OUTPUTS),
+    "nemo-deploy": ("nemo_service import NemoDeployModel", NEMO_DEPLOY_INPUTS, NEMO_OUTPUTS),
 }
 NEMO_NAME = "GPT"  # which the client of PyTriton's NeMo example asks for
-_SCRIPT = "from inference.backend.text_generation import {} as TritonPythonModel  # noqa: F401\n"
+_SCRIPT = "from inference.backend.{} as TritonPythonModel  # noqa: F401\n"
 
 
 def write_text_repository(
@@ -105,18 +103,10 @@ def write_text_repository(
 ) -> None:
     """Write a repository that serves a folder of converted weights, where they are.
 
-    Args:
-        folder: Of the repository.
-        weights: `<TP>-gpu`, with the tokenizer.
-        name: Of the model.
-        interface: A key of INTERFACES.
-        tp_size: Tensor-parallel size.
-        pp_size: Pipeline-parallel size.
-        data_type: To compute in; None for that of the weights.
-        parameters: Further ones of config.pbtxt; those of None are left out.
-
-    Raises:
-        ValueError: The name cannot be that of a folder, or the weights have no config.ini.
+    `weights` is `<TP>-gpu`, with the tokenizer; `interface` a key of INTERFACES. The model computes
+    in the type of the weights if `data_type` is None. Further `parameters` of config.pbtxt are left
+    out if they are None. Raises ValueError if the name cannot be that of a folder, or the weights
+    have no config.ini.
     """
     if not re.fullmatch(r"[\w.-]*\w", name, re.ASCII):
         raise ValueError(f"--model-name={name}: use letters, digits, _, - and .")

@@ -50,15 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         place = read_launch_environment(os.environ)
+        if place.world_size > 1:
+            host, port = rendezvous_address(
+                place, os.environ, host=arguments.master_addr, port=arguments.master_port
+            )
     except ValueError as error:
         return _refused(str(error))
     if problem := _count_problem(arguments, place):
         # Rank 0 reports it for all: a launcher might end it first if another rank failed.
         return _refused(problem) if place.rank == 0 else 0
     if place.world_size > 1:
-        host, port = rendezvous_address(
-            place, os.environ, host=arguments.master_addr, port=arguments.master_port
-        )
         key_file = arguments.output_dir.absolute() / f".rendezvous-{port}.key"
         os.environ |= {RENDEZVOUS_VARIABLE: f"{host}:{port}", KEY_FILE_VARIABLE: str(key_file)}
     if place.rank > 0:

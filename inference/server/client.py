@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from inference.decoding.rows import SessionTurn
-from inference.front.credentials import PLAIN, Credentials
+from inference.front.access import PLAIN, Credentials
 from inference.ports import TRITON_PORTS
 from inference.server.tensors import as_tensor, as_texts, typed_tensor
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from export_scripts.triton.object_store import StoreLocation
 from export_scripts.triton.served import ModelSizes, served_model_of
-from inference.gpus import visible_gpus
+from inference.launch_environment import visible_gpus
 from launcher_scripts.configuration.export_config import conversion_request
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import is_dry_run

@@ -107,14 +107,14 @@ def test_what_cannot_be_embedded_is_refused(served: tuple[openai.OpenAI, str]) -
     for text, said in (
         ([], "input: must be a string"),
         ([[]], "input: must be a string"),
-        ([100], "outside vocabulary"),
+        ([100], "the model has no token"),
         ([2] * (WIDEST + 1), f"has {WIDEST + 1} tokens. This model's maximum context length"),
     ):
         with pytest.raises(openai.BadRequestError, match=said):
             client.embeddings.create(model=MODEL, input=text)
     with pytest.raises(openai.BadRequestError, match="dimensions: is not supported"):
         client.embeddings.create(model=MODEL, input="it", dimensions=2)
-    with pytest.raises(openai.NotFoundError, match=f"does not exist; this server has {MODEL}"):
+    with pytest.raises(openai.NotFoundError, match=f"does not exist, or .*; it has {MODEL}"):
         client.embeddings.create(model="other", input="it")
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model=MODEL, prompt="it")

@@ -32,8 +32,7 @@ from geventhttpclient import connectionpool
 from tritonclient.grpc import service_pb2
 
 from inference.decoding.rows import SessionTurn
-from inference.front.access import Access
-from inference.front.credentials import Credentials
+from inference.front.access import Access, Credentials
 from inference.front.rules import SHARED_MEMORY_PREFIX
 from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient

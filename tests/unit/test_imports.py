@@ -143,6 +143,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "export_scripts.triton.models": ("inference.backend",),
     "export_scripts.triton.backends": ("inference.backend",),
     "inference.front": (
+        "export_scripts.files",
         "export_scripts.triton",
         "export_scripts.values",
         "export_scripts.wire_format",
@@ -164,6 +165,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts",
         "export_scripts.files",
         "export_scripts.triton",
+        "inference",
         "inference.decoding",
         "inference.front",
         "inference.server",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.front.openai.errors import ApiError
+from inference.front.guard import RejectedError
 from inference.front.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -52,5 +52,5 @@ def test_the_fields_are_those_that_requests_may_have() -> None:
     kinds |= dict.fromkeys(("input", "encoding_format"), EmbeddingRequest)
     for name in named:
         kind = kinds.get(name, CompletionRequest)
-        with pytest.raises(ApiError, match=rf"\b{name}: (?!is not a field)"):
+        with pytest.raises(RejectedError, match=rf"\b{name}: (?!is not a field)"):
             read_request(kind, {name: object()})

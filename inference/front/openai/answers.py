@@ -1,16 +1,40 @@
 """Incremental answer text, finish reason and log probabilities in OpenAI's format."""
 
+# Shapes: A answer, L prompt and answer, W best tokens of a place
+
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
-from inference.front.openai.codec import Codec, TextStream
-from inference.front.openai.generation import Candidate, PlaceScore
+import numpy as np
 
+from inference.front.openai.codec import Codec, TextStream
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Place = tuple[float | None, tuple[tuple[int, float], ...]]
 FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One candidate, as far as it has grown; its scores are those of prompt and answer."""
+
+    ids: Array  # generated tokens, an end token included, (A,)
+    own: Array | None = None  # (L,)
+    top_ids: Array | None = None  # (L, W)
+    top: Array | None = None  # (L, W)
+    cum_log_prob: float = 0.0  # of the whole answer, where it was asked for
+
+    def place(self, index: int, *, best: int) -> Place:
+        """Return the log probability of the token in a place, and the best tokens there."""
+        if self.own is None or self.top_ids is None or self.top is None:
+            return None, ()
+        tops = (each[index, :best].tolist() for each in (self.top_ids, self.top))
+        return float(self.own[index]), tuple(zip(*tops, strict=True))
 
 
 @dataclass(frozen=True)
@@ -21,32 +45,22 @@ class ScoredToken:
     piece: str
     first: int
     last: int
-    place: PlaceScore | None
+    log_prob: float | None  # None for the first token of a text
     names: tuple[tuple[str, float], ...]  # of the best tokens
-
-    @property
-    def log_prob(self) -> float | None:
-        """None for the first token of a text."""
-        return None if self.place is None else self.place.log_prob
 
 
 class Answer:
     """One choice, which grows with each frame of the model.
 
-    Args:
-        codec: Decodes its tokens.
-        prompt: Tokens before it.
-        limit: Tokens after which it ends.
-        stops: Texts that end it.
-        end_ids: Tokens that end it.
-        best: Best tokens to report in each place; None to report none.
+    It follows the tokens of `prompt`, and ends after `limit` tokens, at one of the texts in `stops`
+    or of the tokens in `end_ids`. `best` is the number of best tokens to report in each place, None
+    to report none.
 
     Attributes:
         text: what may be sent; what could become one of the stops is held back.
         tokens: number of generated tokens that count, the end token included.
         finish_reason: None while it grows.
-        scored: its tokens with their scores.
-        cum_log_prob: of all of it.
+        has_begun: whether a chunk of it was sent.
     """
 
     def __init__(
@@ -69,6 +83,8 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self.scored: list[ScoredToken] = []
         self.cum_log_prob = 0.0
+        self.has_begun = self._is_sent = False
+        self._sent_characters = self._sent_tokens = 0
 
     def update(self, candidate: Candidate, *, final: bool) -> None:
         """Take in what the model has generated so far, or, if `final`, in all."""
@@ -76,8 +92,7 @@ class Answer:
             return
         new: list[int] = candidate.ids[self.tokens : self._limit].tolist()
         end = next((number for number, each in enumerate(new) if each in self._end_ids), None)
-        is_ended = end is not None
-        shown = new[:end]
+        is_ended, shown = end is not None, new[:end]
         self._ids += shown
         self.tokens += len(shown) + is_ended
         self.cum_log_prob = candidate.cum_log_prob
@@ -102,6 +117,22 @@ class Answer:
             is_short = is_ended or self.tokens < self._limit
             self.finish_reason = "stop" if is_short else "length"
 
+    def unsent(self) -> tuple[str, list[ScoredToken]] | None:
+        """Return the text and the tokens to send in a chunk now, None if there is nothing."""
+        is_last = self.finish_reason is not None
+        if self._is_sent or not (self.tokens or is_last):
+            return None
+        text = self.text[self._sent_characters :]
+        # A token goes with the text that it ends in; what is held back may never be sent.
+        rest = self.scored[self._sent_tokens :]
+        ready = [*takewhile(lambda token: is_last or token.last <= len(self.text), rest)]
+        if not (text or ready or is_last) and self.has_begun:
+            return None
+        self._sent_characters += len(text)
+        self._sent_tokens += len(ready)
+        self.has_begun, self._is_sent = True, is_last
+        return text, ready
+
     def _score(self, candidate: Candidate, new: Sequence[int]) -> None:
         assert self._best is not None
         count = len(self.scored)
@@ -115,7 +146,6 @@ class Answer:
             at = token.last
 
     def _tokens_of(self, length: int) -> int:
-
         def reaches(count: int) -> bool:
             return len(self._codec.text_after(self._prompt, self._ids[:count])) >= length
 
@@ -126,26 +156,26 @@ def scored_token(
     codec: Codec,
     before: Sequence[int],
     index: int,
-    place: PlaceScore | None,
+    place: Place,
     at: int,
     *,
     shown: frozenset[int] = frozenset(),
 ) -> ScoredToken:
     """Return a token that begins at character `at`; those in `shown` add nothing to the text."""
     piece = codec.piece(before, index)
-    pairs = () if place is None else place.top
-    names = tuple((codec.name(before, each), score) for each, score in pairs)
+    log_prob, top = place
+    names = tuple((codec.name(before, each), score) for each, score in top)
     last = at if index in shown else at + len(piece)
-    return ScoredToken(index, piece, at, last, place, names)
+    return ScoredToken(index, piece, at, last, log_prob, names)
 
 
-def score_prompt(codec: Codec, prompt: Sequence[int], candidate: Candidate, best: int) -> list[
-    ScoredToken
-]:  # fmt: skip
+def score_prompt(
+    codec: Codec, prompt: Sequence[int], candidate: Candidate, best: int
+) -> list[ScoredToken]:
     """Return the tokens of a prompt with their scores; the first has none."""
     found: list[ScoredToken] = []
     for number, index in enumerate(prompt):
-        place = candidate.place(number, best=best) if number else None
+        place = candidate.place(number, best=best) if number else (None, ())
         at = found[-1].last if found else 0
         found.append(scored_token(codec, prompt[max(number - 8, 0) : number], index, place, at))
     return found
@@ -163,10 +193,10 @@ def completion_log_probs(tokens: Sequence[ScoredToken], *, offset: int = 0) -> d
 
 def _by_name(token: ScoredToken) -> dict[str, float] | None:
     """Return the best tokens by name, and the token itself; of equal names the likelier counts."""
-    if token.place is None:
+    if token.log_prob is None:
         return None
     found: dict[str, float] = {}
-    for name, score in (*token.names, (token.piece, token.place.log_prob)):
+    for name, score in (*token.names, (token.piece, token.log_prob)):
         found.setdefault(name, score)
     return found
 

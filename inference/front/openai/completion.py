@@ -5,39 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from inference.front.openai.answers import (
     Answer,
+    Candidate,
     ScoredToken,
     chat_log_probs,
     completion_log_probs,
     score_prompt,
 )
 from inference.front.openai.codec import Codec
-from inference.front.openai.generation import Candidate, GenerationJob
-from inference.front.openai.prepare import PreparedRequest, Prompt, generation_jobs
+from inference.front.openai.prepare import GenerationJob, PreparedRequest, Prompt, generation_jobs
 from inference.front.openai.served import TritonModel
 
 _MOST_JOBS = 64  # of one request that run at a time
 _MOST_SCORED = 64  # tokens that are scored without leaving the event loop
 
 
+@dataclass
 class PromptRun:
-    """One prompt of a request: its answers, and how much of each was sent.
+    """One prompt of a request and its answers."""
 
-    Attributes:
-        scored: tokens of the prompt, where log probabilities were asked for with it.
-    """
-
-    def __init__(self, number: int, prompt: Prompt, answers: Sequence[Answer]) -> None:
-        self.number = number
-        self.prompt = prompt
-        self.answers = answers
-        self.sent = [_Sent() for _ in answers]
-        self.scored: list[ScoredToken] = []
+    number: int
+    prompt: Prompt
+    answers: Sequence[Answer]
+    # The tokens of the prompt, where log probabilities were asked for with it.
+    scored: list[ScoredToken] = field(default_factory=list)
 
     @property
     def end(self) -> int:
@@ -184,59 +180,45 @@ class CompletionRun:
         ranked = sorted(answers, key=lambda each: -each.cum_log_prob / max(each.tokens, 1))
         return ranked[:count]
 
-    def _choice(self, number: int, run: PromptRun, answer: Answer) -> dict[str, Any]:
-        common = {"index": number, "finish_reason": answer.finish_reason}
-        if self._request.is_chat:
-            message = {"role": "assistant", "content": answer.text, "refusal": None}
-            return {**common, "message": message, "logprobs": self._log_probs(answer.scored)}
-        if not self._request.echo:
-            log_probs = self._log_probs(answer.scored, len(run.prompt.text))
-            return {**common, "text": answer.text, "logprobs": log_probs}
-        log_probs = self._log_probs([*run.scored, *_moved(answer.scored, run.end)])
-        return {**common, "text": run.prompt.text + answer.text, "logprobs": log_probs}
-
-    def _log_probs(self, tokens: Sequence[ScoredToken], offset: int = 0) -> dict[str, Any] | None:
-        if self._sampling.best is None:
-            return None
-        if self._request.is_chat:
-            return chat_log_probs(tokens)
-        return completion_log_probs(tokens, offset=offset)
-
     def _chunk(self, run: PromptRun, place: int) -> dict[str, Any] | None:
         """Return what a choice has that was not sent yet, None if there is nothing."""
-        answer, sent = run.answers[place], run.sent[place]
-        is_first = not sent.has_begun
-        if sent.is_ended or (is_first and not answer.tokens and answer.finish_reason is None):
+        answer = run.answers[place]
+        is_first = not answer.has_begun
+        if (new := answer.unsent()) is None:
             return None
-        text = answer.text[sent.characters :]
-        ready = []
-        # A token goes with the text that it ends in; what is held back may never be sent.
-        for token in answer.scored[sent.tokens :]:
-            if token.last > len(answer.text) and answer.finish_reason is None:
-                break
-            ready.append(token)
-        if not (text or ready or is_first or answer.finish_reason):
-            return None
-        sent.characters += len(text)
-        sent.tokens += len(ready)
-        sent.has_begun, sent.is_ended = True, answer.finish_reason is not None
         number = run.number * self._sampling.n + place
-        common = {"index": number, "finish_reason": answer.finish_reason}
+        if not self._request.is_chat:
+            return self._part(number, run, answer, *new, is_first=is_first)
+        delta = ({"role": "assistant"} if is_first else {}) | {"content": new[0]}
+        return self._part(number, run, answer, *new) | {"delta": delta}
+
+    def _choice(self, number: int, run: PromptRun, answer: Answer) -> dict[str, Any]:
+        choice = self._part(number, run, answer, answer.text, answer.scored)
+        if not self._request.is_chat:
+            return choice
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        return choice | {"message": message}
+
+    def _part(
+        self,
+        number: int,
+        run: PromptRun,
+        answer: Answer,
+        text: str,
+        tokens: Sequence[ScoredToken],
+        *,
+        is_first: bool = True,
+    ) -> dict[str, Any]:
+        """Return what a choice and a chunk have in common: all but the text in a chat."""
+        part: dict[str, Any] = {"index": number, "finish_reason": answer.finish_reason}
+        is_scored, offset = self._sampling.best is not None, run.end
         if self._request.is_chat:
-            delta = ({"role": "assistant"} if is_first else {}) | {"content": text}
-            return {**common, "delta": delta, "logprobs": self._log_probs(ready)}
+            return part | {"logprobs": chat_log_probs(tokens) if is_scored else None}
         if is_first and self._request.echo:
-            log_probs = self._log_probs([*run.scored, *_moved(ready, run.end)])
-            return {**common, "text": run.prompt.text + text, "logprobs": log_probs}
-        return {**common, "text": text, "logprobs": self._log_probs(ready, run.end)}
-
-
-class _Sent:
-    """The part of a choice that was sent."""
-
-    def __init__(self) -> None:
-        self.characters = self.tokens = 0
-        self.has_begun = self.is_ended = False
+            text, offset = run.prompt.text + text, 0
+            tokens = [*run.scored, *_moved(tokens, run.end)]
+        scores = completion_log_probs(tokens, offset=offset) if is_scored else None
+        return part | {"text": text, "logprobs": scores}
 
 
 def _moved(tokens: Sequence[ScoredToken], by: int) -> list[ScoredToken]:

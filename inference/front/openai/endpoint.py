@@ -16,11 +16,10 @@ from typing import Any
 
 from aiohttp import web
 
-from inference.front.guard import Guard, RequestRefusedError, refusal
+from inference.front.guard import Guard, RejectedError, refusal
+from inference.front.openai.answers import Array
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun
-from inference.front.openai.errors import ApiError, error_body
-from inference.front.openai.generation import Array
 from inference.front.openai.prepare import (
     detokenize,
     load_codec,
@@ -39,6 +38,7 @@ from inference.front.workers import Workers
 HEALTH_PATH = "/health"
 _MODELS_PATH = "/v1/models"
 _OWNER = "slipway"
+_EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
 # What reads a request, what its id begins with, and the kinds of a whole answer and of a chunk.
 _COMPLETION = (prepare_completion, "cmpl", "text_completion", "text_completion")
@@ -49,14 +49,10 @@ Answer = Awaitable[web.StreamResponse]
 
 
 class OpenAIEndpoint:
-    """Answers OpenAI's requests with the models of one server.
+    """Answers OpenAI's requests with the models of one server, by the name that requests give.
 
-    Args:
-        models: Models by the name that requests give.
-        texts: Where processes find the codec of their texts.
-        guard: Decides who may ask, and how much.
-        workers: Processes that read requests.
-        is_ready: Returns whether the server would answer a request now.
+    Processes of `workers` find the codec of their texts in `texts`. `is_ready` returns whether the
+    server would answer a request now.
     """
 
     def __init__(
@@ -93,8 +89,7 @@ class OpenAIEndpoint:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; errors have OpenAI's form.
 
-        Web pages of the origins that may ask get CORS's headers (fetch.spec.whatwg.org): on every
-        answer that is sent whole, and on a stream's head.
+        Web pages of the origins that may ask get CORS's headers (fetch.spec.whatwg.org).
         """
         headers = self._page_headers(request)
         if headers and request.method == "OPTIONS":  # a browser asks first, without the token
@@ -121,13 +116,11 @@ class OpenAIEndpoint:
             if request.path != HEALTH_PATH:
                 self._guard.token_owner(request.headers.get("Authorization"))
             return await self._handler(request)(request)
-        except RequestRefusedError as error:
-            return refusal(error, error_body(error))
-        except Exception:  # an error of this program, whose text is for the log alone
-            logger.exception("a request failed")
-            status = HTTPStatus.INTERNAL_SERVER_ERROR
-            failure = ApiError("the endpoint failed; its log says why", status=status)
-            return refusal(failure, error_body(failure))
+        except ConnectionError:  # the client has left, in the middle of its body or of a stream
+            raise
+        except Exception as error:
+            refused = _for_clients(error)
+            return refusal(refused, _error_body(refused))
 
     def _handler(self, request: web.BaseRequest) -> Callable[[web.BaseRequest], Answer]:
         method, path = request.method, request.path
@@ -138,13 +131,12 @@ class OpenAIEndpoint:
         is_known = any(path == each for _, each in self._routes)
         status = HTTPStatus.METHOD_NOT_ALLOWED if is_known else HTTPStatus.NOT_FOUND
         reason = f"{method[:20]} {path[:200]}: {status.phrase.lower()}"
-        raise ApiError(reason, status=status, code="unknown_url")
+        raise RejectedError(reason, status, code="unknown_url")
 
     async def _health(self, _: web.BaseRequest) -> web.Response:
-        if await self._is_ready():
-            return web.json_response({"status": "ok"})
-        status = HTTPStatus.SERVICE_UNAVAILABLE
-        return web.json_response({"status": "the server is not ready"}, status=status)
+        is_ready = await self._is_ready()
+        words = {"status": "ok" if is_ready else "the server is not ready"}
+        return web.json_response(words, status=200 if is_ready else 503)
 
     async def _list(self, _: web.BaseRequest) -> web.Response:
         data = [self._described(name) for name in self._models]
@@ -220,6 +212,29 @@ def _written(asked: EmbeddingRequest, vector: Array) -> str | list[float]:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
+def _for_clients(error: Exception) -> RejectedError:
+    """Return the error that a client gets; that of this program is for the log alone."""
+    if isinstance(error, RejectedError):
+        return error
+    logger.error("a request failed", exc_info=error)
+    return RejectedError("the endpoint failed; its log says why", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _error_body(error: RejectedError) -> dict[str, Any]:
+    """Return an error as OpenAI's API sends it."""
+    # LiteLLM knows a wrong key by the code and the first words.
+    is_key = error.status == HTTPStatus.UNAUTHORIZED
+    is_server = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    return {
+        "error": {
+            "message": ("Incorrect API key provided, or none: " if is_key else "") + str(error),
+            "type": "server_error" if is_server else "invalid_request_error",
+            "param": error.param,
+            "code": "invalid_api_key" if is_key else error.code,
+        }
+    }
+
+
 def _opened(about: Mapping[str, Any]) -> bytes:
     """Return what every part of an answer carries, up to its choices."""
     return json.dumps(about).encode()[:-1] + b', "choices": ['
@@ -240,12 +255,14 @@ async def _streamed(
     try:
         async for chunk in run.chunks():
             if response is None:
-                response = await _event_stream(request, headers)
+                response = web.StreamResponse(headers=_EVENTS | dict(headers))
+                await response.prepare(request)
             await response.write(start + json.dumps(chunk, ensure_ascii=False).encode() + end)
-    except ApiError as error:
-        if response is None:
+    except Exception as error:
+        if response is None or isinstance(error, ConnectionError):
             raise
-        await response.write(b"data: " + json.dumps(error_body(error)).encode() + b"\n\n")
+        body = json.dumps(_error_body(_for_clients(error))).encode()
+        await response.write(b"data: " + body + b"\n\n")
         await response.write_eof()
         return response
     assert response is not None, "every answer has a chunk"
@@ -256,20 +273,12 @@ async def _streamed(
     return response
 
 
-async def _event_stream(request: web.BaseRequest, headers: Mapping[str, str]) -> web.StreamResponse:
-    kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-    response = web.StreamResponse(headers=kind | dict(headers))
-    await response.prepare(request)
-    return response
-
-
 async def open_endpoint(
     context: FrontContext, upstream: Upstream, guard: Guard, *, tokenizer: Path | None
 ) -> OpenAIEndpoint:
     """Return the endpoint of a server once that is ready; `guard` lets in its web pages, too.
 
-    Raises:
-        ValueError: The server has no text model, or no tokenizer that can be read here.
+    Raises ValueError if it has no text model, or no tokenizer that can be read here.
     """
     channel, repository = upstream.channel, upstream.repository
     await until_ready(channel)
@@ -286,13 +295,12 @@ async def open_endpoint(
             "its text models (export.triton_deployment.ensemble=true), or name a folder with the "
             "tokenizer's files: --openai-tokenizer, deploy.openai.tokenizer"
         )
-    end_id = int(parameters["end_id"]) if "end_id" in parameters else None
-    appends = parameters.get("append_end_id", "0") == "1" and end_id is not None
+    end_ids = (int(parameters["end_id"]),) if "end_id" in parameters else ()
     texts = CodecFiles(
         tokenizer,
         kind=parameters.get("tokenizer_type") or None,
-        end_id=end_id,
-        suffix=(end_id,) if appends and end_id is not None else (),
+        end_ids=end_ids,
+        suffix=end_ids if parameters.get("append_end_id") == "1" else (),
         changed_ns=max((path.stat().st_mtime_ns for path in tokenizer.iterdir()), default=0),
     )
     load_codec(texts)

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 
+from inference.front.guard import RejectedError
+from inference.front.openai.answers import Array
 from inference.front.openai.codec import Codec, CodecFiles
-from inference.front.openai.errors import ApiError
-from inference.front.openai.generation import Array, GenerationJob, ModelFacts
 from inference.front.openai.requests import (
     MOST_SCORES,
     ChatRequest,
@@ -47,6 +47,33 @@ _FIELD_OF = {
 
 
 @dataclass(frozen=True)
+class ModelFacts:
+    """A served model."""
+
+    name: str
+    inputs: frozenset[str]  # names of the tensors it takes
+    max_rows: int  # most candidates of a request
+    context_len: int  # most tokens of prompt and answer together, as far as the files say
+    encoder_decoder: bool = False  # the prompt is not part of what it returns
+    streams: bool = False  # answers come token by token
+    encodes: bool = False  # it answers with hidden states
+    vocab_size: int | None = None  # None where the files do not say
+
+
+@dataclass(frozen=True)
+class GenerationJob:
+    """One prompt and its candidates."""
+
+    prompt: Sequence[int]
+    output_len: int
+    candidates: int
+    # Further inputs by their names in the contract, (n, 1), or word lists, (n, 2, W).
+    tensors: Mapping[str, Array]
+    scores: bool = False  # whether log probabilities are among the outputs that are wanted
+    ranks: bool = False  # whether that of each whole answer is
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One prompt: its tokens, and its text where that is part of the answer."""
 
@@ -56,22 +83,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request that the model can answer.
-
-    Attributes:
-        sampling: what was asked for.
-        prompts: in order.
-        stop_ids: tokens that are a stop text by themselves, or end a chat.
-        end_ids: tokens that end an answer, next to the model's own.
-        echo: the answer begins with the prompt.
-        is_chat: the shape of the answer.
-    """
+    """A request that the model can answer."""
 
     sampling: Sampling
     prompts: tuple[Prompt, ...]
-    stop_ids: tuple[int, ...]
-    end_ids: frozenset[int] = frozenset()
-    echo: bool = False
+    stop_ids: tuple[int, ...]  # tokens that are a stop text by themselves, or end a chat
+    end_ids: frozenset[int] = frozenset()  # that end an answer, next to the model's own
+    echo: bool = False  # the answer begins with the prompt
     is_chat: bool = False
 
 
@@ -83,7 +101,7 @@ def load_codec(texts: CodecFiles) -> None:
 def prepare_completion(
     texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> PreparedRequest:
-    """Return the request that a body of /v1/completions states. Raises RequestRefusedError."""
+    """Return the request that a body of /v1/completions states. Raises RejectedError."""
     request = read_request(CompletionRequest, parse_json(data))
     facts, codec = model_facts(models, request.model), texts.codec()
     shows_text = request.echo or request.logprobs is not None
@@ -101,7 +119,7 @@ def prepare_completion(
 def prepare_chat(
     texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> PreparedRequest:
-    """Return the request that a body of /v1/chat/completions states. Raises RequestRefusedError."""
+    """Return the request that a body of /v1/chat/completions states. Raises RejectedError."""
     request = read_request(ChatRequest, parse_json(data))
     facts, codec = model_facts(models, request.model), texts.codec()
     prompt = Prompt(array("I", codec.encode_chat(request.messages)))
@@ -114,13 +132,14 @@ def prepare_chat(
 def prepare_embeddings(
     texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> tuple[EmbeddingRequest, list[array[int]]]:
-    """Return what a body of /v1/embeddings asks for, and its rows. Raises RequestRefusedError."""
+    """Return what a body of /v1/embeddings asks for, and its rows. Raises RejectedError."""
     request = read_request(EmbeddingRequest, parse_json(data))
     facts, codec = model_facts(models, request.model), texts.codec()
     rows = [array("I", codec.encode(e) if isinstance(e, str) else e) for e in request.input]
     for number, row in enumerate(rows):
+        _check_ids(facts, "input", row)
         if not 0 < len(row) <= facts.context_len:
-            raise ApiError(
+            raise RejectedError(
                 f"input {number} has {len(row)} tokens. This model's maximum context length is "
                 f"{facts.context_len} tokens, and the least is 1",
                 param="input",
@@ -130,23 +149,24 @@ def prepare_embeddings(
 
 
 def tokenize(texts: CodecFiles, data: bytes) -> list[int]:
-    """Return the tokens of a text, as a body of /tokenize asks. Raises RequestRefusedError."""
+    """Return the tokens of a text, as a body of /tokenize asks. Raises RejectedError."""
     request = read_request(TokenizeRequest, parse_json(data))
     return texts.codec().tokenize(request.prompt, special=request.add_special_tokens)
 
 
 def detokenize(texts: CodecFiles, data: bytes) -> str:
-    """Return the text of tokens, as a body of /detokenize asks. Raises RequestRefusedError."""
+    """Return the text of tokens, as a body of /detokenize asks. Raises RejectedError."""
     return texts.codec().text(read_request(DetokenizeRequest, parse_json(data)).tokens)
 
 
 def model_facts(models: Mapping[str, Any], name: str) -> Any:
-    """Return the entry of a model. Raises ApiError with the names that there are."""
+    """Return the entry of a model. Raises RejectedError with the names that there are."""
     if name in models:
         return models[name]
-    raise ApiError(
-        f"the model {name[:100]!r} does not exist; this server has {', '.join(models)}",
-        status=HTTPStatus.NOT_FOUND,
+    raise RejectedError(
+        f"the model {name[:100]!r} does not exist, or is not one for this path; it has "
+        f"{', '.join(models) or 'none'}",
+        HTTPStatus.NOT_FOUND,
         param="model",
         code="model_not_found",
     )
@@ -157,13 +177,15 @@ def _single_tokens(codec: Codec, request: Sampling) -> tuple[int, ...]:
 
 
 def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
-    """Return a request that the model has room for. Raises ApiError."""
+    """Return a request that the model has room and tokens for. Raises RejectedError."""
     sampling, places = request.sampling, 0
+    _check_ids(facts, "logit_bias", sampling.biases)
     for prompt in request.prompts:
+        _check_ids(facts, "messages" if request.is_chat else "prompt", prompt.ids)
         output_len = check_job(facts, request, len(prompt.ids))
         places += sampling.candidates * output_len + (len(prompt.ids) if request.echo else 0)
     if sampling.best is not None and places * (sampling.best + 1) > MOST_SCORES:
-        raise ApiError(
+        raise RejectedError(
             f"{places} tokens with {sampling.best + 1} log probabilities each are more than the "
             f"{MOST_SCORES} of a request; send fewer prompts, or lower n, max_tokens or logprobs",
             param="logprobs",
@@ -171,23 +193,32 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
     return request
 
 
+def _check_ids(facts: ModelFacts, field: str, ids: Iterable[int]) -> None:
+    """Refuse a token that the model does not have before any of the prompts runs."""
+    if facts.vocab_size is not None and (largest := max(ids, default=0)) >= facts.vocab_size:
+        raise RejectedError(
+            f"{field}: the model has no token {largest}; its ids are below {facts.vocab_size}",
+            param=field,
+            code="invalid_value",
+        )
+
+
 def check_job(facts: ModelFacts, request: PreparedRequest, prompt_len: int) -> int:
     """Return the tokens to ask for after a prompt: all there is room for, where none are given.
 
-    Raises:
-        ApiError: the model has no room for the prompt and so many, or cannot do what is asked for.
+    A request is refused if the model has no room for the prompt and so many, or cannot do it.
     """
     if request.echo and facts.encoder_decoder and request.sampling.best is not None:
-        raise ApiError("an encoder's prompt has no log probabilities", param="logprobs")
+        raise RejectedError("an encoder's prompt has no log probabilities", param="logprobs")
     for name in _tensors(request, count=1, seed=0).keys() - facts.inputs:
         needs = _FIELD_OF.get(name, name)
-        raise ApiError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
+        raise RejectedError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
     room = facts.context_len - (0 if facts.encoder_decoder else prompt_len)
     limit = request.sampling.limit
     wanted = max(room if limit is None else limit, 1)
     if wanted > room or prompt_len > facts.context_len:
         each = ", of the prompt as of the answer" if facts.encoder_decoder else ""
-        raise ApiError(  # many clients look for the code, and some for these first words
+        raise RejectedError(  # many clients look for the code, and some for these first words
             f"This model's maximum context length is {facts.context_len} tokens{each}. The prompt "
             f"has {prompt_len} and the answer up to {wanted}: shorten the prompt, or lower "
             "max_tokens",

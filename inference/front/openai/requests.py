@@ -8,9 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-from inference.front.openai.errors import ApiError
+from inference.front.guard import RejectedError
 
 # OpenAI's own limits.
 MOST_PROMPTS = 2048
@@ -133,6 +141,12 @@ _NEVER_SUPPORTED: _Fields = {"ignore_eos": ((), "is not supported; use min_token
 class _Record(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     unsupported: ClassVar[_Fields] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        is_object = isinstance(value, dict)
+        return {k: v for k, v in value.items() if v is not None} if is_object else value
 
     def problems(self) -> dict[str, str]:
         """Return the fields that do not go together, and why."""
@@ -311,11 +325,11 @@ class DetokenizeRequest(_Record):
 
 
 def read_request(kind: type[_T], body: Mapping[str, Any]) -> _T:
-    """Return the request that a JSON object states. Raises ApiError with every problem."""
+    """Return the request that a JSON object states. Raises RejectedError with every problem."""
     if len(body) > MOST_FIELDS:
-        raise ApiError(f"the request has {len(body)} fields, {MOST_FIELDS} at most")
-    given = {k: v for k, v in body.items() if v is not None and k not in _WITHOUT_EFFECT}
-    values = {name: value for name, value in given.items() if name not in kind.unsupported}
+        raise RejectedError(f"the request has {len(body)} fields, {MOST_FIELDS} at most")
+    other = _WITHOUT_EFFECT | kind.unsupported.keys()
+    values = {name: value for name, value in body.items() if name not in other}
     problems: dict[str, str] = {}
     code = "invalid_value"
     try:
@@ -329,11 +343,11 @@ def read_request(kind: type[_T], body: Mapping[str, Any]) -> _T:
         if found[0]["type"] == "extra_forbidden" and len(found[0]["loc"]) == 1:
             code = "unknown_parameter"
     for name, (allowed, reason) in kind.unsupported.items():
-        if given.get(name) and given[name] not in allowed:
+        if body.get(name) and body[name] not in allowed:
             problems[name] = reason
     if problems:
         text = "; ".join(f"{name}: {words}" for name, words in problems.items())
-        raise ApiError(text, param=next(iter(problems)), code=code)
+        raise RejectedError(text, param=next(iter(problems)), code=code)
     return request
 
 

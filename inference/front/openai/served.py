@@ -16,9 +16,10 @@ from tritonclient.grpc import service_pb2 as schema
 from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 
 from export_scripts.ft.config_ini import read_config
-from inference.backend.text_tensors import pad_rows
-from inference.front.openai.errors import ApiError
-from inference.front.openai.generation import Array, Candidate, GenerationJob, ModelFacts
+from inference.backend.text_models import pad_rows
+from inference.front.guard import RejectedError
+from inference.front.openai.answers import Array, Candidate
+from inference.front.openai.prepare import GenerationJob, ModelFacts
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL, without_internal_names
 from inference.front.upstream import Cancellations
 
@@ -30,18 +31,14 @@ _OPENING_S = 30.0  # a machine that has just loaded models may be slow
 _DEFAULT_CONTEXT = 4096  # of the engine, where neither model nor parameters say
 # Refusals of a request by the server; of others the cause is the server itself.
 _STATUS = {
-    grpc.StatusCode.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
-    grpc.StatusCode.NOT_FOUND: HTTPStatus.NOT_FOUND,
-    grpc.StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
+    "INVALID_ARGUMENT": HTTPStatus.BAD_REQUEST,
+    "NOT_FOUND": HTTPStatus.NOT_FOUND,
+    "UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
 }
+# What begins an error on a stream, which carries no status; without it the request is wrong.
+_ON_STREAMS = ("UNAVAILABLE", "CANCELLED", "INTERNAL")
 _REQUIRED = {"request_output_len": "input_lengths", "max_output_len": "sequence_length"}
 _SCORES = ("token_log_probs", "top_token_ids", "top_token_log_probs")
-# What begins an error on a stream, which carries no status; without it the request is wrong.
-_STREAM_STATUS = {
-    "UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
-    "CANCELLED": HTTPStatus.INTERNAL_SERVER_ERROR,
-    "INTERNAL": HTTPStatus.INTERNAL_SERVER_ERROR,
-}
 
 
 class TritonModel:
@@ -58,8 +55,7 @@ class TritonModel:
     async def generate(self, job: GenerationJob) -> AsyncGenerator[Sequence[Candidate], None]:
         """Yield the candidates as they grow; the last time, whole. Closing it cancels the job.
 
-        Raises:
-            ApiError: the model refuses the request, or cannot answer.
+        Raises RejectedError if the model refuses the request, or cannot answer.
         """
         request = self._request(job).SerializeToString()
         try:
@@ -83,7 +79,7 @@ class TritonModel:
             raise api_error(error) from error
 
     async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
-        """Return each row's mean hidden state, scaled to length 1, (B, E). Raises ApiError."""
+        """Return each row's mean hidden state, scaled to length 1, (B, E). Raises RejectedError."""
         found = []
         for first in range(0, len(rows), self.facts.max_rows):
             ids, lengths = pad_rows(rows[first : first + self.facts.max_rows], pad_id=0)
@@ -186,13 +182,8 @@ async def served_models(
 ) -> tuple[list[TritonModel], str, dict[str, str]]:
     """Return the models that complete or encode token ids, without sessions, and a text model.
 
-    Args:
-        channel: To a server that is ready.
-        repository: Folder of its models; None if they are not in a folder.
-        cancellations: Ends the streams that clients leave.
-
-    Returns:
-        The models by name; the name of the model that encodes texts, or "", and its parameters.
+    The channel leads to a server that is ready, whose models are in `repository`, if in a folder.
+    Of the model that encodes texts the name, or "", and the parameters are returned.
     """
     index = await _ask(channel, "RepositoryIndex", timeout_s=_OPENING_S)
     found: list[TritonModel] = []
@@ -208,11 +199,13 @@ async def served_models(
         is_known = "input_ids" in inputs and (lengths or encodes)
         if not is_known or config.HasField("sequence_batching"):
             continue
+        context_len, vocab_size = _model_limits(config, repository)
         facts = ModelFacts(
             name=name,
             inputs=inputs,
             max_rows=max(config.max_batch_size, 1),
-            context_len=_context_len(config, repository),
+            context_len=context_len,
+            vocab_size=vocab_size,
             encoder_decoder="max_output_len" in inputs,
             streams=config.model_transaction_policy.decoupled,
             encodes=encodes,
@@ -222,35 +215,36 @@ async def served_models(
     return found, text_model, texts.get(text_model, {})
 
 
-def _context_len(config: Any, repository: Path | None) -> int:
-    """Return the most tokens of a sequence, from the model's parameters and its config.ini."""
+def _model_limits(config: Any, repository: Path | None) -> tuple[int, int | None]:
+    """Return the most tokens of a sequence, and the size of the vocabulary if it is known.
+
+    They come from the model's parameters and its config.ini.
+    """
     parameters = {key: value.string_value for key, value in config.parameters.items()}
     limit = int(parameters.get("max_seq_len", _DEFAULT_CONTEXT))
     folder = parameters.get("model_checkpoint_path")
     if folder is None and repository is not None:
         folder = str(repository / config.name / "1" / f"{parameters['tensor_para_size']}-gpu")
     if folder is None or not (Path(folder) / "config.ini").is_file():
-        return limit
+        return limit, None
     family, model = read_config(Path(folder))
     positions = getattr(family.architecture(model), "max_pos_seq_len", None)
     if getattr(model, "is_absolute", False):  # a T5's table
         positions = getattr(model, "positions", None)
-    return min(limit, positions) if positions else limit
+    return min(limit, positions or limit), getattr(model, "vocab_size", None)
 
 
-def stream_error(text: str) -> ApiError:
+def stream_error(text: str) -> RejectedError:
     """Return the error for a client where a stream ends with one."""
     kind, _, rest = text.partition(": ")
-    if kind in _STREAM_STATUS:
-        return _error(rest, _STREAM_STATUS[kind])
-    return _error(text, HTTPStatus.BAD_REQUEST)
+    return _error(rest, kind) if kind in _ON_STREAMS else _error(text, "INVALID_ARGUMENT")
 
 
-def api_error(error: grpc.aio.AioRpcError) -> ApiError:
+def api_error(error: grpc.aio.AioRpcError) -> RejectedError:
     """Return the error for a client where the server answers with one."""
-    status = _STATUS.get(error.code(), HTTPStatus.INTERNAL_SERVER_ERROR)
-    return _error(error.details() or "", status)
+    return _error(error.details() or "", error.code().name)
 
 
-def _error(text: str, status: HTTPStatus) -> ApiError:
-    return ApiError(without_internal_names(text) or "the model does not answer", status=status)
+def _error(text: str, code: str) -> RejectedError:
+    status = _STATUS.get(code, HTTPStatus.INTERNAL_SERVER_ERROR)
+    return RejectedError(without_internal_names(text) or "the model does not answer", status)

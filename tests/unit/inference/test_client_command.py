@@ -13,6 +13,7 @@ import pytest
 from export_scripts.triton.signature import MODEL_SIGNATURES, ensemble
 from inference.client import main, merged
 from inference.ports import pick_free_ports
+from inference.pytriton.client import main as ask_text_model
 from inference.server.client import TritonClient
 from inference.server.tensors import as_tensor, as_texts, file_tensors
 
@@ -72,6 +73,8 @@ def test_all_bad_entries_of_a_request_file_are_named() -> None:
         ("{", "is not a JSON object: Expecting"),
         ("[]", "is not a JSON object: it is of type list"),
         (json.dumps({"config": {"urll": "x"}}), "config: unknown keys urll"),
+        (json.dumps({"config": []}), "config: [] is not an object"),
+        (json.dumps({"config": {"model_name": 5}}), "config: model_name=5 is not a text"),
     ],
 )
 def test_unusable_request_file_is_explained(
@@ -126,6 +129,31 @@ def test_stream_that_takes_characters_back_is_shown_once_it_is_sure() -> None:
         assert list(client.stream_text("x", output_len=3)) == ["a", "\ufffd", "\u4f60b"]
         frames[:] = ["ab", "a", "abc"]
         assert list(client.stream_text("x", output_len=3)) == ["ab", "c"]
+
+
+def test_published_address_of_a_text_model_is_an_url_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "endpoint.json"
+    (port,) = pick_free_ports("127.0.0.1", 1)
+    path.write_text(json.dumps({"host": "127.0.0.1", "http": port, "grpc": 1, "uses_tls": False}))
+    assert ask_text_model(["--url", str(path), "--init-timeout-s", "0"]) == 1
+    assert f"model gpt2 at 127.0.0.1:{port} was not ready" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", '{"host": "n1"}', "nothing"])
+def test_another_file_than_a_published_address_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    assert main(["health", "--url", str(path)]) == 1
+    assert f"error: {path} is not " in capsys.readouterr().err
+
+
+def test_rows_of_a_request_are_at_least_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "It was", "--rows-per-request", "0"]) == 1
+    assert "--rows-per-request=0 must be at least 1" in capsys.readouterr().err
 
 
 def test_generating_without_a_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,8 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
+
 from inference.ports import accepts_connections, pick_free_ports, port_problem
 
 
@@ -47,3 +49,8 @@ def test_picked_ports_are_not_those_of_outgoing_connections() -> None:
     assert len(set(found)) == 4
     assert all(port < low for port in found) or low <= 10_000
     assert pick_free_ports("127.0.0.1", 0) == []
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_what_is_no_port_is_reported(port: int) -> None:
+    assert port_problem("127.0.0.1", port) == "is not a port, which are 0 to 65535"

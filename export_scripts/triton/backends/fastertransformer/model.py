@@ -1,4 +1,4 @@
-"""A Python-based backend for models made for NVIDIA's; it runs inference.backend.fastertransformer.
+"""A Python-based backend for models made for NVIDIA's; it runs inference.backend.encoder_backend.
 
 tritonserver takes it for `backend: "fastertransformer"` where this folder lies in its backend
 directory, or a link to it.
@@ -12,6 +12,6 @@ _ROOT = Path(__file__).resolve().parents[4]
 if (_ROOT / "inference" / "backend").is_dir():
     sys.path.append(str(_ROOT))
 
-from inference.backend.fastertransformer import (  # noqa: E402
+from inference.backend.encoder_backend import (  # noqa: E402
     FasterTransformerModel as TritonPythonModel,  # noqa: F401
 )

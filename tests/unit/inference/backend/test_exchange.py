@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from inference.backend.engine_model import Exchange
+from inference.backend.engine_model import EngineModel, Exchange
+from inference.engine.errors import EngineBusyError
 
 
 class Sender:
@@ -27,11 +29,21 @@ class Sender:
         return True
 
 
+class _Error:
+    INVALID_ARG, UNAVAILABLE, INTERNAL = 3, 6, 13
+
+    def __init__(self, text: str, code: int) -> None:
+        self.text, self.code = text, code
+
+
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
     """Return an exchange; the module of the backend exists only inside the server."""
     backend = SimpleNamespace(
-        TRITONSERVER_RESPONSE_COMPLETE_FINAL=1, TritonModelException=RuntimeError
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+        TritonModelException=RuntimeError,
+        TritonError=_Error,
+        InferenceResponse=lambda *, error: (error.text, error.code),
     )
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
     sender = Sender()
@@ -57,3 +69,26 @@ def test_nothing_is_sent_after_the_final_response(exchange: Exchange) -> None:
     exchange.send("last", final=True)
     exchange.send("more", final=True)
     assert exchange.sender.sent == ["last"]
+
+
+@pytest.mark.parametrize(
+    ("error", "answer", "noted"),
+    [
+        (ValueError("too long"), ("too long", 3), "invalid"),
+        (EngineBusyError("wait"), ("wait", 6), "busy"),
+        (OverflowError(), ("OverflowError", 13), "failed"),
+    ],
+)
+def test_each_request_that_is_not_taken_has_its_answer(
+    exchange: Exchange, error: Exception, answer: tuple[str, int], noted: str
+) -> None:
+    class Model(EngineModel):
+        def submit(self, _: Exchange) -> Any:  # type: ignore[override]
+            raise error
+
+    model, reasons = Model(), []
+    model.decoupled = False
+    model.metrics = SimpleNamespace(refused=reasons.append, ended=reasons.append)  # type: ignore[assignment]
+    model.execute([exchange.request])
+    assert exchange.sender.sent == [answer]
+    assert reasons == [noted]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference.backend.instances import Instance, by_socket, occupy
-from inference.gpus import VISIBLE_VARIABLE
+from inference.launch_environment import VISIBLE_VARIABLE
 
 EIGHT = [str(number) for number in range(8)]
 

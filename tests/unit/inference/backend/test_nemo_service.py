@@ -12,7 +12,7 @@ import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.backend.nemo_service import NemoDeployService, NemoService
-from inference.backend.text_service import TextService
+from inference.backend.text_generation import TextService
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.decoding.request import RequestError, parse_request
 from inference.engine.engine import Engine, EngineOptions
@@ -173,6 +173,15 @@ def test_log_probabilities_and_offsets_are_of_every_token(
     ]
 
 
+@pytest.mark.parametrize(("name", "value"), [("top_k", 1 << 32 | 1), ("min_length", 1 << 40)])
+def test_a_number_that_the_engine_cannot_hold_is_refused(
+    engine: Engine, tokenizer: Tokenizer, name: str, value: int
+) -> None:
+    asked = {"prompts": np.array([[b"a"]]), name: np.array([[value]], np.int64)}
+    with pytest.raises(RequestError, match=rf"{name}\[0\]={value} must be "):
+        NemoDeployService(engine, tokenizer).begin(asked)
+
+
 def test_nemos_query_clients_are_answered_as_the_example(
     service: NemoService, engine: Engine, tokenizer: Tokenizer
 ) -> None:
@@ -214,7 +223,7 @@ def test_all_problems_are_named_at_once(service: NemoService) -> None:
     assert caught.value.problems == [
         f"max_length[0]=0 must be in [1, {POSITIONS - 1}]",
         "tasks[0]='boolq': the model has no such task; use text_generation or squad",
-        "top_k[0]=-1 must not be negative",
+        "top_k[0]=-1 must be 0 to 4294967295",
         "all_probs is not computed here; send false",
     ]
     with pytest.raises(RequestError, match="virtual tokens are not scored"):

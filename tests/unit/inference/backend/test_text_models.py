@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from inference.backend.text_models import Postprocessing, Preprocessing, QueryTokenizer
-from inference.backend.triton_model import ModelArguments, RequestInputs
+from inference.backend.triton_model import (
+    ModelArguments,
+    RequestInputs,
+    TensorModel,
+    Tensors,
+)
 
 END = 256  # the first id after the 256 bytes
 
@@ -58,7 +65,7 @@ def test_prompts_are_padded_with_the_end_token(arguments: dict[str, str]) -> Non
     model = _loaded(Preprocessing(), arguments)
     lengths = np.array([[3], [4]], np.uint32)
     outputs = model.run({"QUERY": _column("ab", "c"), "REQUEST_OUTPUT_LEN": lengths})
-    ids = model.prompts.tokenizer.encode
+    ids = model.tokenizer.encode
     assert outputs["INPUT_ID"].tolist() == [ids("ab"), [*ids("c"), END]]
     assert outputs["REQUEST_INPUT_LEN"].tolist() == [[2], [1]]
     assert outputs["REQUEST_OUTPUT_LEN"] is lengths
@@ -126,7 +133,7 @@ def test_encoder_prompts_end_with_the_end_token_where_the_model_wants_it(
 ) -> None:
     model = _loaded(QueryTokenizer(), arguments, append_end_id="1")
     outputs = model.run({"query": _column("ab")})
-    assert outputs["input_ids"].tolist() == [[*model.prompts.tokenizer.encode("ab"), END]]
+    assert outputs["input_ids"].tolist() == [[*model.tokenizer.encode("ab"), END]]
     assert outputs["request_input_len"].tolist() == [[3]]
 
 
@@ -194,8 +201,8 @@ def test_start_token_that_preprocessing_adds_is_not_part_of_the_text(
     lengths = np.array([[3]], np.uint32)
     outputs = before.run({"QUERY": _column("ab"), "REQUEST_OUTPUT_LEN": lengths})
     ids = outputs["INPUT_ID"].tolist()[0]
-    assert ids == [END, *before.prompts.tokenizer.encode("ab")]
-    c = before.prompts.tokenizer.encode("c")
+    assert ids == [END, *before.tokenizer.encode("ab")]
+    c = before.tokenizer.encode("c")
     for only, expected in (("0", "abc"), ("1", "c")):
         after = _loaded(Postprocessing(), arguments, answer_only=only)
         rows = [[[*ids, *c, END]]]
@@ -215,6 +222,37 @@ def test_streamed_frames_show_whole_characters_until_the_answer_is_complete(
     # Ended in the middle of a character: nothing will complete it.
     cut = _texts(model, [[frames[2]]], **lengths, IS_FINISHED=[[True]])
     assert cut == [["a\ufffd"]]
+
+
+@pytest.mark.parametrize("name", ["IS_FINISHED", "sequence_length", "RESPONSE_INPUT_LENGTHS"])
+def test_an_input_of_another_shape_than_the_tokens_is_named(
+    arguments: dict[str, str], name: str
+) -> None:
+    values = {"RESPONSE_INPUT_LENGTHS": [[1]]} | {name: [[1, 1, 1]]}
+    with pytest.raises(ValueError, match=rf"{name}: expected shape \[1, 2\], got \[1, 3\]"):
+        _texts(_loaded(Postprocessing(), arguments), [[[97], [98]]], **values)
+
+
+def test_a_failure_of_one_request_is_not_that_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(TensorModel):
+        def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+            return {"OUTPUT": np.array([1 // int(tensors["x"])])}
+
+    backend = SimpleNamespace(
+        InferenceResponse=lambda tensors=None, error=None: tensors or error,
+        Tensor=lambda _, value: value,
+        TritonError=type("TritonError", (str,), {"INTERNAL": 13, "__new__": lambda _, *each: each}),
+    )
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
+    tensors = [[SimpleNamespace(name=lambda: "x", as_numpy=lambda x=x: x)] for x in (0, 1)]
+    requests = [
+        SimpleNamespace(inputs=lambda each=each: each, requested_output_names=lambda: ["OUTPUT"])
+        for each in tensors
+    ]
+    model = Failing()
+    model.interactive = False
+    failed, _ = model.execute(requests)
+    assert failed == ("integer division or modulo by zero", 13)
 
 
 def test_parameters_that_are_no_numbers_stop_the_load(arguments: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from inference.backend.text_service import TextService
+from inference.backend.text_generation import TextService
 from inference.backend.tokenizer import load_tokenizer
 from inference.decoding.request import RequestError
 from inference.engine.engine import Engine, EngineOptions

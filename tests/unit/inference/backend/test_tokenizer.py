@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference.backend.text_tensors import pad_rows, split_words, word_list_tensor
+from inference.backend.text_models import pad_rows, split_words, word_list_tensor
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import RawTestServer
 
 from inference.front.access import OPEN_ACCESS
-from inference.front.exchange import Exchangeable
-from inference.front.kserve_http import KServeHttp
+from inference.front.kserve_http import KServeHttp, http_server
 from inference.front.link import Served
 from inference.front.rules import UNREACHABLE
 from inference.front.sockets import ServerSockets
 from inference.front.upstream import FrontContext, Upstream
+from inference.ports import pick_free_ports
 
 EVENT = 'data: {"y": 1}\n\n'
 
@@ -40,8 +41,8 @@ async def _relayed(
     runner = web.ServerRunner(web.Server(server))
     await runner.setup()
     await web.UnixSite(runner, str(sockets.http)).start()
-    context = FrontContext(OPEN_ACCESS, host="127.0.0.1", ready=set())
-    context.upstreams = Exchangeable(Upstream(Served(sockets.folder, None)))
+    upstream = Upstream(Served(sockets.folder, None))
+    context = FrontContext(OPEN_ACCESS, upstream, host="127.0.0.1", ready=set())
     http = KServeHttp(context)
     async with RawTestServer(http.answer) as front, ClientSession() as client:
         url = front.make_url("/v2/models/m/generate_stream")
@@ -60,3 +61,20 @@ def test_stream_of_a_server_that_ends_has_the_reason_as_its_last_event(tmp_path:
 def test_an_error_of_generate_is_not_passed_back_as_success(tmp_path: Path) -> None:
     status, text = asyncio.run(_relayed(ServerSockets(tmp_path), _refuses_with_success))
     assert (status, "exactly 1 response" in text) == (400, True)
+
+
+def test_a_request_that_is_none_of_http_leaves_no_trace_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def send() -> bytes:
+        (port,) = pick_free_ports("127.0.0.1", 1)
+        runner = await http_server(OPEN_ACCESS, _refuses_with_success, host="127.0.0.1", port=port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET http://[ HTTP/1.1\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        await runner.cleanup()
+        return answer
+
+    assert b" 400 " in asyncio.run(send())
+    assert not caplog.records

@@ -17,16 +17,14 @@ from tritonclient.grpc import service_pb2
 from inference.front import (
     guard,
     infer_messages,
-    protocol_fields,
     strict_json,
     validation,
     workers,
 )
-from inference.front.guard import RequestRefusedError, decompressed
+from inference.front.guard import IDLE_S, RejectedError, decompressed
 from inference.front.kserve_grpc import MOST_METADATA_BYTES, SERVER_OPTIONS
 from inference.front.openai import requests
-from inference.front.openai.generation import ModelFacts
-from inference.front.openai.prepare import prepare_completion
+from inference.front.openai.prepare import ModelFacts, prepare_completion
 from inference.front.openai.requests import ChatRequest, CompletionRequest, read_request
 from inference.front.sessions import Namespace
 from tests.conftest import ROOT
@@ -109,7 +107,7 @@ ROWS: dict[str, tuple[int, Callable[[int], object]]] = {
         lambda n: infer({"inputs": [tensor([n], data=["a"] * n)]}),
     ),
     "`sequence_id`": (
-        protocol_fields.MOST_SEQUENCE_ID_BYTES,
+        validation.MOST_SEQUENCE_ID_BYTES,
         lambda n: infer({"inputs": [], "parameters": {"sequence_id": "a" * n}}),
     ),
     "fields of a message": (1040, message),
@@ -149,7 +147,7 @@ ROWS: dict[str, tuple[int, Callable[[int], object]]] = {
 def test_a_limit_is_taken_and_one_more_is_refused(name: str) -> None:
     limit, attempt = ROWS[name]
     attempt(limit)
-    with pytest.raises(RequestRefusedError):
+    with pytest.raises(RejectedError):
         attempt(limit + 1)
 
 
@@ -194,6 +192,25 @@ async def _metadata_passes(size_bytes: int) -> bool:
             return {grpc.StatusCode.OK: True, grpc.StatusCode.RESOURCE_EXHAUSTED: False}[code]
     finally:
         await server.stop(0)
+
+
+async def _until_closed() -> None:
+    """Wait until a connection of gRPC without a call is closed, after 300 ms of an idle time."""
+    options = [(key, 300 if value == IDLE_S * 1000 else value) for key, value in SERVER_OPTIONS]
+    server = grpc.aio.server(options=options)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5))  # and no settings
+    try:
+        while await reader.read(1000):
+            pass
+    finally:
+        await server.stop(0)
+
+
+def test_idle_connections_of_grpc_are_closed() -> None:
+    asyncio.run(asyncio.wait_for(_until_closed(), 60))
 
 
 def test_metadata_has_one_limit() -> None:

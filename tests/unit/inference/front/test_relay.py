@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,8 +17,9 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import RawTestServer
 
 from inference.front.access import OPEN_ACCESS
+from inference.front.guard import ask_for_body
 from inference.front.kserve_grpc import grpc_server
-from inference.front.relay import MovingServer, Relay
+from inference.front.relay import MovingServer, Relay, main
 from inference.ports import pick_free_ports
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -34,7 +37,7 @@ async def relayed(first: Handler) -> AsyncIterator[tuple[Relay, RawTestServer]]:
         relay = Relay(upstream(server.port), listens_at="127.0.0.1")
         async with RawTestServer(partial(relay.answer, "http")) as front:
             yield relay, front
-        await relay.close()
+        await relay.aclose()
 
 
 def test_request_reaches_the_server_as_it_was_sent_and_the_answer_comes_back_so() -> None:
@@ -61,6 +64,46 @@ def test_request_reaches_the_server_as_it_was_sent_and_the_answer_comes_back_so(
                 assert answer.content_length == 3
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["CONNECT @127.0.0.1:{}", "CONNECT a:b@127.0.0.1:{}", "GET http://127.0.0.1:{}/", "OPTIONS *"],
+)
+def test_no_request_goes_to_an_address_that_it_names_itself(target: str) -> None:
+    async def server(_: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(text="reached")
+
+    async def ask() -> None:
+        async with relayed(server) as (_, front), RawTestServer(server) as other:
+            reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+            writer.write(
+                f"{target.format(other.port)} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+            )
+            assert (await reader.readline()).split()[1] == b"400"
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(ask(), 30))
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_client_that_waits_to_send_its_body_is_asked_for_it_if_the_server_wants_it(
+    is_wanted: bool,
+) -> None:
+    async def server(request: web.BaseRequest) -> web.StreamResponse:
+        if not is_wanted:
+            return web.Response(status=401)
+        await ask_for_body(request)
+        return web.Response(body=await request.read())
+
+    async def ask() -> None:
+        async with relayed(server) as (_, front), ClientSession() as client:
+            url = f"http://127.0.0.1:{front.port}/"
+            async with client.post(url, data=b"ab", expect100=True) as answer:
+                assert answer.status == (200 if is_wanted else 401)
+                assert await answer.read() == (b"ab" if is_wanted else b"")
+
+    asyncio.run(asyncio.wait_for(ask(), 30))
 
 
 def test_stream_ends_where_it_began_and_later_requests_go_to_the_successor() -> None:
@@ -124,7 +167,7 @@ def test_absent_server_and_a_rebound_name_are_refused() -> None:
                 assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
             async with client.get(url, headers={"Host": "evil.example"}) as answer:
                 assert answer.status == 403
-        await relay.close()
+        await relay.aclose()
 
     asyncio.run(ask())
 
@@ -147,9 +190,9 @@ class _Echo(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
 def test_calls_pass_with_their_metadata_and_come_back_with_their_status() -> None:
     async def ask() -> None:
         behind, port = pick_free_ports("127.0.0.1", 2)
-        server = grpc_server(OPEN_ACCESS, _Echo(), address=f"127.0.0.1:{behind}")
+        server = grpc_server(OPEN_ACCESS, _Echo(), host="127.0.0.1", port=behind)
         relay = Relay(upstream(1, behind), listens_at="127.0.0.1")
-        front = grpc_server(OPEN_ACCESS, relay, address=f"127.0.0.1:{port}")
+        front = grpc_server(OPEN_ACCESS, relay, host="127.0.0.1", port=port)
         await server.start()
         await front.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -165,6 +208,28 @@ def test_calls_pass_with_their_metadata_and_come_back_with_their_status() -> Non
             )
         await front.stop(None)
         await server.stop(None)
-        await relay.close()
+        await relay.aclose()
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "said"),
+    [
+        ("[]", [], "error: the relay cannot serve: {path} is not a JSON object"),
+        (
+            '{"host": "n1", "uses_tls": false}',
+            [],
+            "is not the endpoint.json of a deploy job: no ",
+        ),
+        ("{}", ["--grpc-port", "65536"], "65536 is not a port, which are 0 to 65535"),
+    ],
+)
+def test_wrong_files_and_ports_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, options: list[str], said: str
+) -> None:
+    path = tmp_path / "endpoint.json"
+    path.write_text(content)
+    with pytest.raises(SystemExit) if options else contextlib.nullcontext():
+        assert main([str(path), *options]) == 1
+    assert said.format(path=path) in capsys.readouterr().err

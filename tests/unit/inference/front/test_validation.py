@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from inference.front.declared_inputs import DeclaredInputs, read_declared_inputs
-from inference.front.guard import MalformedError
+from inference.front.guard import RejectedError
 from inference.front.infer_messages import (
     check_infer_message,
     check_message,
@@ -25,10 +24,12 @@ from inference.front.sessions import Namespace
 from inference.front.strict_json import MOST_JSON_MB, parse_json
 from inference.front.validation import (
     MOST_TEXTS,
+    DeclaredInputs,
     check_generate,
     check_index,
     check_infer,
     length_of_json,
+    read_declared_inputs,
 )
 from inference.supervision import CANARY_PARAMETER
 
@@ -101,7 +102,7 @@ def nested(opening: str, depth: int, closing: str) -> bytes:
         (infer(parameters=dict.fromkeys(map(str, range(300)))), "300 parameters"),
         (
             b'{"outputs":[{"name":"y","parameters":{"classification":1}}]}',
-            "output 'y' has the parameter classification; leave it out",
+            "output 'y': parameter classification is 1; expected none",
         ),
         (infer(data=[[1, 1 << 32]]), "'x' has 4294967296, which UINT32 cannot hold"),
         (infer(data=[-1, 1]), "'x' has -1, which UINT32 cannot hold"),
@@ -109,7 +110,7 @@ def nested(opening: str, depth: int, closing: str) -> bytes:
     ],
 )
 def test_malformed_bodies_are_refused(body: bytes, said: str) -> None:
-    with pytest.raises(MalformedError, match=said) as caught:
+    with pytest.raises(RejectedError, match=said) as caught:
         check_body(body)
     assert len(str(caught.value)) < 400
 
@@ -135,21 +136,21 @@ def test_a_parameter_of_the_wrong_type_is_named_with_what_is_expected(
 ) -> None:
     for value in _WRONG[takes]:
         said = f"the request: parameter {name} is {json.dumps(value)[:40]}; expected "
-        with pytest.raises(MalformedError, match=re.escape(said)):
+        with pytest.raises(RejectedError, match=re.escape(said)):
             check_body(json.dumps({"parameters": {name: value}, "inputs": [X]}).encode())
 
 
 def test_ids_and_parameters_of_tensors_have_types_too() -> None:
     for value in _WRONG["a text"]:
         for check in (check_body, lambda body: check_generate(body, model=MODEL)):
-            with pytest.raises(MalformedError, match=r"the request: id is .*; expected a text"):
+            with pytest.raises(RejectedError, match=r"the request: id is .*; expected a text"):
                 check(json.dumps({"id": value}).encode())
     for value in _WRONG["a number"]:
-        with pytest.raises(MalformedError, match="input 'x': parameter binary_data_size is "):
+        with pytest.raises(RejectedError, match="input 'x': parameter binary_data_size is "):
             check_body(infer(parameters={"binary_data_size": value}))
     for value in _WRONG["a flag"]:
         output = {"name": "y", "parameters": {"binary_data": value}}
-        with pytest.raises(MalformedError, match="output 'y': parameter binary_data is "):
+        with pytest.raises(RejectedError, match="output 'y': parameter binary_data is "):
             check_body(json.dumps({"outputs": [output]}).encode())
 
 
@@ -164,13 +165,13 @@ def test_parameters_of_the_protocol_pass() -> None:
 def test_a_sequence_of_a_message_has_a_short_name(text: str) -> None:
     message = service_pb2.ModelInferRequest(model_name="m")
     message.parameters["sequence_id"].string_param = text
-    with pytest.raises(MalformedError, match=r"sequence_id is .*; expected a text of up to 128"):
+    with pytest.raises(RejectedError, match=r"sequence_id is .*; expected a text of up to 128"):
         check_message(message, message.ByteSize(), limit=LIMIT)
 
 
 @pytest.mark.parametrize("length", ["-1", "abc", "1e3", "", " 5", "9" * 30, "٣"])
 def test_the_length_of_the_json_lies_within_the_body(length: str) -> None:
-    with pytest.raises(MalformedError, match="is not a length within a body"):
+    with pytest.raises(RejectedError, match="is not a length within a body"):
         check_body(infer(), length)
 
 
@@ -190,9 +191,9 @@ def test_requests_that_clients_send_pass() -> None:
 
 
 def test_a_generate_request_is_checked_too() -> None:
-    with pytest.raises(MalformedError, match="32 levels"):
+    with pytest.raises(RejectedError, match="32 levels"):
         check_generate(b'{"x":' + nested("[", 50_000, "]") + b"}", model=MODEL)
-    with pytest.raises(MalformedError, match="300 inputs"):
+    with pytest.raises(RejectedError, match="300 inputs"):
         check_generate(json.dumps(dict.fromkeys(map(str, range(300)))).encode(), model=MODEL)
 
 
@@ -216,7 +217,7 @@ def test_a_value_to_generate_fits_the_type_of_its_input(
     request_body: dict[str, Any], said: str
 ) -> None:
     body = json.dumps(request_body).encode()
-    with pytest.raises(MalformedError, match=said):
+    with pytest.raises(RejectedError, match=said):
         check_generate(body, model=MODEL)
     check_generate(body, model=None)
 
@@ -246,9 +247,9 @@ def test_a_required_input_is_named_if_it_is_missing() -> None:
 
     for check in (check_call, check_http, check_generation):
         check(["x", "text"])
-        with pytest.raises(MalformedError, match="lacks 'text', which the model requires"):
+        with pytest.raises(RejectedError, match="lacks 'text', which the model requires"):
             check(["x", "y"])
-        with pytest.raises(MalformedError, match="lacks 'x', 'text', which"):
+        with pytest.raises(RejectedError, match="lacks 'x', 'text', which"):
             check([])
     check_generate(b'{"x": 1, "parameters": {"text": "a"}}', model=TWO_REQUIRED)
 
@@ -274,7 +275,7 @@ def test_inputs_are_those_of_the_repository(tmp_path: Path) -> None:
 def test_malformed_messages_are_refused(shape: list[int]) -> None:
     message = service_pb2.ModelInferRequest(model_name="x")
     message.inputs.add(name="x", shape=shape)
-    with pytest.raises(MalformedError, match="input 'x' has"):
+    with pytest.raises(RejectedError, match="input 'x' has"):
         check_message(message, message.ByteSize(), limit=LIMIT)
 
 
@@ -286,7 +287,7 @@ def test_a_message_has_few_entries(entries: str) -> None:
             message.parameters[str(number)].bool_param = True
         else:
             getattr(message, entries).add(name=str(number))
-    with pytest.raises(MalformedError, match=f"300 {entries}, 256 at most"):
+    with pytest.raises(RejectedError, match=f"300 {entries}, 256 at most"):
         check_message(message, message.ByteSize(), limit=LIMIT)
 
 
@@ -309,7 +310,7 @@ def test_whatever_is_sent_is_read_as_it_is_and_passed_or_refused(value: dict[str
     if "\\u0000" not in body.decode():  # which no key may have
         assert parse_json(body) == value
     for check in (lambda: check_body(body), lambda: check_generate(body, model=MODEL)):
-        with contextlib.suppress(MalformedError):
+        with contextlib.suppress(RejectedError):
             check()
 
 
@@ -338,7 +339,7 @@ def as_field(number: int, content: bytes) -> bytes:
     ],
 )
 def test_messages_that_would_take_much_memory_are_not_parsed(data: bytes, said: str) -> None:
-    with pytest.raises(MalformedError, match=said):
+    with pytest.raises(RejectedError, match=said):
         without_raw_tensors(data)
 
 
@@ -359,7 +360,7 @@ def test_what_is_left_without_raw_tensors_is_the_same_request(
     assert service_pb2.ModelInferRequest.FromString(joined) == message
     message.ClearField("raw_input_contents")
     assert service_pb2.ModelInferRequest.FromString(rest) == message
-    with contextlib.suppress(MalformedError):
+    with contextlib.suppress(RejectedError):
         check_infer_message(rest, len(data), LIMIT, {}, MINE)
 
 
@@ -403,7 +404,7 @@ def test_texts_are_counted(count: int) -> None:
     )
     for each in (message, typed):
         if count > MOST_TEXTS:
-            with pytest.raises(MalformedError, match="65537 texts, 65536 at most"):
+            with pytest.raises(RejectedError, match="65537 texts, 65536 at most"):
                 check_message(each, 1 << 20, limit=LIMIT)
         else:
             check_message(each, 1 << 20, limit=LIMIT)
@@ -413,7 +414,7 @@ def test_empty_tensors_have_no_huge_sizes() -> None:
     for shape in ([1, 0, 2**62], [2**40, 0]):
         message = service_pb2.ModelInferRequest(model_name="m")
         message.inputs.add(name="x", shape=shape, datatype="UINT32")
-        with pytest.raises(MalformedError, match="fewer elements were sent"):
+        with pytest.raises(RejectedError, match="fewer elements were sent"):
             check_message(message, 100, limit=LIMIT)
 
 
@@ -440,7 +441,7 @@ def test_no_name_of_a_message_has_a_second_reading() -> None:
         message = service_pb2.ModelInferRequest.FromString(named.SerializeToString())
         check_message(message, 100, limit=LIMIT)
         change(message)
-        with pytest.raises(MalformedError, match=said):
+        with pytest.raises(RejectedError, match=said):
             check_message(message, 100, limit=LIMIT)
 
 
@@ -455,18 +456,18 @@ def test_canaries_are_the_servers_own() -> None:
         lambda: check_generate(json.dumps({"parameters": parameters}).encode(), model=None),
         lambda: check_message(message, 100, limit=LIMIT),
     ):
-        with pytest.raises(MalformedError, match="slipway_canary is true; expected none"):
+        with pytest.raises(RejectedError, match="slipway_canary is true; expected none"):
             check()
 
 
 def test_the_list_of_models_is_asked_for_in_its_own_form() -> None:
     for body in (b"{}", b'{"ready": true}', b'{"ready": false, "own": [1]}'):
         check_index(body)
-    with pytest.raises(MalformedError, match='ready is "yes"; expected true or false'):
+    with pytest.raises(RejectedError, match='ready is "yes"; expected true or false'):
         check_index(b'{"ready": "yes"}')
 
 
 def test_a_number_of_too_many_digits_is_refused_in_words_for_clients() -> None:
-    with pytest.raises(MalformedError, match=r"limit \(4300 digits\)") as caught:
+    with pytest.raises(RejectedError, match=r"limit \(4300 digits\)") as caught:
         parse_json(b'{"a":' + b"9" * 5000 + b"}")
     assert "sys." not in str(caught.value)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from inference.front.guard import MalformedError, RequestRefusedError
+from inference.front.guard import RejectedError
 from inference.front.validation import check_index
 from inference.front.workers import INLINE_BYTES, MEMORY_BYTES, QUICK_BYTES, Workers
 from inference.server.supervisor import descendants
@@ -59,7 +59,7 @@ def test_reasons_come_back_and_small_requests_need_no_process() -> None:
     async def check() -> None:
         workers = Workers()
         for body in (b"[1]", b"[" + b"1," * INLINE_BYTES + b"1]"):
-            with pytest.raises(MalformedError, match="not an object"):
+            with pytest.raises(RejectedError, match="not an object"):
                 await workers.check(check_index, body, size_bytes=len(body))
             assert (set(descendants(os.getpid())) == before) == (len(body) <= INLINE_BYTES)
         workers.close()
@@ -78,7 +78,7 @@ def test_reasons_come_back_and_small_requests_need_no_process() -> None:
 def test_work_without_an_end_is_ended_and_the_next_is_done(work: object, said: str) -> None:
     async def check() -> None:
         workers = Workers(1, work_s=8.0)
-        with pytest.raises(RequestRefusedError, match=said):
+        with pytest.raises(RejectedError, match=said):
             await workers.run(work, size_bytes=0)  # type: ignore[arg-type]
         assert await workers.run(process_id, size_bytes=0) != os.getpid()
         workers.close()

@@ -52,6 +52,15 @@ def test_sizes_below_one_are_refused(
     assert "--tp=0 and --pp=1 must be at least 1" in capsys.readouterr().err
 
 
+def test_wrong_rendezvous_is_reported(
+    started_by_mpirun: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started_by_mpirun.setenv("OMPI_COMM_WORLD_RANK", "0")
+    started_by_mpirun.setenv("MASTER_PORT", "99999")
+    assert main(["--tp", "3"]) == 2
+    assert capsys.readouterr().err.startswith("error: the rendezvous port is 99999; it must be")
+
+
 def test_batch_script_of_the_document_starts_the_server_with_options_it_has(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

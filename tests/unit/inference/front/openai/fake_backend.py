@@ -15,12 +15,11 @@ import numpy as np
 from aiohttp.test_utils import RawTestServer
 
 from inference.front.access import OPEN_ACCESS, Access
-from inference.front.guard import Guard
-from inference.front.openai.chat_template import ChatTemplate
-from inference.front.openai.codec import Codec
+from inference.front.guard import Guard, RejectedError
+from inference.front.openai.answers import Candidate
+from inference.front.openai.codec import ChatTemplate, Codec
 from inference.front.openai.endpoint import OpenAIEndpoint
-from inference.front.openai.errors import ApiError
-from inference.front.openai.generation import Candidate, GenerationJob, ModelFacts
+from inference.front.openai.prepare import GenerationJob, ModelFacts
 from inference.front.workers import Workers
 
 LETTERS = string.ascii_letters + " .,!\n"
@@ -56,7 +55,7 @@ class LetterTexts:
     """The codec of letters."""
 
     def __init__(self, template: ChatTemplate | None = None) -> None:
-        self._codec = Codec(Letters(), template, end_id=END)
+        self._codec = Codec(Letters(), template, end_ids=(END,))
 
     def codec(self) -> Codec:
         return self._codec
@@ -82,8 +81,10 @@ class FakeModel:
         facts: ModelFacts = FACTS,
         fails_after: int | None = None,
         waits: bool = False,
+        failure: Exception | None = None,
     ) -> None:
         self.facts = facts
+        self._failure = failure or RejectedError("the model broke", HTTPStatus.SERVICE_UNAVAILABLE)
         self.jobs: list[GenerationJob] = []
         self.given_up = asyncio.Event()
         self._ids = [*Letters().encode(text), END]
@@ -98,7 +99,7 @@ class FakeModel:
                 if count - 1 == self._fails_after:
                     if self._waits:
                         await asyncio.Event().wait()
-                    raise ApiError("the model broke", status=HTTPStatus.SERVICE_UNAVAILABLE)
+                    raise self._failure
                 yield [
                     Candidate(np.array(whole[:count]), cum_log_prob=-float(number))
                     for number in range(job.candidates)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.front.openai.chat_template import ChatTemplate, load_chat_template
-from inference.front.openai.errors import ApiError
+from inference.front.guard import RejectedError
+from inference.front.openai.codec import ChatTemplate, load_chat_template
 
 TALK = [{"role": "user", "content": "Hi <b>"}]
 
@@ -53,7 +53,7 @@ def test_the_marks_of_training_leave_no_trace() -> None:
     ],
 )
 def test_what_a_template_may_not_do_is_an_error_of_the_request(source: str) -> None:
-    with pytest.raises(ApiError, match="the chat template refuses them"):
+    with pytest.raises(RejectedError, match="the chat template refuses them"):
         ChatTemplate(source, {}).render(TALK)
 
 

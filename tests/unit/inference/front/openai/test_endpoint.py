@@ -16,10 +16,8 @@ import numpy as np
 import pytest
 
 from inference.front.access import Access, OpenAIOptions
-from inference.front.openai.answers import Answer
-from inference.front.openai.chat_template import ChatTemplate
-from inference.front.openai.codec import Codec
-from inference.front.openai.generation import Candidate
+from inference.front.openai.answers import Answer, Candidate
+from inference.front.openai.codec import ChatTemplate, Codec
 from inference.front.openai.prepare import load_codec
 from inference.front.workers import Workers
 from tests.unit.inference.front.openai.fake_backend import (
@@ -159,7 +157,7 @@ def test_an_answer_ends_before_a_stop_text(stream: bool) -> None:
 
 def test_the_tokens_of_a_whole_answer_count_up_to_its_stop_text() -> None:
     ids = np.array(Letters().encode("Hello, you there!"))
-    answer = Answer(Codec(Letters(), None, end_id=END), (), 50, ["yonder", "you th"])
+    answer = Answer(Codec(Letters(), None, end_ids=(END,)), (), 50, ["yonder", "you th"])
     answer.update(Candidate(ids), final=True)
     assert (answer.text, answer.tokens, answer.finish_reason) == ("Hello, ", 13, "stop")
 
@@ -318,6 +316,34 @@ def test_more_tokens_than_the_model_has_room_for_are_refused_in_words_that_clien
     assert not model.jobs
 
 
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [({"prompt": [[1], [50]]}, "prompt"), ({"logit_bias": {"50": 1}}, "logit_bias")],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_token_that_the_model_lacks_is_refused_before_any_prompt_runs(
+    change: dict[str, Any], param: str, stream: bool
+) -> None:
+    model = FakeModel(facts=with_facts(vocab_size=50, inputs=INPUTS | {"logit_bias_ids"}))
+
+    async def check(client: aiohttp.ClientSession) -> None:
+        error = await refused(client, 400, ASKED | change | {"stream": stream})
+        assert error["message"] == f"{param}: the model has no token 50; its ids are below 50"
+        assert (error["param"], error["code"]) == (param, "invalid_value")
+
+    run(check, model)
+    assert not model.jobs
+
+
+def test_null_in_the_options_of_a_stream_is_as_good_as_absent() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        options = {"include_usage": None, "include_obfuscation": False}
+        parts = await events(client, stream_options=options)
+        assert "usage" not in parts[-1]
+
+    run(check)
+
+
 def test_prompts_and_answers_that_just_have_room_are_answered() -> None:
     async def check(client: aiohttp.ClientSession) -> None:
         await ask(client, prompt="a" * 48, max_tokens=16)
@@ -418,7 +444,7 @@ class EndlessTexts:
         self.source = source
 
     def codec(self) -> Codec:
-        return Codec(Letters(), ChatTemplate(self.source, {}), end_id=END)
+        return Codec(Letters(), ChatTemplate(self.source, {}), end_ids=(END,))
 
 
 @pytest.mark.parametrize(
@@ -495,6 +521,30 @@ def test_a_failure_in_the_middle_is_the_last_event() -> None:
         assert last["error"]["message"] == "the model broke"
 
     run(check, FakeModel(fails_after=5))
+
+
+def test_a_fault_of_the_program_in_the_middle_is_the_last_event_without_its_text() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        *parts, last = await events(client)
+        assert len(parts) == 5
+        assert last["error"]["message"] == "the endpoint failed; its log says why"
+
+    run(check, FakeModel(fails_after=5, failure=KeyError("secret")))
+
+
+def test_a_client_that_leaves_in_its_body_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        assert client._base_url is not None
+        _, writer = await asyncio.open_connection("127.0.0.1", client._base_url.port)
+        writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n".encode())
+        writer.write(b"Content-Length: 9\r\n\r\n{")
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
+        await asyncio.sleep(0.1)
+
+    run(check)
+    assert "a request failed" not in caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
