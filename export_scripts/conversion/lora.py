@@ -250,7 +250,10 @@ def _replacement_problems(
 ) -> list[str]:
     if len(old) == len(new) and [p.shape for p in old] == [p.shape for p in new]:
         return []
-    return [f"{adapter.path}: {key} is {_shapes(new)}, the model's is {_shapes(old)}"]
+    return [
+        f"{adapter.path}: {key} is {_shapes(new)}, the model's is {_shapes(old)}; for a model that "
+        "was given tokens, save it after resize_token_embeddings and convert that"
+    ]
 
 
 def _shares(
