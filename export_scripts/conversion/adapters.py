@@ -39,6 +39,8 @@ _PEFT_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 _PEFT_FACTOR = re.compile(
     r"^(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?$"
 )
+# With the model's tables of tokens, PEFT saves the originals and a second copy of trained ones.
+_PEFT_ORIGINAL, _PEFT_TRAINED = ".original_module.", ".modules_to_save."
 _PEFT_WRAPPERS = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
 # A pattern of an adapter is a regular expression; one with many repetitions could take for ever.
 _MOST_PATTERN, _MOST_REPEATED = 200, 2
@@ -233,14 +235,24 @@ def _open_peft(path: Path, base: CheckpointReader) -> Adapter:
     factors: dict[str, dict[str, Piece]] = {}
     embeddings: set[str] = set()
     replaced: dict[str, tuple[Piece, ...]] = {}
-    for name, tensor in index_tensors(weights).items():
+    roles: dict[tuple[str, str], str] = {}
+    stored = index_tensors(weights)
+    for name, tensor in stored.items():
+        if _PEFT_ORIGINAL in name or (
+            _PEFT_TRAINED in name and name.replace(_PEFT_TRAINED, ".") in stored
+        ):
+            continue
         bare = name.removeprefix("base_model.model.")
         if match := _PEFT_FACTOR.match(bare):
+            role = (match["module"], match["side"])
             factors.setdefault(match["module"], {})[match["side"]] = tensor
             embeddings |= {match["module"]} if match["embedding"] else set()
         else:
-            replaced[_PEFT_WRAPPERS.sub("", bare)] = (tensor,)
-    problems = _lone(path, factors, "A", "B")
+            role = (_PEFT_WRAPPERS.sub("", bare), "")
+            replaced[role[0]] = (tensor,)
+        if (other := roles.setdefault(role, name)) != name:
+            problems.append(f"{weights}: {other} and {name} are two values of one tensor")
+    problems += _lone(path, factors, "A", "B")
     if not factors and not replaced:
         problems.append(f"{weights} holds nothing")
     updates = []

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
@@ -35,6 +35,8 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 # Of gated layers, the rows of each training rank are a part of the gate and a part of the other
 # half; the name of the matrix that follows shows whether a layer is gated.
 _GATED, _FOLLOWING = "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
+
+_Change = TypeVar("_Change")
 
 
 @dataclass(frozen=True)
@@ -200,16 +202,23 @@ def _resolved(adapter: Adapter, names: _Names) -> _Resolved:
     problems: list[str] = []
     unknown: list[str] = []
 
-    def find(*wanted: str) -> str | None:
-        key = names.find(*wanted)
-        if key is None:
-            unknown.append(wanted[0])
-        return key
+    def by_key(named: Iterable[tuple[tuple[str, ...], _Change]]) -> dict[str, _Change]:
+        found: dict[str, _Change] = {}
+        for wanted, change in named:
+            key = names.find(*wanted)
+            if key is None:
+                unknown.append(wanted[0])
+            elif key in found:
+                problems.append(
+                    f"{adapter.path} changes {key} twice, once as {wanted[0]}: "
+                    "expected one change of each matrix"
+                )
+            else:
+                found[key] = change
+        return found
 
-    updates = {key: each for each in adapter.updates if (key := find(*each.keys)) is not None}
-    replaced = {
-        key: pieces for name, pieces in adapter.replaced.items() if (key := find(name)) is not None
-    }
+    updates = by_key((each.keys, each) for each in adapter.updates)
+    replaced = by_key(((name,), pieces) for name, pieces in adapter.replaced.items())
     if unknown:
         problems.append(
             f"{adapter.path} changes {first_names(unknown)}, which the model does not have: "
@@ -241,7 +250,10 @@ def _replacement_problems(
 ) -> list[str]:
     if len(old) == len(new) and [p.shape for p in old] == [p.shape for p in new]:
         return []
-    return [f"{adapter.path}: {key} is {_shapes(new)}, the model's is {_shapes(old)}"]
+    return [
+        f"{adapter.path}: {key} is {_shapes(new)}, the model's is {_shapes(old)}; for a model that "
+        "was given tokens, save it after resize_token_embeddings and convert that"
+    ]
 
 
 def _shares(

@@ -216,6 +216,41 @@ def test_factors_that_are_damaged_are_refused(tmp_path: Path) -> None:
     assert "has no weights" in refusal(base, tmp_path / "out", adapter)
 
 
+def test_trained_tables_saved_with_their_originals_are_merged(tmp_path: Path) -> None:
+    base = write_model("llama", tmp_path / "base")
+    trained = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    adapter = write_peft(tmp_path / "adapter", base, r=4, **trained)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    saved = tmp_path / "saved"
+    peft.PeftModel.from_pretrained(model, adapter).save_pretrained(
+        saved, save_embedding_layers=True
+    )
+    assert any(".original_module." in key for key in load_file(saved / "adapter_model.safetensors"))
+    merged = merge_by_peft(base, tmp_path / "merged", saved)
+    assert shards(base, tmp_path / "out", saved) == shards(merged, tmp_path / "expected")
+
+
+def test_no_change_of_a_matrix_is_lost_to_another_of_the_same_adapter(tmp_path: Path) -> None:
+    base = write_model("llama", tmp_path / "base")
+    adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
+    file = adapter / "adapter_model.safetensors"
+    whole = load_file(file)
+    wrapped = {
+        key.replace("base_model.model.", "base_model.model.draft."): tensor * 2
+        for key, tensor in whole.items()
+    }
+    save_file(whole | wrapped, file)
+    text = refusal(base, tmp_path / "out", adapter)
+    assert "changes model.layers.0.self_attn.q_proj.weight twice" in text
+    assert "changes model.layers.1.self_attn.q_proj.weight twice" in text
+    name = next(key for key in whole if key.endswith("lora_A.weight"))
+    again = name.replace("lora_A.weight", "lora_A.default.weight")
+    save_file(whole | {again: whole[name] * 2}, file)
+    text = refusal(base, tmp_path / "out", adapter)
+    assert str(file) in text
+    assert f"{again} and {name}" in text or f"{name} and {again}" in text
+
+
 def test_half_of_a_shared_table_is_not_changed_alone(tmp_path: Path) -> None:
     base = write_model("gpt2", tmp_path / "base")
     adapter = write_peft(
