@@ -57,7 +57,8 @@ demo: $(STAMP)
 
 test: $(TOOLS)
 	@tests/system_packages.sh
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	# Threads of OpenMP that wait for work spin, on the other worker's core.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 soak: $(TOOLS)
 	@tests/system_packages.sh

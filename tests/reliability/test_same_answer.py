@@ -37,22 +37,23 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module", params=["fp32", "fp16"])
-def engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    """Yields the bundled model computed in fp32, from shards of either type."""
-    converted = convert(
+def ft_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the bundled model's shards of either type."""
+    return convert(
         ConversionRequest(
             checkpoint_path=ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo",
             output_dir=Path(tmp_path_factory.mktemp("weights")),
             tp_size=1,
             weight_data_type=request.param,
         )
-    )
-    placement = Placement(device="cpu")
-    with Engine(
-        converted.ft_dir, placement, options=EngineOptions(max_lanes=CLIENTS, threads=1)
-    ) as engine:
+    ).ft_dir
+
+
+@pytest.fixture(scope="module")
+def engine(ft_dir: Path) -> Iterator[Engine]:
+    """Yields the model computed in fp32."""
+    options = EngineOptions(max_lanes=CLIENTS, threads=1)
+    with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         yield engine
 
 
@@ -73,6 +74,13 @@ def request_of(engine: Engine, number: int) -> GenerationRequest:
 def answer(engine: Engine, number: int) -> list[Any]:
     result = engine.submit(request_of(engine, number)).result(WAIT_S)
     return [row.output_ids for row in result.rows]
+
+
+def test_two_threads_answer_as_one_does(engine: Engine, ft_dir: Path) -> None:
+    numbers = range(8)
+    expected = [answer(engine, number) for number in numbers]
+    with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(threads=2)) as other:
+        assert [answer(other, number) for number in numbers] == expected
 
 
 @pytest.mark.soak
