@@ -195,9 +195,10 @@ class ServerWatch:
 
     def _has_later(self, pid: int) -> bool:
         """Return whether a process of the same model started after this one."""
-        model, started = self._models.get(pid), self._started[pid]
+        model, own = self._models.get(pid), (self._started[pid], pid)  # ids order those of one tick
         return any(
-            other == model and self._started[each] > started for each, other in self._models.items()
+            other == model and (self._started[each], each) > own
+            for each, other in self._models.items()
         )
 
     def _name(self, pid: int) -> str:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -196,7 +197,17 @@ def test_process_that_completed_a_configuration_is_not_missed(tmp_path: Path) ->
     until(lambda: f"process {second.pid} of model gpt" in (watch.loss() or ""))
 
 
-def test_a_configuration_completed_just_before_readiness_is_not_missed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_one_tick", [False, True])
+def test_a_configuration_completed_just_before_readiness_is_not_missed(
+    tmp_path: Path, in_one_tick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_one_tick:
+        state_of = supervisor.process_state
+
+        def in_tick(pid: int) -> supervisor.ProcessState | None:
+            return (state := state_of(pid)) and replace(state, started=7)
+
+        monkeypatch.setattr(supervisor, "process_state", in_tick)
     watch = supervisor.ServerWatch(os.getpid())
     first = _stub(tmp_path)
     until(lambda: _knows(watch, first))
