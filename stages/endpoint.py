@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from stages.progress import read_as, write_json
@@ -85,7 +85,6 @@ class ServerEndpoint:
 
 _SSH_VARIABLE = "SSH_CONNECTION"  # set where the reader's terminal is at another machine
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_NOWHERE = ServerEndpoint("", 0, 0, 0, "", None, "", 0, 0, "")
 
 
 def read_endpoint(path: Path) -> ServerEndpoint | None:
@@ -94,7 +93,7 @@ def read_endpoint(path: Path) -> ServerEndpoint | None:
     Raises:
         DamagedFileError: it does not hold an address.
     """
-    return read_as(path, lambda values: replace(_NOWHERE, **values), "the address of a server")
+    return read_as(path, ServerEndpoint, "the address of a server")
 
 
 def forwarding_hint(record_path: Path) -> str:

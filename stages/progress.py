@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,8 +70,7 @@ def read_progress(path: Path) -> ProgressState:
     Raises:
         DamagedFileError: it is not such a state.
     """
-    found = read_as(path, lambda values: ProgressState(**values), "a job's progress")
-    return ProgressState() if found is None else found
+    return read_as(path, ProgressState, "a job's progress") or ProgressState()
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -95,18 +93,25 @@ def read_json(path: Path) -> Any | None:
         raise DamagedFileError(path, error) from error
 
 
-def read_as(path: Path, make: Callable[[Any], T], what: str) -> T | None:
-    """Return what `make` makes of a JSON file's content, or None when there is no such file.
+def read_as(path: Path, kind: type[T], what: str) -> T | None:
+    """Return the dataclass in a JSON file, or None when there is no such file.
 
-    `what` names it in a message.
+    Keys that it lacks, such as those of a later version, are ignored. `what` names it in a message.
 
     Raises:
-        DamagedFileError: it is not JSON, or has not the form that `make` expects.
+        DamagedFileError: it is not JSON, or does not hold one.
     """
     values = read_json(path)
     if values is None:
         return None
+    known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
     try:
-        return make(values)
+        return kind(
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in values.items()
+                if name in known
+            }
+        )
     except (AttributeError, TypeError) as error:
         raise DamagedFileError(path, f"it does not hold {what}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,7 @@ def read_record(path: Path) -> JobRecord | None:
     Raises:
         DamagedFileError: it does not hold a record.
     """
-    return read_as(path, _job_record, "the record of a job")
-
-
-def _job_record(values: Any) -> JobRecord:
-    known = {each.name for each in fields(JobRecord)}
-    found = {key: value for key, value in values.items() if key in known}
-    return JobRecord(**found | {"outputs": tuple(found.get("outputs", ()))})
+    return read_as(path, JobRecord, "the record of a job")
 
 
 def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:

@@ -26,7 +26,7 @@ from inference.launch_environment import (
 )
 from stages.base import StageError
 from stages.job_process import node_address, node_name
-from stages.progress import read_json, write_json
+from stages.progress import read_as, write_json
 
 _START_NAME = ".server-start-{job}.json"  # a successor is starting while its predecessor serves
 _KEY_NAME = ".rendezvous-{start.job_id}-{start.life}-{start.number}.key"
@@ -91,10 +91,9 @@ def read_start(folder: Path, job_id: str) -> ServerStart | None:
 
     An announcement from before the job was requeued belongs to another life, and does not count.
     """
-    values = read_json(folder / _START_NAME.format(job=job_id))
-    if values is None or values.get("life") != _life():
-        return None
-    return ServerStart(**values)
+    path = folder / _START_NAME.format(job=job_id)
+    start = read_as(path, ServerStart, "the announcement of a server")
+    return start if start is not None and start.life == _life() else None
 
 
 def _announce(folder: Path, start: ServerStart) -> ServerStart:

@@ -13,8 +13,10 @@ from typing import Any
 from inference.launch_environment import LaunchEnvironment
 from stages.base import JobSettings, Resources, Stage, StageError, Summary
 from stages.convert import ConvertStage
+from stages.endpoint import ServerEndpoint, publish
 from stages.job_process import JOB_ID_VARIABLE
 from stages.progress import Progress, write_json
+from stages.record import now
 
 
 class WriteStage(Stage):
@@ -168,7 +170,9 @@ class ServeStage(WriteStage):
 
     def run(self, progress: Progress) -> Summary:
         del progress
-        write_json(self.readiness_path(), {"job_id": os.environ[JOB_ID_VARIABLE]})
+        job_id = os.environ[JOB_ID_VARIABLE]
+        address = ServerEndpoint("127.0.0.1", 8, 9, 10, "gpt", None, job_id, 1, 1, now())
+        publish(self.readiness_path(), address)
         try:
             time.sleep(300)
         except KeyboardInterrupt:

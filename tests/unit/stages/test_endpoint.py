@@ -92,3 +92,9 @@ def test_what_holds_no_address_is_named_as_damaged(tmp_path: Path, text: str) ->
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DamagedFileError, match=r"endpoint\.json is damaged"):
         read_endpoint(path)
+
+
+def test_keys_of_a_later_version_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / ENDPOINT_NAME
+    write_json(path, {**asdict(SERVER), "grpc_web": 8005})
+    assert read_endpoint(path) == SERVER
