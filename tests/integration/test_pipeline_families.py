@@ -20,7 +20,7 @@ pytestmark = pytest.mark.triton
 # case below the golden folder: (configuration, export.run.model_type, tensor-parallel size)
 GENERATORS = {
     "t5/relu_tied": ("t5/export_t5", "t5", 2),
-    "t5/mt5": ("mt5/export_mt5", "mt5", 1),
+    "t5/v1_1_gated_gelu_untied": ("mt5/export_mt5", "mt5", 1),
     "gptj_hf/tiny": ("gpt3/export_gpt3", "gptj", 2),
     "bloom/tiny": ("gpt3/export_gpt3", "gpt3", 2),
 }

@@ -33,7 +33,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "gptj": ("gptj_hf/tiny", 1, {"instance_count": 2}),
     "gptneox": ("gptneox/parallel_residual", 2, {"decoupled": True}),
-    "t5": ("t5_nemo/train_tp1_pp1_absolute_bias", 1, {}),
+    "t5": ("t5_nemo/train_tp2_pp1_relative_geglu_nobias", 1, {}),
     "t5_of_whole": ("t5/relu_tied", 1, {"model_type": "T5-Encoder"}),
     "t5_encoder": ("t5_encoder/from_full_t5", 1, {}),
     "bert": ("bert/tiny", 1, {"data_type": "bf16"}),

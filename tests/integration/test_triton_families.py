@@ -34,9 +34,9 @@ TUNED = "t5_ia3"
 # name of the model -> golden case, ranks, further settings
 MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gptneox": ("gptneox/parallel_residual", 2, {"max_queue_delay_us": 500}),
-    "t5": ("t5_nemo/train_tp1_pp1_absolute_bias", 1, {"ensemble": True}),
+    "t5": ("t5_nemo/train_tp2_pp1_relative_geglu_nobias", 1, {"ensemble": True}),
     "t5_as_encoder": (
-        "t5_nemo/train_tp1_pp1_absolute_bias",
+        "t5_nemo/train_tp2_pp1_relative_geglu_nobias",
         1,
         {"model_type": "T5-Encoder", "ensemble": True},
     ),
