@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from launcher_scripts.launchers.slurm import SlurmLauncher
 from launcher_scripts.launchers.slurm_chain import SlurmChain
 from launcher_scripts.stage_table import Context, build_stage
 from stages.deploy import DeployStage
+from stages.endpoint import ServerEndpoint
+from stages.progress import write_json
 from tests.conftest import ROOT
 from tests.integration.command import FREE_PORTS, finish, processes_of, start
 from tests.integration.conftest import SampleRepository
@@ -290,7 +293,8 @@ def test_successor_that_is_late_is_replaced_a_bounded_number_of_times(
     said: list[str] = []
 
     def work() -> dict[str, Any]:
-        stage.endpoint_path.write_text(json.dumps({"job_id": job_id}))
+        mine = ServerEndpoint("here", 1, 2, 3, "gpt", None, job_id, 1, 1, "now")
+        write_json(stage.endpoint_path, asdict(mine))
         until(lambda: bool(said.append(capfd.readouterr().err)) or "0 attempts" in "".join(said))
         return {"ended": "no longer needed"}
 
