@@ -97,8 +97,7 @@ class KVCache:
         prefixes: Sequence[torch.Tensor] = (),
     ) -> None:
         """Allocate it; of each prompt task, `prefixes` are (L, 2, H, tokens, D) to start with."""
-        self.shape = shape
-        self.device = device
+        self.shape, self.dtype, self.device = shape, dtype, device
         self._prefixes = prefixes
         # One more block, for tokens that pad a step of fixed size.
         sizes = (shape.num_layer, shape.blocks + 1, 2, shape.kv_head_num, shape.block_tokens)
@@ -230,12 +229,12 @@ class KVCache:
                 room.zero_() if values is None else room.copy_(values[nth])
         elif spans:
             blocks, places = self._cells(spans)
-            zero = torch.zeros((), dtype=self._data.dtype, device=self.device)
+            zero = torch.zeros((), dtype=self.dtype, device=self.device)
             self._data[:, blocks, :, :, places] = zero if values is None else values[0]
 
     def _store_prefix(self, task_id: int, span: Span) -> None:
         """Store a part of the loaded prefix of a prompt task."""
-        values = self._prefixes[task_id][:, :, :, span[1] : span[2]].to(self._data.dtype)
+        values = self._prefixes[task_id][:, :, :, span[1] : span[2]].to(self.dtype)
         self._store([span], [values if self.shape.is_whole else values.permute(3, 0, 1, 2, 4)])
 
     def _cells(self, spans: Sequence[Span]) -> torch.Tensor:

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from inference.model.gpu import flash_attention
 from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.layers import alibi_slopes
 from inference.model.rotary import Angles
 from inference.model.step import AttentionRules, attention_bias
+from tests.parity.flash_attention_operator import OPERATOR_INSTALLED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 
@@ -107,13 +109,15 @@ class Sequences:
         turned = part * self.angles.cos.float() + quarter * self.angles.sin.float()
         return torch.cat((turned, x[..., width:]), dim=-1)
 
-    def attended(self) -> torch.Tensor:
-        """Return (N, H*D) by the kernels."""
+    def attended(self, cache: KVCache | None = None) -> torch.Tensor:
+        """Return (N, H*D) by the kernels; FlashAttention serves the prompts of a `cache`."""
         from inference.model.gpu.attention_layout import paged_attention
 
         kv_heads, device = self.cache.shape.kv_head_num, self.qkv.device
         group = self.query_heads // kv_heads
-        attention = paged_attention(self.segments, rules=self.rules, group=group, device=device)
+        attention = paged_attention(
+            self.segments, rules=self.rules, group=group, device=device, cache=cache
+        )
         attention = replace(attention, single=bool((self.segments[:, 2] == 1).all()))
         qkv = self.qkv.clone()  # queries may be rotated where they lie
         stored = qkv[:, self.query_heads :]
@@ -233,6 +237,31 @@ def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> No
         attention = paged_attention(places, rules=rules, group=1, device=device)
         y = attention(whole.qkv[: len(places), :4], whole.cache, layer=1)
         torch.testing.assert_close(y, expected[: len(places)], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rules"),
+    [
+        ((8, 2, 128), AttentionRules()),
+        ((4, 4, 80), AttentionRules(sliding_window=9)),
+        ((2, 2, 256), AttentionRules(scale=0.2, softcap=2.0)),
+    ],
+    ids=str,
+)
+def test_prompts_by_flash_attention(
+    heads: tuple[int, int, int],
+    rules: AttentionRules,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    if not OPERATOR_INSTALLED:
+        monkeypatch.setattr(flash_attention, "_installed", lambda _: True)
+    monkeypatch.setattr(flash_attention, "_LEAST_TOKENS", (2, 2))
+    sequences = Sequences(MIXED, heads=heads, rules=rules, dtype=torch.half, device=device)
+    for _ in range(2):
+        y = sequences.attended(sequences.cache).float()
+        torch.testing.assert_close(y, sequences.expected(), rtol=0, atol=4e-3)
 
 
 @pytest.mark.parametrize("shared", [232448, 166912, 101376, 65536])  # H200, A100, L4, T4

@@ -29,6 +29,7 @@ from inference.model.gpu.attention_kernels import (
     flash_decode_grouped,
     store_new_tokens,
 )
+from inference.model.gpu.flash_attention import Prompts
 from inference.model.kv_cache import KVCache
 from inference.model.rotary import Angles
 from inference.model.step import AttentionRules
@@ -112,6 +113,7 @@ class PagedAttention:
     tiles: tuple[Tiles, ...]
     rules: AttentionRules
     single: bool = False
+    prompts: Prompts | None = None  # FlashAttention's, which then are in no tile
 
     def __call__(
         self,
@@ -148,6 +150,8 @@ class PagedAttention:
         elif new is not None:
             launch.store(new)
             launch, new = replace(launch, angles=None), None
+        if self.prompts is not None:
+            self.prompts.attend(query, cache, layer, self.rules, out=y)
         for tiles in self.tiles:
             if tiles.size > 1 or self.rules.batch_invariant:
                 launch.attend_prompts(tiles)

@@ -14,8 +14,9 @@ from functools import cache
 import numpy as np
 import torch
 
+from inference.model.gpu import flash_attention
 from inference.model.gpu.attention import LEAST_ROWS, PagedAttention, Tiles
-from inference.model.kv_cache import Array, on_device
+from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.step import AttentionRules
 
 _PROMPT_ROWS = 64  # query rows of a tile of prompts, (token, head of the group) each
@@ -51,23 +52,27 @@ def paged_attention(
     rules: AttentionRules,
     group: int,
     device: torch.device,
+    cache: KVCache | None = None,
 ) -> PagedAttention:
     """Return the attention of a step of any new tokens.
 
     Segments (B, 3) are integers: slot, place of the first new token, and how many there are. The
     tokens of all segments follow each other in this order. `group` are the query heads of a
-    key/value head.
+    key/value head. FlashAttention may serve the prompts of a `cache`.
     """
-    arrays = AttentionArrays.of(segments, tile_sizes(group, rules))
-    cut = [
-        (tiles, size)
-        for tiles, size in zip(arrays.tiles, tile_sizes(group, rules), strict=True)
-        if tiles.shape[1]
-    ]
-    every = [arrays.slots, arrays.places, *(row for tiles, _ in cut for row in tiles)]
-    slots, places, *tiled = _sent_together(every, device)
-    tiles = tiles_of(tiled, [size for _, size in cut])
-    return PagedAttention(slots, places, tiles, rules)
+    sizes, arrays = tile_sizes(group, rules), AttentionArrays.of(segments, tile_sizes(group, rules))
+    longest = int(segments[:, 2].max())
+    served = cache is not None and flash_attention.serves(rules, cache, longest=longest)
+    kinds = zip(arrays.tiles[:1] if served else arrays.tiles, sizes, strict=False)
+    cut = [(tiles, size) for tiles, size in kinds if tiles.shape[1]]
+    spans = flash_attention.Prompts.arrays(segments) if served else ()
+    every = [arrays.slots, arrays.places, *spans, *(row for tiles, _ in cut for row in tiles)]
+    slots, places, *sent = _sent_together(every, device)
+    prompts = None
+    if cache is not None and spans:
+        prompts = flash_attention.Prompts.of(sent[: len(spans)], cache, longest)
+    tiles = tiles_of(sent[len(spans) :], [size for _, size in cut])
+    return PagedAttention(slots, places, tiles, rules, prompts=prompts)
 
 
 def tiles_of(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[Tiles, ...]:

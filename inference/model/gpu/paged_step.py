@@ -34,7 +34,7 @@ def make_paged_step(
     """
     device = cache.tables.device
     places = segment_numbers(segments)
-    attention = paged_attention(places, rules=rules, group=group, device=device)
+    attention = paged_attention(places, rules=rules, group=group, device=device, cache=cache)
     shifts = np.repeat([segment.shift for segment in segments], places[:, 2])
     sent = on_device(np.concatenate((ids, shifts, output_rows)).astype(np.int32), device)
     count = len(ids)

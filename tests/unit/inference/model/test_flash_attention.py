@@ -1,0 +1,96 @@
+"""FlashAttention 3 gets prompts at any place, among single tokens, in a paged cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tests.parity.flash_attention_operator  # noqa: F401 - registers the operator
+from inference.model.gpu import flash_attention
+from inference.model.kv_cache import CacheShape, KVCache
+from inference.model.step import AttentionRules, attention_bias
+
+HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 8, 4
+SEGMENTS = np.array([(2, 0, 7), (0, 9, 1), (1, 5, 6), (3, 0, 1), (4, 11, 2)])  # slot, place, count
+
+
+@pytest.fixture
+def kv_cache() -> KVCache:
+    shape = CacheShape(2, 5, KV_HEADS, 16, SIZE, block_tokens=BLOCK, blocks=20)
+    cache = KVCache(shape, dtype=torch.float16, device=torch.device("cpu"))
+    order = np.random.default_rng(0).permutation(20).tolist()
+    cache.update([], [(slot, nth, order[4 * slot + nth]) for slot in range(5) for nth in range(4)])
+    cache.rows(0).fill_(torch.nan)
+    cache.rows(1).copy_(torch.randn_like(cache.rows(1)))
+    return cache
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        AttentionRules(),
+        AttentionRules(scale=0.7, softcap=2.0),
+        AttentionRules(sliding_window=3, sliding_layers=(False, True)),
+        AttentionRules(sliding_window=3, sliding_layers=(True, False)),
+    ],
+    ids=["plain", "capped", "window", "window elsewhere"],
+)
+def test_prompts_see_their_own_tokens_and_single_tokens_stay(
+    rules: AttentionRules, kv_cache: KVCache
+) -> None:
+    sent = [
+        torch.tensor(each, dtype=torch.int32) for each in flash_attention.Prompts.arrays(SEGMENTS)
+    ]
+    prompts = flash_attention.Prompts.of(sent, kv_cache, longest=7)
+    query = torch.randn(17, HEADS + 3, SIZE, dtype=torch.float16)[:, :HEADS]
+    out = torch.full((17, HEADS * SIZE), 7.0, dtype=torch.float16)
+    prompts.attend(query, kv_cache, 1, rules, out=out)
+    first = 0
+    for slot, place, count in SEGMENTS.tolist():
+        part, end = out[first : first + count].float(), place + count
+        if count == 1:
+            assert (part == 7).all()
+        else:
+            rows = kv_cache.token_rows(torch.full((end,), slot), torch.arange(end))
+            stored = kv_cache.rows(1)[rows].view(end, 2, KV_HEADS, SIZE).float()
+            keys, values = stored.repeat_interleave(HEADS // KV_HEADS, 2).permute(1, 2, 0, 3)
+            scores = query[first : first + count].float().transpose(0, 1) @ keys.transpose(1, 2)
+            scores = scores * (rules.scale or SIZE**-0.5)
+            if rules.softcap:
+                scores = rules.softcap * (scores / rules.softcap).tanh()
+            starts = torch.tensor([place])
+            bias = attention_bias(starts, count, end, rules, rules.window(1))[0]
+            expected = ((scores + bias).softmax(-1) @ values).transpose(0, 1).flatten(1)
+            torch.testing.assert_close(part, expected, rtol=0, atol=4e-3)
+        first += count
+
+
+@pytest.mark.parametrize(
+    ("rules", "dtype", "size", "served"),
+    [
+        (AttentionRules(), torch.float16, 72, True),
+        (AttentionRules(), torch.float16, 64, False),  # a longer prompt would
+        (AttentionRules(sliding_window=3, softcap=2.0), torch.bfloat16, 256, True),
+        (AttentionRules(), torch.float32, 72, False),
+        (AttentionRules(), torch.float16, 76, False),
+        (AttentionRules(), torch.float16, 264, False),
+        (AttentionRules(alibi_slopes=torch.ones(2)), torch.float16, 72, False),
+        (AttentionRules(distance_bias=torch.ones(2, 2)), torch.float16, 72, False),
+        (AttentionRules(causal=False), torch.float16, 72, False),
+        (AttentionRules(batch_invariant=True), torch.float16, 72, False),
+    ],
+)
+def test_only_what_the_library_can_do_goes_there(
+    rules: AttentionRules,
+    dtype: torch.dtype,
+    size: int,
+    served: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = CacheShape(1, 1, 2, 4, size, block_tokens=4, blocks=1)
+    cache = KVCache(shape, dtype=dtype, device=torch.device("cpu"))
+    assert not flash_attention.serves(rules, cache, longest=2000)  # a CPU
+    monkeypatch.setattr(flash_attention, "_installed", lambda _: True)
+    assert flash_attention.serves(rules, cache, longest=500) == served
+    assert not flash_attention.serves(rules, cache, longest=100)
