@@ -22,7 +22,7 @@ from inference.model.step import AttentionRules
 
 _HOPPER = 9  # major compute capability
 _MOST_SIZE = 256  # of a head; sizes are multiples of 8
-# New tokens of the longest prompt from which on it is faster, for heads of up to 64 and larger
+# New tokens of the longest prompt from which on it is faster, for heads of up to 96 and larger
 # ones; benchmarks.attention compares.
 _LEAST_TOKENS = (1024, 256)
 
@@ -88,7 +88,7 @@ def serves(rules: AttentionRules, cache: KVCache, *, longest: int) -> bool:
     """Whether FlashAttention 3 attends for prompts of at most `longest` new tokens."""
     size = cache.shape.size_per_head
     return (
-        longest >= _LEAST_TOKENS[size > 64]
+        longest >= _LEAST_TOKENS[size > 96]
         and rules.causal
         and rules.alibi_slopes is None
         and rules.distance_bias is None

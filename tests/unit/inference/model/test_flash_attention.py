@@ -69,16 +69,16 @@ def test_prompts_see_their_own_tokens_and_single_tokens_stay(
 @pytest.mark.parametrize(
     ("rules", "dtype", "size", "served"),
     [
-        (AttentionRules(), torch.float16, 72, True),
-        (AttentionRules(), torch.float16, 64, False),  # a longer prompt would
+        (AttentionRules(), torch.float16, 136, True),
+        (AttentionRules(), torch.float16, 96, False),  # a longer prompt would
         (AttentionRules(sliding_window=3, softcap=2.0), torch.bfloat16, 256, True),
-        (AttentionRules(), torch.float32, 72, False),
-        (AttentionRules(), torch.float16, 76, False),
+        (AttentionRules(), torch.float32, 136, False),
+        (AttentionRules(), torch.float16, 140, False),
         (AttentionRules(), torch.float16, 264, False),
-        (AttentionRules(alibi_slopes=torch.ones(2)), torch.float16, 72, False),
-        (AttentionRules(distance_bias=torch.ones(2, 2)), torch.float16, 72, False),
-        (AttentionRules(causal=False), torch.float16, 72, False),
-        (AttentionRules(batch_invariant=True), torch.float16, 72, False),
+        (AttentionRules(alibi_slopes=torch.ones(2)), torch.float16, 136, False),
+        (AttentionRules(distance_bias=torch.ones(2, 2)), torch.float16, 136, False),
+        (AttentionRules(causal=False), torch.float16, 136, False),
+        (AttentionRules(batch_invariant=True), torch.float16, 136, False),
     ],
 )
 def test_only_what_the_library_can_do_goes_there(
