@@ -23,6 +23,7 @@ from inference.front.workers import Workers
 
 _CANCEL_PAUSE_S = 0.02
 _POLL_S = 0.05
+_KEPT_S = 1.0  # idle connections; a tritonserver that ends first waits for the end of each
 _T = TypeVar("_T")
 
 
@@ -39,7 +40,7 @@ class Upstream:
         self.endpoint: Any = None
         self.channel = grpc.aio.insecure_channel(f"unix:{self.sockets.grpc}", CHANNEL_OPTIONS)
         self.http, self.metrics = (
-            client_session(aiohttp.UnixConnector(str(socket), limit=0))
+            client_session(aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=_KEPT_S))
             for socket in (self.sockets.http, self.sockets.metrics)
         )
         self._calls: dict[str, Callable[..., Any]] = {}

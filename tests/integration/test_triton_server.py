@@ -10,6 +10,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -211,6 +212,18 @@ def test_killed_owner_takes_the_whole_server_along(tmp_path: Path) -> None:
     owner.stdout.close()
     until(lambda: not [pid for pid in running if lives(pid)])
     until(lambda: not Path(sockets).exists(), "the end of the front")
+
+
+def test_a_stop_waits_for_no_idle_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With sessions the front stays until the server has ended, which waits for connections."""
+    monkeypatch.setattr(TritonServer, "_has_sessions", lambda _: True)
+    with new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path) as server:
+        server.start(timeout_s=240)  # which asks the front by HTTP whether it is ready
+        began = time.monotonic()
+        server.stop()
+        assert time.monotonic() - began < 10  # aiohttp itself keeps a connection for 15 s
 
 
 def test_crash_of_the_server_is_noticed_and_its_stub_ends(tmp_path: Path) -> None:
