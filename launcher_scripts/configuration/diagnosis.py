@@ -41,10 +41,13 @@ def check_name(override: str) -> None:
     """Check that an override does not add or remove a key, outside of mappings with free names.
 
     Raises:
-        InvalidValueError: `+` adds a key that the schema lacks, or has already; `~` removes one.
+        InvalidValueError: `+` adds a key that the schema lacks, or has already; `~` removes one;
+            a group is given several files, or none.
     """
     sign = override[: len(override) - len(override.lstrip("+~"))]
-    name = override.partition("=")[0].lstrip("+~")
+    name, _, value = override.lstrip("+~").partition("=")
+    if name in GROUPS and value.lstrip().startswith(("[", "{")):
+        raise InvalidValueError(_unknown_choice(name, value))
     if not sign or is_free(name):
         return
     if sign == "++" and name in KEYS:

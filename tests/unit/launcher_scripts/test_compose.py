@@ -194,6 +194,8 @@ def test_unknown_key_with_a_plus_is_refused_too() -> None:
         ("~export.run.time_limit", "export.run.time_limit cannot be removed"),
         ("~env_vars.NCCL_DEBUG", "the entry does not exist"),
         ("export=null", "export=null: unknown configuration"),
+        ("export=[]", "export=[]: unknown configuration"),
+        ("deploy=[default]", "deploy=[default]: unknown configuration"),
         ("export.run=null", "export.run=null: export.run is a section; set one of its keys"),
         ("cluster=null", "cluster=null: unknown configuration"),
         ("cluster=slrum", "cluster=slrum: unknown configuration (did you mean slurm?); use one of"),
