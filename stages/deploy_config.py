@@ -430,10 +430,7 @@ def _openai_problems(config: DeployConfig) -> list[str]:
             "are its own server's."
         )
     found += config.openai.problems()
-    folder = config.openai.tokenizer
-    if folder is not None and not folder.is_dir():
-        found.append(f"deploy.openai.tokenizer={folder} is not a folder.")
-    if folder is None and config.store is not None:
+    if config.openai.tokenizer is None and config.store is not None:
         found.append(
             "deploy.openai.enabled=true with a repository in an object store needs "
             "deploy.openai.tokenizer, a folder with the tokenizer's files on this machine."

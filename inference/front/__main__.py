@@ -53,13 +53,12 @@ class _Front:
         self._context = context = FrontContext(
             settings.access, Upstream(settings.served), host=settings.host, ready=link.ready
         )
+        handler = KServeGrpc(context, port=ports["grpc"])
+        server = grpc_server(settings.access, handler, host=settings.host, port=ports["grpc"])
         try:
             http = KServeHttp(context)
             await self._listen(http.answer, ports["http"])
             await self._listen(http.answer_metrics, ports["metrics"])
-            port = ports["grpc"]
-            handler = KServeGrpc(context, port=port)
-            server = grpc_server(settings.access, handler, host=settings.host, port=port)
             await server.start()
             following = asyncio.ensure_future(self._follow())
             stopping = asyncio.ensure_future(link.stopped.wait())
@@ -71,7 +70,7 @@ class _Front:
             await link.finish(server.stop(LONGEST_REQUEST_S), *ends)
         finally:
             context.workers.close()
-            await context.upstream.close()
+            await asyncio.gather(server.stop(None), context.upstream.close())
         context.upstream.sockets.remove()  # the process that made the folder may have been killed
 
     async def _listen(self, handler: Handler, port: int) -> None:

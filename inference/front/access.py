@@ -218,9 +218,12 @@ class OpenAIOptions:
     )
 
     def problems(self, *, prefix: str = "deploy.openai.") -> list[str]:
-        """Return the origins that no browser would send."""
-        return [
+        """Return the origins that no browser would send, and a tokenizer that is not there."""
+        found = [
             f"{prefix}origins: {each!r} is not an origin; write https://host[:port], or *."
             for each in self.origins
             if each != "*" and not _ORIGIN.fullmatch(each)
         ]
+        if self.tokenizer is not None and not self.tokenizer.is_dir():
+            found.append(f"{prefix}tokenizer={self.tokenizer} is not a folder.")
+        return found

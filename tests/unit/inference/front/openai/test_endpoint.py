@@ -636,6 +636,11 @@ def test_web_pages_of_origins_that_may_ask_are_answered(
 @pytest.mark.parametrize("origin", ["a.page", "https://a.page/", "https://a.page/x", "null", ""])
 def test_what_no_browser_would_send_is_no_origin(origin: str) -> None:
     assert "is not an origin" in OpenAIOptions(origins=[origin]).problems()[0]
+
+
+def test_a_tokenizer_that_is_not_there_is_named_before_the_start() -> None:
+    (problem,) = OpenAIOptions(tokenizer=Path("ensemble")).problems(prefix="--openai-")
+    assert problem == "--openai-tokenizer=ensemble is not a folder."
     assert not OpenAIOptions(origins=["*", "http://127.0.0.1:3000", "http://[::1]:80"]).problems()
 
 
