@@ -85,7 +85,7 @@ class Asked:
 
 def ask(options: EvaluationOptions) -> Asked:
     report = evaluate(options, RunFacts(name="tiny"))
-    predictions = read_predictions(options.output_dir / "predictions.jsonl")
+    predictions = read_predictions(Path(options.output_dir, "predictions.jsonl"))
     return Asked(report, [each.answer for each in predictions])
 
 
@@ -98,12 +98,13 @@ def options(
 ) -> EvaluationOptions:
     data_path = folder / f"{task}.jsonl"
     data_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own: dict[str, Any] = {task: TextTaskOptions(data_path=str(data_path), **task_options)}
     return EvaluationOptions(
         output_dir=str(folder / "out"),
         data_dir=folder,
         url=server.grpc_url,
         tasks=[task],
-        **{task: TextTaskOptions(data_path=str(data_path), **task_options)},
+        **own,
         latency=LatencyOptions(enabled=False),
         concurrency=4,
     )
@@ -221,7 +222,7 @@ def prompt_options(server: TritonServer, model: str, *, sends_table: bool) -> Pr
         length=VIRTUAL,
         start_id=len(VOCABULARY),
         task_id=None if sends_table else 0,
-        table_path=table if sends_table else None,
+        table_path=str(table) if sends_table else None,
     )
 
 
@@ -287,6 +288,7 @@ def test_tokens_of_a_streaming_model_are_timed_as_they_come(
     (point,) = asked.report.latency
     assert point.streamed
     assert point.requests == 4
+    assert point.first_token_ms is not None
     assert 0 < point.first_token_ms < point.latency.max_ms
     assert point.per_token_ms is not None
     # A request's time is that to its first token and those between the others.
