@@ -2,6 +2,7 @@
 # make demo         set up, then convert, export, deploy and evaluate the bundled model
 # make test         set up, add the tools of developers, run every test this machine can run,
 #                   WORKERS (2) files at a time
+# make coverage     the lines that unit and golden tests run; fails below the floor of pyproject.toml
 # make lint         ruff, mypy --strict, codespell; `make format` mends what ruff can mend
 # make soak         the tests of endurance, each 100 times as long; takes hours
 # make clones       a clean clone, set-up and demo with each supported Python of this machine
@@ -23,7 +24,7 @@ TOOLS  := $(VENV)/.tools
 SIZES  := | sed -unE 's/^ *Downloading (.*[0-9.]+ [MG]B.*)/  \1/p'
 INSTALL := $(BIN)/python -m pip install --progress-bar off --no-deps --use-pep517 --require-hashes
 
-.PHONY: help setup demo test clones soak lint format constraints wheels clean
+.PHONY: help setup demo test coverage clones soak lint format constraints wheels clean
 
 help:
 	@sed -n '/^#/!q;s/^# //p' Makefile
@@ -59,6 +60,10 @@ test: $(TOOLS)
 	@tests/system_packages.sh
 	# Threads of OpenMP that wait for work spin, on the other worker's core.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+coverage: $(TOOLS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
+	  tests/unit tests/golden --cov
 
 soak: $(TOOLS)
 	@tests/system_packages.sh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from export_scripts.checkpoints.base import FileMaps, StoredTensor
+from export_scripts.checkpoints.base import FileMaps, Piece, StoredTensor
 from export_scripts.numeric.arrays import BF16, Array
 
 
@@ -23,5 +23,11 @@ def as_array(tensor: torch.Tensor) -> Array:
     return tensor.numpy()
 
 
-def loaded(stored: StoredTensor) -> torch.Tensor:
-    return as_torch(stored.load(FileMaps()))
+def in_one_file(piece: Piece) -> StoredTensor:
+    """Return a piece that is known to lie in one file."""
+    assert isinstance(piece, StoredTensor)
+    return piece
+
+
+def loaded(piece: Piece) -> torch.Tensor:
+    return as_torch(in_one_file(piece).load(FileMaps()))

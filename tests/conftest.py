@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,6 +36,12 @@ def material(*parts: str) -> Path:
     if not path.exists():
         pytest.skip(f"{path} is not among the material in tests/reference; see CONTRIBUTING.md")
     return path
+
+
+def present(value: T | None) -> T:
+    """Return a value that has to be there."""
+    assert value is not None
+    return value
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,16 +11,14 @@ import numpy as np
 from inference.backend.tokenizer import load_tokenizer
 from inference.decoding.request import parse_request
 from inference.engine.engine import Engine
-from inference.evaluation.task import NO_WORDS, Completion, Words
+from inference.evaluation.task import NO_WORDS, Completion, TextGenerator, Words
 
 _GREEDY = {"runtime_top_k": np.array([[1]], np.uint32)}
 _WAIT_S = 120.0
 
 
-class EngineModel:
+class EngineModel(TextGenerator):
     """The part of TextGenerator that LAMBADA asks, by an engine and a tokenizer's folder."""
-
-    streams = False
 
     def __init__(self, engine: Engine, tokenizer_dir: Path) -> None:
         self._engine = engine

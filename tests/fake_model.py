@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from inference.evaluation.task import (
     NO_WORDS,
@@ -81,9 +82,10 @@ class FakeModel:
         each_frame: Callable[[], None] | None = None,
     ) -> list[tuple[int, ...]]:
         answers = [self.complete_ids(row, output_len=output_len) for row in rows]
-        for _ in range(output_len if self.streams and each_frame else 0):
-            threading.Event().wait(0.001)
-            each_frame()
+        if self.streams and each_frame:
+            for _ in range(output_len):
+                threading.Event().wait(0.001)
+                each_frame()
         return answers
 
     def complete_text(
@@ -104,10 +106,10 @@ class FakeModel:
         answer = self.complete_ids(self.encode(prompt), output_len=output_len)
         return answer, Completion(self.decode(answer), len(answer))
 
-    def input_names(self) -> tuple[str, ...]:
+    def input_names(self) -> Collection[str]:
         return self.inputs
 
-    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> dict[str, object]:
+    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
         self.tensors.append(dict(tensors))
         self._request(f"infer {self.inputs}")
         return dict.fromkeys(outputs)

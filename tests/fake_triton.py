@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-Infer = Callable[[Any], None]  # takes the request; raises RefusedError, or returns to answer
+Infer = Callable[[Any], object]  # takes the request; raises RefusedError, or returns to answer
 
 
 class RefusedError(Exception):

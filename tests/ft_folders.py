@@ -15,7 +15,15 @@ from export_scripts.families.bert import BERT, BertConfig
 from export_scripts.families.gpt.layout import GPT, GPTConfig
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.ft.reader import FTReader
 from export_scripts.numeric.dtypes import torch_dtype
+
+
+class OpenedFolder(FTReader):
+    """A folder whose config can be asked for the fields of any family."""
+
+    family: Any
+    config: Any
 
 
 def unpack_case(case: Path, target: Path, *, tp_size: int, data_type: str = "fp32") -> Path:

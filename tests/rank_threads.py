@@ -33,7 +33,7 @@ def on_ranks(
     """Return what `work` gives on rank 0, with all ranks doing it at the same time."""
     world_size = tp_size * pp_size
     store = HashStore()
-    values = {"data_type": "fp32", "device": "cpu", "slots": 4, "max_len": 64, "threads": 1}
+    values = {"data_type": "fp32", "device": "cpu", "slots": 4, "max_len": 64, **settings}
 
     def run(number: int) -> ResultT:
         torch.set_num_threads(1)
@@ -44,7 +44,8 @@ def on_ranks(
             pp_size=pp_size,
             rank_timeout_s=_TIMEOUT_S,
             shared_memory=shared_memory,
-            **(values | settings),
+            threads=1,
+            **values,
         )
         rank = make_rank(place)
         if world_size > 1:

@@ -14,7 +14,9 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import (
     CheckpointableShardedTensor,
     LocalShardsContainer,
 )
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 # A tensor's name -> on how many ranks which axis was cut.
 Cuts = Mapping[str, tuple[int, int]]
@@ -49,9 +51,9 @@ def _write_torch_dist(folder: Path, tensors: Mapping[str, torch.Tensor], cuts: C
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write tensors and objects by torch.distributed.checkpoint, without any process group."""
-    writer = checkpoint.FileSystemWriter(folder, thread_count=2)
-    planner = checkpoint.DefaultSavePlanner(flatten_state_dict=False)
-    checkpoint.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    writer = FileSystemWriter(folder, thread_count=2)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    save(state, storage_writer=writer, planner=planner, no_dist=True)
 
 
 def sharded(

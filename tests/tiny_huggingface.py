@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.ft.reader import FTReader
+from tests.ft_folders import OpenedFolder
 
 
 def copy_of(
@@ -42,7 +42,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return dict(torch.load(folder / "pytorch_model.bin", weights_only=True))
 
 
-def converted(source: Path, target: Path, **fields: Any) -> FTReader:
+def converted(source: Path, target: Path, **fields: Any) -> OpenedFolder:
     values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32"} | fields
     request = ConversionRequest(checkpoint_path=source, output_dir=target, **values)
-    return FTReader(convert(request).ft_dir)
+    return OpenedFolder(convert(request).ft_dir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 from collections.abc import Callable
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 class WriteBehind:
@@ -17,7 +17,7 @@ class WriteBehind:
 
     def __init__(self) -> None:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "write")
-        self._last: concurrent.futures.Future[None] | None = None
+        self._last: concurrent.futures.Future[object] | None = None
 
     def wait(self) -> None:
         """Wait for all steps; raise the last one's error."""

@@ -56,7 +56,7 @@ class GenerationResult:
     times: RequestTimes | None = None
 
 
-OnStep = Callable[[GenerationStep], None]
+OnStep = Callable[[GenerationStep], object]
 
 
 @dataclass(eq=False)

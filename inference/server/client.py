@@ -10,7 +10,7 @@ import importlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import takewhile
 from types import SimpleNamespace
@@ -126,7 +126,7 @@ class TritonClient:
         *,
         outputs: Sequence[str] | None = None,
         turn: SessionTurn | None = None,
-    ) -> Iterator[Outputs]:
+    ) -> Generator[Outputs, None, None]:
         """Yield each response of one request; closing the iterator cancels the request.
 
         An interactive model needs `turn`, its session.
@@ -141,7 +141,7 @@ class TritonClient:
 
     def _frames(
         self, model: str, request: dict[str, Any], timeout_s: float | None
-    ) -> Iterator[Outputs]:
+    ) -> Generator[Outputs, None, None]:
         responses: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         # A stream belongs to its client object; channels to the same address share a connection.
         client, done = self._connected(), False

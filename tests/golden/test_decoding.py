@@ -22,6 +22,7 @@ from inference.decoding.outputs import assemble_outputs
 from inference.decoding.processors import LogitRules, apply_penalty, process_logits
 from inference.decoding.request import ModelLimits, RowRequest, parse_request
 from inference.decoding.rows import RowResult
+from inference.decoding.sampling import SamplingRow
 from inference.decoding.word_lists import banned_ids, ends_with, read_entries
 from inference.model.token_feed import TokenFeed
 from tests.conftest import SHARED
@@ -96,6 +97,7 @@ def test_ranks_penalise_each_id_seen(case: Case, device: str) -> None:
     options = RowOptions(end_id=99, **{f"{case['kind']}_penalty": case["value"]})
     decoder = BatchDecoder(DecodingConfig(vocab_size=(size := len(case["logits"]))))
     decoded = decoder.make_row(row(options, context=prompt, output_len=99))
+    assert isinstance(decoded, SamplingRow)
     for token in case["generated"]:
         take_chosen([decoded], np.array([[0, token]], np.int32))
     penalty = decoded.penalty(len(case["generated"]))
@@ -145,6 +147,7 @@ def test_nucleus_shrinks_and_resets(case: Case) -> None:
     )
     decoder = BatchDecoder(DecodingConfig(vocab_size=20))
     decoded = decoder.make_row(row(options, output_len=len(case["tokens"]) + 1))
+    assert isinstance(decoded, SamplingRow)
     sizes = [decoded.top_p]
     for token in case["tokens"]:
         decoder.step([decoded], torch.eye(20)[[token]] * 50)  # one token holds all the mass
@@ -189,6 +192,7 @@ def test_tokens_that_ranks_sample(case: Case, device: str) -> None:
     )
     decoder = BatchDecoder(DecodingConfig(vocab_size=case["vocab"]))
     decoded = decoder.make_row(row(options, output_len=len(case["steps"])))
+    assert isinstance(decoded, SamplingRow)
     feed = TokenFeed(1, torch.device(device), vocab=range(case["vocab"]))
     nothing, slots = torch.tensor([[-1], [0]], device=device)
     for step in case["steps"]:

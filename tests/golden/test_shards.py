@@ -197,8 +197,8 @@ def _is_close(mine: Path, theirs: Path, data_type: str) -> bool:
         # One unit in the last place: neighbouring halves have neighbouring bit patterns.
         bits = [np.fromfile(path, np.int16).astype(np.int32) for path in (mine, theirs)]
         return bool(np.abs(bits[0] - bits[1]).max() <= 1)
-    values = [np.fromfile(path, np.float32) for path in (mine, theirs)]
-    return bool(np.allclose(*values, rtol=0, atol=1e-6))  # sums of products, order unspecified
+    ours, wanted = (np.fromfile(path, np.float32) for path in (mine, theirs))
+    return bool(np.allclose(ours, wanted, rtol=0, atol=1e-6))  # sums of products, order unspecified
 
 
 def different_keys(

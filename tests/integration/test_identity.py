@@ -74,9 +74,9 @@ def evaluated(root: Path, server: TritonServer, name: str, tmp_path: Path) -> Re
     types = (kind, "int8") if name in INT8 else (kind,)
     weights = root / "repository" / name / "1" / f"{tp_size}-gpu"
     options = EvaluationOptions(
-        output_dir=tmp_path / "out",
+        output_dir=str(tmp_path / "out"),
         data_dir=tmp_path,
-        tasks=("identity",),
+        tasks=["identity"],
         url=server.grpc_url,
         model_name=name,
         ensemble_name=None,
@@ -86,7 +86,7 @@ def evaluated(root: Path, server: TritonServer, name: str, tmp_path: Path) -> Re
         identity=IdentityOptions(samples=6, input_len=16, output_len=6),
         types=types,
         latency=LatencyOptions(
-            shapes=("8+2",), batch_sizes=(1, 2), concurrencies=(1,), requests=3, warmup=1
+            shapes=["8+2"], batch_sizes=[1, 2], concurrencies=[1], requests=3, warmup=1
         ),
         concurrency=4,
     )

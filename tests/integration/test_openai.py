@@ -10,6 +10,7 @@ import signal
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -95,10 +96,8 @@ def test_answers_are_the_recorded_ones_whole_and_streamed(
     prompts = [case["input_ids"] for case in greedy_cases[:4]]
     done = client.completions.create(prompt=prompts, **asked)
     for case, prompt, choice in zip(greedy_cases, prompts, done.choices, strict=False):
-        usage = {"include_usage": True}
-        *parts, last = client.completions.create(
-            prompt=prompt, stream=True, stream_options=usage, **asked
-        )
+        streamed = asked | {"stream": True, "stream_options": {"include_usage": True}}
+        *parts, last = client.completions.create(prompt=prompt, **streamed)
         assert "".join(part.choices[0].text for part in parts) == choice.text
         assert last.usage is not None
         assert last.usage.prompt_tokens == len(prompt)
@@ -246,10 +245,13 @@ def test_health_is_the_servers(server: TritonServer) -> None:
         except urllib.error.HTTPError as error:
             return error.code
 
+    def answers(expected: int) -> bool:
+        return status() == expected
+
     for is_ready in (False, True):
         server._front.set_ready(folder, is_ready=is_ready)
         expected = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
-        until(lambda expected=expected: status() == expected, f"{expected}")
+        until(partial(answers, expected), f"{expected}")
 
 
 def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server: TritonServer) -> None:

@@ -401,7 +401,8 @@ def test_four_ranks_of_mpirun_answer_as_one_and_end_in_order_with_the_first(
     with running(tmp_path, SAMPLE, *options, "--model-name", "other.name") as run:
         launcher = run.mpirun(4)
         run.wait_until_ready("other.name")
-        for answer, more in zip(expected, ({}, {"beam_width": 3}), strict=True):
+        asked: list[dict[str, Any]] = [{}, {"beam_width": 3}]
+        for answer, more in zip(expected, asked, strict=True):
             assert_same(ask(run, PROMPTS, LENGTHS, model="other.name", **more), answer)
         everything = run.all_processes()
         ranks = run.rank_processes()

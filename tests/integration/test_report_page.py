@@ -33,12 +33,12 @@ HEADER = {LIGHT: (0xFF, 0xFF, 0xFF), DARK: (0x17, 0x1E, 0x26)}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     options = EvaluationOptions(
-        output_dir=folder / "out",
+        output_dir=str(folder / "out"),
         data_dir=folder,
-        lambada=LambadaOptions(data_path=write_passages(folder / "passages.jsonl")),
-        latency=LatencyOptions(shapes=("8+1", "8+4"), concurrencies=(1, 2), requests=4),
+        lambada=LambadaOptions(data_path=str(write_passages(folder / "passages.jsonl"))),
+        latency=LatencyOptions(shapes=["8+1", "8+4"], concurrencies=[1, 2], requests=4),
         gate={"lambada_last_word": Bound(min=0.1)},
-        history_dir=folder / "evaluations",
+        history_dir=str(folder / "evaluations"),
     )
     stages = (StageTiming("convert", "completed", 3.0), StageTiming("deploy", "ready", 5.0))
     facts = RunFacts(name="sample_model", command="python main.py " + "word " * 40, stages=stages)

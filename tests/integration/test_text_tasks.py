@@ -85,7 +85,7 @@ class Asked:
 
 def ask(options: EvaluationOptions) -> Asked:
     report = evaluate(options, RunFacts(name="tiny"))
-    predictions = read_predictions(options.output_dir / "predictions.jsonl")
+    predictions = read_predictions(Path(options.output_dir, "predictions.jsonl"))
     return Asked(report, [each.answer for each in predictions])
 
 
@@ -98,12 +98,13 @@ def options(
 ) -> EvaluationOptions:
     data_path = folder / f"{task}.jsonl"
     data_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own: dict[str, Any] = {task: TextTaskOptions(data_path=str(data_path), **task_options)}
     return EvaluationOptions(
-        output_dir=folder / "out",
+        output_dir=str(folder / "out"),
         data_dir=folder,
         url=server.grpc_url,
-        tasks=(task,),
-        **{task: TextTaskOptions(data_path=data_path, **task_options)},
+        tasks=[task],
+        **own,
         latency=LatencyOptions(enabled=False),
         concurrency=4,
     )
@@ -221,7 +222,7 @@ def prompt_options(server: TritonServer, model: str, *, sends_table: bool) -> Pr
         length=VIRTUAL,
         start_id=len(VOCABULARY),
         task_id=None if sends_table else 0,
-        table_path=table if sends_table else None,
+        table_path=str(table) if sends_table else None,
     )
 
 
@@ -274,7 +275,7 @@ def test_boolq_by_likelihood_equals_the_library_s(
 def test_tokens_of_a_streaming_model_are_timed_as_they_come(
     gpt: Source, server: TritonServer, tmp_path: Path
 ) -> None:
-    latency = LatencyOptions(shapes=("6+9",), concurrencies=(2,), requests=4, warmup=1)
+    latency = LatencyOptions(shapes=["6+9"], concurrencies=[2], requests=4, warmup=1)
     asked = ask(
         replace(
             options(tmp_path, server, "boolq", BOOLQ[:2], output_len=1),
@@ -287,6 +288,7 @@ def test_tokens_of_a_streaming_model_are_timed_as_they_come(
     (point,) = asked.report.latency
     assert point.streamed
     assert point.requests == 4
+    assert point.first_token_ms is not None
     assert 0 < point.first_token_ms < point.latency.max_ms
     assert point.per_token_ms is not None
     # A request's time is that to its first token and those between the others.
@@ -297,7 +299,7 @@ def test_the_latency_of_an_encoder_decoder_is_measured(
     server: TritonServer, tmp_path: Path
 ) -> None:
     latency = LatencyOptions(
-        shapes=("6+3",), batch_sizes=(2,), concurrencies=(1,), requests=2, warmup=1
+        shapes=["6+3"], batch_sizes=[2], concurrencies=[1], requests=2, warmup=1
     )
     asked = ask(
         replace(
@@ -331,7 +333,7 @@ def test_the_source_checkpoint_is_asked_as_reference(
 
 
 def test_the_ensemble_passes_its_smoke_test(server: TritonServer, tmp_path: Path) -> None:
-    asked = ask(replace(options(tmp_path, server, "translation", ()), tasks=("end_to_end",)))
+    asked = ask(replace(options(tmp_path, server, "translation", ()), tasks=["end_to_end"]))
     assert asked.values == {
         "end_to_end_agreement": 1.0,
         "end_to_end_stop_words": 1.0,

@@ -76,9 +76,9 @@ def test_server_finds_nothing_wrong_but_the_absent_backend(
     case, tp_size, options = CASES[name]
     model_dir = Path(server.model_repository) / name
     unpack_case(shared / "golden" / case, model_dir / "1", tp_size=tp_size)
-    settings = {"pp_size": 1, "max_batch_size": 8, "data_type": "fp16", "ensemble": False}
+    settings = {"ensemble": False, "max_batch_size": 8, "data_type": "fp16", **options}
     request = RepositoryRequest(
-        model_dir=model_dir, tp_size=tp_size, engine="fastertransformer", **(settings | options)
+        model_dir=model_dir, tp_size=tp_size, engine="fastertransformer", pp_size=1, **settings
     )
     assert build_repository(request) == [model_dir]
     assert "unable to find backend library for backend 'fastertransformer'" in _load(server, name)

@@ -53,9 +53,9 @@ def repository(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         model_dir = root / name
         shutil.copytree(weights, model_dir / "1" / weights.name)
-        settings = {"pp_size": 1, "max_batch_size": 4, "data_type": "fp32", "ensemble": False}
+        settings = {"ensemble": False, "max_batch_size": 4, "data_type": "fp32", **options}
         build_repository(
-            RepositoryRequest(model_dir=model_dir, tp_size=tp_size, **(settings | options))
+            RepositoryRequest(model_dir=model_dir, tp_size=tp_size, pp_size=1, **settings)
         )
     _add_t5_with_ia3(root / TUNED, tmp_path_factory.mktemp("tuned"))
     return root

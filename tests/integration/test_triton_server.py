@@ -52,7 +52,7 @@ SLOW_ANSWER = DOUBLE.replace(
 )
 
 
-def _ask(server: TritonServer, *, model: str = "double") -> list[int]:
+def _ask(server: TritonServer, *, model: str = "double") -> list[list[int]]:
     with TritonClient(server.grpc_url) as client:
         return client.infer(model, {"x": np.array([[1, 2]], np.uint32)})["y"].tolist()
 
@@ -173,7 +173,7 @@ def _listening_addresses(ports: set[int]) -> set[str]:
 
 
 def test_stop_lets_running_requests_finish(tmp_path: Path) -> None:
-    answers: list[list[int]] = []
+    answers: list[list[list[int]]] = []
     asked = tmp_path / "asked"
     script = SLOW_ANSWER.replace("ASKED", repr(str(asked)))
     with new_server(add_model(tmp_path / "repo", "double", script), tmp_path) as server:

@@ -247,5 +247,5 @@ def test_text_of_a_conversation_goes_through_the_ensemble(client: TritonClient) 
         request = _request(prompt, new_tokens=6, session_len=SESSION_LEN)
         tokens = _whole(client.infer(MODEL, request, turn=turn))
     assert len(tokens) == len(ids[0]) + len(ids[1]) + 12
-    text = client.infer("postprocessing", {"TOKENS_BATCH": np.array([[[tokens]]], np.uint32)})
-    assert text["OUTPUT"][0, 0, 0] == shown
+    decoded = client.infer("postprocessing", {"TOKENS_BATCH": np.array([[[tokens]]], np.uint32)})
+    assert decoded["OUTPUT"][0, 0, 0] == shown

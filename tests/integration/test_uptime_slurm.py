@@ -292,10 +292,14 @@ def test_successor_that_is_late_is_replaced_a_bounded_number_of_times(
     monkeypatch.setenv("SLIPWAY_JOB_ID", job_id)
     said: list[str] = []
 
+    def has_failed() -> bool:
+        said.append(capfd.readouterr().err)
+        return "0 attempts" in "".join(said)
+
     def work() -> dict[str, Any]:
         mine = ServerEndpoint("here", 1, 2, 3, "gpt", None, job_id, 1, 1, "now")
         write_json(stage.endpoint_path, asdict(mine))
-        until(lambda: bool(said.append(capfd.readouterr().err)) or "0 attempts" in "".join(said))
+        until(has_failed)
         return {"ended": "no longer needed"}
 
     chain = SlurmChain(SlurmLauncher(config), Job(stage=stage, prefix="t-"))

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,14 @@ def test_checkpoints_that_appear_during_training_are_evaluated_in_order(
             return {}
         return {each["step"]: each for each in json.loads(state.read_text())["watched"]}
 
+    def is_at(step: int, state: str) -> bool:
+        return watched().get(step, {}).get("state") == state
+
     arrive(10)
     (run / "gpt--step=20-unfinished").touch()  # training was killed while it wrote this one
     (run / "gpt--step=20.nemo").write_bytes(SAMPLE.read_bytes()[:100_000])
     first = start()
-    until(lambda: watched().get(10, {}).get("state") == "running", "the first pipeline")
+    until(partial(is_at, 10, "running"), "the first pipeline")
     first.send_signal(signal.SIGINT)  # its jobs stay in the queue
     text, _ = first.communicate(timeout=60)
     assert first.returncode == 130, text
@@ -73,17 +77,11 @@ def test_checkpoints_that_appear_during_training_are_evaluated_in_order(
     for step in steps:
         arrive(step)
         if step != steps[-1]:
-            until(
-                lambda step=step: watched().get(step, {}).get("state") == "running", "its pipeline"
-            )
+            until(partial(is_at, step, "running"), "its pipeline")
             second.kill()
             second.wait()
             second = start()
-        until(
-            lambda step=step: watched().get(step, {}).get("state") == "evaluated",
-            f"the result of step {step}",
-            limit_s=180,
-        )
+        until(partial(is_at, step, "evaluated"), f"the result of step {step}", limit_s=180)
     assert watched()[20]["problem"] == "it lacks the removal of gpt--step=20-unfinished"
     (run / "gpt--step=20.nemo").unlink()
     text, _ = second.communicate(timeout=60)

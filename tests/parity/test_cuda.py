@@ -17,7 +17,6 @@ from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.gpt.layout import GPT
 from export_scripts.families.gptj import GPTJ, GPTJConfig
 from export_scripts.families.gptneox import GPTNEOX, GPTNeoXConfig
-from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
@@ -47,7 +46,7 @@ DENSE_SIZES: dict[str, Any] = {
     "layernorm_eps": 1e-5,
     "rotary_embedding": 8,
 }
-MODELS: dict[str, tuple[ModelFamily, FTConfig]] = {
+MODELS: dict[str, tuple[ModelFamily, Any]] = {
     "gpt": (GPT, gpt_config(size_per_head=8)),
     "opt": (GPT, gpt_config(layernorm_type="post_layernorm", activation_type="Relu")),
     "bloom": (
@@ -265,10 +264,8 @@ def test_drawn_tokens_equal_those_of_the_cpu(vocab_size: int, kind: str) -> None
         bias = torch.randn(rows, vocab_size, generator=generator)
         bias[torch.rand(bias.shape, generator=generator) < 0.3] = -torch.inf
     feed = marked_feed(seen, bias, rows, vocab_size)
-    chosen = feed.choose(
-        *(each.cuda() for each in (logits, slots, forbidden, draws)),
-        None if penalties is None else penalties.cuda(),
-    )
+    given = [logits, slots, forbidden, draws, *([] if penalties is None else [penalties])]
+    chosen = feed.choose(*(each.cuda() for each in given))
 
     def drawn(more: float, inside: float) -> torch.Tensor:
         near = draws.clone()
@@ -286,13 +283,12 @@ def test_drawn_tokens_equal_those_of_the_cpu(vocab_size: int, kind: str) -> None
     assert (exact == ours).all(1)[usable].float().mean() > 0.98
     ids = feed.ids(torch.full((rows,), -1).cuda(), slots.cuda())
     assert ids.tolist() == ours[:, 1].tolist()
+    given[1] = torch.zeros_like(slots)
     for row in range(0, rows, 50):  # alone, and so in another place
         part = slice(row, row + 1)
-        marks = (None if each is None else each[part] for each in (seen, bias))
-        alone = marked_feed(*marks, 1, vocab_size).choose(
-            *(each[part].cuda() for each in (logits, torch.zeros_like(slots), forbidden, draws)),
-            None if penalties is None else penalties[part].cuda(),
-        )
+        marks = (None, None) if seen is None or bias is None else (seen[part], bias[part])
+        feed = marked_feed(marks[0], marks[1], 1, vocab_size)
+        alone = feed.choose(*(each[part].cuda() for each in given))
         assert alone.tolist() == [ours[row].tolist()]
 
 
@@ -323,7 +319,7 @@ def test_tokens_that_a_gpu_has_chosen_are_penalised() -> None:
         if step in (0, 8):  # other rows take the slots
             for feed, slot in itertools.product(feeds, range(rows)):
                 best = np.array([int(logits[slot].argmax())])
-                feed.mark(slot, np.array([slot, 7]), best, np.float32([-np.inf]))
+                feed.mark(slot, np.array([slot, 7]), best, np.array([-np.inf], np.float32))
         expected, ours = (
             feed.choose(
                 *(each.to(device, copy=True) for each in (logits, slots, nothing, draws, penalties))
@@ -340,10 +336,9 @@ def test_rows_without_usable_logits_are_seen_among_drawn_ones(bad: float) -> Non
     logits[2:4, 11_111] = bad
     logits[4] = bad
     draws = torch.tensor([[1, 0, 0.9, 0, 0, 0.5], [1, 5, 0.9, 0, 0, 0.5], [1, 1, 1, 0, 0, 1]])
+    slots, nothing = torch.arange(9).cuda(), torch.full((9,), -1).cuda()
     chosen = TokenFeed(9, torch.device("cuda"), vocab=range(20_000)).choose(
-        logits.cuda(),
-        *torch.stack((torch.arange(9), torch.full((9,), -1))).cuda(),
-        draws.repeat(3, 1).cuda(),
+        logits.cuda(), slots, nothing, draws.repeat(3, 1).cuda()
     )
     spoilt = {4} if bad == -float("inf") else {2, 3, 4}
     finite = chosen[:, 0].contiguous().view(torch.float32).isfinite().tolist()

@@ -70,11 +70,12 @@ def test_t5_logits_equal_those_of_the_cpu(
 ) -> None:
     model = MODELS[name]
     folder = t5_folder(tmp_path, model)
+    options: dict[str, dict[str, Any]] = {"cpu": {}, "cuda": {"data_type": data_type}}
     expected, ours = (
         logits_by(
             folder, PROMPT, ANSWER, vocab_size=model.vocab_size, task=task, device=device, **more
         )
-        for device, more in (("cpu", {}), ("cuda", {"data_type": data_type}))
+        for device, more in options.items()
     )
     assert difference(ours, expected) < TOLERANCE[data_type]
 

@@ -62,7 +62,8 @@ def log_probs(model: Any, ids: Sequence[int]) -> torch.Tensor:
 def test_greedy_answers_and_their_log_probabilities(name: str, tmp_path: Path) -> None:
     model, ft_dir = folder(name, tmp_path)
     for prompt, row in zip(PROMPTS, answers(ft_dir, PROMPTS, num_log_probs=1), strict=True):
-        ids, scores = list(prompt), []
+        ids = list(prompt)
+        scores: list[float] = []
         while len(scores) < ANSWER and ids[-1] != END:
             best = log_probs(model, ids)[-1].max(0)
             ids.append(int(best.indices))

@@ -6,6 +6,7 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,9 +50,9 @@ def test_every_family_equals_its_source_at_every_place(name: str, tmp_path: Path
     # Two orders of magnitude below the tolerance: both compute in fp32.
     assert max(each.relative for each in report.activations) < 1e-5
     parts = {(each.place.where, each.place.part) for each in report.activations}
-    stacks = {"t5": ("encoder ", "decoder "), "mt5": ("encoder ", "decoder ")}
-    stacks["t5-encoder"] = ("encoder ",)
-    for stack in stacks.get(name, ("",)):
+    stacks = {"t5": ["encoder ", "decoder "], "mt5": ["encoder ", "decoder "]}
+    stacks["t5-encoder"] = ["encoder "]
+    for stack in stacks.get(name, [""]):
         assert (f"{stack}embedding", "output") in parts
         for part in ("attention", "mlp", "output"):
             assert (f"{stack}layer 1", part) in parts
@@ -122,7 +123,8 @@ def test_damaged_file_is_named_with_the_first_layer_that_deviates(
     assert not report.equal
     assert [each.file for each in report.weights.differences] == [name]
     (difference,) = report.weights.differences
-    assert (difference.differing, difference.max_abs) == (1, pytest.approx(3))
+    assert difference.differing == 1
+    assert difference.max_abs == pytest.approx(3)
     assert report.first_place is not None
     assert str(report.first_place.place) == place
     # What comes before is right to the last digits.
@@ -186,7 +188,7 @@ def test_wrong_setting_is_named_when_the_weights_are_right(
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2}], ids=["whole", "of 4 training ranks"])
 def test_nemo_archive_is_compared_by_its_tensors(
-    layout: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_nemo(tmp_path / "gpt.nemo", **layout)
     ft_dir = convert_to(source, tmp_path)

@@ -51,7 +51,7 @@ def recorded(case: Path) -> tuple[list[int], list[int]]:
 
 
 def nemo_folder(path: Path, source: Path, **fields: Any) -> Path:
-    values = {"tp_size": 1, "weight_data_type": "fp32"} | fields
+    values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32"} | fields
     return convert(ConversionRequest(checkpoint_path=source, output_dir=path, **values)).ft_dir
 
 
@@ -115,7 +115,7 @@ def test_every_grid_of_ranks_gives_the_same_model(
     source = write_t5(tmp_path / "t5.nemo", tensors, model)
     folder = nemo_folder(tmp_path, source, tp_size=tp_size)
     reference = Reference(tensors, model)
-    grid = {"tp_size": tp_size, "pp_size": pp_size}
+    grid: dict[str, Any] = {"tp_size": tp_size, "pp_size": pp_size}
     encoded = reference.encode(PROMPT)
     assert difference(encoded_by(folder, PROMPT, **grid), encoded) < FP32_TOLERANCE
     ours = logits_by(folder, PROMPT, ANSWER, vocab_size=model.vocab_size, **grid)
@@ -193,7 +193,8 @@ def test_each_ia3_task_acts_as_trained(
     training: tuple[int, int, int], tp_size: int, later_names: bool, tmp_path: Path
 ) -> None:
     tp, pp, split = training
-    model, layout = TinyT5(), {"tp": tp, "pp": pp, "split": split}
+    layout: dict[str, Any] = {"tp": tp, "pp": pp, "split": split}
+    model = TinyT5()
     tensors = t5_tensors(model)
     tasks = [ia3_scalers(model, seed=seed) for seed in (1, 2)]
     archives = tuple(
@@ -238,7 +239,8 @@ def test_linear_adapters_act_as_trained(
     training: tuple[int, int, int], tp_size: int, tmp_path: Path
 ) -> None:
     tp, pp, split = training
-    model, layout = TinyT5(), {"tp": tp, "pp": pp, "split": split}
+    layout: dict[str, Any] = {"tp": tp, "pp": pp, "split": split}
+    model = TinyT5()
     tensors, adapters = t5_tensors(model), adapter_tensors(model)
     folder = nemo_folder(
         tmp_path,

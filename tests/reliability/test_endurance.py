@@ -184,7 +184,7 @@ def test_no_sequence_of_requests_affects_others(server: TritonServer, soak: int)
         pass
 
     OfServer.server = server
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         OfServer,
         settings=settings(
             max_examples=EXAMPLES * soak,

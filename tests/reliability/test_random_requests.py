@@ -448,7 +448,7 @@ def tensors_of(rows: Sequence[Row], **session: int) -> dict[str, Array]:
         output_len: [row.rules.output_len for row in rows],
         "is_return_log_probs": [row.log_probs for row in rows],
     }
-    names = ("end_id", "beam_width", "runtime_top_k", "runtime_top_p", "temperature", "min_length")
+    names = ["end_id", "beam_width", "runtime_top_k", "runtime_top_p", "temperature", "min_length"]
     names += ("len_penalty", "top_p_decay", "top_p_min", "random_seed", "frequency_penalty")
     columns |= {name: [getattr(row.rules, name) for row in rows] for name in names}
     for name, nothing in (("repetition_penalty", 1.0), ("presence_penalty", 0.0)):
@@ -467,9 +467,10 @@ def tensors_of(rows: Sequence[Row], **session: int) -> dict[str, Array]:
             "num_prompt_log_probs": [row.num_prompt_log_probs for row in rows],
         }
     columns |= {name: [value] * len(rows) for name, value in session.items()}
-    tensors = {"input_ids": ids}
+    tensors: dict[str, Array] = {"input_ids": ids}
     for name, values in columns.items():
-        kind = np.float32 if name in _FLOATS else np.bool_ if name in _FLAGS else np.uint32
+        kind: type[Any] = np.bool_ if name in _FLAGS else np.uint32
+        kind = np.float32 if name in _FLOATS else kind
         kind = np.uint64 if name == "random_seed" else kind
         tensors[name] = np.array(values, kind)[:, None]
     for name, lists in (

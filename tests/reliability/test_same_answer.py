@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.decoding.request import GenerationRequest, parse_request
 from inference.engine.engine import Engine, EngineOptions
 from inference.ranks.settings import Placement
@@ -61,7 +61,7 @@ def request_of(engine: Engine, number: int) -> GenerationRequest:
     """Return a request; the same number gives the same one."""
     generator = np.random.default_rng(number)
     length = int(generator.integers(1, 40))
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "input_ids": generator.integers(0, 2000, (1, length)).astype(np.uint32),
         "input_lengths": np.array([[length]], np.uint32),
         "request_output_len": np.array([[OUTPUT_LEN]], np.uint32),

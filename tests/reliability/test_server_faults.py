@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -242,7 +243,7 @@ def test_process_that_is_stopped_for_a_moment_does_no_harm(server: TritonServer)
     assert infer(server, "double", 1) == 200
 
 
-def watch_health(server: TritonServer, **times: float) -> Health:
+def watch_health(server: TritonServer, **times: Any) -> Health:
     """Have a server's models and front watched, with short waits."""
     server.watch_answers(interval_s=0.2, **times)
     assert server._health is not None

@@ -191,6 +191,11 @@ def _code(channel: grpc.Channel, name: str) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
+def _connected(server: TritonServer, timeout_s: float | None = 30) -> socket.socket:
+    host, port = server.http_url.split(":")
+    return socket.create_connection((host, int(port)), timeout_s)
+
+
 def _still_answers(server: TritonServer) -> bool:
     status, body = _http(server, "POST", "/v2/models/double/infer", json.dumps(INFER))
     return status == 200 and json.loads(body)["outputs"][0]["data"] == [2, 4]
@@ -493,7 +498,7 @@ def test_a_session_is_nobody_elses(guarded: tuple[TritonServer, Path], session_i
 def test_a_body_in_a_million_pieces_does_not_end_the_server(server: TritonServer) -> None:
     """CVE-2025-23310 of this server: it takes 16 bytes of its stack for each piece."""
     pid = processes(server)[1]
-    with socket.create_connection(server.http_url.split(":")) as attacker:
+    with _connected(server, None) as attacker:
         attacker.sendall(
             b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 700_000 + b"0\r\n\r\n"
@@ -583,7 +588,7 @@ def test_clients_that_leave_at_any_moment_do_no_harm(server: TritonServer) -> No
     body = json.dumps(INFER).encode()
     head = b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     for turn in range(60):
-        with socket.create_connection(server.http_url.split(":")) as client:
+        with _connected(server, None) as client:
             client.sendall(head % len(body) + body[: len(body) // (turn % 3 + 1)])
             time.sleep(turn % 5 / 1000)
     assert processes(server)[1] == pid
@@ -596,7 +601,7 @@ def test_connections_that_never_send_a_whole_request_keep_nobody_out(
 ) -> None:
     with contextlib.ExitStack() as idle:
         for _ in range(FEW_FILES + 100):
-            client = socket.create_connection(server.http_url.split(":"), timeout=30)
+            client = _connected(server)
             idle.enter_context(client).sendall(b"POST /v2/models/double/infer HTTP/1.1\r\nHos")
         assert _still_answers(server)
         assert server.failure() is None
@@ -634,7 +639,7 @@ def test_a_request_has_one_length(server: TritonServer) -> None:
         b"Content-Length: 4\r\nContent-Length: 0\r\n\r\n",
         b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
     ):
-        with socket.create_connection(server.http_url.split(":"), timeout=30) as attacker:
+        with _connected(server) as attacker:
             attacker.sendall(head + lengths + smuggled)
             answer = b"".join(iter(lambda: attacker.recv(65536), b""))
         assert re.findall(rb"HTTP/1\.. (\d+)", answer) == [b"400"], lengths
@@ -652,7 +657,7 @@ def test_a_client_of_http_1_0_gets_one_answer(
         f"POST /v2/models/double/infer HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\n"
     )
     head += f"Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection(server.http_url.split(":"), timeout=30) as client:
+    with _connected(server) as client:
         client.sendall((head + body).encode())
         answer = b"".join(iter(lambda: client.recv(65536), b""))
     assert re.findall(rb"HTTP/1\.. (\d+)", answer) == [*interim, b"200"]

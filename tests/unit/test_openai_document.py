@@ -6,6 +6,7 @@ import re
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,8 +49,10 @@ def test_the_fields_are_those_that_requests_may_have() -> None:
         for line in table.splitlines()
         for name in re.findall(r"`(\w+)`", line.split("|")[1] if line.count("|") > 1 else "")
     }
-    kinds = dict.fromkeys(("messages", "top_logprobs"), ChatRequest)
-    kinds |= dict.fromkeys(("input", "encoding_format"), EmbeddingRequest)
+    kinds: dict[str, type[Any]] = {
+        **dict.fromkeys(("messages", "top_logprobs"), ChatRequest),
+        **dict.fromkeys(("input", "encoding_format"), EmbeddingRequest),
+    }
     for name in named:
         kind = kinds.get(name, CompletionRequest)
         with pytest.raises(RejectedError, match=rf"\b{name}: (?!is not a field)"):

@@ -60,7 +60,7 @@ def _f1(answer: Sequence[str], target: Sequence[str]) -> float:
 
 def rouge(kind: str, answer: str, targets: Sequence[str]) -> float:
     """Return an F-measure of ROUGE, 0 to 1, of the first four sentences, without stemming."""
-    from rouge_score import rouge_scorer  # type: ignore[import-untyped]
+    from rouge_score import rouge_scorer
 
     scorer = rouge_scorer.RougeScorer([kind], use_stemmer=False)
     return float(scorer.score(targets[0], first_sentences(answer))[kind].fmeasure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from export_scripts.ft.validation import validate_directory
 from export_scripts.synthesize import main, synthesize, synthetic_config
 from inference.engine.engine import Engine
 from inference.ranks.settings import Placement
+from tests.ft_folders import OpenedFolder
 
-SIZES = {"hidden": 32, "layers": 2, "heads": 4, "vocab": 96}
+SIZES: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "vocab": 96}
 DECODERS = ("gpt", "gptj", "gptneox", "llama")
 
 
@@ -66,6 +68,6 @@ def test_the_command_reports_problems_and_leaves_nothing(
     assert main([*sizes, *output, "--set", "kv_head_num=2"]) == 0
     folder = tmp_path / "out/1-gpu"
     assert capsys.readouterr().out == f"{folder}\n"
-    assert FTReader(folder).config.kv_head_num == 2  # type: ignore[attr-defined]
+    assert OpenedFolder(folder).config.kv_head_num == 2
     assert main([*sizes, *output]) == 1
     assert f"{folder} exists" in capsys.readouterr().err

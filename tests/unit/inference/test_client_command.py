@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def test_stream_that_takes_characters_back_is_shown_once_it_is_sure() -> None:
         def text_request(self, *_: object, **__: object) -> dict[str, Any]:
             return {}
 
-        def stream(self, *_: object, **__: object) -> Iterator[dict[str, Any]]:
+        def stream(self, *_: object, **__: object) -> Generator[dict[str, Any], None, None]:
             return ({"OUTPUT_0": np.array([[text.encode()]], object)} for text in frames)
 
     with Streaming("127.0.0.1:1") as client:

@@ -17,11 +17,11 @@ from tests.fake_model import partly_right_model, write_passages
 def results(tmp_path: Path) -> Path:
     """Return a results folder whose run store has two evaluations."""
     options = EvaluationOptions(
-        output_dir=tmp_path / "out",
+        output_dir=str(tmp_path / "out"),
         data_dir=tmp_path,
-        lambada=LambadaOptions(data_path=write_passages(tmp_path / "passages.jsonl")),
+        lambada=LambadaOptions(data_path=str(write_passages(tmp_path / "passages.jsonl"))),
         latency=LatencyOptions(enabled=False),
-        history_dir=tmp_path / "evaluations",
+        history_dir=str(tmp_path / "evaluations"),
     )
     model = partly_right_model()
     evaluate(options, RunFacts(name="first"), model=model)

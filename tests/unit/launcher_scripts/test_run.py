@@ -228,9 +228,12 @@ def test_server_that_was_never_ready_was_not_stopped_in_order(tmp_path: Path) ->
             return self.job.folder / "endpoint.json"
 
     run, _ = make_run(LoadingStage(settings(tmp_path, "sleep")))
-    thread = threading.Thread(
-        target=lambda: (wait_for(tmp_path / "out" / "target.pid"), os.kill(os.getpid(), 2))
-    )
+
+    def interrupt() -> None:
+        wait_for(tmp_path / "out" / "target.pid")
+        os.kill(os.getpid(), 2)
+
+    thread = threading.Thread(target=interrupt)
     thread.start()
     assert run.run_all(wait=False) == 130
     thread.join()

@@ -129,7 +129,7 @@ def test_pytriton_serves_texts_on_one_node(tmp_path: Path) -> None:
     ],
 )
 def test_uptime_without_a_chain_of_jobs_is_refused(words: tuple[str, ...], reason: str) -> None:
-    wanted = ("cluster=bcm", "cluster_type=bcm", "deploy.uptime=2-00:00:00")
+    wanted = ["cluster=bcm", "cluster_type=bcm", "deploy.uptime=2-00:00:00"]
     if words == ("cluster=local",):
         wanted, words = wanted[2:], ()
     with pytest.raises(ValueError, match=reason):

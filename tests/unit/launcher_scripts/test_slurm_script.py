@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from launcher_scripts.configuration.arguments import read_arguments
@@ -30,7 +32,7 @@ def configure(*words: str) -> Config:
 
 def job(config: Config, name: str) -> Job:
     stage = build_stage(name, config, Context(deploys=True), [])
-    sections = {each: {} for each in ("export", "convert", "deploy", "evaluate")}
+    sections: dict[str, Any] = {each: {} for each in ("export", "convert", "deploy", "evaluate")}
     return make_job(stage, config, sections, git_revision="")
 
 

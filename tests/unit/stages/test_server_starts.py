@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from inference.launch_environment import RENDEZVOUS_VARIABLE
 from stages.base import StageError
 from stages.server_starts import (
-    RENDEZVOUS_VARIABLE,
     ServerStart,
     announce_end,
     announce_failure,

@@ -281,7 +281,7 @@ def test_data_that_cannot_be_used_is_an_evaluation_that_was_not_done(tmp_path: P
     data_path = tmp_path / "passages.jsonl"
     data_path.write_text("{}\n")
     stage = evaluation(tmp_path, server_url="127.0.0.1:9")
-    options = replace(stage.config.options, lambada=LambadaOptions(data_path=data_path))
+    options = replace(stage.config.options, lambada=LambadaOptions(data_path=str(data_path)))
     stage.config = replace(stage.config, options=options)
     with pytest.raises(NotEvaluatedError, match="is not a data set of this form"):
         stage()

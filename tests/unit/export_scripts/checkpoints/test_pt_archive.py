@@ -233,10 +233,12 @@ def test_a_compressed_member_is_refused(tmp_path: Path) -> None:
 
 def test_a_tensor_that_reaches_beyond_its_storage_is_refused(tmp_path: Path) -> None:
     pickled = io.BytesIO()
-    pickler = pickle.Pickler(pickled, protocol=2)
-    pickler.persistent_id = lambda o: (
-        ("storage", torch.FloatStorage, "0", "cpu", 4) if o == "S" else None
-    )  # type: ignore[method-assign]
+
+    class StoragePickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> Any:
+            return ("storage", torch.FloatStorage, "0", "cpu", 4) if obj == "S" else None
+
+    pickler = StoragePickler(pickled, protocol=2)
     rebuild = torch._utils._rebuild_tensor_v2
     pickler.dump(Evil(rebuild, "S", 2, (3,), (1,), False, collections.OrderedDict()))
     path = zip_with(tmp_path / "x.pt", pickled.getvalue(), _0=bytes(16))

@@ -16,6 +16,7 @@ from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.reader import FTReader
+from tests.arrays import in_one_file
 from tests.tiny import NEMO, gpt_tensors, write_nemo
 
 DENSE = "encoder.layers.0.self_attention.dense.weight"
@@ -101,5 +102,6 @@ def test_a_flipped_array_of_a_jax_release_is_noticed(tmp_path: Path) -> None:
     flip(shard / "0.npz", arrays[3].tobytes())
     index = open_jax(tmp_path)
     maps = FileMaps()
-    damaged = [key for key in index.tensors if not maps.is_intact(index.tensors[key][0])]
+    parts = {key: in_one_file(part) for key, (part,) in index.tensors.items()}
+    damaged = [key for key, part in parts.items() if not maps.is_intact(part)]
     assert damaged == ["h.0.v.weight"]

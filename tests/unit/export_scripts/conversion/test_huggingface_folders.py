@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from export_scripts.conversion import safetensors
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.conversion.validation import folder_problems
+from export_scripts.families.mapping import views
 from inference.parity.comparison import ParityRequest, compare
 from tests.tiny import (
     TinyGPT,
@@ -67,7 +68,7 @@ def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int)
     base = name.split("-")[0].replace("mt5", "t5")
     keys = SIZES.get(base, LLAMA)
     values = (heads, heads * size, inter, layers, vocab)
-    changes = {key: value for key, value in zip(keys, values, strict=True) if key}
+    changes: dict[str, Any] = {key: value for key, value in zip(keys, values, strict=True) if key}
     if base == "gptneox":
         changes["rotary_pct"] = 1.0
     if base == "gptj":
@@ -433,13 +434,12 @@ def test_an_interrupted_folder_is_continued(
     source = write_model("gptj", tmp_path / "original")
     options = {"max_shard_bytes": 20_000, "processes": 1}
     expected = tensors_of(way_out(source, tmp_path / "whole", **options))
-    filled = safetensors.taken
     calls = iter(range(30))
 
     def taken(*arguments: Any) -> Any:
         if next(calls, None) is None:
             raise KeyboardInterrupt
-        return filled(*arguments)
+        return views.taken(*arguments)
 
     monkeypatch.setattr(safetensors, "taken", taken)
     with pytest.raises(KeyboardInterrupt):

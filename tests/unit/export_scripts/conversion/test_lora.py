@@ -56,7 +56,7 @@ def write_peft(folder: Path, base: Path, **settings: Any) -> Path:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(str(folder))
     return folder
 
 
@@ -223,7 +223,7 @@ def test_trained_tables_saved_with_their_originals_are_merged(tmp_path: Path) ->
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     saved = tmp_path / "saved"
     peft.PeftModel.from_pretrained(model, adapter).save_pretrained(
-        saved, save_embedding_layers=True
+        str(saved), save_embedding_layers=True
     )
     assert any(".original_module." in key for key in load_file(saved / "adapter_model.safetensors"))
     merged = merge_by_peft(base, tmp_path / "merged", saved)

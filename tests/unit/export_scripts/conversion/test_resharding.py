@@ -12,6 +12,7 @@ import torch
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.reader import FTReader
 from tests.conftest import SAMPLE_MODEL
+from tests.ft_folders import OpenedFolder
 from tests.tiny import NEMO, TinyGPT, gpt_tensors, write_megatron, write_nemo
 
 MODEL = TinyGPT()
@@ -185,7 +186,7 @@ def test_the_sample_model_becomes_any_size(tmp_path: Path) -> None:
     name = "model.layers.3.mlp.dense_h_to_4h.weight"
     whole = FTReader(folder(SAMPLE_MODEL, tmp_path, 1, "fp16"))
     for tp_size in (2, 4):
-        reader = FTReader(folder(SAMPLE_MODEL, tmp_path, tp_size, "fp16"))
+        reader = OpenedFolder(folder(SAMPLE_MODEL, tmp_path, tp_size, "fp16"))
         parts = [reader.read(name, rank) for rank in range(tp_size)]
         assert torch.equal(torch.cat(parts, 1), whole.read(name))
         assert torch.equal(reader.read("model.wte"), whole.read("model.wte"))

@@ -18,7 +18,7 @@ from tests.arrays import as_array
 TYPES = ["fp32", "fp16", "bf16"]
 
 
-def raw(values: list[float], data_type: str) -> np.ndarray:  # type: ignore[type-arg]
+def raw(values: list[float], data_type: str) -> np.ndarray:
     tensor = torch.tensor(values, dtype=torch.float64).to(torch_dtype(data_type))
     return tensor.view(torch.uint8).numpy()
 

@@ -13,6 +13,7 @@ import torch
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.reader import FTReader
+from tests.ft_folders import OpenedFolder
 from tests.tiny import (
     NEMO,
     TinyGPT,
@@ -26,9 +27,9 @@ MODEL = TinyGPT()
 LAYER = NEMO + "encoder.layers.{}."
 
 
-def reader(source: Path, tmp_path: Path, tp_size: int = 1, **fields: Any) -> FTReader:
+def reader(source: Path, tmp_path: Path, tp_size: int = 1, **fields: Any) -> OpenedFolder:
     request = ConversionRequest(source, tmp_path / "out", tp_size, "fp32", **fields)
-    return FTReader(convert(request).ft_dir)
+    return OpenedFolder(convert(request).ft_dir)
 
 
 def test_layernorm1p_scales_get_one_added(tmp_path: Path) -> None:
@@ -251,8 +252,8 @@ def test_given_tokenizer_files_take_the_place_of_the_archive_s(tmp_path: Path) -
 def test_given_tokenizer_of_any_name_is_the_only_one_of_the_folder(tmp_path: Path) -> None:
     given = tmp_path / "20B_tokenizer.json"
     given.write_text(json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}}}))
-    fields = {"vocab_path": given, "given": (("start_id", "0"), ("end_id", "0"))}
-    folder = reader(write_nemo(tmp_path / "x.nemo"), tmp_path, **fields).path
+    ids = (("start_id", "0"), ("end_id", "0"))
+    folder = reader(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=given, given=ids).path
     assert (folder / "tokenizer.json").read_bytes() == given.read_bytes()
     assert [name for name in ("vocab.json", "merges.txt") if (folder / name).exists()] == []
 

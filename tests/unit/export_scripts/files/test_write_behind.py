@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -23,7 +24,7 @@ def fail() -> None:
 
 def test_a_step_runs_while_its_maker_goes_on(queue: WriteBehind) -> None:
     go = threading.Event()
-    queue.run(lambda: go.wait(60) and None)
+    queue.run(lambda: go.wait(60))
     go.set()  # reached although the step has not ended
     queue.wait()
 
@@ -31,7 +32,7 @@ def test_a_step_runs_while_its_maker_goes_on(queue: WriteBehind) -> None:
 def test_no_second_step_starts_before_the_first_is_done(queue: WriteBehind) -> None:
     done: list[int] = []
     for number in range(50):
-        queue.run(lambda number=number: done.append(number))  # type: ignore[misc]
+        queue.run(partial(done.append, number))
         assert done[:number] == list(range(number))
     queue.wait()
     assert done == list(range(50))

@@ -83,10 +83,12 @@ def test_each_request_that_is_not_taken_has_its_answer(
     exchange: Exchange, error: Exception, answer: tuple[str, int], noted: str
 ) -> None:
     class Model(EngineModel):
-        def submit(self, _: Exchange) -> Any:  # type: ignore[override]
+        def submit(self, exchange: Exchange) -> Any:
+            del exchange
             raise error
 
-    model, reasons = Model(), []
+    model = Model()
+    reasons: list[str] = []
     model.decoupled = False
     model.metrics = SimpleNamespace(refused=reasons.append, ended=reasons.append)  # type: ignore[assignment]
     model.execute([exchange.request])

@@ -121,7 +121,7 @@ def test_answer_ends_with_an_end_string(service: NemoService, tokenizer: Tokeniz
 
 
 def test_minimum_length_holds_the_end_token_back(service: NemoService) -> None:
-    options = {"use_greedy": False, "top_k": 0, "top_p": 1.0, "add_BOS": False}
+    options: dict[str, Any] = {"use_greedy": False, "top_k": 0, "top_p": 1.0, "add_BOS": False}
     (outputs,) = infer(service, [request(["a"] * 8, max_length=12, min_length=12, **options)])
     assert len({*sentences(outputs)}) > 1, "sampled rows have seeds of their own"
     end_id = service._engine.limits.end_id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def column(values: list[int]) -> np.ndarray[Any, Any]:
     return np.array(values, np.uint32)[:, None]
 
 
-def request(prompts: list[str | bytes], lengths: list[int], *, beams: int | None = None) -> Any:
+def request(prompts: Sequence[str | bytes], lengths: list[int], *, beams: int | None = None) -> Any:
     texts = np.array([[p.encode() if isinstance(p, str) else p] for p in prompts], dtype=object)
     tensors = {"prompts": texts, "request_output_len": column(lengths)}
     return tensors if beams is None else tensors | {"beam_width": column([beams] * len(prompts))}

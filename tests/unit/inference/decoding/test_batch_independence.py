@@ -32,7 +32,7 @@ options = st.fixed_dictionaries(
         "return_log_probs": st.booleans(),
     }
 )
-selections = st.one_of(
+selections: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.just({}),
     st.fixed_dictionaries(
         {"top_k": st.integers(1, 200), "top_p": st.sampled_from([1.0, 0.6])},

@@ -167,7 +167,7 @@ def test_log_probs_follow_the_hypothesis_and_add_up(pool: bool) -> None:
 
 
 def test_context_score_is_added_to_every_beam() -> None:
-    flags = {"return_log_probs": True, "return_context_cum_log_probs": True}
+    flags: dict[str, Any] = {"return_log_probs": True, "return_context_cum_log_probs": True}
     row = RowRequest((3,), 2, RowOptions(end_id=END, beam_width=2, **flags), (3,))
     decoder = BatchDecoder(DecodingConfig(6))
     decoded = decoder.make_row(row)

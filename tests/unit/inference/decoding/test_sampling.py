@@ -277,7 +277,7 @@ def test_unknown_log_probs_mode_is_refused() -> None:
 
 
 def test_mass_of_a_whole_row_is_found_in_order() -> None:
-    logits = np.float32([math.log(p) for p in (0.1, 0.4, 0.1, 0.3, 0.1)])
+    logits = np.array([math.log(p) for p in (0.1, 0.4, 0.1, 0.3, 0.1)], np.float32)
     mass = DescendingMass(logits)
     unit = 1 / 0.4  # masses are relative to the best
     places = [mass.find(threshold * unit)[0] for threshold in (0.1, 0.41, 0.75, 0.85, 0.95, 2.0)]

@@ -205,7 +205,7 @@ def test_answers_that_no_memory_holds_are_refused(
     # One byte of padding asks for the states of a token.
     monkeypatch.setattr("inference.engine.encoder_engine.available_bytes", lambda: 10**9)
     ids = np.zeros((2000, 4096), np.uint8)
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "input_ids": ids,
         "sequence_length": np.ones((len(ids), 1), np.uint32),
         "is_return_attentions": np.array([[asked]]),

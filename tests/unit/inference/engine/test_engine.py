@@ -178,8 +178,8 @@ def test_tokens_are_scored_by_the_logits_of_the_places_before(engine: Engine) ->
             assert place < len(prompt) or score.top_log_probs[0] == score.log_prob
     tensors = assemble_outputs(request, result.rows)
     assert tensors["top_token_ids"].shape == (2, 1, request.padded_len + 3, 3)
-    first = result.rows[0].prompt_scores[0].log_prob
-    assert tensors["token_log_probs"][0, 0, 1] == np.float32(first)
+    best = result.rows[0].prompt_scores[0].log_prob
+    assert tensors["token_log_probs"][0, 0, 1] == np.float32(best)
     assert not tensors["token_log_probs"][1, 0, : len(prompts[1])].any()
     assert answers(engine, request) == answers(engine, request_of(engine, prompts, 3))
 
@@ -202,6 +202,7 @@ def test_context_embeddings_sum_the_prompt(engine: Engine) -> None:
     (alone,) = engine.generate(
         request_of(engine, [[3]], 2, is_return_context_embeddings=True)
     ).context_embeddings
+    assert alone is not None
     np.testing.assert_allclose(short, alone, atol=1e-5)  # sums in fp32
 
 

@@ -338,7 +338,8 @@ def test_long_rows_pass_the_encoder_in_slices(slicing: Engine, engine: Engine) -
 
 
 def test_rows_go_on_decoding_while_another_is_encoded(slicing: Engine) -> None:
-    began, steps = [], []
+    began: list[int] = []
+    steps: list[GenerationStep] = []
     decoding = slicing.submit(
         request_of(slicing, prompts_of(1), 400, min_length=400), on_step=steps.append
     )

@@ -563,7 +563,7 @@ def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def request_of(
-    prompts: Sequence[Sequence[int]], output_len: int, **options: int
+    prompts: Sequence[Sequence[int]], output_len: int, **options: Any
 ) -> GenerationRequest:
     rows = tuple(
         RowRequest(tuple(ids), output_len, RowOptions(end_id=99, **options), context_ids=tuple(ids))
@@ -600,7 +600,7 @@ def test_a_rank_that_chooses_feeds_its_next_step(ft_dir: Path) -> None:
         from inference.ranks.decoder_rank import DecoderRank
 
         assert isinstance(rank, DecoderRank)
-        found = []
+        found: list[int] = []
         for step in range(5):
             ids = prompt if step == 0 else [NEWEST]
             start = 0 if step == 0 else len(prompt) + step - 1
@@ -653,8 +653,8 @@ def test_ranks_give_the_tokens_that_the_host_gives(
     small = EngineOptions(
         kv_block_tokens=4, max_seq_len=40, kv_cache_bytes=(3 * 10 + 1) * 4 * token_bytes
     )
-    for options in (EngineOptions(), small):
-        with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
+    for each in (EngineOptions(), small):
+        with Engine(ft_dir, Placement(device="cpu"), options=each) as engine:
             rows_of_ranks = engine.generate(request).rows
         assert [row.output_ids for row in rows_of_ranks] == [row.output_ids for row in expected]
         assert [len(row.prompt_scores) for row in rows_of_ranks] == [

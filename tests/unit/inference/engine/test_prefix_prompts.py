@@ -27,7 +27,7 @@ def write_family(family: str, target: Path, *, tp_size: int = 1, **changes: Any)
     if family == "gpt":
         return write_gpt(target, tp_size=tp_size, **changes)
     shared = gpt_config(tp_size=tp_size)
-    names = ("model_name", "head_num", "size_per_head", "inter_size", "num_layer", "vocab_size")
+    names = ["model_name", "head_num", "size_per_head", "inter_size", "num_layer", "vocab_size"]
     names += ("start_id", "end_id", "weight_data_type", "tensor_para_size")
     values = {name: getattr(shared, name) for name in names}
     return write_random(GPTJ, GPTJConfig(**values, rotary_embedding=4, **changes), target)

@@ -28,7 +28,7 @@ from tests.unit.inference.engine.fake_ranks import let_ranks_choose
 SLOTS = 9
 SESSION_LEN = 70
 OUTPUT_LEN = 6  # of `request_of`
-SAMPLED = {"runtime_top_k": 12, "random_seed": 5, "repetition_penalty": 1.3}
+SAMPLED: dict[str, Any] = {"runtime_top_k": 12, "random_seed": 5, "repetition_penalty": 1.3}
 _DTYPES = {"repetition_penalty": np.float32, "random_seed": np.uint64}
 
 START, NEXT, LAST = (

@@ -51,7 +51,8 @@ def request_of(engine: Engine, **options: int) -> Any:
 
 def tensors_of(engine: Engine) -> Iterator[torch.Tensor]:
     """Yield every tensor that is reachable from an engine."""
-    seen, waiting = set(), [engine]
+    seen: set[int] = set()
+    waiting: list[Any] = [engine]
     while waiting:
         each = waiting.pop()
         if id(each) in seen or isinstance(each, type) or type(each).__name__ == "module":

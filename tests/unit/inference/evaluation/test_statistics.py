@@ -21,7 +21,8 @@ def test_wilson_interval_of_a_textbook_case():
 def test_wilson_interval_at_the_ends_is_not_empty():
     assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)  # Newcombe, table I
     low, high = wilson_interval(20, 20)
-    assert (low, high) == (pytest.approx(1 - 0.1611, abs=5e-5), 1.0)
+    assert low == pytest.approx(1 - 0.1611, abs=5e-5)
+    assert high == 1.0
 
 
 @pytest.mark.parametrize(("successes", "count"), [(1, 0), (3, 2), (-1, 2)])

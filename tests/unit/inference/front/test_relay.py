@@ -14,7 +14,8 @@ import aiohttp
 import grpc
 import pytest
 from aiohttp import ClientSession, web
-from aiohttp.test_utils import RawTestServer
+from aiohttp.test_utils import BaseTestServer, RawTestServer
+from yarl import URL
 
 from inference.front.access import OPEN_ACCESS
 from inference.front.guard import ask_for_body
@@ -31,7 +32,7 @@ def upstream(http: int, grpc_port: int = 1) -> MovingServer:
 
 
 @asynccontextmanager
-async def relayed(first: Handler) -> AsyncIterator[tuple[Relay, RawTestServer]]:
+async def relayed(first: Handler) -> AsyncIterator[tuple[Relay, BaseTestServer]]:
     async with RawTestServer(first) as server:
         assert server.port is not None
         relay = Relay(upstream(server.port), listens_at="127.0.0.1")
@@ -54,7 +55,7 @@ def test_request_reaches_the_server_as_it_was_sent_and_the_answer_comes_back_so(
         async with relayed(echo) as (_, front), ClientSession() as client:
             url = f"http://127.0.0.1:{front.port}/v2/models/a%20b/infer?x=%2F"
             async with client.post(
-                aiohttp.client.URL(url, encoded=True),
+                URL(url, encoded=True),
                 data=b"ab\0",
                 headers={"Authorization": "Bearer t"},
                 skip_auto_headers=["Accept-Encoding"],
@@ -172,7 +173,7 @@ def test_absent_server_and_a_rebound_name_are_refused() -> None:
     asyncio.run(ask())
 
 
-class _Echo(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
+class _Echo(grpc.GenericRpcHandler):
     """Answers each message of a stream, and fails for one."""
 
     def service(self, details: Any) -> grpc.RpcMethodHandler:

@@ -115,7 +115,7 @@ def test_malformed_bodies_are_refused(body: bytes, said: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-_WRONG = {
+_WRONG: dict[str, list[Any]] = {
     "a flag": ["true", 1, 1.0, None, [True], {}],
     "a number": ["7", 1.5, 7.0, -1, 1 << 64, True, None, [1], {}],
     "a text": [5, 1.5, True, None, ["a"], {}, "a\0b"],

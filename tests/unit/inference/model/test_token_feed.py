@@ -14,6 +14,7 @@ from inference.decoding.draws import ARG_MAX, UNMARKED, Marks, Penalty
 from inference.decoding.generate import BatchDecoder, DecodingConfig, take_chosen
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import RowRequest
+from inference.decoding.sampling import SamplingRow
 from inference.model.token_feed import (
     NEWEST,
     TokenFeed,
@@ -105,6 +106,7 @@ def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: boo
         request = RowRequest((0, 0), 2, options, (0, 0))
         theirs.append(decoder.make_row(request))
         ours = decoder.make_row(request)
+        assert isinstance(ours, SamplingRow)
         assert ours.rank_chooses
         draws.append(ours.draw())
         forbidden.append(options.end_id if options.min_length else -1)
@@ -163,7 +165,9 @@ def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
         )
         request = RowRequest(context, steps, options, context)
         theirs.append(decoder.make_row(request))
-        ours.append(decoder.make_row(request))
+        row = decoder.make_row(request)
+        assert isinstance(row, SamplingRow)
+        ours.append(row)
     feed = TokenFeed(rows, CPU, vocab=range(vocab_size))
     for produced in range(steps):
         logits = torch.from_numpy(rng.normal(size=(rows, vocab_size)).astype(np.float32) * 3)
@@ -182,7 +186,7 @@ def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
         take_chosen(ours, chosen)
 
 
-MARKS = Marks(np.array([6]), np.array([7]), np.float32([-np.inf]))
+MARKS = Marks(np.array([6]), np.array([7]), np.array([-np.inf], np.float32))
 
 
 def test_rows_without_marks_do_not_see_those_of_an_earlier_row() -> None:
@@ -219,7 +223,7 @@ def test_ranks_that_share_the_vocabulary_draw_what_one_would(width: int) -> None
     draws = torch.tensor([[0.7, 0, 0.9, 0, 0, 0.3]] * 5)
     penalties = torch.tensor([[0.0, 0.0, 0.0], [1.5, 0.5, 0.3]] * 2 + [[0.5, 0.0, 0.0]])
     biased = np.array([int(logits[1].argmax()), int(logits[4].argmax()), 0, 59])
-    bias = np.float32([-np.inf, -np.inf, 2, 0.5])
+    bias = np.array([-np.inf, -np.inf, 2, 0.5], np.float32)
 
     def choose(feed: TokenFeed, part: torch.Tensor) -> torch.Tensor:
         for slot in range(5):

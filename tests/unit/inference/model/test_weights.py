@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.reader import FTReader
 from inference.model.decoder_weights import load_decoder
 from inference.model.weights import RankWeights
@@ -53,6 +54,7 @@ def test_decoder_with_half_matrices_computes_in_single(tmp_path: Path) -> None:
     for matrix_dtype in (None, torch.float16):
         weights = open_weights(ft_dir, matrix_dtype)
         architecture = weights.reader.family.architecture(weights.reader.config)
+        assert isinstance(architecture, DecoderArchitecture)
         decoder = load_decoder(weights, architecture, reduce=None)
         assert decoder.dtype == torch.float32
         assert decoder.head is not None

@@ -30,7 +30,7 @@ PLAN = StepPlan(
     with_logits=True,
     draws=[(0.3, 0, 0.9, 1e-6, 1, 2**-32), (1, 1, 1, 0, 0, 1)],
     penalties=[(1.3, 0, 0.5), (0, 0, 0)],
-    marks=[(4, [np.array([7, 90]), np.array([5]), np.float32([-np.inf])])],
+    marks=[(4, [np.array([7, 90]), np.array([5]), np.array([-np.inf], np.float32)])],
 )
 
 

@@ -22,7 +22,7 @@ from tests.fake_triton import FakeTriton, Infer, RefusedError, served
 
 def config_of(signature: ModelSignature, **options: Any) -> Any:
     """Return a configuration as a server reports it."""
-    settings = {"name": "m", "backend": "python", "max_batch_size": 4} | options
+    settings: dict[str, Any] = {"name": "m", "backend": "python", "max_batch_size": 4} | options
     text = TritonModelConfig(signature=signature, **settings).to_text()
     return parse_config(text)
 
@@ -119,7 +119,7 @@ def test_streaming_model_has_answered_with_its_last_response() -> None:
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_silence_ends_with_the_timeout_or_the_last_waiter(decoupled: bool) -> None:
     released = threading.Event()
-    silent = fake(lambda _: bool(released.wait(30)) and None, decoupled=decoupled)
+    silent = fake(lambda _: released.wait(30), decoupled=decoupled)
     with served(silent) as address:
         try:
             with pytest.raises(

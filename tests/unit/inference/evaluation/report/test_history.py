@@ -23,6 +23,7 @@ from inference.evaluation.report.history import (
 )
 from inference.evaluation.report.html_page import render_html
 from inference.evaluation.run.evaluator import evaluate
+from tests.conftest import present
 
 
 @pytest.fixture
@@ -201,7 +202,7 @@ def test_samples_are_matched_by_their_content(report, make_metric):
     assert {each.word("lambada_x") for each in found.changed} == {"now wrong"}
     (metric,) = found.metrics
     assert metric.difference == pytest.approx(-4 / 14)
-    assert metric.low < metric.difference < metric.high < 0.05
+    assert present(metric.low) < metric.difference < present(metric.high) < 0.05
     assert metric.p_value == pytest.approx(2 * 0.5**4)
     reported = comparison_text(found)
     assert reported.count("last word now wrong") == 0
@@ -234,7 +235,8 @@ def test_the_interval_of_a_perplexity_is_in_its_unit(report, make_metric):
     second = asked(texts, [-2.1 - 0.011 * i for i in range(10)])
     (found,) = compare_runs(run, run, first, second).metrics
     assert found.difference == pytest.approx(exp(2.1 + 0.0495) - exp(2.045))
-    assert 0 < found.low < found.difference < found.high < 1.1 * found.difference
+    assert 0 < present(found.low) < found.difference < present(found.high)
+    assert present(found.high) < 1.1 * found.difference
     assert found.agreeing is None
 
 

@@ -23,6 +23,7 @@ from inference.evaluation.report.row_charts import (
 )
 from inference.evaluation.report.svg import Frame, legend, legend_height, log_ticks, nice_ticks
 from inference.evaluation.run.timing import distribution
+from tests.conftest import present
 
 _VOID = {"meta", "input", "br"}
 
@@ -135,6 +136,11 @@ def svg_of(chart: str) -> ET.Element:
     return ET.fromstring(chart)
 
 
+def place(element: ET.Element | None, name: str) -> float:
+    assert element is not None
+    return float(element.attrib[name])
+
+
 def numbers(chart: str) -> list[float]:
     found = re.findall(r' (?:x|y|x1|x2|y1|y2|cx|cy|r|width|height)="([^"]*)"', chart)
     return [float(each) for each in found]
@@ -148,9 +154,10 @@ def test_accuracy_marks_lie_in_order_on_one_scale(make_metric):
         bounds={"lambada_last_word": Bound(min=0.3), "other_perplexity": Bound(max=9.0)},
     )
     root = svg_of(chart)
-    value = float(root.find("circle[@class='value']").get("cx"))
-    bound = float(root.find("line[@class='bound']").get("x1"))
-    reference = float(root.find("polygon[@class='reference']").get("points").split(",")[0])
+    value = place(root.find("circle[@class='value']"), "cx")
+    bound = place(root.find("line[@class='bound']"), "x1")
+    polygon = present(root.find("polygon[@class='reference']"))
+    reference = float(polygon.attrib["points"].split(",")[0])
     assert bound < reference < value
     assert len(root.findall("polygon")) == 1
 
@@ -193,7 +200,7 @@ def test_times_far_apart_are_drawn_on_a_log_scale():
     far = sweep("Latency of a request", [sweep_point(0.001), sweep_point(0.9, flight=4)])
     assert "log scale" in far
     assert "log scale" not in near
-    low, high = (float(each.get("cy")) for each in svg_of(far).findall("circle"))
+    low, high = (place(each, "cy") for each in svg_of(far).findall("circle"))
     assert high < low
     assert all(number >= 0 for number in numbers(far))
 
@@ -209,14 +216,14 @@ def test_a_long_legend_goes_on_in_the_next_line():
     assert legend_height(frame, names[:2]) == 18
     assert legend_height(frame, names) == 3 * 18
     parts = [ET.fromstring(each) for each in legend(frame, names)]
-    assert all(float(each.get("x")) < 510 - 100 for each in parts)
+    assert all(place(each, "x") < 510 - 100 for each in parts)
     assert len({each.get("class") for each in parts if each.tag == "rect"}) == 5
 
 
 def test_runs_are_compared_point_by_point():
     pair = (sweep_point(0.1), sweep_point(0.05))
     root = svg_of(latency_comparison_chart([pair]))
-    first, second = (float(each.get("cx")) for each in root.findall("circle"))
+    first, second = (place(each, "cx") for each in root.findall("circle"))
     assert second < first
     assert any(each.text == "32 + 8, 1 in flight" for each in root.iter("text"))
 
@@ -231,8 +238,8 @@ def test_stages_follow_each_other_unless_they_say_when():
             ]
         )
     )
-    first, second, third = (float(each.get("x")) for each in root.findall("rect"))
-    width = float(root.findall("rect")[0].get("width"))
+    first, second, third = (place(each, "x") for each in root.findall("rect"))
+    width = place(root.find("rect"), "width")
     assert second == pytest.approx(first + width, abs=0.2)
     assert third == pytest.approx(first + width / 2, abs=0.2)
 

@@ -54,10 +54,10 @@ def test_all_problems_are_reported_together(tmp_path):
         limit=0,
         request_timeout_s=0,
         protocol="ftp",
-        lambada=LambadaOptions(data_path=tmp_path / "gone.jsonl", metrics=("accuracy",)),
+        lambada=LambadaOptions(data_path=tmp_path / "gone.jsonl", metrics=["accuracy"]),
         latency=LatencyOptions(
-            shapes=("60", "0+1"),
-            batch_sizes=(),
+            shapes=["60", "0+1"],
+            batch_sizes=[],
             requests=0,
             warmup=-1,
             max_point_s=0,
@@ -135,7 +135,7 @@ def test_options_of_tasks_that_are_not_asked_for_are_not_checked(tmp_path):
     ],
 )
 def test_problems_of_text_tasks_are_reported(task, changes, reported):
-    options = TextTaskOptions(data_path=Path(__file__), **changes)
+    options = TextTaskOptions(data_path=__file__, **changes)
     (found,) = problems(tasks=(task,), **{task: options})
     assert found.startswith(reported)
 
@@ -143,7 +143,7 @@ def test_problems_of_text_tasks_are_reported(task, changes, reported):
 def test_a_task_s_package_is_asked_for(monkeypatch):
     kind = replace(TEXT_TASKS["translation"], package="not_installed_anywhere")
     monkeypatch.setitem(TASKS, "translation", partial(TextTask, kind))
-    options = {"translation": TextTaskOptions(data_path=Path(__file__))}
+    options = {"translation": TextTaskOptions(data_path=__file__)}
     assert problems(tasks=("translation",), **options) == [
         "the task translation needs the package not_installed_anywhere: pip install "
         "not-installed-anywhere."
@@ -151,7 +151,7 @@ def test_a_task_s_package_is_asked_for(monkeypatch):
 
 
 def test_metrics_of_text_tasks_can_be_bounded():
-    options = {"squad": TextTaskOptions(data_path=Path(__file__))}
+    options = {"squad": TextTaskOptions(data_path=__file__)}
     gate = {"squad_f1": Bound(min=0.5)}
     assert problems(tasks=("squad",), gate=gate, **options) == []
 
@@ -214,12 +214,12 @@ def test_the_checkpoint_bounds_shapes_before_it_is_converted(tmp_path):
 
 
 def test_latency_that_is_off_is_not_checked():
-    assert problems(latency=LatencyOptions(enabled=False, shapes=("60",))) == []
+    assert problems(latency=LatencyOptions(enabled=False, shapes=["60"])) == []
 
 
 def test_a_bound_on_a_metric_that_is_not_measured_is_reported():
     (reported,) = problems(
-        lambada=LambadaOptions(metrics=("lambada_last_word",)),
+        lambada=LambadaOptions(metrics=["lambada_last_word"]),
         gate={"lambada_last_token": Bound(min=0.1)},
     )
     assert reported.startswith(

@@ -16,12 +16,13 @@ from inference.evaluation.run.latency import (
 )
 from inference.evaluation.run.task_run import EvaluationError
 from inference.evaluation.run.timing import distribution, interval_for
+from tests.conftest import present
 
 TEXTS = ("The cook lit the lamp", "They crossed the old stone bridge")
 OPTIONS = LatencyOptions(
-    shapes=("6+4", "6+1"),
-    batch_sizes=(1, 2),
-    concurrencies=(1, 3),
+    shapes=["6+4", "6+1"],
+    batch_sizes=[1, 2],
+    concurrencies=[1, 3],
     requests=9,
     warmup=1,
     max_point_s=60,
@@ -47,7 +48,7 @@ def test_every_point_of_the_grid_is_measured(model):
 
 def test_the_first_token_is_measured_once_and_not_listed_unless_asked_for(model):
     options = LatencyOptions(
-        shapes=("6+4", "6+3"), concurrencies=(1,), requests=5, warmup=0, max_point_s=60
+        shapes=["6+4", "6+3"], concurrencies=[1], requests=5, warmup=0, max_point_s=60
     )
     points = measure_latency(model, map(model.encode, TEXTS), options)
     assert [each.output_len for each in points] == [4, 3]
@@ -62,9 +63,10 @@ def ticking(load: Load) -> Answered:
 
 
 def test_further_tokens_share_the_rest_of_the_latency(model):
-    options = LatencyOptions(shapes=("6+1", "6+11"), batch_sizes=(3,), concurrencies=(1,))
+    options = LatencyOptions(shapes=["6+1", "6+11"], batch_sizes=[3], concurrencies=[1])
     one, eleven = measure_latency(model, map(model.encode, TEXTS), options, send=ticking)
-    assert (one.first_token_ms, one.per_token_ms) == (pytest.approx(10.0), None)
+    assert one.first_token_ms == pytest.approx(10.0)
+    assert one.per_token_ms is None
     assert eleven.first_token_ms == pytest.approx(10.0)
     assert eleven.per_token_ms == pytest.approx(2.0)
     assert not eleven.streamed
@@ -79,11 +81,13 @@ def streaming(load: Load) -> Answered:
 
 
 def test_tokens_of_a_stream_are_timed_as_they_come(fake_model):
-    options = LatencyOptions(shapes=("6+1", "6+5"), concurrencies=(1,))
+    options = LatencyOptions(shapes=["6+1", "6+5"], concurrencies=[1])
     model = fake_model(streams=True)
     one, five = measure_latency(model, map(model.encode, TEXTS), options, send=streaming)
-    assert (one.first_token_ms, one.per_token_ms) == (pytest.approx(10.0), None)
-    assert (five.first_token_ms, five.first_token_p95_ms) == (pytest.approx(10.0),) * 2
+    assert one.first_token_ms == pytest.approx(10.0)
+    assert one.per_token_ms is None
+    assert five.first_token_ms == pytest.approx(10.0)
+    assert five.first_token_p95_ms == pytest.approx(10.0)
     assert five.per_token_ms == pytest.approx(3.0)
     assert five.latency.p50_ms == pytest.approx(22.0)
     assert one.streamed
@@ -93,16 +97,16 @@ def test_tokens_of_a_stream_are_timed_as_they_come(fake_model):
 def test_a_streaming_model_gets_no_requests_for_single_tokens(fake_model):
     model = fake_model(streams=True)
     options = LatencyOptions(
-        shapes=("6+4",), concurrencies=(1,), requests=5, warmup=0, max_point_s=60
+        shapes=["6+4"], concurrencies=[1], requests=5, warmup=0, max_point_s=60
     )
     (point,) = measure_latency(model, map(model.encode, TEXTS), options)
     assert len(model.requests) == 5
     assert point.streamed
-    assert 0 < point.first_token_ms < point.latency.p50_ms
+    assert 0 < present(point.first_token_ms) < point.latency.p50_ms
 
 
 def test_a_point_ends_when_its_time_is_up(model):
-    options = LatencyOptions(shapes=("6+1",), concurrencies=(1,), requests=10**6, max_point_s=0.05)
+    options = LatencyOptions(shapes=["6+1"], concurrencies=[1], requests=10**6, max_point_s=0.05)
     (point,) = measure_latency(model, map(model.encode, TEXTS), options)
     assert 1 <= point.requests < 10**6
 
@@ -127,7 +131,7 @@ def test_latency_needs_text():
 def test_an_encoder_is_measured_by_the_tokens_in(model):
     model.inputs = ("input_ids", "sequence_length")
     options = LatencyOptions(
-        shapes=("3+8", "5+8", "3+1"), batch_sizes=(2,), concurrencies=(1,), requests=4, warmup=1
+        shapes=["3+8", "5+8", "3+1"], batch_sizes=[2], concurrencies=[1], requests=4, warmup=1
     )
     points = measure_latency(model, [range(10, 40)], options)
     assert [(each.input_len, each.output_len) for each in points] == [(3, 0), (5, 0)]
@@ -136,7 +140,7 @@ def test_an_encoder_is_measured_by_the_tokens_in(model):
         "input_ids": [(10, 11, 12), (11, 12, 13)],
         "sequence_length": [[3], [3]],
     }
-    (point,) = measure_latency(model, [range(30)], replace(options, shapes=("5+8",)), send=ticking)
+    (point,) = measure_latency(model, [range(30)], replace(options, shapes=["5+8"]), send=ticking)
     assert (point.first_token_ms, point.per_token_ms) == (None, None)
     assert point.tokens_per_s == pytest.approx(2 * 5 / (point.latency.p50_ms / 1000))
 

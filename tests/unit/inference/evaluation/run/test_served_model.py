@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from export_scripts.triton.signature import GPT, PREPROCESSING, T5, ensemble, resolve
+from inference.backend.tokenizer import Tokenizer
 from inference.evaluation.run.served_model import ServedModel, ServedTokenizer
 from inference.evaluation.task import RequestFailedError
+from inference.server.client import TritonClient
 
 _NUMPY = {"UINT32": "uint32", "FP32": "float32", "BOOL": "bool", "BYTES": "object"}
 
 
-class FakeClient:
+class FakeClient(TritonClient):
     """Answers each model with prepared outputs and keeps what it was sent."""
 
     def __init__(self, **outputs: Mapping[str, np.ndarray]) -> None:
@@ -28,7 +30,7 @@ class FakeClient:
             return {"TOKENS_BATCH": "INT32"}
         return {tensor.name: tensor.dtype for tensor in self.signature.inputs}
 
-    def infer(self, model, inputs, *, outputs=None):
+    def infer(self, model, inputs, *, outputs=None, **_):
         if self.error is not None:
             raise self.error
         self.sent.append((model, dict(inputs)))
@@ -36,13 +38,13 @@ class FakeClient:
         return {name: found[name] for name in outputs or found}
 
 
-class Letters:
+class Letters(Tokenizer):
     """Every letter is a token."""
 
-    def encode(self, text):
+    def encode(self, text, **_):
         return [ord(each) for each in text]
 
-    def decode(self, ids):
+    def decode(self, ids, **_):
         return "".join(chr(each) for each in ids)
 
 
@@ -145,7 +147,7 @@ def test_the_ensemble_may_repeat_the_prompt_or_not(answer):
 
 def test_a_prompt_that_decodes_otherwise_is_taken_off_as_decoded():
     class Lower(Letters):
-        def encode(self, text):
+        def encode(self, text, **_):
             return super().encode(text.lower())
 
     model = ServedModel(FakeClient(ensemble=text_of("hi there")), Lower())

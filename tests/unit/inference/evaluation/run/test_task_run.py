@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
-from inference.evaluation.run.task_run import EvaluationError, run_task
+from inference.evaluation.run.task_run import EvaluationError, EvaluationProgress, run_task
 from inference.evaluation.tasks.lambada import Lambada
 
 
 def run(passages: Path, model, *, concurrency: int = 4, progress=lambda _: None):
-    task = Lambada(EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(passages)))
+    task = Lambada(EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(str(passages))))
     return run_task(task, *task.prepare(), model, concurrency=concurrency, progress=progress)
 
 
@@ -41,7 +41,7 @@ def test_every_request_is_counted_and_timed(passages, model):
 
 
 def test_progress_shows_the_accuracy_so_far(passages, model):
-    reported = []
+    reported: list[EvaluationProgress] = []
     run(passages, model, progress=reported.append)
     assert [each.done for each in reported] == [0, 1, 2, 3, 4]
     assert dict(reported[-1].running) == {"lambada_last_word": 0.25, "lambada_last_token": 0.5}

@@ -79,9 +79,9 @@ class ServedBert(FakeModel):
 @pytest.fixture
 def options(tmp_path: Path) -> EvaluationOptions:
     return EvaluationOptions(
-        output_dir=tmp_path / "out",
+        output_dir=str(tmp_path / "out"),
         data_dir=tmp_path,
-        tasks=("identity",),
+        tasks=["identity"],
         source_path=write_model("gpt2", tmp_path / "source"),
         weights_dir=tmp_path / "ft dir" / "2-gpu",
         identity=IdentityOptions(samples=4, input_len=64, output_len=5),
@@ -149,7 +149,7 @@ def test_release_of_mesh_transformer_jax_is_computed_too(
 def _texts(options: EvaluationOptions) -> list[str]:
     from inference.evaluation.record import read_predictions
 
-    return [each.text for each in read_predictions(options.output_dir / "predictions.jsonl")]
+    return [each.text for each in read_predictions(Path(options.output_dir, "predictions.jsonl"))]
 
 
 def test_one_wrong_logit_shows_in_log_probabilities_and_tokens(
@@ -184,7 +184,7 @@ def test_breach_names_the_command_that_finds_the_tensor(options: EvaluationOptio
         f"python -m inference.parity --checkpoint-path {options.source_path} "
         f"--ft-dir '{options.weights_dir}'"
     )
-    assert str(breach) in unescape((options.output_dir / "junit.xml").read_text())
+    assert str(breach) in unescape(Path(options.output_dir, "junit.xml").read_text())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from inference.evaluation.tasks.lambada import Lambada, split_last_word
 from tests.conftest import ROOT
 
 
-def task(data_path: Path | None = None, **changes) -> Lambada:
+def task(data_path: str | None = None, **changes) -> Lambada:
     names = LambadaOptions.__dataclass_fields__.keys() & changes.keys()
     own = LambadaOptions(data_path, **{name: changes.pop(name) for name in names})
     return Lambada(EvaluationOptions(data_dir=Path(), lambada=own, **changes))
@@ -146,7 +146,7 @@ def test_a_limit_beyond_the_data_is_not_a_limit(passages):
 
 def test_bundled_passages_are_in_the_form_of_the_data_set():
     path = ROOT / "examples" / "passages.jsonl"
-    dataset, samples = task(data_path=path).prepare()
+    dataset, samples = task(data_path=str(path)).prepare()
     assert dataset.total >= 60
     assert len({sample.text for sample in samples}) == dataset.total
     assert all(sample.target.isalpha() for sample in samples)
@@ -154,7 +154,7 @@ def test_bundled_passages_are_in_the_form_of_the_data_set():
 
 
 def test_bundled_reference_belongs_to_the_bundled_passages():
-    dataset, samples = task(data_path=ROOT / "examples" / "passages.jsonl").prepare()
+    dataset, samples = task(data_path=str(ROOT / "examples" / "passages.jsonl")).prepare()
     path = ROOT / "examples" / "gpt_books_5m" / "passages_reference.json"
     reference = json.loads(path.read_text())
     assert reference["dataset_sha256"] == dataset.sha256

@@ -7,6 +7,8 @@ import struct
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,7 +30,7 @@ from inference.evaluation.tasks.text_tasks import (
     rouge,
     token_f1,
 )
-from tests.conftest import material
+from tests.conftest import material, present
 from tests.fake_model import VIRTUAL_ID
 from tests.ft_folders import write_gpt
 
@@ -58,7 +60,7 @@ def make(
     kind: TextTaskKind | str, own: TextTaskOptions | None = None, data_dir: Path = Path()
 ) -> TextTask:
     kind = TEXT_TASKS[kind] if isinstance(kind, str) else kind
-    options = {kind.name: own or TextTaskOptions()}
+    options: dict[str, Any] = {kind.name: own or TextTaskOptions()}
     return TextTask(kind, EvaluationOptions(data_dir=data_dir, **options))
 
 
@@ -96,14 +98,13 @@ def test_boolq_by_likelihood_takes_the_more_probable_answer(tmp_path, fake_model
 
 def test_virtual_tokens_stand_ahead_of_the_prompt(tmp_path, fake_model):
     model = fake_model({"Ice floats. does ice sink": ("fal", "se")})
-    ids = []
-    ask = model.complete_ids
-    model.complete_ids = lambda given, **options: ids.append(given) or ask(given, **options)
-    prompt = PromptOptions(length=2, start_id=VIRTUAL_ID, task_id=1, append_ids=(VIRTUAL_ID + 7,))
+    model.complete_ids = Mock(wraps=model.complete_ids)
+    prompt = PromptOptions(length=2, start_id=VIRTUAL_ID, task_id=1, append_ids=[VIRTUAL_ID + 7])
     path = lines(tmp_path / "boolq.jsonl", BOOLQ[0])
     found = run("boolq", model, data_path=path, prompt=prompt)
-    assert ids[0][:2] == (VIRTUAL_ID, VIRTUAL_ID + 1)
-    assert ids[0][-1] == VIRTUAL_ID + 7
+    (ids,) = model.complete_ids.call_args_list[0].args
+    assert ids[:2] == (VIRTUAL_ID, VIRTUAL_ID + 1)
+    assert ids[-1] == VIRTUAL_ID + 7
     assert model.tensors == [{"prompt_learning_task_name_ids": 1}]
     assert values(found) == {"boolq_accuracy": 1.0}
 
@@ -130,7 +131,7 @@ def test_length_and_ids_of_virtual_tokens_are_those_of_config_ini(tmp_path, give
         weights_dir=folder,
         boolq=TextTaskOptions(data_path=str(data), prompt=given),
     )
-    found = TASKS["boolq"](options).prompt
+    found = TextTask(TEXT_TASKS["boolq"], options).prompt
     assert (found.length, found.start_id, found.task_id) == expected
 
 
@@ -320,14 +321,14 @@ def test_summaries_are_scored_by_rouge(tmp_path, fake_model):
     ],
 )
 def test_rows_that_do_not_fit_are_reported(tmp_path, name, row, reported):
-    task = make(name, TextTaskOptions(data_path=lines(tmp_path / "data", row)))
+    task = make(name, TextTaskOptions(data_path=str(lines(tmp_path / "data", row))))
     with pytest.raises(ValueError, match=reported):
         task.prepare()
 
 
 def test_a_template_may_use_only_fields_of_the_data(tmp_path):
     options = TextTaskOptions(
-        data_path=lines(tmp_path / "data", BOOLQ[0]), template="{passage} {title}"
+        data_path=str(lines(tmp_path / "data", BOOLQ[0])), template="{passage} {title}"
     )
     with pytest.raises(ValueError, match="no field 'title' for the template"):
         make("boolq", options).prepare()
@@ -335,7 +336,7 @@ def test_a_template_may_use_only_fields_of_the_data(tmp_path):
 
 @pytest.mark.parametrize("template", ['{"text": "{passage}"}', "{0}", "{passage.text}", "{"])
 def test_a_template_that_cannot_be_filled_in_is_reported_before_the_start(tmp_path, template):
-    boolq = TextTaskOptions(data_path=lines(tmp_path / "data", BOOLQ[0]), template=template)
+    boolq = TextTaskOptions(data_path=str(lines(tmp_path / "data", BOOLQ[0])), template=template)
     options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path, boolq=boolq)
     (problem,) = TASKS["boolq"](options).problems()
     assert problem.startswith("evaluate.boolq.template is not")
@@ -343,13 +344,13 @@ def test_a_template_that_cannot_be_filled_in_is_reported_before_the_start(tmp_pa
 
 def test_shared_test_sets_have_the_known_sizes():
     data = material("data")
-    boolq = TextTaskOptions(data_path=data / "boolq_test.jsonl")
+    boolq = TextTaskOptions(data_path=str(data / "boolq_test.jsonl"))
     dataset, samples = make("boolq", boolq).prepare()
     assert dataset.total == 2770
     assert sum(sample.target == "true" for sample in samples) == 1719
     wmt = TextTaskOptions(
-        data_path=data / "wmt" / "test.en",
-        target_path=data / "wmt" / "test.de",
+        data_path=str(data / "wmt" / "test.en"),
+        target_path=str(data / "wmt" / "test.de"),
     )
     dataset, samples = make("translation", wmt).prepare()
     assert dataset.total == 3004
@@ -399,12 +400,11 @@ def test_all_right_answers_count():
 
 def test_ids_after_a_prompt_need_no_virtual_tokens(tmp_path, fake_model):
     model = fake_model({"Ice floats. does ice sink": ("fal", "se")})
-    ids = []
-    ask = model.complete_ids
-    model.complete_ids = lambda given, **options: ids.append(given) or ask(given, **options)
-    prompt = PromptOptions(append_ids=(VIRTUAL_ID + 7,))
+    model.complete_ids = Mock(wraps=model.complete_ids)
+    prompt = PromptOptions(append_ids=[VIRTUAL_ID + 7])
     found = run("boolq", model, data_path=lines(tmp_path / "boolq.jsonl", BOOLQ[0]), prompt=prompt)
-    assert ids[0] == (*model.encode("Ice floats. does ice sink"), VIRTUAL_ID + 7)
+    (ids,) = model.complete_ids.call_args_list[0].args
+    assert ids == (*model.encode("Ice floats. does ice sink"), VIRTUAL_ID + 7)
     assert model.tensors == [{}]
     assert values(found) == {"boolq_accuracy": 1.0}
 
@@ -413,7 +413,7 @@ def test_ids_after_a_prompt_need_no_virtual_tokens(tmp_path, fake_model):
     ("prompt", "method", "reported"),
     [
         (PromptOptions(start_id=7), "generation", "start_id=7 has no meaning without virtual"),
-        (PromptOptions(append_ids=(3,)), "log_likelihood", "cannot be used with method=log_like"),
+        (PromptOptions(append_ids=[3]), "log_likelihood", "cannot be used with method=log_like"),
         (PromptOptions(length=2, start_id=7), "generation", "needs either task_id or table_path"),
     ],
 )
@@ -421,7 +421,7 @@ def test_options_of_virtual_tokens_that_would_be_ignored_are_refused(
     tmp_path, prompt, method, reported
 ):
     data = lines(tmp_path / "boolq.jsonl", BOOLQ[0])
-    boolq = TextTaskOptions(data_path=data, prompt=prompt, method=method)
+    boolq = TextTaskOptions(data_path=str(data), prompt=prompt, method=method)
     options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path, boolq=boolq)
     (problem,) = TASKS["boolq"](options).problems()
     assert reported in problem
@@ -435,7 +435,7 @@ def test_boolq_comes_from_its_archive_once(tmp_path):
     with zipfile.ZipFile(archive, "w") as files:
         files.writestr("BoolQ/val.jsonl", json.dumps(row) + "\n")
     source = DataSource(archive.as_uri(), sha256_of(archive), "BoolQ/val.jsonl")
-    assert TEXT_TASKS["boolq"].source.member == source.member
+    assert present(TEXT_TASKS["boolq"].source).member == source.member
     kind = replace(TEXT_TASKS["boolq"], source=source)
     for _ in range(2):  # downloaded, and at hand
         task = make(kind, data_dir=tmp_path / "data")

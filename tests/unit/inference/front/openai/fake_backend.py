@@ -6,20 +6,23 @@ import asyncio
 import contextlib
 import dataclasses
 import string
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 from aiohttp.test_utils import RawTestServer
 
+from inference.backend.tokenizer import Tokenizer
 from inference.front.access import OPEN_ACCESS, Access
 from inference.front.guard import Guard, RejectedError
 from inference.front.openai.answers import Candidate
-from inference.front.openai.codec import ChatTemplate, Codec
+from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
 from inference.front.openai.endpoint import OpenAIEndpoint
 from inference.front.openai.prepare import GenerationJob, ModelFacts
+from inference.front.openai.served import TritonModel
 from inference.front.workers import Workers
 
 LETTERS = string.ascii_letters + " .,!\n"
@@ -34,7 +37,7 @@ INPUTS = frozenset(
 FACTS = ModelFacts("letters", INPUTS, max_rows=4, context_len=64, streams=True)
 
 
-class Letters:
+class Letters(Tokenizer):
     """A tokenizer in which each letter is a token; the end token is `<end>`."""
 
     vocab_size = 256
@@ -51,14 +54,15 @@ class Letters:
         return "".join("<end>" if each == END else LETTERS[each] for each in ids)
 
 
-class LetterTexts:
+@dataclasses.dataclass(frozen=True)
+class LetterTexts(CodecFiles):
     """The codec of letters."""
 
-    def __init__(self, template: ChatTemplate | None = None) -> None:
-        self._codec = Codec(Letters(), template, end_ids=(END,))
+    folder: Path = Path()
+    template: ChatTemplate | None = None
 
     def codec(self) -> Codec:
-        return self._codec
+        return Codec(Letters(), self.template, end_ids=(END,))
 
 
 class NoProcesses(Workers):
@@ -68,7 +72,7 @@ class NoProcesses(Workers):
         return work(*args)
 
 
-class FakeModel:
+class FakeModel(TritonModel):
     """Says `text` a letter at a time, each candidate with its number in front.
 
     `fails_after` letters it fails; `waits` makes it stop there until it is given up.
@@ -91,7 +95,7 @@ class FakeModel:
         self._fails_after = fails_after
         self._waits = waits
 
-    async def generate(self, job: GenerationJob) -> AsyncIterator[Sequence[Candidate]]:
+    async def generate(self, job: GenerationJob) -> AsyncGenerator[Sequence[Candidate], None]:
         self.jobs.append(job)
         try:
             whole = self._ids[: job.output_len]
@@ -115,7 +119,7 @@ def run(
     access: Access = OPEN_ACCESS,
     template: ChatTemplate | None = None,
     ready: bool = True,
-    texts: Any = None,
+    texts: CodecFiles | None = None,
     workers: Workers | None = None,
     origins: Sequence[str] = (),
 ) -> None:
@@ -129,7 +133,7 @@ def run(
         guard = Guard(access, listens_at="127.0.0.1", origins=origins)
         endpoint = OpenAIEndpoint(
             {served.facts.name: served},
-            texts or LetterTexts(template),
+            texts or LetterTexts(template=template),
             guard,
             workers or NoProcesses(),
             is_ready=is_ready,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import json
 import re
@@ -17,7 +18,7 @@ import pytest
 
 from inference.front.access import Access, OpenAIOptions
 from inference.front.openai.answers import Answer, Candidate
-from inference.front.openai.codec import ChatTemplate, Codec
+from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
 from inference.front.openai.prepare import load_codec
 from inference.front.workers import Workers
 from tests.unit.inference.front.openai.fake_backend import (
@@ -231,8 +232,8 @@ def test_biases_and_the_frequency_penalty_reach_models_that_take_them() -> None:
     model = FakeModel(facts=with_facts(inputs=INPUTS | added))
 
     async def check(client: aiohttp.ClientSession) -> None:
-        asked = {"n": 2, "logit_bias": {"0": -100, "5": -100, "7": 2.5, "9": 0}}
-        await ask(client, **asked, frequency_penalty=0.5)
+        bias = {"0": -100, "5": -100, "7": 2.5, "9": 0}
+        await ask(client, n=2, logit_bias=bias, frequency_penalty=0.5)
         (job,) = model.jobs
         assert job.tensors["bad_words_list"][1].tolist() == [[5], [1]]
         assert job.tensors["logit_bias_ids"].tolist() == [[0, 7]] * 2
@@ -437,11 +438,12 @@ def test_what_a_chat_cannot_do_is_refused(change: dict[str, Any]) -> None:
     run(check, template=ChatTemplate(TEMPLATE, {}))
 
 
-class EndlessTexts:
+@dataclasses.dataclass(frozen=True)
+class EndlessTexts(CodecFiles):
     """Letters with a template that runs for ever, or takes all memory."""
 
-    def __init__(self, source: str) -> None:
-        self.source = source
+    folder: Path = Path()
+    source: str = ""
 
     def codec(self) -> Codec:
         return Codec(Letters(), ChatTemplate(self.source, {}), end_ids=(END,))
@@ -456,7 +458,7 @@ class EndlessTexts:
     ],
 )  # fmt: skip
 def test_six_chats_without_an_end_put_nobody_to_sleep(source: str, said: str) -> None:
-    texts, workers = EndlessTexts(source), Workers(work_s=1.0)
+    texts, workers = EndlessTexts(source=source), Workers(work_s=1.0)
 
     async def check(client: aiohttp.ClientSession) -> None:
         await workers.start(functools.partial(load_codec, texts))
