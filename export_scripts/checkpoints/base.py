@@ -381,14 +381,14 @@ def _count_values(node: Any, counts: dict[int, int]) -> int:
     return counts.get(id(node), 0)
 
 
-def json_table(content: bytes, source: object) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint, called `source` in messages.
+def json_table(content: bytes | str, source: object, *, is_strict: bool = False) -> dict[str, Any]:
+    """Return the object in a JSON file of a checkpoint, as `json_object`.
 
     Raises:
         CheckpointMismatchError: It holds something else.
     """
     try:
-        return json_object(content, source)
+        return json_object(content, source, is_strict=is_strict)
     except ValueError as error:
         raise CheckpointMismatchError(str(error)) from error
 

@@ -201,7 +201,7 @@ def _npy_header(file: BinaryIO, where: str) -> tuple[dict[str, Any], int]:
     try:
         fields = ast.literal_eval(file.read(min(length, 1 << 16)).decode("latin-1").strip())
         shape = fields["shape"]
-        if not all(isinstance(size, int) and size >= 0 for size in shape):
+        if not all(type(size) is int and size >= 0 for size in shape):
             raise ValueError(f"shape {shape}")
     except (ValueError, SyntaxError, KeyError, TypeError) as error:
         raise CheckpointMismatchError(f"{where} has a damaged header: {error}") from error

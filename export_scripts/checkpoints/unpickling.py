@@ -215,7 +215,7 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
             raise pickle.UnpicklingError(f"unknown persistent id {reprlib.repr(pid):.80}")
         _, kind, key, _location, count = pid[:5]
         _check_type(kind)
-        if not isinstance(key, (str, int)) or not isinstance(count, int) or count < 0:
+        if not isinstance(key, (str, int)) or type(count) is not int or count < 0:
             raise pickle.UnpicklingError(f"malformed storage {reprlib.repr(pid):.80}")
         storage = Storage(str(key), kind.dtype, count)
         self._storages[storage.key] = storage
@@ -272,7 +272,7 @@ def _pending(storage: Any, dtype: str, offset: Any, shape: Any, stride: Any) -> 
     if (
         not isinstance(storage, Storage)
         or len(sizes) != len(steps)
-        or any(not isinstance(n, int) or n < 0 for n in numbers)
+        or any(type(n) is not int or n < 0 for n in numbers)
     ):
         raise pickle.UnpicklingError(f"a tensor's record is malformed: {reprlib.repr(numbers):.80}")
     return PendingTensor(storage, dtype, offset, sizes, steps)
