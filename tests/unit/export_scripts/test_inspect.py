@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,29 @@ def test_config_json_alone_gives_family_and_sizes(
     assert "the folder holds no weights" in facts["notes"][0]
     assert main([str(model), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["can be"] == facts["can be"]
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("starcoder2", {"num_hidden_layers": 10**9}, "{}: config.json: num_hidden_layers = "
+         "1000000000 is not a count; expected a whole number from 1 to 10000"),
+        ("qwen2", {"num_hidden_layers": 2**31 - 1}, "{}: config.json: num_hidden_layers"),
+        ("t5", {"num_layers": 10**9}, "{}: config.json: num_layers"),
+        ("gpt2", {"n_layer": "12"}, "{}: config.json: n_layer = '12' is not a count"),
+        ("mixtral", {"num_hidden_layers": 9999, "num_local_experts": 9999}, "{}: num_layer = 9999 "
+         "and expert_num = 9999 are more layers than any model has"),
+        ("mixtral", {"num_local_experts": 10**9}, "{}: num_layer = 2 and expert_num = 1000000000"),
+    ],
+)  # fmt: skip
+def test_a_damaged_size_is_named_at_once(
+    name: str, changes: dict[str, Any], words: str, has_weights: bool, tmp_path: Path
+) -> None:
+    model = copy_of(write_model(name, tmp_path / "model"), tmp_path / "copy", config=changes)
+    if not has_weights:
+        (model / "model.safetensors").unlink()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (problem, *_) = describe(model)["cannot be converted"]
+    assert problem.startswith(words.format(model))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10

@@ -31,7 +31,8 @@ def test_sizes_that_are_no_sizes_are_reported(
 ) -> None:
     source = write_nemo(tmp_path / "x.nemo", config=config)
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert [each.split(";")[0] for each in problems] == [f"model_config.yaml: {reported}"]
+    where = f"--checkpoint-path={source}: model_config.yaml"
+    assert [each.split(";")[0] for each in problems] == [f"{where}: {reported}"]
 
 
 def test_an_epsilon_without_a_point_is_read_as_a_number(tmp_path: Path) -> None:
@@ -44,7 +45,8 @@ def test_absurdly_many_layers_are_refused_without_listing_their_tensors(tmp_path
     source = write_nemo(tmp_path / "x.nemo", config={"num_layers": 10**9})
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert problems == [
-        "num_layer = 1000000000: expected at most 10000; the configuration is damaged"
+        f"--checkpoint-path={source}: model_config.yaml: num_layers = 1000000000 is not a count; "
+        "expected a whole number from 0 to 10000"
     ]
 
 
