@@ -178,8 +178,9 @@ def _indexed_files(index: Path) -> dict[str, str]:
     }
     if missing:
         raise CheckpointMismatchError(
-            f"{index}: weight_map names what is no file beside it: {first_names(sorted(missing))}; "
-            "copy these files there, or the index that belongs to those that are there"
+            f"{index}: weight_map names what is not a file next to it: "
+            f"{first_names(sorted(missing))}; copy these files there, or the index that belongs to "
+            "those that are there"
         )
     return named
 

@@ -102,7 +102,7 @@ def test_every_name_of_an_index_that_is_no_shard_is_refused(
         values(path)
     (problem,) = caught.value.problems
     assert problem.startswith(f"{path}/model.safetensors.index.json: weight_map names")
-    assert f"beside it: {shown}; copy" in problem
+    assert f"next to it: {shown}; copy" in problem
 
 
 @pytest.mark.parametrize("weight_map", [{}, ["model-1.safetensors"], None])
