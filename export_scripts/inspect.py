@@ -24,12 +24,7 @@ from export_scripts.checkpoints.huggingface import (
 from export_scripts.checkpoints.quantized import quantization, with_plain_weights
 from export_scripts.commands import command_parser, run_command, say
 from export_scripts.conversion.huggingface import plan_huggingface
-from export_scripts.conversion.plan import (
-    checked_config,
-    find_mapping,
-    plan_conversion,
-    unsupported_reasons,
-)
+from export_scripts.conversion.plan import find_mapping, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import FTConfig
@@ -164,8 +159,8 @@ def _becomes(reader: CheckpointReader) -> dict[str, Any]:
     out: dict[str, Any] = {"source": mapping.title, "family": mapping.family.name, "can be": []}
     facts = dataclasses.replace(facts, prefix=mapping.prefix)
     try:
-        refuse(unsupported_reasons(mapping, facts))
-        config = checked_config(mapping, facts)
+        refuse(mapping.reasons(facts))
+        config = mapping.checked_config(facts)
     except CheckpointMismatchError as error:
         return out | {"cannot be converted": error.problems}
     except ValueError as error:

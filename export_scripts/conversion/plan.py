@@ -7,7 +7,6 @@ numpy is not imported.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +37,6 @@ from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, is_replaced, ma
 
 # In the names of tensors of NeMo's and Megatron Bridge's adapters.
 _ADAPTER = re.compile(r"\.adapter(_layer)?\.")
-# Layers times experts.
-_MOST_MODULES = 1_000_000
 # Keys of config.ini that the request sets.
 _ASKED_FOR = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_type"}
 
@@ -110,7 +107,7 @@ def plan_conversion(
     stated, problems = _stated_values(mapping.family.config, request, names)
     problems = [*_refused(request, facts, mapping, names), *problems]
     refuse(problems)
-    config = dataclasses.replace(checked_config(mapping, facts), **stated)
+    config = dataclasses.replace(mapping.checked_config(facts), **stated)
     problems = divisibility_problems(mapping, config, request, names)
     # A size that does not divide is reported once, not again for every tensor.
     tensors, tensor_problems = plan_tensors(
@@ -164,43 +161,8 @@ def source_config(
     facts = _open(request, None)
     mapping = find_mapping(facts)
     facts = dataclasses.replace(facts, prefix=mapping.prefix)
-    refuse(unsupported_reasons(mapping, facts))
-    return mapping.family, checked_config(mapping, facts)
-
-
-def unsupported_reasons(mapping: SourceMapping, facts: Facts) -> list[str]:
-    """Return every reason the layout cannot hold a model, each with a checkpoint's path."""
-    try:
-        return _with_paths(mapping.unsupported(facts), facts)
-    except CheckpointMismatchError as error:
-        return _with_paths(error.problems, facts)
-
-
-def checked_config(mapping: SourceMapping, facts: Facts) -> FTConfig:
-    """Return the config of a model.
-
-    Raises:
-        CheckpointMismatchError: Settings are missing or cannot be represented; all are listed,
-            each with a checkpoint's path.
-        ValueError: A value that the user states is wrong.
-    """
-    try:
-        config = mapping.config(facts)
-    except CheckpointMismatchError as error:
-        raise CheckpointMismatchError(_with_paths(error.problems, facts)) from error
-    counts = {name: getattr(config, name) for name in config.INDICES.values()}
-    if math.prod(counts.values()) > _MOST_MODULES:
-        sizes = _listing([f"{name} = {count}" for name, count in counts.items()], "and")
-        problem = f"{sizes} are more layers than any model has; its configuration is damaged"
-        raise CheckpointMismatchError(_with_paths([problem], facts))
-    return config
-
-
-def _with_paths(problems: Sequence[str], facts: Facts) -> list[str]:
-    """Return problems, with the model's path before those that begin with no checkpoint's."""
-    readers = (facts.reader, *facts.prompts, *facts.ia3, *facts.adapters)
-    known = tuple(str(reader.path) for reader in readers)
-    return [each if each.startswith(known) else f"{facts.reader.path}: {each}" for each in problems]
+    refuse(mapping.reasons(facts))
+    return mapping.family, mapping.checked_config(facts)
 
 
 def _special_token_warnings(config: FTConfig, names: Mapping[str, str]) -> list[str]:
@@ -368,7 +330,7 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
 def _refused(
     request: ConversionRequest, facts: Facts, mapping: SourceMapping, names: Mapping[str, str]
 ) -> list[str]:
-    problems = unsupported_reasons(mapping, facts)
+    problems = mapping.reasons(facts)
     if not (mapping.family.has_shards or request.is_huggingface):
         problems.append(
             f"{facts.reader.path} is a mixture of experts, which has no folder of shards: write it "

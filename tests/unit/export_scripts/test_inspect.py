@@ -95,9 +95,9 @@ def test_config_json_alone_gives_family_and_sizes(
         ("qwen2", {"num_hidden_layers": 2**31 - 1}, "{}: config.json: num_hidden_layers"),
         ("t5", {"num_layers": 10**9}, "{}: config.json: num_layers"),
         ("gpt2", {"n_layer": "12"}, "{}: config.json: n_layer = '12' is not a count"),
-        ("mixtral", {"num_hidden_layers": 9999, "num_local_experts": 9999}, "{}: num_layer = 9999 "
-         "and expert_num = 9999 are more layers than any model has"),
-        ("mixtral", {"num_local_experts": 10**9}, "{}: num_layer = 2 and expert_num = 1000000000"),
+        ("mixtral", {"num_hidden_layers": 9999, "num_local_experts": 9999}, "{}: num_layer = 9999, "
+         "expert_num = 9999: more layers than any model has"),
+        ("mixtral", {"num_local_experts": 10**9}, "{}: num_layer = 2, expert_num = 1000000000"),
     ],
 )  # fmt: skip
 def test_a_damaged_size_is_named_at_once(
