@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.files.checksum import crc32
 from export_scripts.files.json_content import json_object
+from export_scripts.numeric.dtypes import SOURCE_TYPES
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -27,22 +28,6 @@ if TYPE_CHECKING:
 _MAX_SMALL_BYTES = 64 << 20  # an index has some hundred bytes for each tensor
 MAX_YAML_BYTES = 1 << 20  # which takes some ten seconds to read
 _MOST_VALUES, _MOST_DIGITS = 1_000_000, 400
-# Bytes of one value, and torch's name, of every type a source may store.
-SOURCE_TYPES: dict[str, tuple[int, str]] = {
-    "fp64": (8, "float64"),
-    "fp32": (4, "float32"),
-    "fp16": (2, "float16"),
-    "bf16": (2, "bfloat16"),
-    "fp8": (1, "float8_e4m3fn"),
-    "int64": (8, "int64"),
-    "int32": (4, "int32"),
-    "int16": (2, "int16"),
-    "int8": (1, "int8"),
-    "uint8": (1, "uint8"),
-    "bool": (1, "bool"),
-    "complex64": (8, "complex64"),
-    "complex128": (16, "complex128"),
-}
 FLOATING_TYPES = frozenset({"fp64", "fp32", "fp16", "bf16"})
 
 

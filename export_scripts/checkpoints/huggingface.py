@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from export_scripts.checkpoints.base import (
-    SOURCE_TYPES,
     CheckpointReader,
     StoredTensor,
     TokenizerFile,
@@ -20,6 +19,7 @@ from export_scripts.checkpoints.partitioned import flatten
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
+from export_scripts.numeric.dtypes import SOURCE_TYPES
 
 CONFIG_NAME = "config.json"
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from export_scripts.checkpoints.base import SOURCE_TYPES
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.numeric.dtypes import SOURCE_TYPES
 
 # Objects of these modules become inert records: names are kept, no code runs.
 _INERT_MODULES = (
@@ -41,7 +41,7 @@ _STORAGE_TYPES = {
     "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
     "UntypedStorage": "uint8",
 }  # fmt: skip
-_TORCH_TYPES = {name: key for key, (_, name) in SOURCE_TYPES.items()}
+_TORCH_TYPES = {name: key for key, (_, name, _) in SOURCE_TYPES.items()}
 
 # Opcodes that no torch file uses; each would bypass the checks.
 _REFUSED_OPCODES = (
