@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from export_scripts.files.write_behind import AtOnce, WriteBehind
+from export_scripts.ft.writer import AtOnce, WriteBehind
 
 
 @pytest.fixture
