@@ -31,7 +31,9 @@ from export_scripts.triton.model_folders import (
     RESERVED_NAMES,
     TEXT_ENCODER,
     TOKENIZER,
+    VERSION,
     ModelFolder,
+    RepositoryRequest,
     end_id,
     is_generative,
     served_model,
@@ -40,7 +42,6 @@ from export_scripts.triton.model_folders import (
     text_models,
 )
 from export_scripts.triton.parameters import parameter_problems
-from export_scripts.triton.repository_request import VERSION, RepositoryRequest
 from export_scripts.triton.signature import MODEL_SIGNATURES
 
 __all__ = [
