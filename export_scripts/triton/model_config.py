@@ -59,27 +59,10 @@ class TritonModelConfig:
     instance_count: int = 1
     steps: tuple[EnsembleStep, ...] = ()
 
-    def problems(self) -> list[str]:
-        """Return the settings that Triton or the backend would refuse."""
-        found = []
-        if self.interactive and self.max_batch_size != 1:
-            found.append(
-                f"max_batch_size={self.max_batch_size} of an interactive model; it must be 1."
-            )
-        if self.interactive and self.max_queue_delay_us is not None:
-            found.append(
-                "an interactive model cannot use dynamic batching; switch one of them off."
-            )
-        if self.max_batch_size < 1:
-            found.append(f"max_batch_size={self.max_batch_size} must be at least 1.")
-        return found
-
     def to_text(self) -> str:
-        """Return the text of config.pbtxt. Raises ValueError with every problem."""
+        """Return the text of config.pbtxt."""
         from google.protobuf import text_format
 
-        if problems := self.problems():
-            raise ValueError("\n".join(f"{self.name}: {problem}" for problem in problems))
         return str(text_format.MessageToString(self._message()))
 
     def _message(self) -> Any:

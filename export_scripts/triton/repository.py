@@ -44,18 +44,7 @@ from export_scripts.triton.model_folders import (
 from export_scripts.triton.parameters import parameter_problems
 from export_scripts.triton.signature import MODEL_SIGNATURES
 
-__all__ = [
-    "CONFIG_FILE",
-    "ENGINES",
-    "ENSEMBLE",
-    "POSTPROCESSING",
-    "PREPROCESSING",
-    "TOKENIZER",
-    "RepositoryRequest",
-    "build_repository",
-    "check_repository",
-    "repository_models",
-]
+__all__ = ["ENSEMBLE", "RepositoryRequest", "build_repository", "check_repository"]
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 CONFIG_FILE = "config.pbtxt"
