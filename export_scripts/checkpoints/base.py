@@ -347,11 +347,7 @@ def yaml_table(content: bytes, source: object) -> dict[str, Any]:
 
 
 def _count_values(node: Any, counts: dict[int, int]) -> int:
-    """Return the number of values in a YAML node with its aliases repeated.
-
-    Raises:
-        ValueError: They, or a number in it, would keep their reader busy.
-    """
+    """Return the number of values in a YAML node with its aliases repeated."""
     if node is not None and id(node) not in counts:
         counts[id(node)] = _MOST_VALUES  # of a node in itself
         count = 1

@@ -254,11 +254,7 @@ def index_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_cover(path: Path, tensors: Mapping[str, StoredTensor], begin: int, size: int) -> None:
-    """Check that the tensors fill the file from `begin` on: no bytes lost or added.
-
-    Raises:
-        CheckpointMismatchError: The tensors leave a gap or a rest, or overlap.
-    """
+    """Check that the tensors fill the file from `begin` on: no bytes lost or added."""
     end = begin
     for key, tensor in sorted(
         tensors.items(), key=lambda item: (item[1].offset, item[1].span_bytes)

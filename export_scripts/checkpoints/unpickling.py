@@ -104,11 +104,7 @@ class Inert:
 
 
 def _check_key(key: Any) -> None:
-    """Reject a key that could take forever to hash: nested tuples that share their parts.
-
-    Raises:
-        UnpicklingError: The key is neither plain nor a flat tuple of plain values.
-    """
+    """Reject a key that could take forever to hash: nested tuples that share their parts."""
     for value in key if isinstance(key, tuple) else (key,):
         if isinstance(value, (tuple, frozenset)):
             raise pickle.UnpicklingError("a key nests tuples, which no checkpoint does")
@@ -254,11 +250,7 @@ def _rebuild_typed(
 
 
 def _check_type(kind: Any) -> None:
-    """Reject a storage or a tensor of an unsupported type.
-
-    Raises:
-        UnpicklingError: The type is quantised or unknown.
-    """
+    """Reject a storage or a tensor of an unsupported type."""
     if not isinstance(kind, StorageType):
         name = getattr(kind, "qualified_name", reprlib.repr(kind))
         raise pickle.UnpicklingError(

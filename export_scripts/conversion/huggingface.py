@@ -296,11 +296,7 @@ def _views(
 
 
 def _carried(source: ConversionPlan, found: _Candidate) -> tuple[WrittenTensor, ...]:
-    """Return the tensors that belong to the model and not to the family's layout.
-
-    Raises:
-        CheckpointMismatchError: The source has none of them.
-    """
+    """Return the tensors that belong to the model and not to the family's layout."""
     patterns = found.mapping.carried
     if not patterns:
         return ()

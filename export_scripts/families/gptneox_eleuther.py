@@ -34,12 +34,7 @@ _START_ID, _END_ID = 0, 2
 
 
 def _config(facts: Facts) -> GPTNeoXConfig:
-    """Return the config of a release: sizes from its tensors, the rest from configs/*.yml.
-
-    Raises:
-        CheckpointMismatchError: The heads or rotated dimensions are unknown, or the
-        architecture is another; all problems are listed.
-    """
+    """Return the config of a release: sizes from its tensors, the rest from configs/*.yml."""
     settings = Settings(facts.config, label="configs/*.yml")
     _refuse_other_models(settings)
     assumed = not _is_whole(settings.source)

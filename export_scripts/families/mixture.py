@@ -188,11 +188,7 @@ def _core_reasons(facts: Facts) -> list[str]:
 
 
 def _core_config(facts: Facts) -> MixtureConfig:
-    """Return the config of a mixture of megatron-core.
-
-    Raises:
-        ValueError: The special tokens are not known.
-    """
+    """Return the config of a mixture of megatron-core."""
     traits = core_traits(facts)
     source = traits.source
     dense = vars(core.core_config(facts))
