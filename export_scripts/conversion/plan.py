@@ -304,11 +304,14 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
                 f"{facts.reader.path}: {key} = {value!r:.100} of its configuration is not a text"
             )
     candidates = [mapping for mapping in SOURCE_MAPPINGS if mapping.format == facts.reader.format]
-    fitting = [
-        mapping
-        for mapping in candidates
-        if mapping.matches(dataclasses.replace(facts, prefix=mapping.prefix))
-    ]
+    try:
+        fitting = [
+            mapping
+            for mapping in candidates
+            if mapping.matches(dataclasses.replace(facts, prefix=mapping.prefix))
+        ]
+    except CheckpointMismatchError as error:
+        raise CheckpointMismatchError(facts.with_paths(error.problems)) from error
     kinds = MODEL_TYPES.get(model_type or "", (model_type,))
     wanted = [mapping for mapping in fitting if mapping.family.name in kinds]
     if fitting:

@@ -7,13 +7,13 @@ wrote the file.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from export_scripts.checkpoints.base import json_table
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.layout.config import MOST_LAYERS, FTConfig
+from export_scripts.families.layout.config import MOST_LAYERS, ConfigT, FTConfig
 from export_scripts.families.mapping.source_mapping import Facts
 
 _REQUIRED = object()
@@ -201,6 +201,21 @@ class Settings:
             self.note(f"{name} = {value!r} is not a token id")
             return None
         return value
+
+    def built(self, config: Callable[..., ConfigT], **fields: Any) -> ConfigT:
+        """Return a config.
+
+        Raises:
+            CheckpointMismatchError: Problems were noted, or the fields do not belong together; all
+                are listed.
+        """
+        try:
+            made = config(**fields)
+        except ValueError as error:
+            for problem in str(error).split("\n"):
+                self.note(problem)
+        self.finish()
+        return made
 
     def finish(self) -> None:
         """Raise the noted problems, each once though several fields come of one setting.

@@ -95,6 +95,10 @@ def test_config_json_alone_gives_family_and_sizes(
         ("qwen2", {"num_hidden_layers": 2**31 - 1}, "{}: config.json: num_hidden_layers"),
         ("t5", {"num_layers": 10**9}, "{}: config.json: num_layers"),
         ("gpt2", {"n_layer": "12"}, "{}: config.json: n_layer = '12' is not a count"),
+        ("llama", {"partial_rotary_factor": 1e308}, "{}: config.json: partial_rotary_factor"),
+        ("gemma2", {"sliding_window": 1e308}, "{}: config.json: sliding_window = 1e+308"),
+        ("t5", {"relative_attention_num_buckets": "x"}, "{}: config.json: relative_attention_num"),
+        ("t5", {"relative_attention_num_buckets": 2}, "{}: config.json: relative_attention_num"),
         ("mixtral", {"num_hidden_layers": 9999, "num_local_experts": 9999}, "{}: num_layer = 9999, "
          "expert_num = 9999: more layers than any model has"),
         ("mixtral", {"num_local_experts": 10**9}, "{}: num_layer = 2, expert_num = 1000000000"),
