@@ -93,7 +93,8 @@ def open_nemo(
     if config is None:
         config = _config_of_checkpoint(trees(next(iter(weights.values()))), path)
     tp_size, pp_size = (
-        count_of(config, f"{k}_model_parallel_size", default=1) for k in ("tensor", "pipeline")
+        count_of(config, f"{kind}_model_parallel_size", default=1, where=path)
+        for kind in ("tensor", "pipeline")
     )
     by_rank = check_training_ranks(ranks, tp_size=tp_size, pp_size=pp_size, where=str(path))
     states = {place: _state(trees(weights[rank.folder])) for place, rank in by_rank.items()}

@@ -47,17 +47,17 @@ def parse_rank_folder(name: str) -> RankName | None:
     return None
 
 
-def count_of(config: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+def count_of(config: Mapping[str, Any], key: str, *, default: int, where: object) -> int:
     """Return a positive whole number of a training configuration; null counts as absent.
 
     Raises:
-        CheckpointMismatchError: It is not such a number, or absent without a default.
+        CheckpointMismatchError: It is not such a number; the message names `where`.
     """
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise CheckpointMismatchError(
-            f"the checkpoint's {key} is {value!r}; expected a positive whole number"
+            f"{where}: {key} is {value!r:.100}; expected a positive whole number"
         )
     return value
 
