@@ -76,6 +76,12 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
         open_jax(step)
 
 
+def test_a_number_that_no_release_has_is_no_shard(tmp_path: Path) -> None:
+    step = write_release(tmp_path)
+    (step / "shard_1").rename(step / "shard_1999999999")
+    assert all(len(pieces) == 1 for pieces in open_jax(step).tensors.values())
+
+
 def test_missing_part_is_named(tmp_path: Path) -> None:
     step = write_release(tmp_path, parts=3)
     (step / "shard_1" / "1.npz").unlink()
