@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.errors import CheckpointMismatchError
 from export_scripts.inspect import describe, main
 from tests.tiny_distributed import megatron_common, write_distributed
 from tests.tiny_huggingface import copy_of
@@ -114,3 +115,13 @@ def test_a_damaged_size_is_named_at_once(
     (problem, *_) = describe(model)["cannot be converted"]
     assert problem.startswith(words.format(model))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+def test_a_folder_without_heads_of_keys_is_refused_by_path(tmp_path: Path) -> None:
+    shards = convert(
+        ConversionRequest(write_model("llama", tmp_path / "model"), tmp_path, 1, "fp32")
+    ).ft_dir
+    ini = shards / "config.ini"
+    ini.write_text(ini.read_text().replace("kv_head_num = 2", "kv_head_num = 0"))
+    with pytest.raises(CheckpointMismatchError, match=f"{ini}: kv_head_num = 0: expected"):
+        describe(shards)
