@@ -17,7 +17,8 @@ from export_scripts.errors import CheckpointMismatchError, first_names
 
 FORMAT = "eleuther"
 
-_FILE = re.compile(r"layer_(\d{1,4})-model_(\d{1,4})-model_states\.pt")
+_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_MOST_RANKS = 10_000
 # Keys that identify a file.
 _EMBEDDING = "word_embeddings.weight"
 _LAYER = "attention.query_key_value.weight"
@@ -97,6 +98,10 @@ def _layer_files(folder: Path) -> dict[int, RankFiles]:
 
 def _check_ranks(folder: Path, files: Mapping[int, RankFiles], declared: Any) -> None:
     count = max(max(ranks) for ranks in files.values()) + 1
+    if count > _MOST_RANKS:
+        raise CheckpointMismatchError(
+            f"{folder} has a file of rank {count - 1}; expected at most {_MOST_RANKS} ranks"
+        )
     if isinstance(declared, int) and declared != count:
         raise CheckpointMismatchError(
             f"{folder} has files of {count} training ranks, its configuration says "

@@ -45,7 +45,7 @@ _LAST = ("lm_head.bias", "lm_head.weight", "ln_f.bias", "ln_f.weight")
 # numpy knows no bfloat16 and writes its two bytes as a void type.
 _NPY_TYPES = {"|V2": "bf16", "<V2": "bf16", "<f2": "fp16", "<f4": "fp32"}
 _NPY_MAGIC = b"\x93NUMPY"
-_SHARD = re.compile(r"shard_\d{1,4}")
+_MOST_SHARDS = 10_000
 
 
 def step_directory(path: Path) -> Path | None:
@@ -92,12 +92,8 @@ def _number(text: str) -> int:
 
 
 def _shards(step: Path) -> list[Path]:
-    found = [entry for entry in _shard_folders(step) if (entry / "0.npz").is_file()]
+    found = [entry for entry in step.glob("shard_*") if (entry / "0.npz").is_file()]
     return sorted(found, key=lambda entry: _number(entry.name))
-
-
-def _shard_folders(step: Path) -> list[Path]:
-    return [entry for entry in step.glob("shard_*") if _SHARD.fullmatch(entry.name)]
 
 
 def _parts(shard: Path) -> list[Path]:
@@ -108,7 +104,9 @@ def _shape_problems(step: Path, parts: Mapping[Path, Sequence[Path]]) -> list[st
     """Return the missing ones of the numbered shards and parts."""
     problems = []
     present = {_number(shard.name) for shard in parts}
-    every = {_number(entry.name) for entry in _shard_folders(step)} | set(range(max(present) + 1))
+    if (last := max(present)) >= _MOST_SHARDS:
+        return [f"{step} has a shard {last}: expected numbers below {_MOST_SHARDS}; remove it"]
+    every = {_number(entry.name) for entry in step.glob("shard_*")} | set(range(last + 1))
     missing = sorted(every - present)
     if missing:
         names = first_names([f"shard_{number}" for number in missing])
