@@ -15,7 +15,7 @@ from export_scripts.checkpoints.base import (
     json_table,
     truncated,
 )
-from export_scripts.checkpoints.partitioned import flatten
+from export_scripts.checkpoints.partitioned import flatten, without_wrappers
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
@@ -182,7 +182,7 @@ def _indexed_files(index: Path) -> dict[str, str]:
             f"{first_names(sorted(missing))}; copy these files there, or the index that belongs to "
             "those that are there"
         )
-    return named
+    return without_wrappers(named)
 
 
 def _misplaced(path: Path, index: Mapping[str, str], home: Mapping[str, Path]) -> list[str]:

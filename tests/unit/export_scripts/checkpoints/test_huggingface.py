@@ -129,6 +129,12 @@ def test_an_index_may_omit_tensors_and_list_tied_ones(tmp_path: Path) -> None:
     assert values(indexed(tmp_path / "m", weight_map)).keys() == TENSORS.keys()
 
 
+def test_an_index_may_name_what_wrapped_the_model(tmp_path: Path) -> None:
+    files = {"pytorch_model-1.bin": {"module.a": TENSORS["a"]}}
+    path = folder(tmp_path / "m", {**files, "pytorch_model.bin.index.json": index_of(files)})
+    assert values(path).keys() == {"a"}
+
+
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     files = {"model-1.safetensors": TENSORS, "model-2.safetensors": {"a": TENSORS["a"]}}
     with pytest.raises(CheckpointMismatchError, match="tensor a is in both model-1"):
