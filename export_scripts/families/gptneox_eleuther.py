@@ -38,7 +38,7 @@ def _config(facts: Facts) -> GPTNeoXConfig:
     settings = Settings(facts.config, label="configs/*.yml")
     _refuse_other_models(settings)
     assumed = not _is_whole(settings.source)
-    hidden = facts.pieces(WTE)[0].shape[1]
+    hidden = facts.size(WTE, 1)
     vocab_size = facts.rows(WTE)
     given_heads = facts.given_int("head_num")
     heads = given_heads if given_heads is not None else settings.integer("num-attention-heads")
@@ -95,7 +95,7 @@ def _rotary_dims(facts: Facts, settings: Settings, size_per_head: int) -> int:
     if given is not None:
         return given
     if facts.has(_FREQUENCIES):
-        return 2 * facts.pieces(_FREQUENCIES)[0].shape[0]
+        return 2 * facts.size(_FREQUENCIES, 0)
     if "rotary-pct" not in settings.source and not _is_whole(settings.source):
         settings.problems.append(
             f"{settings.label} has no rotary-pct and the layers hold no rotary_emb.inv_freq: "

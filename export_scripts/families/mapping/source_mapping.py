@@ -76,6 +76,18 @@ class Facts:
             raise KeyError(key)
         return self.extra[name] if name in self.extra else self.reader.tensors[name]
 
+    def size(self, key: str, axis: int) -> int:
+        """Return the size of a tensor's first piece on an axis.
+
+        Raises:
+            CheckpointMismatchError: It is missing, or has fewer axes.
+        """
+        shape = self.pieces(key)[0].shape if self.has(key) else ()
+        if len(shape) <= axis:
+            found = list(shape) if self.has(key) else "missing"
+            raise CheckpointMismatchError(f"{key} is {found}: expected {axis + 1} axes")
+        return shape[axis]
+
     def rows(self, key: str, default: int = 0) -> int:
         """Return the rows of a tensor that training ranks cut on axis 0 (`default` if absent)."""
         if not self.has(key):
