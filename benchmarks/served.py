@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tritonclient.utils import InferenceServerException
 
-from export_scripts.triton.repository import build_repository
-from export_scripts.triton.repository_request import RepositoryRequest
+from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer

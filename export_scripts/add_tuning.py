@@ -15,6 +15,7 @@ from typing import Any
 from export_scripts.checkpoints.base import CheckpointReader, FileMaps, Piece
 from export_scripts.checkpoints.nemo import open_nemo
 from export_scripts.commands import command_parser, run_command, say
+from export_scripts.conversion.tensor_plan import values_of
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import FTConfig, Index
 from export_scripts.families.layout.decoder import PROMPT_TABLE
@@ -145,14 +146,7 @@ def _added_ia3(
 
 
 def _built(source: TensorSource, facts: Facts, index: Index, config: FTConfig) -> Any:
-    def get(key: str, cut: int | None = None, unit: int = 1) -> list[Any]:
-        return [
-            slab.load(facts.maps)
-            for piece in facts.pieces(key.format(**index))
-            for slab in piece.slabs(cut, unit)
-        ]
-
-    parts = source.build(get, config)
+    parts = source.build(values_of(facts, index), config)
     return join([to_float32(part) for part in parts.tensors], parts.axis)
 
 

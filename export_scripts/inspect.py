@@ -26,7 +26,7 @@ from export_scripts.commands import command_parser, run_command, say
 from export_scripts.conversion.huggingface import plan_huggingface
 from export_scripts.conversion.plan import find_mapping, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.source_mapping import Facts
@@ -159,11 +159,10 @@ def _becomes(reader: CheckpointReader) -> dict[str, Any]:
     out: dict[str, Any] = {"source": mapping.title, "family": mapping.family.name, "can be": []}
     facts = dataclasses.replace(facts, prefix=mapping.prefix)
     try:
-        if reasons := mapping.unsupported(facts):
-            return out | {"cannot be converted": reasons}
-        config = mapping.config(facts)
+        refuse(mapping.reasons(facts))
+        config = mapping.checked_config(facts)
     except CheckpointMismatchError as error:
-        return {"cannot be converted": error.problems, "can be": []}
+        return out | {"cannot be converted": error.problems}
     except ValueError as error:
         return out | {"needs": str(error)}
     shapes = [tensor.shape for tensor in mapping.family.tensors(config)]

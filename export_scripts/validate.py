@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from export_scripts.commands import command_parser, run_command, say
+from export_scripts.conversion.convert import folder_problems
 from export_scripts.conversion.ft_source import is_ft_folder
-from export_scripts.conversion.validation import folder_problems
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.layout import expected_files, manifest_path
 

@@ -114,7 +114,7 @@ class ConvertStage(Stage):
 
     def damage(self) -> list[str]:
         """Return differences between the folder on disk and what describes it."""
-        from export_scripts.conversion.validation import folder_problems
+        from export_scripts.conversion.convert import folder_problems
 
         problems = folder_problems(self.ft_dir, checksums=False)
         remedy = "set overwrite=true to convert again."

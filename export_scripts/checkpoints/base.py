@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.files.checksum import crc32
 from export_scripts.files.json_content import json_object
+from export_scripts.numeric.dtypes import SOURCE_TYPES
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -27,22 +28,6 @@ if TYPE_CHECKING:
 _MAX_SMALL_BYTES = 64 << 20  # an index has some hundred bytes for each tensor
 MAX_YAML_BYTES = 1 << 20  # which takes some ten seconds to read
 _MOST_VALUES, _MOST_DIGITS = 1_000_000, 400
-# Bytes of one value, and torch's name, of every type a source may store.
-SOURCE_TYPES: dict[str, tuple[int, str]] = {
-    "fp64": (8, "float64"),
-    "fp32": (4, "float32"),
-    "fp16": (2, "float16"),
-    "bf16": (2, "bfloat16"),
-    "fp8": (1, "float8_e4m3fn"),
-    "int64": (8, "int64"),
-    "int32": (4, "int32"),
-    "int16": (2, "int16"),
-    "int8": (1, "int8"),
-    "uint8": (1, "uint8"),
-    "bool": (1, "bool"),
-    "complex64": (8, "complex64"),
-    "complex128": (16, "complex128"),
-}
 FLOATING_TYPES = frozenset({"fp64", "fp32", "fp16", "bf16"})
 
 
@@ -362,11 +347,7 @@ def yaml_table(content: bytes, source: object) -> dict[str, Any]:
 
 
 def _count_values(node: Any, counts: dict[int, int]) -> int:
-    """Return the number of values in a YAML node with its aliases repeated.
-
-    Raises:
-        ValueError: They, or a number in it, would keep their reader busy.
-    """
+    """Return the number of values in a YAML node with its aliases repeated."""
     if node is not None and id(node) not in counts:
         counts[id(node)] = _MOST_VALUES  # of a node in itself
         count = 1
@@ -381,14 +362,14 @@ def _count_values(node: Any, counts: dict[int, int]) -> int:
     return counts.get(id(node), 0)
 
 
-def json_table(content: bytes, source: object) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint, called `source` in messages.
+def json_table(content: bytes | str, source: object, *, is_strict: bool = False) -> dict[str, Any]:
+    """Return the object in a JSON file of a checkpoint, as `json_object`.
 
     Raises:
         CheckpointMismatchError: It holds something else.
     """
     try:
-        return json_object(content, source)
+        return json_object(content, source, is_strict=is_strict)
     except ValueError as error:
         raise CheckpointMismatchError(str(error)) from error
 

@@ -11,7 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from export_scripts.checkpoints.base import SOURCE_TYPES, FileMaps, Piece, StoredTensor
+from export_scripts.checkpoints.base import FileMaps, Piece, StoredTensor
+from export_scripts.numeric.dtypes import SOURCE_TYPES
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array

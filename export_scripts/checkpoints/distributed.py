@@ -102,11 +102,7 @@ def _is_of_model(name: str) -> bool:
 
 
 def _backend(container: Container, folder: str) -> str:
-    """Return the backend that `metadata.json` names.
-
-    Raises:
-        CheckpointMismatchError: It is missing or unknown.
-    """
+    """Return the backend that `metadata.json` names."""
     name = folder + METADATA_NAME
     if container.find(name) is None:
         raise CheckpointMismatchError(
@@ -128,9 +124,6 @@ def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, Chunked
     """Return the tensors by their logical names, stacked layers and experts separated.
 
     An expert is named as in a model on one rank, `mlp.experts.local_experts.<number>`.
-
-    Raises:
-        CheckpointMismatchError: Two tensors have one name.
     """
     tensors: dict[str, ChunkedTensor] = {}
     twice: list[str] = []
@@ -172,11 +165,7 @@ def _with_joined_halves(tensors: Mapping[str, ChunkedTensor]) -> dict[str, Chunk
 
 
 def _as_pieces(tensors: Mapping[str, ChunkedTensor], where: str) -> dict[str, tuple[Piece, ...]]:
-    """Return each tensor as its only piece.
-
-    Raises:
-        CheckpointMismatchError: Chunks overlap or are missing.
-    """
+    """Return each tensor as its only piece."""
     problems = [
         f"{name}: {problem}" for name, each in tensors.items() for problem in each.problems()
     ]

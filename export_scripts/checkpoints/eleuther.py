@@ -13,11 +13,12 @@ from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, StoredTensor, read_small, yaml_table
 from export_scripts.checkpoints.pt_archive import read_torch_file
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, first_names
 
 FORMAT = "eleuther"
 
 _FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_MOST_RANKS = 10_000
 # Keys that identify a file.
 _EMBEDDING = "word_embeddings.weight"
 _LAYER = "attention.query_key_value.weight"
@@ -97,6 +98,10 @@ def _layer_files(folder: Path) -> dict[int, RankFiles]:
 
 def _check_ranks(folder: Path, files: Mapping[int, RankFiles], declared: Any) -> None:
     count = max(max(ranks) for ranks in files.values()) + 1
+    if count > _MOST_RANKS:
+        raise CheckpointMismatchError(
+            f"{folder} has a file of rank {count - 1}; expected at most {_MOST_RANKS} ranks"
+        )
     if isinstance(declared, int) and declared != count:
         raise CheckpointMismatchError(
             f"{folder} has files of {count} training ranks, its configuration says "
@@ -109,14 +114,14 @@ def _check_ranks(folder: Path, files: Mapping[int, RankFiles], declared: Any) ->
         if rank not in ranks
     ]
     if missing:
-        raise CheckpointMismatchError(f"{folder} lacks {', '.join(missing)}")
+        raise CheckpointMismatchError(f"{folder} lacks {first_names(missing)}")
 
 
 def _check_layers(folder: Path, numbers: Sequence[int], declared: Any) -> None:
     first, count = (numbers[0], len(numbers)) if numbers else (0, 0)
     missing = sorted(set(range(first, first + count)) - set(numbers))
     if missing:
-        names = ", ".join(f"layer_{number:02d}" for number in missing)
+        names = first_names([f"layer_{number:02d}" for number in missing])
         raise CheckpointMismatchError(f"{folder} lacks the files of {names}")
     if isinstance(declared, int) and declared != count:
         raise CheckpointMismatchError(
@@ -149,7 +154,7 @@ def _add(
 ) -> None:
     for rank, mine in enumerate(contents):
         if mine.keys() != contents[0].keys():
-            differing = ", ".join(sorted(mine.keys() ^ contents[0].keys()))
+            differing = first_names(sorted(mine.keys() ^ contents[0].keys()))
             raise CheckpointMismatchError(f"{where}: rank {rank} and rank 0 differ in {differing}")
     for key in contents[0]:
         if part + key in tensors:

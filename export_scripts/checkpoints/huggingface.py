@@ -5,10 +5,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from export_scripts.checkpoints.base import (
-    SOURCE_TYPES,
     CheckpointReader,
     StoredTensor,
     TokenizerFile,
@@ -16,10 +15,11 @@ from export_scripts.checkpoints.base import (
     json_table,
     truncated,
 )
-from export_scripts.checkpoints.partitioned import flatten
+from export_scripts.checkpoints.partitioned import flatten, without_wrappers
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
-from export_scripts.errors import CheckpointMismatchError, listed, refuse
+from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
+from export_scripts.numeric.dtypes import SOURCE_TYPES
 
 CONFIG_NAME = "config.json"
 
@@ -28,7 +28,16 @@ _SAFETENSORS_TYPES = {
     "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000
+_MOST_AXES, _MOST_BYTES = 32, 1 << 62
+_MOST_NAME = 100  # characters of a file's name in messages
 _GIT_LFS = b"version https://git-lfs"
+
+# Ends of the names of embeddings and heads, which a model may share.
+TIED_TABLES = (
+    "embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight",
+    "shared.weight", "lm_head.weight", "embed_out.weight", "predictions.decoder.weight",
+    "predictions.decoder.bias",
+)  # fmt: skip
 
 # Preferred first; each with the index that names its shards and the pattern of lone shards.
 _WEIGHTS = (
@@ -93,7 +102,7 @@ def open_huggingface(path: Path) -> CheckpointReader:
         CheckpointMismatchError: config.json or the weights are missing, damaged or inconsistent.
     """
     config = json_file(path / CONFIG_NAME)
-    files = _weight_files(path)
+    files, index = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, Path] = {}
     problems: list[str] = []
@@ -110,7 +119,7 @@ def open_huggingface(path: Path) -> CheckpointReader:
         ]
         tensors |= found
         home |= dict.fromkeys(found, file)
-    refuse(listed(problems))
+    refuse(listed(problems or _misplaced(path, index, home)))
     return CheckpointReader(
         format="huggingface",
         path=path,
@@ -138,16 +147,18 @@ def open_configuration(path: Path) -> CheckpointReader | None:
     )
 
 
-def _weight_files(path: Path) -> list[Path]:
+def _weight_files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
+    """Return the files of weights, and the index: name of a tensor -> name of its file."""
     for single, index, pattern in _WEIGHTS:
         if (path / single).is_file():
-            return [path / single]
+            return [path / single], {}
         if (path / index).is_file():
-            return _indexed_files(path / index)
+            named = _indexed_files(path / index)
+            return [path / name for name in sorted(set(named.values()))], named
         # A named pipe would keep its reader waiting.
         shards = sorted(each for each in path.glob(pattern) if each.is_file())
         if shards:
-            return shards
+            return shards, {}
     raise CheckpointMismatchError(
         f"{path} has a {CONFIG_NAME} but no weights; expected one of "
         "model.safetensors, pytorch_model.bin, or either's index with its shards"
@@ -155,21 +166,41 @@ def _weight_files(path: Path) -> list[Path]:
     )
 
 
-def _indexed_files(index: Path) -> list[Path]:
-    names = json_file(index).get("weight_map")
-    if not isinstance(names, dict):
-        raise CheckpointMismatchError(f"{index} has no weight_map")
-    shards = sorted({str(name) for name in names.values()})
-    unsafe = [name for name in shards if Path(name).name != name]
-    if unsafe:
-        raise CheckpointMismatchError(f"{index} is refused: it names {unsafe[0]!r}, a path")
-    missing = [name for name in shards if not (index.parent / name).is_file()]
+def _indexed_files(index: Path) -> dict[str, str]:
+    named = json_file(index).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise CheckpointMismatchError(f"{index} has no weight_map of tensors; copy it again")
+    present = {each.name for each in index.parent.iterdir() if each.is_file()}
+    missing = {
+        f"{name!r:.{_MOST_NAME}}"
+        for name in named.values()
+        if not isinstance(name, str) or name not in present
+    }
     if missing:
         raise CheckpointMismatchError(
-            f"{index.name} names {len(shards)} shards; missing under {index.parent}: "
-            + ", ".join(missing)
+            f"{index}: weight_map names what is not a file next to it: "
+            f"{first_names(sorted(missing))}; copy these files there, or the index that belongs to "
+            "those that are there"
         )
-    return [index.parent / name for name in shards]
+    return without_wrappers(named)
+
+
+def _misplaced(path: Path, index: Mapping[str, str], home: Mapping[str, Path]) -> list[str]:
+    """Return the tensors that are in another file than the index says, or in none.
+
+    Those that it does not list are read as transformers reads them, which takes all that each of
+    its files holds. safetensors' own converter lists tied tensors that it leaves out.
+    """
+    lost = [key for key in index if key not in home and not key.endswith(TIED_TABLES)]
+    problems = [
+        f"{key} is in {home[key].name}, and not in {file}"
+        for key, file in index.items()
+        if key in home and home[key].name != file
+    ]
+    if lost:
+        problems.append(f"no file holds {first_names(lost)}")
+    remedy = "its index and its files are of different models: copy all of them again"
+    return [f"{path}: {problem}; {remedy}" for problem in problems]
 
 
 def index_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -203,24 +234,27 @@ def index_safetensors(path: Path) -> dict[str, StoredTensor]:
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if length > min(_MAX_HEADER_BYTES, size - 8):
             raise truncated(path, f"its header would have {length} bytes, the file has {size}")
-        header = json_table(file.read(length), f"{path}: its header")
-        entries = {k: v for k, v in header.items() if k != "__metadata__"}
-        try:
-            found = {key: _entry(path, key, e, 8 + length, size) for key, e in entries.items()}
-        except CheckpointMismatchError:
-            raise
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise truncated(path, f"its header is not a table of tensors: {error}") from error
+        text = file.read(length)
+    try:
+        header = json_table(text.decode(), f"{path}: its header", is_strict=True)
+    except UnicodeDecodeError as error:
+        raise truncated(path, "its header is not a text in UTF-8") from error
+    facts = header.pop("__metadata__", {})
+    problems: list[str] = []
+    if not isinstance(facts, dict) or not all(isinstance(each, str) for each in facts.values()):
+        problems.append("__metadata__ of its header is not a table of texts")
+    found = {
+        key: tensor
+        for key, entry in header.items()
+        if (tensor := _entry(path, key, entry, 8 + length, problems))
+    }
+    refuse(listed(problems, f"{path}: "))
     _check_cover(path, found, 8 + length, size)
     return found
 
 
 def _check_cover(path: Path, tensors: Mapping[str, StoredTensor], begin: int, size: int) -> None:
-    """Check that the tensors fill the file from `begin` on: no bytes lost or added.
-
-    Raises:
-        CheckpointMismatchError: The tensors leave a gap or a rest, or overlap.
-    """
+    """Check that the tensors fill the file from `begin` on: no bytes lost or added."""
     end = begin
     for key, tensor in sorted(
         tensors.items(), key=lambda item: (item[1].offset, item[1].span_bytes)
@@ -232,24 +266,41 @@ def _check_cover(path: Path, tensors: Mapping[str, StoredTensor], begin: int, si
         raise truncated(path, f"its tensors end at byte {end}, the file at {size}")
 
 
-def _entry(path: Path, key: str, entry: Mapping[str, Any], base: int, size: int) -> StoredTensor:
-    kind = str(entry["dtype"])
-    if kind not in _SAFETENSORS_TYPES:
-        raise CheckpointMismatchError(
-            f"{path}: tensor {key} is stored as {kind}; known types: "
+def _entry(path: Path, key: str, entry: Any, base: int, problems: list[str]) -> StoredTensor | None:
+    """Return the tensor of an entry of the header; `base` is where the tensors begin."""
+    kind, shape, offsets = (
+        entry.get(name) if isinstance(entry, dict) else None
+        for name in ("dtype", "shape", "data_offsets")
+    )
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        problems.append(
+            f"tensor {key} has shape = {shape!r:.100} and data_offsets = {offsets!r:.100}; "
+            "expected lists of whole numbers: copy the file again"
+        )
+        return None
+    if not isinstance(kind, str) or kind not in _SAFETENSORS_TYPES:
+        problems.append(
+            f"tensor {key} is stored as {kind!r:.100}; known types: "
             f"{', '.join(_SAFETENSORS_TYPES)} (convert the unquantised checkpoint)"
         )
-    begin, end = (int(offset) for offset in entry["data_offsets"])
-    shape = tuple(int(n) for n in entry["shape"])
-    tensor = StoredTensor(path, base + begin, _SAFETENSORS_TYPES[kind], shape)
-    if begin < 0 or any(n < 0 for n in shape) or end - begin != tensor.span_bytes:
-        raise CheckpointMismatchError(
-            f"{path}: tensor {key} of shape {list(shape)} and type {kind} "
-            f"({SOURCE_TYPES[tensor.dtype][0]} bytes a value) cannot take {end - begin} bytes"
-        )
-    if base + end > size:
-        raise truncated(path, f"tensor {key} ends at byte {base + end} of {size}")
-    return tensor
+        return None
+    begin, end = offsets
+    tensor = StoredTensor(path, base + begin, _SAFETENSORS_TYPES[kind], tuple(shape))
+    if end - begin == tensor.span_bytes:
+        return tensor
+    problems.append(
+        f"tensor {key} of shape {shape!r:.100} and type {kind} ({SOURCE_TYPES[tensor.dtype][0]} "
+        f"bytes a value) cannot take {end - begin} bytes: copy the file again"
+    )
+    return None
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return (
+        isinstance(value, list)
+        and len(value) <= _MOST_AXES
+        and all(type(size) is int and 0 <= size < _MOST_BYTES for size in value)
+    )
 
 
 def _tokenizer_files(path: Path) -> tuple[TokenizerFile, ...]:

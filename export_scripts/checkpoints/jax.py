@@ -21,7 +21,7 @@ from export_scripts.checkpoints.base import (
     truncated,
 )
 from export_scripts.checkpoints.pt_archive import zip_data_offset
-from export_scripts.errors import CheckpointMismatchError, refuse
+from export_scripts.errors import CheckpointMismatchError, first_names, refuse
 
 FORMAT = "jax"
 
@@ -45,6 +45,7 @@ _LAST = ("lm_head.bias", "lm_head.weight", "ln_f.bias", "ln_f.weight")
 # numpy knows no bfloat16 and writes its two bytes as a void type.
 _NPY_TYPES = {"|V2": "bf16", "<V2": "bf16", "<f2": "fp16", "<f4": "fp32"}
 _NPY_MAGIC = b"\x93NUMPY"
+_MOST_SHARDS = 10_000
 
 
 def step_directory(path: Path) -> Path | None:
@@ -103,10 +104,12 @@ def _shape_problems(step: Path, parts: Mapping[Path, Sequence[Path]]) -> list[st
     """Return the missing ones of the numbered shards and parts."""
     problems = []
     present = {_number(shard.name) for shard in parts}
-    every = {_number(entry.name) for entry in step.glob("shard_*")} | set(range(max(present) + 1))
+    if (last := max(present)) >= _MOST_SHARDS:
+        return [f"{step} has a shard {last}: expected numbers below {_MOST_SHARDS}; remove it"]
+    every = {_number(entry.name) for entry in step.glob("shard_*")} | set(range(last + 1))
     missing = sorted(every - present)
     if missing:
-        names = ", ".join(f"shard_{number}" for number in missing)
+        names = first_names([f"shard_{number}" for number in missing])
         problems.append(f"{step} lacks {names} of {len(every)} shards")
     count = max(len(files) for files in parts.values())
     for shard, files in parts.items():
@@ -201,7 +204,7 @@ def _npy_header(file: BinaryIO, where: str) -> tuple[dict[str, Any], int]:
     try:
         fields = ast.literal_eval(file.read(min(length, 1 << 16)).decode("latin-1").strip())
         shape = fields["shape"]
-        if not all(isinstance(size, int) and size >= 0 for size in shape):
+        if not all(type(size) is int and size >= 0 for size in shape):
             raise ValueError(f"shape {shape}")
     except (ValueError, SyntaxError, KeyError, TypeError) as error:
         raise CheckpointMismatchError(f"{where} has a damaged header: {error}") from error

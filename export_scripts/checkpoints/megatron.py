@@ -70,11 +70,12 @@ def open_megatron(path: Path) -> CheckpointReader:
     trees = {rank: _read(file) for rank, file in files.items()}
     first = trees[min(trees, key=lambda rank: (rank.pp_rank, rank.tp_rank))]
     config = _config(first)
-    tp_size = count_of(
-        config, "tensor_model_parallel_size", default=1 + max(r.tp_rank for r in files)
-    )
-    pp_size = count_of(
-        config, "pipeline_model_parallel_size", default=1 + max(r.pp_rank for r in files)
+    tp_size, pp_size = (
+        count_of(config, f"{kind}_model_parallel_size", default=1 + last, where=root)
+        for kind, last in (
+            ("tensor", max(rank.tp_rank for rank in files)),
+            ("pipeline", max(rank.pp_rank for rank in files)),
+        )
     )
     config |= {"tensor_model_parallel_size": tp_size, "pipeline_model_parallel_size": pp_size}
     by_rank = check_training_ranks(files, tp_size=tp_size, pp_size=pp_size, where=str(root))

@@ -21,7 +21,6 @@ from export_scripts.checkpoints.distributed import (
     read_distributed,
 )
 from export_scripts.checkpoints.nemo2 import CONTEXT, WEIGHTS, is_nemo2, open_nemo2
-from export_scripts.checkpoints.nemo_tokenizer import tokenizer_files
 from export_scripts.checkpoints.partitioned import (
     RankName,
     check_training_ranks,
@@ -32,6 +31,7 @@ from export_scripts.checkpoints.partitioned import (
     parse_rank_folder,
 )
 from export_scripts.checkpoints.pt_archive import Region, read_torch_file
+from export_scripts.checkpoints.tokenizers import nemo_files
 from export_scripts.errors import CheckpointMismatchError
 
 CONFIG_NAME = "model_config.yaml"
@@ -93,7 +93,8 @@ def open_nemo(
     if config is None:
         config = _config_of_checkpoint(trees(next(iter(weights.values()))), path)
     tp_size, pp_size = (
-        count_of(config, f"{k}_model_parallel_size", default=1) for k in ("tensor", "pipeline")
+        count_of(config, f"{kind}_model_parallel_size", default=1, where=path)
+        for kind in ("tensor", "pipeline")
     )
     by_rank = check_training_ranks(ranks, tp_size=tp_size, pp_size=pp_size, where=str(path))
     states = {place: _state(trees(weights[rank.folder])) for place, rank in by_rank.items()}
@@ -112,7 +113,7 @@ def open_nemo(
         config=config,
         tensors=tensors,
         files=_source_files(container, weights),
-        tokenizer=tokenizer_files(container, config),
+        tokenizer=nemo_files(container, config),
         remarks=tuple(remarks),
         kept=container.kept,
     )
@@ -130,7 +131,7 @@ def _open_distributed(
         config=config,
         tensors=found.tensors,
         files=(container.path,) if container.path.is_file() else found.files,
-        tokenizer=tokenizer_files(container, config),
+        tokenizer=nemo_files(container, config),
         remarks=tuple(remarks),
         kept=container.kept,
         is_distributed=True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from export_scripts.checkpoints.base import FileMaps, StoredTensor
 from export_scripts.errors import CheckpointMismatchError, first_names, refuse
@@ -18,6 +18,8 @@ _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 
 # Not an adapter's `module.0`.
 _WRAPPED = re.compile(r"^(model\.)?(?:module\.)+(?=[a-z])")
+
+_Value = TypeVar("_Value")
 
 # A damaged number must not list missing ranks until memory runs out.
 _MOST_RANKS = 100_000
@@ -47,17 +49,17 @@ def parse_rank_folder(name: str) -> RankName | None:
     return None
 
 
-def count_of(config: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+def count_of(config: Mapping[str, Any], key: str, *, default: int, where: object) -> int:
     """Return a positive whole number of a training configuration; null counts as absent.
 
     Raises:
-        CheckpointMismatchError: It is not such a number, or absent without a default.
+        CheckpointMismatchError: It is not such a number; the message names `where`.
     """
     value = config.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise CheckpointMismatchError(
-            f"the checkpoint's {key} is {value!r}; expected a positive whole number"
+            f"{where}: {key} is {value!r:.100}; expected a positive whole number"
         )
     return value
 
@@ -199,7 +201,7 @@ def _equal(
 def flatten(tree: Any) -> dict[str, StoredTensor]:
     """Return the tensors of nested dicts under their joined keys; other values are left out.
 
-    The `module.` that mixed precision and data parallelism put before a model's names is left out.
+    So is the `module.` that mixed precision and data parallelism put before a model's names.
     """
     flat: dict[str, StoredTensor] = {}
     stack: list[tuple[str, Any, int]] = [("", tree, 0)]
@@ -210,5 +212,10 @@ def flatten(tree: Any) -> dict[str, StoredTensor]:
         elif isinstance(node, Mapping) and depth < 12:
             items = [(f"{prefix}.{k}" if prefix else str(k), v) for k, v in node.items()]
             stack += [(name, value, depth + 1) for name, value in reversed(items)]
-    bare = {_WRAPPED.sub(r"\1", name): tensor for name, tensor in flat.items()}
-    return bare if len(bare) == len(flat) else flat
+    return without_wrappers(flat)
+
+
+def without_wrappers(table: dict[str, _Value]) -> dict[str, _Value]:
+    """Return a table of tensors' names without the `module.` before a model's."""
+    bare = {_WRAPPED.sub(r"\1", name): value for name, value in table.items()}
+    return bare if len(bare) == len(table) else table

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from export_scripts.checkpoints.base import SOURCE_TYPES, Record, StoredTensor, truncated
+from export_scripts.checkpoints.base import Record, StoredTensor, truncated
 from export_scripts.checkpoints.unpickling import (
     Inert,
     PendingTensor,
@@ -24,6 +24,7 @@ from export_scripts.checkpoints.unpickling import (
     unpickle,
 )
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.numeric.dtypes import SOURCE_TYPES
 
 # torch/serialization.py
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -46,19 +47,12 @@ class Region:
     size: int = -1  # -1: to the end
     name: str = ""
 
-    def open(self) -> RegionStream:
-        """Return the range as a readable stream."""
-        return RegionStream(self)
+    def open(self) -> io.BufferedReader:
+        """Return the range as a seekable stream."""
+        return io.BufferedReader(_RawRegion(self))
 
     def __str__(self) -> str:
         return f"{self.path}:{self.name}" if self.name else str(self.path)
-
-
-class RegionStream(io.BufferedReader):
-    """A seekable stream over a region."""
-
-    def __init__(self, region: Region) -> None:
-        super().__init__(_RawRegion(region))
 
 
 class _RawRegion(io.RawIOBase):
@@ -127,7 +121,7 @@ def read_torch_file(region: Region | Path) -> Any:
     )
 
 
-def _read_zip(region: Region, stream: RegionStream) -> Any:
+def _read_zip(region: Region, stream: io.BufferedReader) -> Any:
     try:
         with zipfile.ZipFile(stream) as archive:
             members = {info.filename: info for info in archive.infolist()}
@@ -160,12 +154,12 @@ def _zip_prefix(members: Mapping[str, zipfile.ZipInfo], region: Region) -> str:
     return pickles[0].removesuffix("data.pkl")
 
 
-def _check_byte_order(region: Region, stream: RegionStream, info: zipfile.ZipInfo | None) -> None:
+def _check_byte_order(region: Region, stream: BinaryIO, info: zipfile.ZipInfo | None) -> None:
     if info is not None and _member(region, stream, info) != b"little":
         raise CheckpointMismatchError(f"{region} was saved on a big-endian machine")
 
 
-def _member(region: Region, stream: RegionStream, info: zipfile.ZipInfo) -> bytes:
+def _member(region: Region, stream: BinaryIO, info: zipfile.ZipInfo) -> bytes:
     """Return a stored member's contents, after comparing its checksum if it has one."""
     stream.seek(zip_data_offset(region.path, stream, info))
     data = stream.read(info.file_size)
@@ -175,7 +169,7 @@ def _member(region: Region, stream: RegionStream, info: zipfile.ZipInfo) -> byte
 
 
 def _storage_record(
-    region: Region, stream: RegionStream, info: zipfile.ZipInfo | None, storage: Storage
+    region: Region, stream: BinaryIO, info: zipfile.ZipInfo | None, storage: Storage
 ) -> Record:
     """Return the byte range of a storage in the file."""
     wanted = storage.count * SOURCE_TYPES[storage.dtype][0]
@@ -208,7 +202,7 @@ def zip_data_offset(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
     return begin
 
 
-def _read_legacy(region: Region, stream: RegionStream) -> Any:
+def _read_legacy(region: Region, stream: io.BufferedReader) -> Any:
     source = str(region)
     storages: dict[str, Storage] = {}
     if unpickle(stream, source=source, storages=storages) != _LEGACY_MAGIC:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from export_scripts.checkpoints.base import SOURCE_TYPES
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.numeric.dtypes import SOURCE_TYPES
 
 # Objects of these modules become inert records: names are kept, no code runs.
 _INERT_MODULES = (
@@ -41,7 +41,7 @@ _STORAGE_TYPES = {
     "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
     "UntypedStorage": "uint8",
 }  # fmt: skip
-_TORCH_TYPES = {name: key for key, (_, name) in SOURCE_TYPES.items()}
+_TORCH_TYPES = {name: key for key, (_, name, _) in SOURCE_TYPES.items()}
 
 # Opcodes that no torch file uses; each would bypass the checks.
 _REFUSED_OPCODES = (
@@ -104,11 +104,7 @@ class Inert:
 
 
 def _check_key(key: Any) -> None:
-    """Reject a key that could take forever to hash: nested tuples that share their parts.
-
-    Raises:
-        UnpicklingError: The key is neither plain nor a flat tuple of plain values.
-    """
+    """Reject a key that could take forever to hash: nested tuples that share their parts."""
     for value in key if isinstance(key, tuple) else (key,):
         if isinstance(value, (tuple, frozenset)):
             raise pickle.UnpicklingError("a key nests tuples, which no checkpoint does")
@@ -215,7 +211,7 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
             raise pickle.UnpicklingError(f"unknown persistent id {reprlib.repr(pid):.80}")
         _, kind, key, _location, count = pid[:5]
         _check_type(kind)
-        if not isinstance(key, (str, int)) or not isinstance(count, int) or count < 0:
+        if not isinstance(key, (str, int)) or type(count) is not int or count < 0:
             raise pickle.UnpicklingError(f"malformed storage {reprlib.repr(pid):.80}")
         storage = Storage(str(key), kind.dtype, count)
         self._storages[storage.key] = storage
@@ -254,11 +250,7 @@ def _rebuild_typed(
 
 
 def _check_type(kind: Any) -> None:
-    """Reject a storage or a tensor of an unsupported type.
-
-    Raises:
-        UnpicklingError: The type is quantised or unknown.
-    """
+    """Reject a storage or a tensor of an unsupported type."""
     if not isinstance(kind, StorageType):
         name = getattr(kind, "qualified_name", reprlib.repr(kind))
         raise pickle.UnpicklingError(
@@ -272,7 +264,7 @@ def _pending(storage: Any, dtype: str, offset: Any, shape: Any, stride: Any) -> 
     if (
         not isinstance(storage, Storage)
         or len(sizes) != len(steps)
-        or any(not isinstance(n, int) or n < 0 for n in numbers)
+        or any(type(n) is not int or n < 0 for n in numbers)
     ):
         raise pickle.UnpicklingError(f"a tensor's record is malformed: {reprlib.repr(numbers):.80}")
     return PendingTensor(storage, dtype, offset, sizes, steps)

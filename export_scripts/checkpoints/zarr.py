@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from export_scripts.checkpoints.base import SOURCE_TYPES, StoredTensor
+from export_scripts.checkpoints.base import StoredTensor
 from export_scripts.checkpoints.chunks import Chunk, ChunkedTensor
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.pt_archive import Region
 from export_scripts.errors import listed, refuse
 from export_scripts.files.json_content import json_object
+from export_scripts.numeric.dtypes import SOURCE_TYPES
 
 _HEADER_NAME = ".zarray"
 _MAX_HEADER_BYTES = 1 << 20

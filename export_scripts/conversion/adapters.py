@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +43,9 @@ _PEFT_FACTOR = re.compile(
 # With the model's tables of tokens, PEFT saves the originals and a second copy of trained ones.
 _PEFT_ORIGINAL, _PEFT_TRAINED = ".original_module.", ".modules_to_save."
 _PEFT_WRAPPERS = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
-# A pattern of an adapter is a regular expression; one with many repetitions could take for ever.
-_MOST_PATTERN, _MOST_REPEATED = 200, 2
+# A pattern of an adapter is a regular expression; one with many choices could take for ever.
+_MOST_PATTERN, _MOST_REPEATED, _MOST_GROUPS = 200, 2, 4
+_MODULE = r"(.*\.)?({})$"
 # GPT-2's linear layers, which store their matrices as (in, out).
 _CONV1D = re.compile(r"\.(?:c_attn|c_proj|c_fc|q_attn)$")
 
@@ -173,10 +175,10 @@ def _lone(path: Path, factors: Mapping[str, Mapping[str, Any]], *sides: str) -> 
 
 def _number(value: Any, what: str, problems: list[str]) -> float:
     """Return a finite number, or 1.0 after noting a problem."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        problems.append(f"{what} = {value!r} is not a number")
-        return 1.0
-    return float(value)
+    if type(value) in (int, float) and abs(value) <= sys.float_info.max:
+        return float(value)
+    problems.append(f"{what} = {value!r:.100} is not a number")
+    return 1.0
 
 
 def _table(value: Any) -> Mapping[str, Any]:
@@ -299,14 +301,14 @@ def _peft_problems(config: Mapping[str, Any], where: Path) -> list[str]:
 
 
 def _is_pattern(pattern: str) -> bool:
-    repeated = len(re.findall(r"[*+{]", pattern))
+    repeated = len(re.findall(r"[*+{]|(?<!\()\?", pattern))
     if len(pattern) > _MOST_PATTERN or repeated > _MOST_REPEATED or re.search(r"\)[*+{]", pattern):
         return False
     try:
-        re.compile(pattern)
+        re.compile(pattern)  # alone, so that it ends no group of what it stands in
+        return re.compile(_MODULE.format(pattern)).groups <= _MOST_GROUPS + 2
     except re.error:
         return False
-    return True
 
 
 def _peft_scale(
@@ -326,6 +328,6 @@ def _peft_scale(
 def _of_module(config: Mapping[str, Any], table: str, module: str, usual: Any) -> Any:
     """Return the value of the first pattern that fits a module's name, or of its end."""
     for pattern, value in (config.get(table) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if re.match(_MODULE.format(pattern), module):
             return value
     return usual

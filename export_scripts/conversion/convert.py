@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 from export_scripts import __version__
 from export_scripts.checkpoints import recognise_format
 from export_scripts.checkpoints.base import fingerprint_files
+from export_scripts.checkpoints.huggingface import is_huggingface
 from export_scripts.conversion.huggingface import HuggingFacePlan, plan_huggingface
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
-from export_scripts.conversion.validation import folder_problems
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 from export_scripts.files.disk import check_space
 from export_scripts.files.json_content import json_object
 from export_scripts.files.lock import FolderLock
 from export_scripts.files.tree import files_below
+from export_scripts.ft.validation import manifest_problems, validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, recover
 
 if TYPE_CHECKING:
@@ -308,3 +309,22 @@ def _summary(paths: WorkPaths, started: float, *, written_bytes: int | None) -> 
         already_done=written_bytes is None,
         remarks=tuple(manifest["remarks"]),
     )
+
+
+def folder_problems(folder: Path, *, checksums: bool = True) -> list[str]:
+    """Return every difference between a converted folder and its description.
+
+    Of an FT folder as `validate_directory`; of a Hugging Face folder: its names, shapes and sizes
+    against its configuration, and its files against its manifest.
+    """
+    if not folder.is_dir() or not is_huggingface(folder):
+        return validate_directory(folder, checksums=checksums)
+    problems = list(manifest_problems(folder, checksums=checksums).values())
+    request = ConversionRequest(
+        folder, folder.parent, 1, weight_data_type="fp32", output_format="huggingface"
+    )
+    try:
+        plan_conversion(request, names=OPTION_NAMES)
+    except ValueError as error:
+        problems += str(error).split("\n")
+    return problems

@@ -18,7 +18,6 @@ from typing import Any
 
 from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
-    SOURCE_TYPES,
     CheckpointReader,
     StoredTensor,
     TokenizerFile,
@@ -35,6 +34,7 @@ from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Compute, Copy, PerIndex, View, same
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE
+from export_scripts.numeric.dtypes import SOURCE_TYPES
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -296,11 +296,7 @@ def _views(
 
 
 def _carried(source: ConversionPlan, found: _Candidate) -> tuple[WrittenTensor, ...]:
-    """Return the tensors that belong to the model and not to the family's layout.
-
-    Raises:
-        CheckpointMismatchError: The source has none of them.
-    """
+    """Return the tensors that belong to the model and not to the family's layout."""
     patterns = found.mapping.carried
     if not patterns:
         return ()

@@ -22,15 +22,13 @@ from export_scripts.checkpoints.base import (
     Piece,
     StoredTensor,
 )
+from export_scripts.checkpoints.huggingface import TIED_TABLES
 from export_scripts.conversion.adapters import Adapter, Update, open_adapter
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
-# Ends of the names of embeddings and heads, which a model may share.
-_SHARED = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight",
-           "shared.weight", "lm_head.weight", "embed_out.weight")  # fmt: skip
 _HEADS = ("lm_head.weight", "embed_out.weight")
 # Of gated layers, the rows of each training rank are a part of the gate and a part of the other
 # half; the name of the matrix that follows shows whether a layer is gated.
@@ -241,7 +239,7 @@ def _tied_problems(adapter: Adapter, found: _Resolved, reader: CheckpointReader)
         f"{adapter.path} changes {key}, which the model uses as embedding and as head: load it "
         "with peft, merge_and_unload, and convert what save_pretrained leaves"
         for key in sorted(changed)
-        if key.endswith(_SHARED)
+        if key.endswith(TIED_TABLES)
     ]
 
 

@@ -107,7 +107,7 @@ def plan_conversion(
     stated, problems = _stated_values(mapping.family.config, request, names)
     problems = [*_refused(request, facts, mapping, names), *problems]
     refuse(problems)
-    config = dataclasses.replace(mapping.config(facts), **stated)
+    config = dataclasses.replace(mapping.checked_config(facts), **stated)
     problems = divisibility_problems(mapping, config, request, names)
     # A size that does not divide is reported once, not again for every tensor.
     tensors, tensor_problems = plan_tensors(
@@ -161,8 +161,8 @@ def source_config(
     facts = _open(request, None)
     mapping = find_mapping(facts)
     facts = dataclasses.replace(facts, prefix=mapping.prefix)
-    refuse(mapping.unsupported(facts))
-    return mapping.family, mapping.config(facts)
+    refuse(mapping.reasons(facts))
+    return mapping.family, mapping.checked_config(facts)
 
 
 def _special_token_warnings(config: FTConfig, names: Mapping[str, str]) -> list[str]:
@@ -304,11 +304,14 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
                 f"{facts.reader.path}: {key} = {value!r:.100} of its configuration is not a text"
             )
     candidates = [mapping for mapping in SOURCE_MAPPINGS if mapping.format == facts.reader.format]
-    fitting = [
-        mapping
-        for mapping in candidates
-        if mapping.matches(dataclasses.replace(facts, prefix=mapping.prefix))
-    ]
+    try:
+        fitting = [
+            mapping
+            for mapping in candidates
+            if mapping.matches(dataclasses.replace(facts, prefix=mapping.prefix))
+        ]
+    except CheckpointMismatchError as error:
+        raise CheckpointMismatchError(facts.with_paths(error.problems)) from error
     kinds = MODEL_TYPES.get(model_type or "", (model_type,))
     wanted = [mapping for mapping in fitting if mapping.family.name in kinds]
     if fitting:
@@ -330,7 +333,7 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
 def _refused(
     request: ConversionRequest, facts: Facts, mapping: SourceMapping, names: Mapping[str, str]
 ) -> list[str]:
-    problems = [f"{facts.reader.path}: {reason}" for reason in mapping.unsupported(facts)]
+    problems = mapping.reasons(facts)
     if not (mapping.family.has_shards or request.is_huggingface):
         problems.append(
             f"{facts.reader.path} is a mixture of experts, which has no folder of shards: write it "

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
-import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from export_scripts.conversion.huggingface import HuggingFacePlan, Shard, WrittenTensor
@@ -20,7 +17,7 @@ from export_scripts.conversion.sharding import (
 from export_scripts.conversion.tensor_plan import shapes_of
 from export_scripts.conversion.write import (
     Counter,
-    SourceValues,
+    Worker,
     build_parts,
     range_record,
     recorded_range,
@@ -41,8 +38,8 @@ def write_shards(
 
     Files are written in parallel, the tensors of one in order.
     """
-    task = _ShardTask(plan, writer, counter, SourceValues(plan.source))
-    problems = write_all(task.write, plan.shards, task.stopping, processes=processes)
+    worker = _ShardWorker(plan.source, writer, counter)
+    problems = write_all(worker.write, plan.shards, worker.stopping, processes=processes)
     writer.flush()
     return [problem for each in problems for problem in each]
 
@@ -62,15 +59,8 @@ def shard_records(plan: HuggingFacePlan, writer: FTWriter) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _ShardTask:
-    """State that all workers share."""
-
-    plan: HuggingFacePlan
-    writer: FTWriter
-    counter: Counter
-    values: SourceValues
-    stopping: threading.Event = field(default_factory=threading.Event)
+class _ShardWorker(Worker):
+    """A worker that writes one file of several tensors after the other."""
 
     def write(self, shard: Shard) -> list[str]:
         """Write one file; return the problems of its values."""
@@ -87,7 +77,7 @@ class _ShardTask:
                 return {"tensors": {key: range_record(each) for key, each in ranges.items()}}
 
             self.writer.write(shard.name, shard.size_bytes, chunks, facts=facts)
-        kind = self.plan.source.config.weight_data_type
+        kind = self.plan.config.weight_data_type
         return damaged + [
             self.values.problem(tensor.key, tensor.items, kind)
             for tensor in shard.tensors
@@ -95,7 +85,7 @@ class _ShardTask:
         ]
 
     def _is_allowed(self, tensor: WrittenTensor) -> bool:
-        request = self.plan.source.request
+        request = self.plan.request
         return request.allows(tensor.key) or any(
             request.allows(item.tensor.name) for item in tensor.items
         )
@@ -104,7 +94,7 @@ class _ShardTask:
         self, shard: Shard, ranges: dict[str, ValueRange], damaged: list[str]
     ) -> Iterator[memoryview]:
         """Yield the file in chunks of whole blocks, and note each tensor's range and damage."""
-        kind = self.plan.source.config.weight_data_type
+        kind = self.plan.config.weight_data_type
         space, dtype = workspace(), DTYPES[kind]
         # A row that begins in a chunk ends in it.
         largest = max((self._row_bytes(tensor) for tensor in shard.tensors), default=0)
@@ -126,13 +116,13 @@ class _ShardTask:
                 filled += rows * row
                 if filled >= CHUNK_BYTES:
                     whole = filled // BLOCK_BYTES * BLOCK_BYTES
-                    yield self._counted(buffer[:whole].data)
+                    yield self.counted(buffer[:whole].data)
                     rest = buffer[whole:filled]
                     buffer, filled = space.next_chunk(capacity), len(rest)
                     buffer[:filled] = rest
             del parts
         if filled:
-            yield self._counted(buffer[:filled].data)
+            yield self.counted(buffer[:filled].data)
 
     def _pieces(self, shard: Shard, damaged: list[str]) -> Iterator[tuple[str, Parts]]:
         """Yield each tensor's key with what follows each other in it."""
@@ -140,22 +130,16 @@ class _ShardTask:
             for item in tensor.items:
                 damaged += self.values.damage(item)
             for item, view in tensor.pieces:
-                yield tensor.key, taken(build_parts(self.plan.source, item), view)
+                yield tensor.key, taken(build_parts(self.plan, item), view)
             for item in tensor.items:
                 self.values.forget(item)
 
     def _row_bytes(self, tensor: WrittenTensor) -> int:
         """Return the most bytes of an entry of the first axis of a tensor's parts."""
-        source = self.plan.source
+        source = self.plan
         shapes = (
             taken(item.source.build(shapes_of(item, source.facts), source.config), view).shape
             for item, view in tensor.pieces
         )
         values = max(math.prod(shape[1:]) for shape in shapes)
         return values * DTYPES[source.config.weight_data_type].itemsize
-
-    def _counted(self, chunk: memoryview) -> memoryview:
-        if self.stopping.is_set():
-            raise concurrent.futures.CancelledError
-        self.counter.add(len(chunk))
-        return chunk

@@ -130,6 +130,15 @@ def _shape_problems(
     return []
 
 
+def values_of(facts: Facts, index: Index) -> Get:
+    """Return the reader of pieces that `TensorSource.build` gets for the tensor of an index."""
+    return lambda key, cut=None, unit=1: [
+        slab.load(facts.maps)
+        for piece in facts.pieces(key.format(**index))
+        for slab in piece.slabs(cut, unit)
+    ]
+
+
 def shapes_of(plan: TensorPlan, facts: Facts) -> Get:
     """Return the reader of pieces that `TensorSource.build` gets when only shapes are needed."""
     return lambda key, cut=None, unit=1: [

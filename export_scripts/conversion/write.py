@@ -18,7 +18,7 @@ import numpy as np
 from export_scripts.checkpoints.base import StoredTensor
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.sharding import ValueRange, file_chunks
-from export_scripts.conversion.tensor_plan import TensorPlan, local_fine_shape
+from export_scripts.conversion.tensor_plan import TensorPlan, local_fine_shape, values_of
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.mapping.sources import Parts
 from export_scripts.families.mapping.tensors import ShapeTensor
@@ -62,12 +62,11 @@ def write_tensors(
     plan: ConversionPlan, writer: FTWriter, counter: Counter, *, processes: int
 ) -> list[str]:
     """Write every missing file; return the problems of the values."""
-    values, stopping = SourceValues(plan), threading.Event()
-    task = _Task(plan, writer, counter, stopping, values)
+    worker = _TensorWorker(plan, writer, counter)
     # Source order: reads go forward, and a layer's small tensors come between its large ones,
     # which keeps the disk busy.
-    ordered = sorted(plan.tensors, key=values.place)
-    problems = write_all(task.write, ordered, stopping, processes=processes)
+    ordered = sorted(plan.tensors, key=worker.values.place)
+    problems = write_all(worker.write, ordered, worker.stopping, processes=processes)
     writer.flush()
     found = {item.tensor.name: each for item, each in zip(ordered, problems, strict=True)}
     return [problem for item in plan.tensors for problem in found[item.tensor.name]]
@@ -110,13 +109,8 @@ def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
     Raises:
         CheckpointMismatchError: Stored values contradict each other.
     """
-
-    def get(key: str, cut: int | None = None, unit: int = 1) -> list[Any]:
-        pieces = plan.facts.pieces(key.format(**item.index))
-        return [slab.load(plan.facts.maps) for piece in pieces for slab in piece.slabs(cut, unit)]
-
     try:
-        return item.source.build(get, plan.config)
+        return item.source.build(values_of(plan.facts, item.index), plan.config)
     except CheckpointMismatchError as error:
         keys = ", ".join(key.format(**item.index) for key, _ in item.source.reads)
         where = f"{item.tensor.name}: {keys} in {plan.facts.reader.path}"
@@ -178,14 +172,33 @@ class SourceValues:
 
 
 @dataclass(frozen=True)
-class _Task:
-    """State that all workers share."""
+class Worker:
+    """State that all workers of a conversion share."""
 
     plan: ConversionPlan
     writer: FTWriter
     counter: Counter
-    stopping: threading.Event
-    values: SourceValues
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def values(self) -> SourceValues:
+        """The stored values of the source."""
+        return SourceValues(self.plan)
+
+    def counted(self, chunk: memoryview) -> memoryview:
+        """Return a chunk that is about to be written.
+
+        Raises:
+            CancelledError: Another worker has failed.
+        """
+        if self.stopping.is_set():
+            raise concurrent.futures.CancelledError
+        self.counter.add(len(chunk))
+        return chunk
+
+
+class _TensorWorker(Worker):
+    """A worker that writes the files of one tensor after the other."""
 
     def write(self, item: TensorPlan) -> list[str]:
         """Write the missing files of one tensor; return the problems of its values."""
@@ -221,11 +234,8 @@ class _Task:
         self, chunks: Iterator[tuple[memoryview, ValueRange]], found: ValueRange
     ) -> Iterator[memoryview]:
         for chunk, values in chunks:
-            if self.stopping.is_set():
-                raise concurrent.futures.CancelledError
             found.include(values)
-            yield chunk
-            self.counter.add(len(chunk))
+            yield self.counted(chunk)
 
 
 def _range_recorder(tensor: str, found: ValueRange) -> Callable[[], Mapping[str, Any]]:

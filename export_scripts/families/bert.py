@@ -109,7 +109,8 @@ def _config(facts: Facts) -> BertConfig:
     settings.expect("position_embedding_type", "absolute", why="FT's BERT has no position bias")
     values = read_keys(settings, _KEYS)
     hidden = values.pop("hidden")
-    config = BertConfig(
+    return settings.built(
+        BertConfig,
         **values | {"activation_type": values["activation_type"].lower()},
         model_name=model_name(source, "bert"),
         weight_data_type=facts.weight_data_type,
@@ -120,8 +121,6 @@ def _config(facts: Facts) -> BertConfig:
         position_embedding_type="absolute",
         hidden_size=hidden,
     )
-    settings.finish()
-    return config
 
 
 def _weights(facts: Facts, _: BertConfig) -> Mapping[str, TensorSource]:

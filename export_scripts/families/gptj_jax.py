@@ -32,14 +32,10 @@ _END_OF_TEXT = 50256
 
 
 def _config(facts: Facts) -> GPTJConfig:
-    """Return the config of a release: sizes from its arrays, heads stated or the 6B model's.
-
-    Raises:
-        CheckpointMismatchError: Heads or positions do not fit the width or the layout.
-    """
+    """Return the config of a release: sizes from its arrays, heads stated or the 6B model's."""
     settings = Settings(facts.config, "the model's JSON configuration, or --set")
     settings.expect("pe", "rotary", why="FT's GPT-J has rotary positions")
-    hidden = facts.pieces("wte.bias")[0].shape[0]
+    hidden = facts.size("wte.bias", 0)
     head_num = _stated(facts, settings, "head_num", "n_heads")
     if hidden % head_num:
         raise CheckpointMismatchError(

@@ -34,16 +34,11 @@ _START_ID, _END_ID = 0, 2
 
 
 def _config(facts: Facts) -> GPTNeoXConfig:
-    """Return the config of a release: sizes from its tensors, the rest from configs/*.yml.
-
-    Raises:
-        CheckpointMismatchError: The heads or rotated dimensions are unknown, or the
-        architecture is another; all problems are listed.
-    """
+    """Return the config of a release: sizes from its tensors, the rest from configs/*.yml."""
     settings = Settings(facts.config, label="configs/*.yml")
     _refuse_other_models(settings)
     assumed = not _is_whole(settings.source)
-    hidden = facts.pieces(WTE)[0].shape[1]
+    hidden = facts.size(WTE, 1)
     vocab_size = facts.rows(WTE)
     given_heads = facts.given_int("head_num")
     heads = given_heads if given_heads is not None else settings.integer("num-attention-heads")
@@ -100,7 +95,7 @@ def _rotary_dims(facts: Facts, settings: Settings, size_per_head: int) -> int:
     if given is not None:
         return given
     if facts.has(_FREQUENCIES):
-        return 2 * facts.pieces(_FREQUENCIES)[0].shape[0]
+        return 2 * facts.size(_FREQUENCIES, 0)
     if "rotary-pct" not in settings.source and not _is_whole(settings.source):
         settings.problems.append(
             f"{settings.label} has no rotary-pct and the layers hold no rotary_emb.inv_freq: "

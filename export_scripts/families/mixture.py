@@ -188,23 +188,17 @@ def _core_reasons(facts: Facts) -> list[str]:
 
 
 def _core_config(facts: Facts) -> MixtureConfig:
-    """Return the config of a mixture of megatron-core.
-
-    Raises:
-        ValueError: The special tokens are not known.
-    """
+    """Return the config of a mixture of megatron-core."""
     traits = core_traits(facts)
     source = traits.source
-    dense = vars(core.core_config(facts))
+    dense, settings = vars(core.core_config(facts)), traits.settings
+    inter_size = settings.integer("moe_ffn_hidden_size", default=traits.inter_size)
+    per_token = settings.integer("moe_router_topk", default=2)
+    settings.finish()
     return MixtureConfig(
-        **dense
-        | {
-            "model_name": "mixture",
-            "inter_size": source.get("moe_ffn_hidden_size") or traits.inter_size,
-            "has_mlp_bias": False,
-        },
+        **dense | {"model_name": "mixture", "inter_size": inter_size, "has_mlp_bias": False},
         expert_num=traits.expert_num,
-        experts_per_token=source.get("moe_router_topk") or 2,
+        experts_per_token=per_token,
         normalized_routing=not source.get("moe_router_pre_softmax"),
     )
 

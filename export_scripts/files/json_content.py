@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 
 def json_object(
-    content: bytes | str, source: object, *, remedy: str = "correct it, or copy it again"
+    content: bytes | str,
+    source: object,
+    *,
+    remedy: str = "correct it, or copy it again",
+    is_strict: bool = False,
 ) -> dict[str, Any]:
     """Return the object that a JSON text holds.
 
@@ -15,12 +20,14 @@ def json_object(
         content: The text; bytes are UTF-8, or UTF-16 or UTF-32 where they begin like it.
         source: What the text is called in messages, such as its path.
         remedy: What to do about a text that is something else.
+        is_strict: Refuse what Python's own reader takes: a name twice, NaN and Infinity.
 
     Raises:
         ValueError: It is something else.
     """
     try:
-        value = json.loads(content)
+        hooks: dict[str, Any] = {"object_pairs_hook": _once, "parse_constant": _no_constant}
+        value = json.loads(content, **(hooks if is_strict else {}))
         if isinstance(value, dict):
             return value
         reason = f"it is of type {type(value).__name__}"
@@ -32,3 +39,15 @@ def json_object(
     except ValueError as error:
         reason = str(error)
     raise ValueError(f"{source} is not a JSON object: {reason}; {remedy}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"it names {counts.most_common(1)[0][0]!r:.100} twice")
+    return table
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

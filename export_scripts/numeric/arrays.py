@@ -1,8 +1,7 @@
 """Weights as numpy arrays: their types, and conversions that round as torch does.
 
 numpy has no bfloat16. Arrays of it have the void type `BF16`: they can be sliced, transposed and
-joined
-like any other, and arithmetic on them fails instead of going wrong.
+joined like any other, and arithmetic on them fails instead of going wrong.
 """
 
 from __future__ import annotations
@@ -15,26 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from export_scripts.numeric.dtypes import SOURCE_TYPES
+
 Array = npt.NDArray[Any]
 
 BF16 = np.dtype("V2")
 
-# By the names of SOURCE_TYPES (checkpoints/base.py).
-DTYPES: dict[str, np.dtype[Any]] = {
-    "fp64": np.dtype("<f8"),
-    "fp32": np.dtype("<f4"),
-    "fp16": np.dtype("<f2"),
-    "bf16": BF16,
-    "fp8": np.dtype("u1"),  # as bytes
-    "int64": np.dtype("<i8"),
-    "int32": np.dtype("<i4"),
-    "int16": np.dtype("<i2"),
-    "int8": np.dtype("i1"),
-    "uint8": np.dtype("u1"),
-    "bool": np.dtype("?"),
-    "complex64": np.dtype("<c8"),
-    "complex128": np.dtype("<c16"),
-}
+DTYPES = {name: np.dtype(code) for name, (_, _, code) in SOURCE_TYPES.items()}
 _FP32, _FP16 = DTYPES["fp32"], DTYPES["fp16"]
 
 # Intermediate results of one block fit the second-level cache.

@@ -1,4 +1,4 @@
-"""Types of weight files: name, bytes per value, torch type.
+"""Types of numbers by name: bytes of one value, torch's name and numpy's.
 
 Only `torch_dtype` imports torch, when called.
 """
@@ -10,9 +10,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Bytes per value on disk. Little-endian; bf16 is the upper half of an fp32.
-ITEM_SIZE: dict[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
-
+# Of every type that a source may store. Little-endian; bf16 is the upper half of an fp32, for which
+# numpy has no type; its bytes stand for it, as for fp8.
+SOURCE_TYPES: dict[str, tuple[int, str, str]] = {
+    "fp64": (8, "float64", "<f8"),
+    "fp32": (4, "float32", "<f4"),
+    "fp16": (2, "float16", "<f2"),
+    "bf16": (2, "bfloat16", "V2"),
+    "fp8": (1, "float8_e4m3fn", "u1"),
+    "int64": (8, "int64", "<i8"),
+    "int32": (4, "int32", "<i4"),
+    "int16": (2, "int16", "<i2"),
+    "int8": (1, "int8", "i1"),
+    "uint8": (1, "uint8", "u1"),
+    "bool": (1, "bool", "?"),
+    "complex64": (8, "complex64", "<c8"),
+    "complex128": (16, "complex128", "<c16"),
+}
 WEIGHT_DATA_TYPES: tuple[str, ...] = ("fp32", "fp16", "bf16")
 
 # Largest finite value of each floating type.
@@ -22,30 +36,22 @@ LARGEST_FINITE: dict[str, float] = {
     "bf16": 3.3895313892515355e38,
 }
 
-_TORCH_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
-
 
 def item_size(name: str) -> int:
-    """Return the bytes of one value of type `name`.
+    """Return the bytes of one value of a type.
 
     Raises:
-        ValueError: The name is not a type of a weight file.
+        ValueError: The type is unknown.
     """
-    try:
-        return ITEM_SIZE[name]
-    except KeyError:
-        raise ValueError(f"unknown data type {name!r}; known: {', '.join(ITEM_SIZE)}") from None
+    if name not in SOURCE_TYPES:
+        raise ValueError(f"unknown data type {name!r}; known: {', '.join(SOURCE_TYPES)}")
+    return SOURCE_TYPES[name][0]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch type of `name` ("fp32", "fp16", "bf16" or "int8").
-
-    Raises:
-        ValueError: The name is not a type of a weight file.
-    """
+    """Return torch's type of a name in SOURCE_TYPES."""
     import torch
 
-    item_size(name)
-    dtype = getattr(torch, _TORCH_NAMES[name])
+    dtype = getattr(torch, SOURCE_TYPES[name][1])
     assert isinstance(dtype, torch.dtype)
     return dtype

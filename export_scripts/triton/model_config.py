@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from export_scripts.triton.parameters import PARAMETERS
 from export_scripts.triton.signature import (
     FROM_TEXT,
     TOKENS_OF_ENCODER,
@@ -57,27 +59,10 @@ class TritonModelConfig:
     instance_count: int = 1
     steps: tuple[EnsembleStep, ...] = ()
 
-    def problems(self) -> list[str]:
-        """Return the settings that Triton or the backend would refuse."""
-        found = []
-        if self.interactive and self.max_batch_size != 1:
-            found.append(
-                f"max_batch_size={self.max_batch_size} of an interactive model; it must be 1."
-            )
-        if self.interactive and self.max_queue_delay_us is not None:
-            found.append(
-                "an interactive model cannot use dynamic batching; switch one of them off."
-            )
-        if self.max_batch_size < 1:
-            found.append(f"max_batch_size={self.max_batch_size} must be at least 1.")
-        return found
-
     def to_text(self) -> str:
-        """Return the text of config.pbtxt. Raises ValueError with every problem."""
+        """Return the text of config.pbtxt."""
         from google.protobuf import text_format
 
-        if problems := self.problems():
-            raise ValueError("\n".join(f"{self.name}: {problem}" for problem in problems))
         return str(text_format.MessageToString(self._message()))
 
     def _message(self) -> Any:
@@ -119,6 +104,58 @@ def parse_config(text: str) -> Any:
         return text_format.Parse(text, schema.ModelConfig())
     except text_format.ParseError as error:
         raise ValueError(f"not a Triton model configuration: {error}") from error
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The facts about an exported model that decide the resources of its server."""
+
+    name: str
+    tp_size: int
+    pp_size: int
+    device: str = "auto"
+    instance_count: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one instance."""
+        return self.tp_size * self.pp_size
+
+
+def served_model_of(repository: Path) -> ModelSizes | None:
+    """Return the model with ranks in a repository; None if there is none, or several.
+
+    An unreadable file counts as none: the server reports its problem.
+    """
+    found = [
+        model
+        for path in sorted(repository.glob("*/config.pbtxt"))
+        if (model := _sizes(path)) is not None
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _sizes(path: Path) -> ModelSizes | None:
+    try:
+        config = parse_config(path.read_text(encoding="utf-8"))
+        given = config.parameters
+        values: dict[str, Any] = {
+            key: PARAMETERS[key].read(given[key].string_value)
+            for key in ("tensor_para_size", "pipeline_para_size", "device")
+            if key in given
+        }
+    except (OSError, ValueError):
+        return None
+    if "tensor_para_size" not in values:
+        return None
+    return ModelSizes(
+        name=path.parent.name,
+        tp_size=values["tensor_para_size"],
+        pp_size=values.get("pipeline_para_size", 1),
+        device=values.get("device", "auto"),
+        # Without a count, a group has one.
+        instance_count=sum(group.count or 1 for group in config.instance_group) or 1,
+    )
 
 
 def _data_type(schema: Any, dtype: str) -> int:

@@ -1,4 +1,4 @@
-"""The models of a repository: configuration and files of each one's version folder."""
+"""The models of a repository by its request: configuration and files of each version folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.tokenizer_files import TokenizerFiles
 from export_scripts.triton import signature
 from export_scripts.triton.model_config import (
@@ -15,9 +16,9 @@ from export_scripts.triton.model_config import (
     ensemble_steps,
     text_encoder_steps,
 )
-from export_scripts.triton.repository_request import RepositoryRequest
 from export_scripts.triton.signature import ModelSignature
 
+VERSION = "1"
 PREPROCESSING, POSTPROCESSING, ENSEMBLE = "preprocessing", "postprocessing", "ensemble"
 TOKENIZER, TEXT_ENCODER = "tokenizer", "text_encoder"
 RESERVED_NAMES = (PREPROCESSING, POSTPROCESSING, ENSEMBLE, TOKENIZER, TEXT_ENCODER)
@@ -32,6 +33,42 @@ _END = ("end_id", "eos_token_id")
 _ENCODER_DECODERS = ("T5",)
 # Tokenizers whose files do not state that a text ends with the end token.
 _PLAIN_TOKENIZERS = ("bpe", "sentencepiece", "wordpiece")
+
+
+@dataclass(frozen=True)
+class RepositoryRequest:
+    """The request for a Triton repository.
+
+    `model_dir` is `<repository>/<model name>`, with the weights at `model_dir/1/<tp_size>-gpu`.
+    `max_queue_delay_us` switches the server's batcher on; the C++ backend batches only with it,
+    our engine always does. A portable repository holds no absolute path. `parameters` are
+    further entries for the model's config.pbtxt. `model_type` other than that of the weights can be
+    T5-Encoder, for the encoder of a whole T5.
+    """
+
+    model_dir: Path
+    tp_size: int
+    pp_size: int
+    max_batch_size: int
+    data_type: str
+    int8_mode: int = 0
+    enable_custom_all_reduce: int = 0
+    engine: str = "pytorch"
+    decoupled: bool = False
+    ensemble: bool = True
+    overwrite: bool = False
+    portable: bool = True
+    interactive: bool = False
+    answer_only: bool = False
+    max_queue_delay_us: int | None = None
+    instance_count: int = 1
+    model_type: str | None = None
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def weights_dir(self) -> Path:
+        """Folder of the converted weights."""
+        return ft_directory(self.model_dir / VERSION, self.tp_size)
 
 
 @dataclass(frozen=True)

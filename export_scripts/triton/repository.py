@@ -31,7 +31,9 @@ from export_scripts.triton.model_folders import (
     RESERVED_NAMES,
     TEXT_ENCODER,
     TOKENIZER,
+    VERSION,
     ModelFolder,
+    RepositoryRequest,
     end_id,
     is_generative,
     served_model,
@@ -40,21 +42,9 @@ from export_scripts.triton.model_folders import (
     text_models,
 )
 from export_scripts.triton.parameters import parameter_problems
-from export_scripts.triton.repository_request import VERSION, RepositoryRequest
 from export_scripts.triton.signature import MODEL_SIGNATURES
 
-__all__ = [
-    "CONFIG_FILE",
-    "ENGINES",
-    "ENSEMBLE",
-    "POSTPROCESSING",
-    "PREPROCESSING",
-    "TOKENIZER",
-    "RepositoryRequest",
-    "build_repository",
-    "check_repository",
-    "repository_models",
-]
+__all__ = ["ENSEMBLE", "RepositoryRequest", "build_repository", "check_repository"]
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 CONFIG_FILE = "config.pbtxt"

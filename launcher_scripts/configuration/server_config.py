@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from export_scripts.triton.model_config import ModelSizes, served_model_of
 from export_scripts.triton.object_store import StoreLocation
-from export_scripts.triton.served import ModelSizes, served_model_of
 from inference.launch_environment import visible_gpus
 from launcher_scripts.configuration.export_config import conversion_request
 from launcher_scripts.configuration.schema import Config

@@ -12,8 +12,7 @@ import pytest
 import torch
 import transformers
 
-from export_scripts.conversion.convert import ConversionRequest, convert
-from export_scripts.conversion.validation import folder_problems
+from export_scripts.conversion.convert import ConversionRequest, convert, folder_problems
 from tests.golden.test_shards import GOLDEN
 
 # What Hugging Face cannot express, and the reason given.

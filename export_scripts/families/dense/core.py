@@ -27,6 +27,7 @@ from export_scripts.families.mapping.megatron_traits import MegatronTraits, fore
 from export_scripts.families.mapping.names import completed, named_sources
 from export_scripts.families.mapping.nemo2_traits import unknown_model
 from export_scripts.families.mapping.rotary import scaling_fields
+from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
 
@@ -91,16 +92,31 @@ def core_config(facts: Facts) -> DenseConfig:
     """Return the config of a megatron-core checkpoint with rotary positions.
 
     Raises:
+        CheckpointMismatchError: Settings are malformed; all are listed.
         ValueError: The special tokens are not known.
     """
     traits = core_traits(facts)
     present: dict[str, Any] = {
         field: facts.has(_FIRST_LAYER + name) for field, name in _PRESENT.items()
     }
+    settings = traits.settings
     is_scaled = _is_gemma(traits) or traits.source.get("apply_embedding_scaling")
-    common = common_fields(facts, traits, vocab_size=facts.rows(CORE_WTE), tied=core_is_tied(facts))
-    return DenseConfig(
-        **common,
+    fields = {
+        **common_fields(facts, traits, vocab_size=facts.rows(CORE_WTE), tied=core_is_tied(facts)),
+        **present,
+        "attention_scale": _attention_scale(traits),
+        "attention_softcap": _number(settings, "attn_logit_softcapping"),
+        "logit_softcap": _number(settings, "final_logit_softcapping"),
+        "embedding_scale": math.sqrt(traits.hidden) if is_scaled else 1.0,
+        **_core_windows(traits),
+        "rotary_layers": _layers(traits, "no_rope_freq"),
+        **_core_rotary(traits),
+    }
+    if fields["rotary_layers"] == () and not settings.problems:
+        settings.note("no_rope_freq: it leaves no layer with rotary positions")
+    return settings.built(
+        DenseConfig,
+        **fields,
         model_name="llama",
         kv_head_num=traits.query_groups,
         hidden_size=traits.hidden,
@@ -108,15 +124,13 @@ def core_config(facts: Facts) -> DenseConfig:
         norm_one_plus=_keeps_one_plus(traits),
         query_key_norm="head" if traits.qk_norm else None,
         activation_type=GATED[traits.activation] if traits.gated else traits.activation,
-        **present,
-        attention_scale=_attention_scale(traits),
-        attention_softcap=traits.source.get("attn_logit_softcapping") or None,
-        logit_softcap=traits.source.get("final_logit_softcapping") or None,
-        embedding_scale=math.sqrt(traits.hidden) if is_scaled else 1.0,
-        **_core_windows(traits),
-        rotary_layers=_layers(traits, "no_rope_freq"),
-        **_core_rotary(traits),
     )
+
+
+def _number(settings: Settings, *names: str) -> float | None:
+    """Return the number of the first key that is set; None where null, 0 or false switch it off."""
+    name = next((each for each in names if settings.source.get(each)), None)
+    return None if name is None else settings.number(name)
 
 
 def _is_gemma(traits: MegatronTraits) -> bool:
@@ -139,7 +153,8 @@ def _keeps_one_plus(traits: MegatronTraits) -> bool:
 
 def _attention_scale(traits: MegatronTraits) -> float | None:
     """Return the stated scale of scores, or that of a stated width of heads."""
-    width, scale = (traits.source.get(key) for key in ("query_pre_attn_scalar", "softmax_scale"))
+    width = _number(traits.settings, "query_pre_attn_scalar")
+    scale = _number(traits.settings, "softmax_scale")
     if width is None and _is_gemma(traits) and scale:
         width = round(scale**-2)  # of which the scale was computed
     return scale if width is None else width**-0.5
@@ -154,10 +169,14 @@ def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> tuple[
     pattern, count = traits.source.get(key), traits.num_layer
     if not pattern:
         return None
-    if isinstance(pattern, list):
+    if not isinstance(pattern, list):
+        every = traits.settings.integer(key)
+        layers = tuple(n for n in range(count) if (n + 1) % every)
+    elif len(pattern) == count:
         layers = tuple(n for n in range(count) if bool(pattern[n]) is not skipped)
     else:
-        layers = tuple(n for n in range(count) if (n + 1) % int(pattern))
+        traits.settings.note(f"{key} = {pattern!r:.100}: expected an entry for each layer")
+        return None
     return None if len(layers) == count else layers
 
 
@@ -166,42 +185,61 @@ def _core_windows(traits: MegatronTraits) -> dict[str, Any]:
 
     Transformer Engine counts the positions before the current one; Gemma 3 states one number.
     """
-    window, count = traits.source.get("window_size"), traits.num_layer
-    pattern = traits.source.get("interleaved_attn_pattern")
+    window, count = traits.source.get("window_size") or 0, traits.num_layer
+    pattern: Any = traits.source.get("interleaved_attn_pattern")
     layers: tuple[int, ...] | None
-    if pattern and isinstance(pattern[0], str):
+    if _are(str, pattern, count):
         layers = tuple(n for n, kind in enumerate(pattern) if kind == "sliding_attention")
-    elif pattern:
+    elif _are(int, pattern, 2) and sum(pattern) > 0:
         local, others = pattern
         layers = tuple(n for n in range(count) if n % (local + others) < local)
+    elif pattern:
+        traits.settings.note(
+            f"interleaved_attn_pattern = {pattern!r:.100}: expected two numbers of layers, or the "
+            "kind of each layer"
+        )
+        layers = None
     elif _is_gemma(traits):
         layers = tuple(range(0, count, 2))
     else:
         layers = _layers(traits, "window_attn_skip_freq", skipped=False)
-    size = window if isinstance(window, int) else int(window[0]) + 1 if window else 0
+    if type(window) is not int and not _are(int, window, 2):
+        traits.settings.note(f"window_size = {window!r:.100}: expected a number, or two")
+        return {}
+    size = window if isinstance(window, int) else window[0] + 1
     if size < 1 or layers == ():
         return {}
     return {"sliding_window": size, "sliding_layers": layers}
 
 
+def _are(kind: type, values: Any, count: int) -> bool:
+    """Return whether values are a list of so many of a type."""
+    return (
+        isinstance(values, (list, tuple))
+        and len(values) == count
+        and all(type(each) is kind for each in values)
+    )
+
+
 def _core_rotary(traits: MegatronTraits) -> dict[str, Any]:
-    source = traits.source
+    settings, source = traits.settings, traits.source
+    if traits.rotary_fraction > 1:
+        settings.note(f"rotary_percent = {traits.rotary_fraction}: expected at most 1")
     fields = {
-        "rotary_embedding": int(traits.size_per_head * traits.rotary_fraction),
+        "rotary_embedding": int(traits.size_per_head * min(traits.rotary_fraction, 1.0)),
         "rotary_base": traits.rotary_base,
     }
     if traits.rotary_local_base is not None:
         fields["rotary_local_base"] = traits.rotary_local_base
-        if (factor := source.get("rope_scaling_factor") or 1) != 1:
-            return {**fields, **scaling_fields("linear", {"factor": float(factor)})}
+        if (factor := _number(settings, "rope_scaling_factor") or 1) != 1:
+            return {**fields, **scaling_fields("linear", {"factor": factor})}
         return fields
     if source.get("scale_positional_embedding") or source.get("use_rope_scaling"):
         scaling = {
-            name: type(usual)(next((source[key] for key in keys if source.get(key)), usual))
-            for name, keys, usual in _LLAMA31
+            name: type(usual)(_number(settings, *keys) or usual) for name, keys, usual in _LLAMA31
         }
         return {**fields, **scaling_fields("llama3", scaling)}
-    if traits.rotary_interpolation not in (None, 1):
+    if traits.rotary_interpolation != 1:
         return {**fields, **scaling_fields("linear", {"factor": traits.rotary_interpolation})}
     return fields
 

@@ -53,9 +53,10 @@ def _keys(logit_cap: float | None, attention_cap: float | None) -> tuple[Setting
 def _read(settings: Settings, values: Mapping[str, Any], pattern: int) -> dict[str, Any]:
     """Return the window, of all layers but every `pattern`-th."""
     count = values["num_layer"]
-    window = settings.optional("sliding_window", default=4096)
+    is_off = settings.source.get("sliding_window", 0) is None
+    window = None if is_off else settings.integer("sliding_window", default=4096)
     usual = [bool((number + 1) % pattern) for number in range(count)]
-    return window_fields(settings, count, None if window is None else int(window), usual)
+    return window_fields(settings, count, window, usual)
 
 
 _COMMON: dict[str, Any] = {

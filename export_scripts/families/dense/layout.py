@@ -108,6 +108,8 @@ class DenseConfig(DecoderConfig):
             for name, known in _CHOICES.items()
             if getattr(self, name) not in known
         ]
+        if self.kv_head_num < 1:
+            problems.append(f"kv_head_num = {self.kv_head_num}: expected at least 1")
         if dims % 2 or dims > size:
             problems.append(
                 f"rotary_embedding = {dims} of the head size {size} cannot be represented: "

@@ -28,6 +28,7 @@ _GPT2_TOKENIZER = "GPT2BPETokenizer"
 
 _ACTIVATIONS = {"gelu": "Gelu", "relu": "Relu", "silu": "Silu"}
 _ROOTS = {"nemo": "model.language_model.", "megatron": "language_model."}
+_POSITIONS = "language_model.embedding.position_embeddings.weight"
 
 # Row order of the fused QKV projection by checkpoint version.
 # Layout: NVIDIA/Megatron-LM, megatron/checkpointing.py fix_query_key_value_ordering.
@@ -211,15 +212,13 @@ def _traits(facts: Facts) -> MegatronTraits:
     layer = f"{_stack(facts)}layers."
     keys = facts.keys()
     numbers = [int(m[1]) for k in keys if (m := re.match(rf"{layer}(\d+)\.", k))]
-    wte = facts.pieces(_embedding(facts))[0].shape
-    positions = facts.pieces(_ROOTS["megatron"] + "embedding.position_embeddings.weight")
     return megatron_traits(
         {
             "num_attention_heads": facts.given_int("head_num"),
-            "hidden_size": wte[1] if len(wte) == 2 else None,
+            "hidden_size": facts.size(_embedding(facts), 1),
             "ffn_hidden_size": facts.rows(f"{layer}0.mlp.dense_h_to_4h.weight") or None,
             "num_layers": max(numbers, default=-1) + 1 or None,
-            "max_position_embeddings": positions[0].shape[0],
+            "max_position_embeddings": facts.size(_POSITIONS, 0),
             "layernorm_epsilon": 1e-6,
         }
     )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.gpt.layout import GPTConfig
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.mapping.sources import Compute, PerIndex, TensorSource
@@ -46,8 +46,7 @@ def check_ranges(ranges: Ranges, num_layer: int) -> None:
                 value = entry.get(side) if isinstance(entry, Mapping) else None
                 if not isinstance(value, (int, float)) or not 0 < value < math.inf:
                     problems.append(f"activation ranges: {key} has {side} = {value!r}")
-    if problems:
-        raise CheckpointMismatchError(problems)
+    refuse(problems)
 
 
 def int8_weights(ranges: Ranges) -> dict[str, PerIndex]:
@@ -89,11 +88,7 @@ def _quantized(_config: GPTConfig, weights: Any, _entries: Any) -> Any:
 
 
 def _weight_scale(weight: Any) -> float:
-    """Return 127 / max |w|, divided in fp32.
-
-    Raises:
-        CheckpointMismatchError: All weights are zero.
-    """
+    """Return 127 / max |w|, divided in fp32."""
     largest = abs(float32(weight)).max()
     if largest == 0:
         raise CheckpointMismatchError("weights that are all zero have no int8 scale")

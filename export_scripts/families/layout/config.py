@@ -16,7 +16,7 @@ Index = Mapping[str, int | str]
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
 # A damaged number must not list tensors until memory runs out.
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
 # Entries of a list on a line of config.ini.
 _ROW = 8
 _INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)")
@@ -92,9 +92,9 @@ class FTConfig:
             return [task.task_name for task in self.tasks]
         name = self.INDICES[placeholder]
         count = int(getattr(self, name))
-        if count > _MOST_LAYERS:
+        if count > MOST_LAYERS:
             raise ValueError(
-                f"{name} = {count}: expected at most {_MOST_LAYERS}; the configuration is damaged"
+                f"{name} = {count}: expected at most {MOST_LAYERS}; the configuration is damaged"
             )
         return range(count)
 

@@ -37,7 +37,7 @@ def _rounded(value: float) -> float:
 
 # For `inverse` of a setting.
 reciprocal = (lambda value: 1 / value, lambda value: _rounded(1 / value))
-inverse_root = (lambda value: value**-0.5, lambda value: _whole(_rounded(value**-2)))
+inverse_root = (lambda value: value**-0.5, lambda value: _whole(_rounded(1 / value / value)))
 
 
 def _whole(value: float) -> float:
@@ -167,19 +167,14 @@ class HuggingFaceDecoder:
             values["tie_word_embeddings"] = head_is_tied(
                 facts, settings, self.heads[0], self.embedding, default=self.is_tied
             )
-        build: Callable[..., FTConfig] = self.family.config
-        try:
-            config = build(
-                **values,
-                **prompt_fields(facts, start_id=values["vocab_size"]),
-                model_name=model_name(facts.config, self.name or self.model_type),
-                weight_data_type=facts.weight_data_type,
-                tensor_para_size=facts.tp_size,
-            )
-        except ValueError as error:
-            settings.problems += str(error).split("\n")
-        settings.finish()
-        return config
+        return settings.built(
+            self.family.config,
+            **values,
+            **prompt_fields(facts, start_id=values["vocab_size"]),
+            model_name=model_name(facts.config, self.name or self.model_type),
+            weight_data_type=facts.weight_data_type,
+            tensor_para_size=facts.tp_size,
+        )
 
     def derived(self, settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
         """Return fields made of several settings; `values` keeps only fields of the config."""

@@ -55,8 +55,13 @@ class MegatronTraits:
     rotary_base: float
     rotary_local_base: float | None  # of layers with a window, if another
     rotary_fraction: float
-    rotary_interpolation: float | None
-    source: Mapping[str, Any]
+    rotary_interpolation: float
+    settings: Settings  # in which a family reads what it alone has
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """The configuration."""
+        return self.settings.source
 
 
 _LEARNED = "learned_absolute"
@@ -101,6 +106,9 @@ def traits_of(
     size("project_size")
     # Megatron-DeepSpeed lists the experts of each layer.
     experts = _first(config, "num_moe_experts", "num_experts")
+    if isinstance(experts, list) and not all(type(each) is int for each in experts):
+        settings.note(f"number of experts = {experts!r:.100}: expected one for each layer")
+        experts = []
     traits = MegatronTraits(
         head_num=heads,
         hidden=hidden,
@@ -124,10 +132,10 @@ def traits_of(
         rotary_base=number("rotary_base", default=10000),
         rotary_local_base=settings.optional("rotary_local_base"),
         rotary_fraction=number("rotary_percentage", "rotary_percent", default=1.0),
-        rotary_interpolation=_first(
-            config, "seq_len_interpolation_factor", "rotary_seq_len_interpolation_factor"
+        rotary_interpolation=number(
+            "seq_len_interpolation_factor", "rotary_seq_len_interpolation_factor", default=1.0
         ),
-        source=config,
+        settings=settings,
         **activation,
     )
     settings.finish()

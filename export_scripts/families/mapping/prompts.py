@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, Piece
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import PromptTask
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.mapping.source_mapping import Facts
@@ -76,8 +76,7 @@ def prompt_fields(facts: Facts, *, start_id: int) -> dict[str, Any]:
                     f"has {rows} rows"
                 )
             tasks.append(PromptTask(task_name=name, prompt_length=rows))
-    if problems:
-        raise CheckpointMismatchError(problems)
+    refuse(problems)
     given = facts.given_int("prompt_learning_start_id")
     return {
         "tasks": tuple(tasks),

@@ -64,6 +64,9 @@ def rotary_fields(
     inner = Settings(given, f"{settings.label}: rotary scaling", settings.problems)
     base = inner.number("rope_theta", default=base)
     part = inner.number("partial_rotary_factor", default=part)
+    if part > 1:
+        settings.note(f"partial_rotary_factor = {part:g}: expected at most 1")
+        return plain
     if part != 1 and fraction is None:
         settings.note(
             f"partial_rotary_factor = {part:g} cannot be represented: "
@@ -118,8 +121,8 @@ def _scaling(kind: str, given: Settings, settings: Settings) -> dict[str, Any]:
     if kind == "longrope":
         factor = given.number("factor", default=context / out["original_max_position_embeddings"])
         # LongRoPE (arXiv 2402.13753), appendix A.
-        growth = math.log(factor) / math.log(out["original_max_position_embeddings"])
-        usual = math.sqrt(1 + growth) if factor > 1 else 1.0
+        original = max(2, out["original_max_position_embeddings"])
+        usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         out["attention_factor"] = given.number("attention_factor", default=usual)
     return out
 

@@ -7,13 +7,13 @@ wrote the file.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from export_scripts.checkpoints.base import json_table
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.config import MOST_LAYERS, ConfigT, FTConfig
 from export_scripts.families.mapping.source_mapping import Facts
 
 _REQUIRED = object()
@@ -79,14 +79,18 @@ class Settings:
         return value
 
     def integer(self, *names: str, default: Any = _REQUIRED, least: int = 1) -> int:
-        """Return an integer of at least `least`, or 1 after noting a problem."""
+        """Return an integer of at least `least`, or 1 after noting a problem.
+
+        One of layers is bounded before anything is made for each.
+        """
         value = self.value(*names, default=default)
         if value is None:
             return 1
-        if type(value) is not int or not least <= value <= _MOST:
+        most = MOST_LAYERS if names[0].endswith(("_layer", "_layers")) else _MOST
+        if type(value) is not int or not least <= value <= most:
             self.note(
                 f"{names[0]} = {value!r:.100} is not a count; expected a whole "
-                f"number from {least} to {_MOST}"
+                f"number from {least} to {most}"
             )
             return 1
         return value
@@ -197,6 +201,21 @@ class Settings:
             self.note(f"{name} = {value!r} is not a token id")
             return None
         return value
+
+    def built(self, config: Callable[..., ConfigT], **fields: Any) -> ConfigT:
+        """Return a config.
+
+        Raises:
+            CheckpointMismatchError: Problems were noted, or the fields do not belong together; all
+                are listed.
+        """
+        try:
+            made = config(**fields)
+        except ValueError as error:
+            for problem in str(error).split("\n"):
+                self.note(problem)
+        self.finish()
+        return made
 
     def finish(self) -> None:
         """Raise the noted problems, each once though several fields come of one setting.

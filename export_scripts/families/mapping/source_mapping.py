@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, FileMaps, Piece, TokenizerFile
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
+from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.sources import PerIndex, TensorSource
+
+_MOST_MODULES = 1_000_000  # layers times experts
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,18 @@ class Facts:
             raise KeyError(key)
         return self.extra[name] if name in self.extra else self.reader.tensors[name]
 
+    def size(self, key: str, axis: int) -> int:
+        """Return the size of a tensor's first piece on an axis.
+
+        Raises:
+            CheckpointMismatchError: It is missing, or has fewer axes.
+        """
+        shape = self.pieces(key)[0].shape if self.has(key) else ()
+        if len(shape) <= axis:
+            found = list(shape) if self.has(key) else "missing"
+            raise CheckpointMismatchError(f"{key} is {found}: expected {axis + 1} axes")
+        return shape[axis]
+
     def rows(self, key: str, default: int = 0) -> int:
         """Return the rows of a tensor that training ranks cut on axis 0 (`default` if absent)."""
         if not self.has(key):
@@ -88,6 +104,13 @@ class Facts:
     def special_ids(self) -> SpecialIds:
         """Return the special token ids in the tokenizer files, if any."""
         return special_ids(self.tokenizer) or SpecialIds(None, None)
+
+    def with_paths(self, problems: Sequence[str]) -> list[str]:
+        """Return problems, with the model's path before those that begin with no checkpoint's."""
+        readers = (self.reader, *self.prompts, *self.ia3, *self.adapters)
+        known = tuple(str(reader.path) for reader in readers)
+        path = self.reader.path
+        return [each if each.startswith(known) else f"{path}: {each}" for each in problems]
 
     def given_int(self, name: str) -> int | None:
         """Return an integer the user states.
@@ -132,3 +155,29 @@ class SourceMapping:
     def is_ignored(self, key: str) -> bool:
         """Return whether a source tensor has nothing to convert."""
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.ignored)
+
+    def reasons(self, facts: Facts) -> list[str]:
+        """Return every reason the layout cannot hold a model, each with a checkpoint's path."""
+        try:
+            return facts.with_paths(self.unsupported(facts))
+        except CheckpointMismatchError as error:
+            return facts.with_paths(error.problems)
+
+    def checked_config(self, facts: Facts) -> FTConfig:
+        """Return the config of a model.
+
+        Raises:
+            CheckpointMismatchError: Settings are missing or cannot be represented; all are listed,
+                each with a checkpoint's path.
+            ValueError: A value that the user states is wrong.
+        """
+        try:
+            config = self.config(facts)
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(facts.with_paths(error.problems)) from error
+        counts = {name: getattr(config, name) for name in config.INDICES.values()}
+        if math.prod(counts.values()) > _MOST_MODULES:
+            sizes = ", ".join(f"{name} = {count}" for name, count in counts.items())
+            problem = f"{sizes}: more layers than any model has; its configuration is damaged"
+            raise CheckpointMismatchError(facts.with_paths([problem]))
+        return config

@@ -106,7 +106,8 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
     eos = _token(settings, "eos_token_id", default=1)
     if has_decoder:
         values["tie_word_embeddings"] = _scales_logits(settings)
-    config = T5Config(
+    return settings.built(
+        T5Config,
         name_or_path=model_name(source, "t5"),
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
@@ -121,8 +122,6 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
         **{key: source[key] for key in _COPIED if isinstance(source.get(key), int | float)},
         **values,
     )
-    settings.finish()
-    return config
 
 
 def _written(config: T5Config, is_tied: bool) -> list[dict[str, Any]]:  # noqa: ARG001

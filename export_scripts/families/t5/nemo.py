@@ -122,11 +122,7 @@ def _config(facts: Facts) -> T5Config:
 
 
 def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
-    """Return the decoder's first token, the last one, and padding's.
-
-    Raises:
-        ValueError: Neither the tokenizer's files nor the user state them.
-    """
+    """Return the decoder's first token, the last one, and padding's."""
     known = facts.special_ids()
     start, end, pad = map(facts.given_int, ("decoder_start_token_id", "eos_token_id", "pad_id"))
     pad = known.pad if pad is None else pad

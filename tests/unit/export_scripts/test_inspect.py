@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.errors import CheckpointMismatchError
 from export_scripts.inspect import describe, main
 from tests.tiny_distributed import megatron_common, write_distributed
 from tests.tiny_huggingface import copy_of
@@ -83,3 +85,43 @@ def test_config_json_alone_gives_family_and_sizes(
     assert "the folder holds no weights" in facts["notes"][0]
     assert main([str(model), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["can be"] == facts["can be"]
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("starcoder2", {"num_hidden_layers": 10**9}, "{}: config.json: num_hidden_layers = "
+         "1000000000 is not a count; expected a whole number from 1 to 10000"),
+        ("qwen2", {"num_hidden_layers": 2**31 - 1}, "{}: config.json: num_hidden_layers"),
+        ("t5", {"num_layers": 10**9}, "{}: config.json: num_layers"),
+        ("gpt2", {"n_layer": "12"}, "{}: config.json: n_layer = '12' is not a count"),
+        ("llama", {"partial_rotary_factor": 1e308}, "{}: config.json: partial_rotary_factor"),
+        ("gemma2", {"sliding_window": 1e308}, "{}: config.json: sliding_window = 1e+308"),
+        ("t5", {"relative_attention_num_buckets": "x"}, "{}: config.json: relative_attention_num"),
+        ("t5", {"relative_attention_num_buckets": 2}, "{}: config.json: relative_attention_num"),
+        ("mixtral", {"num_hidden_layers": 9999, "num_local_experts": 9999}, "{}: num_layer = 9999, "
+         "expert_num = 9999: more layers than any model has"),
+        ("mixtral", {"num_local_experts": 10**9}, "{}: num_layer = 2, expert_num = 1000000000"),
+    ],
+)  # fmt: skip
+def test_a_damaged_size_is_named_at_once(
+    name: str, changes: dict[str, Any], words: str, has_weights: bool, tmp_path: Path
+) -> None:
+    model = copy_of(write_model(name, tmp_path / "model"), tmp_path / "copy", config=changes)
+    if not has_weights:
+        (model / "model.safetensors").unlink()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (problem, *_) = describe(model)["cannot be converted"]
+    assert problem.startswith(words.format(model))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+def test_a_folder_without_heads_of_keys_is_refused_by_path(tmp_path: Path) -> None:
+    shards = convert(
+        ConversionRequest(write_model("llama", tmp_path / "model"), tmp_path, 1, "fp32")
+    ).ft_dir
+    ini = shards / "config.ini"
+    ini.write_text(ini.read_text().replace("kv_head_num = 2", "kv_head_num = 0"))
+    with pytest.raises(CheckpointMismatchError, match=f"{ini}: kv_head_num = 0: expected"):
+        describe(shards)

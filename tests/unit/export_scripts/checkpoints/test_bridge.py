@@ -194,6 +194,34 @@ def test_every_setting_that_does_not_fit_is_named(state: Tensors, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("window_size", "x"),
+        ("window_size", 1.5),
+        ("window_size", [1]),
+        ("softmax_scale", "x"),
+        ("query_pre_attn_scalar", [1]),
+        ("attn_logit_softcapping", "x"),
+        ("final_logit_softcapping", -1),
+        ("interleaved_attn_pattern", 3),
+        ("interleaved_attn_pattern", ["sliding_attention"]),
+        ("window_attn_skip_freq", {"a": 1}),
+        ("window_attn_skip_freq", [1]),
+        ("no_rope_freq", float("inf")),
+        ("no_rope_freq", 1),
+        ("rotary_percent", 1e308),
+        ("seq_len_interpolation_factor", "x"),
+        ("num_moe_experts", ["x"]),
+    ],
+)
+def test_a_malformed_setting_is_named(state: Tensors, tmp_path: Path, key: str, value: Any) -> None:
+    source = write_bridge(tmp_path / "run", state, MODEL | {key: value})
+    (problem,) = refusal(source, tmp_path).split("\n")
+    word = "number of experts" if key == "num_moe_experts" else key
+    assert f"{source}: run_config.yaml: {word}" in problem
+
+
+@pytest.mark.parametrize(
     ("provider", "layers"),
     [("Gemma2ModelProvider9B", "default_layer_spec"), ("GPTModelProvider", "gemma2_layer_spec")],
 )

@@ -66,6 +66,21 @@ def test_rank_missing_everywhere_contradicts_the_configuration(tmp_path: Path) -
         open_eleuther(tmp_path)
 
 
+def test_a_rank_that_no_run_has_is_refused(tmp_path: Path) -> None:
+    step = write_layers(tmp_path)
+    (step / "layer_02-model_999999999-model_states.pt").write_bytes(b"x")
+    with pytest.raises(CheckpointMismatchError, match="a file of rank 999999999"):
+        open_eleuther(step)
+
+
+def test_many_missing_ranks_are_counted(tmp_path: Path) -> None:
+    step = write_layers(tmp_path)
+    file = step / "layer_03-model_01-model_states.pt"
+    file.rename(step / "layer_03-model_99-model_states.pt")
+    with pytest.raises(CheckpointMismatchError, match=r"lacks .* and \d+ more$"):
+        open_eleuther(step)
+
+
 def test_missing_layer_is_named(tmp_path: Path) -> None:
     write_layers(tmp_path, numbers=(2, 4))
     with pytest.raises(CheckpointMismatchError, match="lacks the files of layer_03"):

@@ -69,17 +69,70 @@ def test_shards_without_an_index_are_all_taken(tmp_path: Path) -> None:
     assert values(folder(tmp_path / "m", files)).keys() == TENSORS.keys()
 
 
-def test_missing_shards_are_named(tmp_path: Path) -> None:
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    files = {"model-1.safetensors": {"a": TENSORS["a"]}, "model.safetensors.index.json": index}
-    with pytest.raises(CheckpointMismatchError, match=r"missing under .*: model-2\.safetensors"):
-        values(folder(tmp_path / "m", files))
+def indexed(path: Path, weight_map: Any) -> Path:
+    """Return a folder whose index lists tensors a and b.c of two shards as it likes."""
+    files = {
+        "model-1.safetensors": {"a": TENSORS["a"]},
+        "model-2.safetensors": {"b.c": TENSORS["b.c"]},
+    }
+    return folder(path, {**files, "model.safetensors.index.json": {"weight_map": weight_map}})
 
 
-def test_an_index_that_leads_outside_is_refused(tmp_path: Path) -> None:
-    index = {"weight_map": {"a": "../x.safetensors"}}
-    with pytest.raises(CheckpointMismatchError, match=r"is refused: it names '\.\./x"):
-        values(folder(tmp_path / "m", {"model.safetensors.index.json": index}))
+BOTH = {"a": "model-1.safetensors", "b.c": "model-2.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["model-3.safetensors"], "'model-3.safetensors'"),
+        (["../x.safetensors", "/etc/passwd"], "'../x.safetensors', '/etc/passwd'"),
+        (["", ".", ".."], "'', '.', '..'"),
+        ([5, None, ["m"]], "5, None, ['m']"),
+        (["m" * 5000], f"'{'m' * 99}"),
+        (["a\0b", "\ud800"], r"'\ud800', 'a\x00b'"),
+        ([f"m{i}" for i in range(50_000)], "'m0', 'm1', 'm10', 'm100', 'm1000', 'm10000', "
+         "'m10001', 'm10002' and 49992 more"),
+    ],
+)  # fmt: skip
+def test_every_name_of_an_index_that_is_no_shard_is_refused(
+    tmp_path: Path, names: list[Any], shown: str
+) -> None:
+    path = indexed(tmp_path / "m", {**BOTH, **{f"t{i}": name for i, name in enumerate(names)}})
+    with pytest.raises(CheckpointMismatchError) as caught:
+        values(path)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{path}/model.safetensors.index.json: weight_map names")
+    assert f"next to it: {shown}; copy" in problem
+
+
+@pytest.mark.parametrize("weight_map", [{}, ["model-1.safetensors"], None])
+def test_an_index_without_tensors_is_refused(tmp_path: Path, weight_map: Any) -> None:
+    with pytest.raises(CheckpointMismatchError, match="has no weight_map of tensors; copy it"):
+        values(indexed(tmp_path / "m", weight_map))
+
+
+def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path: Path) -> None:
+    path = indexed(
+        tmp_path / "m",
+        {"a": "model-2.safetensors", "b.c": "model-2.safetensors", "d": "model-1.safetensors"},
+    )
+    with pytest.raises(CheckpointMismatchError) as caught:
+        values(path)
+    moved, lost = caught.value.problems
+    assert f"{path}: a is in model-1.safetensors, and not in model-2.safetensors" in moved
+    assert f"{path}: no file holds d" in lost
+
+
+def test_an_index_may_omit_tensors_and_list_tied_ones(tmp_path: Path) -> None:
+    """The first as transformers, the second as safetensors' converter of torch files leaves it."""
+    weight_map = {"b.c": BOTH["b.c"], "lm_head.weight": "model-1.safetensors"}
+    assert values(indexed(tmp_path / "m", weight_map)).keys() == TENSORS.keys()
+
+
+def test_an_index_may_name_what_wrapped_the_model(tmp_path: Path) -> None:
+    files = {"pytorch_model-1.bin": {"module.a": TENSORS["a"]}}
+    path = folder(tmp_path / "m", {**files, "pytorch_model.bin.index.json": index_of(files)})
+    assert values(path).keys() == {"a"}
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
@@ -112,10 +165,10 @@ def test_a_folder_without_weights_is_reported(tmp_path: Path) -> None:
         values(folder(tmp_path / "m", {}))
 
 
-def test_a_truncated_safetensors_file_names_the_tensor(tmp_path: Path) -> None:
+def test_a_truncated_safetensors_file_is_reported(tmp_path: Path) -> None:
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(CheckpointMismatchError, match="truncated or damaged: tensor"):
+    with pytest.raises(CheckpointMismatchError, match="truncated or damaged: its tensors end at"):
         values(path.parent)
 
 
@@ -189,8 +242,7 @@ def test_a_table_that_is_far_too_large_is_not_read(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize(
     "data",
     [b"", b"abc", struct.pack("<Q", 1 << 60), struct.pack("<Q", 4) + b"nope",
-     struct.pack("<Q", 2) + b"[]",
-     struct.pack("<Q", 58) + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,1e400]}}'],
+     struct.pack("<Q", 2) + b"[]",],
 )  # fmt: skip
 def test_a_damaged_safetensors_header_is_reported(tmp_path: Path, data: bytes) -> None:
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
@@ -201,20 +253,86 @@ def test_a_damaged_safetensors_header_is_reported(tmp_path: Path, data: bytes) -
         values(path.parent)
 
 
-def test_an_entry_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
-    header = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
-    path = folder(tmp_path / "m", {}) / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
-    with pytest.raises(CheckpointMismatchError, match=r"tensor a of shape \[3\] .* cannot take 8"):
-        values(path.parent)
+def with_header(path: Path, header: bytes, data: bytes = bytes(12)) -> Path:
+    file = folder(path, {}) / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + data)
+    return file
 
 
-def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
-    header = json.dumps({"a": {"dtype": "F8_E5M2", "shape": [3], "data_offsets": [0, 3]}}).encode()
-    path = folder(tmp_path / "m", {}) / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(3))
-    with pytest.raises(CheckpointMismatchError, match="convert the unquantised checkpoint"):
-        values(path.parent)
+ENTRY = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shape": [2]}, "of shape [2] and type F32 (4 bytes a value) cannot take 12 bytes"),
+        ({"shape": [2.9]}, "has shape = [2.9]"),
+        ({"shape": ["3"]}, "has shape = ['3']"),
+        ({"shape": [True, 3]}, "has shape = [True, 3]"),
+        ({"shape": [10**400]}, f"has shape = [{'1' + '0' * 98} and"),
+        ({"shape": [3] + [1] * 32}, "has shape = [3, 1,"),
+        ({"shape": 3}, "has shape = 3"),
+        ({"data_offsets": [0.0, 12.0]}, "data_offsets = [0.0, 12.0]; expected lists of whole"),
+        ({"data_offsets": ["0", "12"]}, "data_offsets = ['0', '12']"),
+        ({"data_offsets": [-12, 0]}, "data_offsets = [-12, 0]"),
+        ({"data_offsets": [12, 0]}, "cannot take -12 bytes"),
+        ({"data_offsets": [12]}, "data_offsets = [12]"),
+        ({"dtype": "F8_E5M2"}, "convert the unquantised checkpoint"),
+        ({"dtype": ["F32"]}, "is stored as ['F32']"),
+    ],
+)
+def test_a_wrong_entry_is_refused_by_file_and_tensor(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    file = with_header(tmp_path / "m", json.dumps({"a": ENTRY | changes}).encode())
+    with pytest.raises(CheckpointMismatchError) as caught:
+        values(file.parent)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{file}: tensor a ")
+    assert words in problem
+
+
+def test_all_wrong_entries_are_named(tmp_path: Path) -> None:
+    entries = {"a": [1], "b": None, "c": ENTRY, "d": ENTRY | {"shape": [1.5]}}
+    file = with_header(tmp_path / "m", json.dumps(entries).encode())
+    with pytest.raises(CheckpointMismatchError) as caught:
+        values(file.parent)
+    assert [each.split(" has ")[0] for each in caught.value.problems] == [
+        f"{file}: tensor {key}" for key in "abd"
+    ]
+
+
+_TEXT = json.dumps({"a": ENTRY})
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (_TEXT.encode("utf-16"), "not a text in UTF-8"),
+        (_TEXT.encode("utf-16-le"), "not a JSON object"),
+        (_TEXT.encode("utf-8-sig"), "not a JSON object"),
+        (b'{"a": {"dtype": "F32", "dtype": "F16", "shape": [3]}}', "it names 'dtype' twice"),
+        (b'{"__metadata__": {"format": NaN}}', "NaN is not JSON"),
+        (b'{"__metadata__": {"format": 1}}', "__metadata__ of its header is not a table of texts"),
+        (b'{"__metadata__": "pt"}', "__metadata__ of its header is not a table of texts"),
+    ],
+)
+def test_a_header_that_safetensors_itself_refuses(
+    tmp_path: Path, header: bytes, words: str
+) -> None:
+    file = with_header(tmp_path / "m", header)
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.safe_open(file, "pt")
+    with pytest.raises(CheckpointMismatchError, match=words) as caught:
+        values(file.parent)
+    assert str(file) in str(caught.value)
+
+
+def test_a_tensor_named_twice_is_refused(tmp_path: Path) -> None:
+    """By the format's description; safetensors itself takes the last."""
+    file = with_header(tmp_path / "m", f'{_TEXT[:-1]}, "a": {json.dumps(ENTRY)}}}'.encode())
+    with pytest.raises(CheckpointMismatchError, match="it names 'a' twice"):
+        values(file.parent)
 
 
 def test_tokenizer_files_are_found_under_their_target_names(tmp_path: Path) -> None:

@@ -76,6 +76,13 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
         open_jax(step)
 
 
+def test_a_shard_that_no_release_has_is_refused(tmp_path: Path) -> None:
+    step = write_release(tmp_path)
+    (step / "shard_1").rename(step / "shard_1999999999")
+    with pytest.raises(CheckpointMismatchError, match="has a shard 1999999999"):
+        open_jax(step)
+
+
 def test_missing_part_is_named(tmp_path: Path) -> None:
     step = write_release(tmp_path, parts=3)
     (step / "shard_1" / "1.npz").unlink()

@@ -12,7 +12,7 @@ import torch
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.reader import FTReader
-from tests.tiny import gpt_tensors, nemo_config, nemo_members, write_megatron, write_nemo
+from tests.tiny import TinyGPT, gpt_tensors, nemo_config, nemo_members, write_megatron, write_nemo
 from tests.tiny_huggingface import copy_of
 from tests.tiny_transformers import write_model
 
@@ -31,7 +31,8 @@ def test_sizes_that_are_no_sizes_are_reported(
 ) -> None:
     source = write_nemo(tmp_path / "x.nemo", config=config)
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert [each.split(";")[0] for each in problems] == [f"model_config.yaml: {reported}"]
+    where = f"--checkpoint-path={source}: model_config.yaml"
+    assert [each.split(";")[0] for each in problems] == [f"{where}: {reported}"]
 
 
 def test_an_epsilon_without_a_point_is_read_as_a_number(tmp_path: Path) -> None:
@@ -44,8 +45,34 @@ def test_absurdly_many_layers_are_refused_without_listing_their_tensors(tmp_path
     source = write_nemo(tmp_path / "x.nemo", config={"num_layers": 10**9})
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert problems == [
-        "num_layer = 1000000000: expected at most 10000; the configuration is damaged"
+        f"--checkpoint-path={source}: model_config.yaml: num_layers = 1000000000 is not a count; "
+        "expected a whole number from 0 to 10000"
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "shape"), [("word_embeddings", (54,)), ("position_embeddings", ()), ("position", None)]
+)
+def test_tables_that_give_no_size_are_reported(
+    tmp_path: Path, key: str, shape: tuple[int, ...] | None
+) -> None:
+    """Of Megatron-LM's version 0, which states no sizes."""
+    tensors = gpt_tensors(TinyGPT())
+    source = write_megatron(tmp_path / "m", tensors, version=0)
+    file = next(source.rglob("*.pt"))
+    state = torch.load(file, weights_only=False)
+    embedding = state["model"]["language_model"]["embedding"]
+    name = next(each for each in embedding if each.startswith(key))
+    if shape is None:
+        del embedding[name]
+    else:
+        embedding[name]["weight"] = torch.zeros(shape)
+    file.unlink()
+    torch.save(state, file)
+    (problem, *_) = check_conversion(
+        ConversionRequest(source, tmp_path / "out", 1, "fp32", given=(("head_num", "6"),))
+    )
+    assert problem.startswith(f"--checkpoint-path={source}: language_model.embedding.{name}.weight")
 
 
 @pytest.mark.parametrize("key", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])

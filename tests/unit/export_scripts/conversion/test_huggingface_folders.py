@@ -16,8 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from export_scripts.conversion import safetensors
-from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
-from export_scripts.conversion.validation import folder_problems
+from export_scripts.conversion.convert import (
+    ConversionRequest,
+    check_conversion,
+    convert,
+    folder_problems,
+)
 from export_scripts.families.mapping import views
 from inference.parity.comparison import ParityRequest, compare
 from tests.tiny import (

@@ -174,7 +174,11 @@ def edit(adapter: Path, **changes: Any) -> None:
         ({"lora_alpha": "8"}, "lora_alpha"),
         ({"rank_pattern": {"(a+)+$": 4}}, "not a pattern of modules"),
         ({"rank_pattern": {".*" * 30: 4}}, "not a pattern of modules"),
+        ({"rank_pattern": {"(?i)Q_PROJ": 4}}, "not a pattern of modules"),
+        ({"alpha_pattern": {"a?" * 30 + "a" * 30: 4}}, "not a pattern of modules"),
+        ({"alpha_pattern": {"(a|a)" * 30: 4}}, "not a pattern of modules"),
         ({"rank_pattern": [4]}, "rank_pattern is not a table"),
+        ({"lora_alpha": 10**400}, "is not a number"),
     ],
 )
 def test_what_cannot_be_merged_is_refused_by_name(

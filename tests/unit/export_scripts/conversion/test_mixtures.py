@@ -12,8 +12,12 @@ import torch
 import transformers
 import yaml
 
-from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
-from export_scripts.conversion.validation import folder_problems
+from export_scripts.conversion.convert import (
+    ConversionRequest,
+    check_conversion,
+    convert,
+    folder_problems,
+)
 from export_scripts.ft.config_ini import read_config
 from tests.tiny_distributed import megatron_common, write_distributed
 from tests.tiny_mixtures import ARGS, core_mixture, with_stacked_experts

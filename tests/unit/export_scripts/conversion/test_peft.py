@@ -13,8 +13,12 @@ import torch
 import transformers
 
 from export_scripts.add_tuning import add_tuning
-from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
-from export_scripts.conversion.validation import folder_problems
+from export_scripts.conversion.convert import (
+    ConversionRequest,
+    check_conversion,
+    convert,
+    folder_problems,
+)
 from tests.tiny import torch_bytes, write_tar
 from tests.tiny_t5 import TinyT5
 from tests.tiny_t5_tuning import ia3_scalers, write_ia3, write_prompts

@@ -38,14 +38,11 @@ def test_every_model_has_exactly_one_cpu_group() -> None:
     assert [(group.kind, group.count) for group in message.instance_group] == [(2, 2)]
 
 
-def test_interactive_models_keep_sessions_and_refuse_larger_batches() -> None:
+def test_interactive_models_keep_sessions() -> None:
     config = TritonModelConfig("m", "fastertransformer", 1, interactive(GPT), interactive=True)
     batching = parse_config(config.to_text()).sequence_batching
     assert batching.max_sequence_idle_microseconds == 60_000_000
     assert [control.name for control in batching.control_input] == ["START", "END"]
-    too_large = TritonModelConfig("m", "fastertransformer", 8, interactive(GPT), interactive=True)
-    with pytest.raises(ValueError, match=r"m: max_batch_size=8 of an interactive model"):
-        too_large.to_text()
 
 
 def test_malformed_text_is_refused() -> None:

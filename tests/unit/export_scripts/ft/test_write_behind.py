@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from export_scripts.files.write_behind import AtOnce, WriteBehind
+from export_scripts.ft.writer import AtOnce, WriteBehind
 
 
 @pytest.fixture
