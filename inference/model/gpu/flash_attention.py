@@ -10,6 +10,7 @@ them. Biases of scores and batch-invariant steps, which it does not know, stay w
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,8 @@ import torch
 
 from inference.model.kv_cache import Array, KVCache
 from inference.model.step import AttentionRules
+
+logger = logging.getLogger(__name__)
 
 _HOPPER = 9  # major compute capability
 _MOST_SIZE = 256  # of a head; sizes are multiples of 8
@@ -106,6 +109,10 @@ def _installed(device: torch.device) -> bool:
         return False
     try:
         importlib.import_module("flash_attn_3._C")  # registers its operators with torch
-    except (ImportError, OSError):  # absent, or built for another torch
+    except ModuleNotFoundError:
         return False
+    except (ImportError, OSError) as error:  # built for another torch or CUDA
+        logger.warning("FlashAttention 3 is installed and cannot be loaded: %s", error)
+        return False
+    logger.info("FlashAttention 3 attends for long prompts")
     return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -94,3 +96,31 @@ def test_only_what_the_library_can_do_goes_there(
     monkeypatch.setattr(flash_attention, "_installed", lambda _: True)
     assert flash_attention.serves(rules, cache, longest=500) == served
     assert not flash_attention.serves(rules, cache, longest=100)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, "attends for long prompts"),
+        (ModuleNotFoundError("flash_attn_3"), ""),
+        (OSError("undefined symbol"), "cannot be loaded: undefined symbol"),
+    ],
+    ids=["there", "absent", "broken"],
+)
+def test_the_log_says_whether_the_library_is_used(
+    error: Exception | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def load(name: str) -> None:
+        assert name == "flash_attn_3._C"
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(importlib, "import_module", load)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with caplog.at_level("INFO"):
+        assert flash_attention._installed.__wrapped__(torch.device("cuda")) == (error is None)
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
