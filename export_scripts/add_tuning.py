@@ -20,14 +20,13 @@ from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import FTConfig, Index
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.prompts import prompt_fields, prompt_tensors
+from export_scripts.families.mapping.prompts import added_tensors, prompt_fields, prompt_tensors
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import TensorSource, join
 from export_scripts.families.t5.tuning import (
     find_scalers,
     ia3_reasons,
     ia3_sources,
-    ia3_tensors,
 )
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config, write_config
 from export_scripts.ft.layout import ft_directory, tensor_table
@@ -127,7 +126,7 @@ def _added_ia3(
         tp_size=config.tensor_para_size,
         weight_data_type=config.weight_data_type,
         ia3=archives,
-        extra=ia3_tensors(archives),
+        extra=added_tensors("ia3", archives),
     )
     made = dataclasses.replace(config, ia3_num_tasks=len(archives))  # type: ignore[call-arg]
     sources = ia3_sources(find_scalers(facts))

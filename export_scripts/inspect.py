@@ -103,7 +103,7 @@ def _describe_folder(path: Path, *, tensors: bool) -> dict[str, Any]:
 
 
 def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> dict[str, Any]:
-    pieces = {key: reader.tensors[key] for key in reader.tensors}
+    pieces = reader.tensors
     types = Counter(piece.dtype for each in pieces.values() for piece in each)
     config = reader.config
     quantised = quantization(reader)

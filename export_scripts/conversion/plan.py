@@ -25,7 +25,7 @@ from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, parse_value
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.prompts import prompt_tensors
+from export_scripts.families.mapping.prompts import added_tensors, prompt_tensors
 from export_scripts.families.mapping.settings import (
     negative_token_warnings,
     own_code_warnings,
@@ -227,11 +227,6 @@ def _open(
         opened(request.ia3_checkpoints),
         opened(request.adapter_checkpoints),
     )
-    extra = dict(prompt_tensors(prompts))
-    for kind, archives in (("ia3", ia3), ("adapter", adapters)):
-        for number, archive in enumerate(archives):
-            for key in archive.tensors:
-                extra[f"{kind}.{number}:{key}"] = tuple(archive.tensors[key])
     return Facts(
         reader=reader,
         tp_size=request.tp_size,
@@ -243,7 +238,11 @@ def _open(
         ia3_in_place=request.ia3_in_place,
         adapters=adapters,
         activation_ranges=_read_ranges(request.activation_ranges),
-        extra=extra,
+        extra={
+            **prompt_tensors(prompts),
+            **added_tensors("ia3", ia3),
+            **added_tensors("adapter", adapters),
+        },
     )
 
 

@@ -113,9 +113,9 @@ def _shape_problems(
                     f"{key}: training rank {rank} has shape {list(piece.shape)}, rank 0 has "
                     f"{list(first)}"
                 )
-        if pieces[0].dtype not in FLOATING_TYPES:
+        if kinds := {piece.dtype for piece in pieces} - FLOATING_TYPES:
             problems.append(
-                f"{key} is stored as {pieces[0].dtype}, expected a floating type; convert "
+                f"{key} is stored as {', '.join(sorted(kinds))}, expected a floating type; convert "
                 "the unquantised checkpoint"
             )
     if problems:
@@ -159,6 +159,9 @@ def local_fine_shape(parts: Parts, tensor: FTTensor, tp_size: int) -> tuple[tupl
         ValueError: The parts do not make the tensor, or a rank's share is not a whole number.
     """
     fine = parts.shape
+    if len({_without(part.shape, parts.axis) for part in parts.tensors}) > 1:
+        shapes = " and ".join(str(list(part.shape)) for part in parts.tensors)
+        raise ValueError(f"parts of shapes {shapes} do not fit together")
     groups = _group_axes(fine, tensor.shape)
     if groups is None:
         raise ValueError(f"it gives shape {list(fine)}, expected {list(tensor.shape)}")

@@ -50,6 +50,15 @@ def prompt_tensors(archives: Sequence[CheckpointReader]) -> dict[str, tuple[Piec
     return tensors
 
 
+def added_tensors(kind: str, archives: Sequence[CheckpointReader]) -> dict[str, tuple[Piece, ...]]:
+    """Return the tensors of archives of a kind, ia3 or adapter, as "<kind>.<number>:<key>"."""
+    return {
+        f"{kind}.{number}:{key}": tuple(archive.tensors[key])
+        for number, archive in enumerate(archives)
+        for key in archive.tensors
+    }
+
+
 def prompt_fields(facts: Facts, *, start_id: int) -> dict[str, Any]:
     """Return the config fields that describe the added prompt tables (empty without any).
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Piece
+from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import (
     Adjusted,
@@ -53,15 +53,6 @@ class IA3Scalers:
             f":{kind}_infused_adapter.scalers"
         )
         return self.keys.get((task, side, kind), missing)
-
-
-def ia3_tensors(archives: Sequence[CheckpointReader]) -> dict[str, tuple[Piece, ...]]:
-    """Return the tensors of IA3 archives as "ia3.<task>:<key>"."""
-    return {
-        f"ia3.{task}:{key}": tuple(archive.tensors[key])
-        for task, archive in enumerate(archives)
-        for key in archive.tensors
-    }
 
 
 def find_scalers(facts: Facts) -> IA3Scalers:

@@ -51,6 +51,34 @@ def test_absurdly_many_layers_are_refused_without_listing_their_tensors(tmp_path
 
 
 @pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("gptj", "transformer.h.1.attn.k_proj.weight"),
+        ("t5", "decoder.block.0.layer.0.SelfAttention.v.weight"),
+        ("opt", "model.decoder.layers.0.self_attn.k_proj.bias"),
+    ],
+)
+def test_every_part_of_a_fused_matrix_has_its_shape(name: str, key: str, tmp_path: Path) -> None:
+    """Not the first one alone."""
+    model = write_model(name, tmp_path / "model")
+    bad = copy_of(model, tmp_path / "bad", tensors={key: torch.zeros(3, 5)})
+    (problem,) = check_conversion(ConversionRequest(bad, tmp_path / "out", 1, "fp32"))
+    assert f"{key} [3, 5]" in problem
+    assert "do not fit together" in problem
+
+
+def test_every_rank_stores_floating_numbers(tmp_path: Path) -> None:
+    source = write_megatron(tmp_path / "m", gpt_tensors(TinyGPT()), tp=2)
+    file = source / "mp_rank_01" / "model_optim_rng.pt"
+    state = torch.load(file, weights_only=False)
+    embedding = state["model"]["language_model"]["embedding"]["word_embeddings"]
+    embedding["weight"] = embedding["weight"].long()
+    torch.save(state, file)
+    (problem,) = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert "word_embeddings.weight is stored as int64, expected a floating type" in problem
+
+
+@pytest.mark.parametrize(
     ("key", "shape"), [("word_embeddings", (54,)), ("position_embeddings", ()), ("position", None)]
 )
 def test_tables_that_give_no_size_are_reported(
