@@ -101,7 +101,7 @@ def open_nemo(
     maps = FileMaps()
     tensors = join_ranks(
         states,
-        layer_offset=_layer_offset({**depths, **config}, pp_size)
+        layer_offset=_layer_offset({**depths, **config}, pp_size, path)
         if depths
         else layers_before(states),
         maps=maps,
@@ -304,32 +304,30 @@ def _joined(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def _layer_offset(config: Mapping[str, Any], pp_size: int) -> Callable[[str, int], int]:
+def _layer_offset(config: Mapping[str, Any], pp_size: int, path: Path) -> Callable[[str, int], int]:
     """Return the rule for a stage's first layer; encoder and decoder count apart."""
     split = config.get("pipeline_model_parallel_split_rank") or 0
 
+    def depth(side: str) -> int:
+        inner = config.get(side)
+        if isinstance(inner, Mapping) and inner.get("num_layers") is not None:
+            return count_of(inner, "num_layers", default=0, where=path)
+        return count_of(config, "num_layers", default=0, where=path)
+
     def offset(key: str, pp_rank: int) -> int:
         if "enc_dec_model" not in key:
-            return pp_rank * _depth(config, "") // pp_size
-        if not 0 < split < pp_size:
+            return pp_rank * depth("") // pp_size
+        if type(split) is not int or not 0 < split < pp_size:
             raise CheckpointMismatchError(
-                f"pipeline_model_parallel_split_rank = {split} with pipeline_model_parallel_size "
-                f"= {pp_size}: expected a stage in between, where the decoder begins"
+                f"{path}: pipeline_model_parallel_split_rank = {split!r:.100} with "
+                f"pipeline_model_parallel_size = {pp_size}: expected a stage in between, where the "
+                "decoder begins"
             )
         if ".decoder." in key:
-            return (pp_rank - split) * (_depth(config, "decoder") // (pp_size - split))
-        return pp_rank * (_depth(config, "encoder") // split)
+            return (pp_rank - split) * (depth("decoder") // (pp_size - split))
+        return pp_rank * (depth("encoder") // split)
 
     return offset
-
-
-def _depth(config: Mapping[str, Any], side: str) -> int:
-    inner = config.get(side)
-    value = inner.get("num_layers") if isinstance(inner, Mapping) else None
-    depth = value if value is not None else config.get("num_layers")
-    if not isinstance(depth, int):
-        raise CheckpointMismatchError(f"the checkpoint's num_layers is {depth!r}")
-    return depth
 
 
 def _source_files(container: Container, weights: Mapping[str, Region]) -> tuple[Path, ...]:

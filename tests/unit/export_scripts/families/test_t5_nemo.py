@@ -280,6 +280,24 @@ def test_stages_without_a_split_are_refused(tmp_path: Path) -> None:
     assert "pipeline_model_parallel_split_rank = 0" in refusal(source, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"pipeline_model_parallel_split_rank": "x"}, "pipeline_model_parallel_split_rank = 'x'"),
+        ({"encoder": {"num_layers": "two"}}, "num_layers = 'two'"),
+        ({"pipeline_model_parallel_split_rank": None}, "split_rank = 0"),
+    ],
+    ids=["split", "layers", "no split"],
+)
+def test_a_malformed_division_into_stages_is_named(
+    config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    source = nemo(tmp_path, pp=2, split=1, config=config)
+    text = refusal(source, tmp_path)
+    assert text.startswith(str(source))
+    assert said in text
+
+
 def test_a_decoder_table_of_its_own_is_refused(tmp_path: Path) -> None:
     name = ROOT + "decoder_embedding.word_embeddings.weight"
     tensors = t5_tensors(MODEL)
