@@ -360,6 +360,37 @@ def test_damaged_files_of_a_run_are_named_with_the_way_out(
     assert "delete it" in line
 
 
+@pytest.mark.parametrize("name", ["last_run.json", "export/job.json"])
+@pytest.mark.parametrize("kind", ["folder", "loop"])
+def test_a_file_of_a_run_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path.name)
+    where = "base_results_dir" if name == "last_run.json" else "run_dir"
+    assert main(["action=status", f"{where}={tmp_path}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(str(path))
+
+
+def test_ctrl_c_while_the_command_loads_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "hydra.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    done = subprocess.run(
+        [sys.executable, "main.py", "action=status"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == b""
+
+
 def test_status_without_any_run_names_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
