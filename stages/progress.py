@@ -6,6 +6,7 @@ a second, which costs little.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import types
@@ -62,7 +63,8 @@ class Progress:
         if self.path is None or not (is_turning_point or now - self._written_at > _MIN_INTERVAL_S):
             return
         self._written_at = now
-        write_json(self.path, asdict(self.state))
+        with contextlib.suppress(OSError):  # a full disk ends no work that does not need it
+            write_json(self.path, asdict(self.state))
 
 
 def read_progress(path: Path) -> ProgressState:
