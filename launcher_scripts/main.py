@@ -106,9 +106,11 @@ def _run(words: Sequence[str]) -> int:
         return _report(problems) if problems else _answer_by_hydra(arguments)
     if composition.config is None:
         return _report(problems)
-    if composition.config.action == "watch" and not problems:
-        return _watch(arguments, composition.config, console)
-    if composition.config.action != "run" and not problems:
+    if composition.config.action != "run":
+        if problems:
+            return _report(problems)
+        if composition.config.action == "watch":
+            return _watch(arguments, composition.config, console)
         from launcher_scripts.actions import look_after
 
         return look_after(composition.config, console)

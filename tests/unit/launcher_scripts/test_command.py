@@ -391,6 +391,25 @@ def test_ctrl_c_while_the_command_loads_ends_it_without_a_traceback(tmp_path: Pa
     assert done.stderr == b""
 
 
+def test_a_place_that_takes_no_file_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, other = tmp_path / "results", tmp_path / "other"
+    results.touch()
+    other.touch()
+    said = refused(capsys, SAMPLE, f"base_results_dir={results}", f"evaluate.history_dir={other}")
+    assert said.count("is not a folder; choose a folder of yours") == 2
+    assert f"base_results_dir={results}: " in said
+    assert f"evaluate.history_dir={other}: " in said
+
+
+@pytest.mark.parametrize("words", [["run_dir="], ["foo"], ["deploy.http_port=x"]])
+def test_a_wrong_word_of_an_action_is_the_only_problem(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "one problem found" in refused(capsys, "action=status", *words)
+
+
 def test_status_without_any_run_names_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
