@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -401,6 +402,25 @@ def test_a_place_that_takes_no_file_is_named_once(
     assert said.count("is not a folder; choose a folder of yours") == 2
     assert f"base_results_dir={results}: " in said
     assert f"evaluate.history_dir={other}: " in said
+
+
+@pytest.mark.parametrize("dry_run", ["false", "true"])
+def test_a_second_server_in_the_folder_of_one_that_serves_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dry_run: str
+) -> None:
+    folder = tmp_path / "deploy"
+    # A job is known by its folder, which its process was started with.
+    wait = [sys.executable, "-c", "input()", str(folder / "submitit" / "7")]
+    with subprocess.Popen(wait, stdin=subprocess.PIPE) as process:
+        here = socket.gethostname()
+        serving = JobRecord("7", "deploy", "deploy", "running", "local", host=here)
+        write_record(folder / "job.json", replace(serving, process=process.pid))
+        words = ["stages=[deploy]", f"export.run.results_dir={tmp_path}", f"dry_run={dry_run}"]
+        said = refused(capsys, SAMPLE, *words)
+        assert f"deploy: job 7 (process {process.pid}) runs in {folder}; end it with" in said
+        assert process.stdin is not None
+        process.stdin.close()
+    assert main([SAMPLE, *words[:2], "dry_run=true"]) == 0
 
 
 @pytest.mark.parametrize("words", [["run_dir="], ["foo"], ["deploy.http_port=x"]])
