@@ -14,7 +14,7 @@ from types import FrameType
 
 from export_scripts.files.disk import full_disk
 from launcher_scripts import job_folder
-from launcher_scripts.actions import note_last_run
+from launcher_scripts.actions import already_serves, note_last_run
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.schema import Config, keys
@@ -34,6 +34,7 @@ from launcher_scripts.run import Run
 from launcher_scripts.stage_table import Context, results_dir
 from launcher_scripts.sweep import SUMMARY_NAME, Outcome, comparison, run_sweep, save
 from stages import record
+from stages.base import Stage
 from stages.deploy_config import PYTORCH
 
 
@@ -68,6 +69,7 @@ class Invocation:
         stages = [each.stage for each in plan.to_run]
         launcher = make_launcher(config)
         problems += [*plan.problems, *launcher.check(stages)]
+        problems += filter(None, (_already_serves(each) for each in stages))
         if problems:
             return None
         finished = [f"{each.name}: {each.reason}" for each in plan.stages if not each.runs]
@@ -153,6 +155,13 @@ def run_all(
         return status
     except OSError as error:
         return first.failed(error)
+
+
+def _already_serves(stage: Stage) -> str | None:
+    """Return the problem of a stage with a server that serves there now."""
+    if stage.readiness_path() is None:
+        return None
+    return already_serves(stage.job.folder.parent, stage.name)
 
 
 def _end_in_order() -> None:

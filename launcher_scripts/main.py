@@ -5,10 +5,17 @@ from __future__ import annotations
 import functools
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+
+# While the modules below are loaded, which takes seconds from a slow disk, Ctrl-C ends the command
+# without a traceback.
+_AT_INTERRUPT = signal.getsignal(signal.SIGINT)
+if _AT_INTERRUPT is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 # Started as launcher_scripts/main.py, or installed next to another distribution's `inference`.
@@ -35,9 +42,13 @@ from launcher_scripts.configuration.settings import (  # noqa: E402
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_USAGE,
+    FULL_ERROR,
+    is_set,
 )
 from launcher_scripts.console import Console  # noqa: E402
 from stages.progress import DamagedFileError  # noqa: E402
+
+signal.signal(signal.SIGINT, _AT_INTERRUPT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of the output has left; nothing may be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except OSError as error:
+        if error.filename is None or is_set(FULL_ERROR):
+            raise
+        sys.stderr.write(f"{error.filename}: {error.strerror}\n")
         return EXIT_FAILED
 
 
@@ -90,9 +106,11 @@ def _run(words: Sequence[str]) -> int:
         return _report(problems) if problems else _answer_by_hydra(arguments)
     if composition.config is None:
         return _report(problems)
-    if composition.config.action == "watch" and not problems:
-        return _watch(arguments, composition.config, console)
-    if composition.config.action != "run" and not problems:
+    if composition.config.action != "run":
+        if problems:
+            return _report(problems)
+        if composition.config.action == "watch":
+            return _watch(arguments, composition.config, console)
         from launcher_scripts.actions import look_after
 
         return look_after(composition.config, console)

@@ -11,6 +11,7 @@ from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
 from launcher_scripts.actions import cancel_jobs, read_job
 from launcher_scripts.configuration.arguments import hydra_text
+from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import (
@@ -79,7 +80,7 @@ class Watch:
 
     def check(self) -> list[str]:
         """Return the problems that no checkpoint can mend."""
-        problems = []
+        problems = problems_of_settings(self._config)
         if self._config.export.run.training_dir is None:
             problems.append(
                 "action=watch needs the folder of the training run: set export.run.training_dir."
@@ -116,7 +117,8 @@ class Watch:
             return EXIT_INTERRUPTED
 
     def _loop(self) -> int:
-        self._console.say(f"watching {self._run}; state and results are in {self._folder}")
+        waits = "" if self._run.is_dir() else ", which does not exist yet"
+        self._console.say(f"watching {self._run}{waits}; state and results are in {self._folder}")
         for each in self.state.in_order:
             if each.state == RUNNING:
                 self._continue(each)

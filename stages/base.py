@@ -21,7 +21,6 @@ from stages.progress import DamagedFileError, Progress, read_json, write_json
 from stages.record import now
 
 Summary = dict[str, Any]
-_MARKER_KEYS = {"finished_at", "identity", "inputs", "summary"}
 
 
 @dataclass(frozen=True)
@@ -253,9 +252,14 @@ class Stage(Checkpointable):
 def _read_marker(path: Path) -> Mapping[str, Any] | None:
     """Return the marker of finished work, None if there is none. Raises DamagedFileError."""
     marker = read_json(path)
-    if marker is not None and not (isinstance(marker, dict) and marker.keys() >= _MARKER_KEYS):
-        raise DamagedFileError(path, "it is not the marker of finished work")
-    return marker
+    if marker is None:
+        return None
+    kinds = {"finished_at": str, "identity": dict, "inputs": dict, "summary": dict}
+    if isinstance(marker, dict) and all(
+        isinstance(marker.get(name), kind) for name, kind in kinds.items()
+    ):
+        return marker
+    raise DamagedFileError(path, "it is not the marker of finished work")
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

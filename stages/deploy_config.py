@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
-import re
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,11 +22,13 @@ from export_scripts.values import (
     option,
 )
 from inference.front.access import OPEN_ACCESS, Access, OpenAIOptions, access_of
-from inference.ports import DEFAULT_PORTS, port_problem, ports_problems
+from inference.ports import DEFAULT_PORTS, ports_problems
 from inference.server.openai_server import PORT_FIELD
+from inference.server.process import host_problem
 from stages.engines import OWN_VLLM_OPTIONS, VLLM_TYPES, vllm_command
 
 PORT_KEYS = {
+    "host": "deploy.host",
     "http": "deploy.http_port",
     "grpc": "deploy.grpc_port",
     "metrics": "deploy.metrics_port",
@@ -438,13 +437,6 @@ def _openai_problems(config: DeployConfig) -> list[str]:
     return found
 
 
-def _may_be_host(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(text))
-    is_name = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?", text)
-    return is_name is not None and re.fullmatch(r"[0-9.]+", text) is None
-
-
 def _port_problems(config: DeployConfig) -> list[str]:
     names = config.ports
     ports = {PORT_KEYS[name]: port for name, port in names.items()}
@@ -452,13 +444,6 @@ def _port_problems(config: DeployConfig) -> list[str]:
     if len(set(chosen)) < len(chosen):
         given = ", ".join(f"{key}={port}" for key, port in ports.items())
         return [f"{given}: the ports must differ; 0 takes any free one."]
-    if not _may_be_host(config.host):
-        return [f"deploy.host={config.host} is neither an address nor the name of a host."]
-    if not config.serves_here:
-        return []
-    if (problem := port_problem(config.host, 0)) is not None:
-        return [
-            f"deploy.host={config.host}: ports {problem}; give an address of this machine, such as "
-            "127.0.0.1, or 0.0.0.0 for all."
-        ]
-    return ports_problems(config.host, names, keys=PORT_KEYS)
+    if problem := host_problem(PORT_KEYS["host"], config.host, is_here=config.serves_here):
+        return [problem]
+    return ports_problems(config.host, names, keys=PORT_KEYS) if config.serves_here else []

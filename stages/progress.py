@@ -6,11 +6,13 @@ a second, which costs little.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from dataclasses import asdict, dataclass, fields
+import types
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from export_scripts.files.replace import replace_file
 
@@ -61,7 +63,8 @@ class Progress:
         if self.path is None or not (is_turning_point or now - self._written_at > _MIN_INTERVAL_S):
             return
         self._written_at = now
-        write_json(self.path, asdict(self.state))
+        with contextlib.suppress(OSError):  # a full disk ends no work that does not need it
+            write_json(self.path, asdict(self.state))
 
 
 def read_progress(path: Path) -> ProgressState:
@@ -89,7 +92,7 @@ def read_json(path: Path) -> Any | None:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError, IsADirectoryError) as error:
         raise DamagedFileError(path, error) from error
 
 
@@ -104,14 +107,25 @@ def read_as(path: Path, kind: type[T], what: str) -> T | None:
     values = read_json(path)
     if values is None:
         return None
-    known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+    hints = get_type_hints(kind)
     try:
-        return kind(
-            **{
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in values.items()
-                if name in known
-            }
-        )
+        known = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+            if name in hints
+        }
+        found = kind(**known)
     except (AttributeError, TypeError) as error:
         raise DamagedFileError(path, f"it does not hold {what}") from error
+    for name, value in known.items():
+        if not _is_of(hints[name], value):
+            reason = f"it does not hold {what}: {name} is {json.dumps(value)}"
+            raise DamagedFileError(path, reason)
+    return found
+
+
+def _is_of(hint: Any, value: Any) -> bool:
+    """Return whether a value from JSON has the type of a field, of which it may be a union."""
+    choices = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = tuple(get_origin(each) or each for each in choices)
+    return isinstance(value, kinds) or (float in kinds and isinstance(value, int))

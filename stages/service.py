@@ -153,7 +153,13 @@ class Service:
                 former=former,
             )
         )
-        publish(self._endpoint_path, endpoint)
+        try:
+            publish(self._endpoint_path, endpoint)
+        except OSError as error:
+            if former is None:
+                raise
+            # The front has changed over: clients find this server where they found the other.
+            sys.stderr.write(f"the address cannot be written again: {error}\n")
         self._progress, self._is_published = self._published, True
         return server, endpoint
 
@@ -177,7 +183,8 @@ class Service:
         old.log_path = put_aside(old.log_path)
         try:
             new, self._serves = self._start(stack, cast("TritonServer", old))
-        except (ServerStartError, StageError) as error:
+        except (ServerStartError, StageError, ValueError, OSError) as error:
+            # Whatever is wrong with the new repository, or with the disk, clients are served.
             sys.stderr.write(f"not reloaded; the server goes on as it was: {error}\n")
             return old
         old.stop(drain_s=self._config.drain_s)
@@ -259,7 +266,7 @@ class Service:
         """Return why the service should end now, empty if it should go on."""
         is_current = self._config.uptime_s is None or self._is_current()
         with contextlib.suppress(FileNotFoundError):
-            for_job = self._stop_path.read_text(encoding="utf-8")
+            for_job = self._stop_path.read_text(encoding="utf-8").strip()
             # Without the id of a job it is for the one that serves.
             if for_job == job_id_here() or (is_current and not for_job):
                 self._stop_path.unlink()

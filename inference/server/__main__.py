@@ -8,6 +8,8 @@ model never becomes ready again.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import shutil
 import signal
 import sys
@@ -37,7 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT (status 0), or until the server fails (status 1)."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    is_old = arguments.engine == _FASTERTRANSFORMER
+    repository, is_old = arguments.model_repository, arguments.engine == _FASTERTRANSFORMER
+    if "://" not in repository and not (repository and Path(repository).is_dir()):
+        parser.error(
+            f"--model-repository={repository} is not a folder; give one with a folder for each "
+            "model, or the URL of an object store"
+        )
     openai = None
     if arguments.openai_port is not None:
         tokenizer, origins = arguments.openai_tokenizer, arguments.openai_origin
@@ -50,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             server = server_of(
                 arguments,
-                arguments.model_repository,
+                repository,
                 log_path=Path(folder) / "tritonserver.log",
                 prefix=_MPIRUN if is_old and shutil.which(_MPIRUN[0]) else (),
                 is_old=is_old,
@@ -86,7 +93,7 @@ def server_of(
         ports={name: getattr(arguments, f"{name}_port") for name in TRITON_PORTS},
         host=arguments.host,
         log_path=log_path,
-        port_keys={name: f"--{name}-port" for name in DEFAULT_PORTS},
+        port_keys={"host": "--host"} | {name: f"--{name}-port" for name in DEFAULT_PORTS},
         access=access,
         **more,
     )
@@ -99,7 +106,7 @@ def serve_until_signal(server: TritonServer, *, ready_timeout_s: float, drain_s:
     with ForwardedLog(server.log_path):
         try:
             failure = _serve(server, ready_timeout_s)
-        except (ServerStartError, FileNotFoundError, PermissionError) as error:
+        except (ServerStartError, OSError) as error:
             failure = str(error)
         except _StopRequest:
             server.stop(drain_s=drain_s)
@@ -123,10 +130,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--openai-origin", action="append", default=[], help="web page that may ask it; repeatable")
     add("--engine", choices=("pytorch", _FASTERTRANSFORMER), default="pytorch",
         help="fastertransformer: NVIDIA's server, through mpirun (%(default)s)")  # fmt: skip
-    add("--ready-timeout-s", type=float, default=1800.0, help="limit for loading (%(default)g)")
-    add("--drain-s", type=float, default=60.0, help="for running requests at the end (%(default)g)")
+    add("--ready-timeout-s", type=_seconds, default=1800.0, help="limit for loading (%(default)g)")
+    add("--drain-s", type=_seconds, default=60.0,
+        help="for running requests at the end (%(default)g)")  # fmt: skip
     add_server_options(parser)
     return parser
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text} is not a time in seconds, 0 or more")
 
 
 def _serve(server: TritonServer, ready_timeout_s: float) -> str:

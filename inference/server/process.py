@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ipaddress
 import json
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -16,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from inference.ports import pick_free_ports, ports_problems
+from inference.ports import pick_free_ports, port_problem, ports_problems
 from inference.server import supervisor
 from inference.server.server_log import LOG_TAIL_LINES, ServerStartError, errors_of, last_lines
 
@@ -28,8 +30,8 @@ _Server = TypeVar("_Server", bound="ServedProcess")
 class ServedProcess:
     """A server that runs under a supervisor, with all that it starts, and ends with this process.
 
-    Ports of 0 are chosen when it starts. `port_keys` gives the configuration key of each port, for
-    messages.
+    Ports of 0 are chosen when it starts. `port_keys` gives the configuration key of each port and
+    of the host, for messages.
     """
 
     name = "tritonserver"
@@ -76,7 +78,9 @@ class ServedProcess:
         return self._process.pid if self._process else None
 
     def port_problems(self) -> list[str]:
-        """Return a message for every wanted port that is unavailable."""
+        """Return a message for a host of another machine, or for every port that is unavailable."""
+        if problem := host_problem(self._port_keys.get("host", "host"), self.host):
+            return [problem]
         return ports_problems(self.host, self._wanted_ports, keys=self._port_keys)
 
     def poll(self) -> int | None:
@@ -198,6 +202,28 @@ class ServedProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
         return self._process.poll() is not None
+
+
+def host_problem(key: str, host: str, *, is_here: bool = True) -> str | None:
+    """Return why a server cannot listen on `host`, an address or name; `key` configures it.
+
+    With `is_here` it has to be one of this machine.
+    """
+    if not _may_be_host(host):
+        return f"{key}={host} is neither an address nor the name of a host."
+    if is_here and (problem := port_problem(host, 0)):
+        return (
+            f"{key}={host}: ports {problem}; give an address of this machine, such as 127.0.0.1, "
+            "or 0.0.0.0 for all."
+        )
+    return None
+
+
+def _may_be_host(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(text))
+    is_name = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?", text)
+    return is_name is not None and re.fullmatch(r"[0-9.]+", text) is None
 
 
 def ask_locally(

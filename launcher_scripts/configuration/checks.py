@@ -26,6 +26,7 @@ _WRITTEN = (
     "export.triton_deployment.triton_model_dir",
     "evaluate.output_dir",
     "evaluate.history_dir",
+    "watch.output_dir",
 )
 
 
@@ -80,13 +81,17 @@ def _places(config: Config) -> Iterator[str]:
             "that name in your checkout."
         )
     tried: set[Path] = set()
+    refused: list[Path] = []  # what lies below one of these has no problem of its own
     for key in _WRITTEN:
         if (path_text := operator.attrgetter(key)(config)) is None:
             continue
         there = nearest_that_exists(Path(path_text))
-        if there not in tried and (objection := _objection_to_writing(there)):
-            yield f"{key}={path_text}: {there} {objection}; choose a folder of yours."
+        if there in tried or any(there.is_relative_to(each) for each in refused):
+            continue
         tried.add(there)
+        if objection := _objection_to_writing(there):
+            refused.append(there)
+            yield f"{key}={path_text}: {there} {objection}; choose a folder of yours."
 
 
 def _objection_to_writing(folder: Path) -> str:

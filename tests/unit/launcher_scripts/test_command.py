@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -358,6 +359,75 @@ def test_damaged_files_of_a_run_are_named_with_the_way_out(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{tmp_path / name} is damaged (")
     assert "delete it" in line
+
+
+@pytest.mark.parametrize("name", ["last_run.json", "export/job.json"])
+@pytest.mark.parametrize("kind", ["folder", "loop"])
+def test_a_file_of_a_run_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path.name)
+    where = "base_results_dir" if name == "last_run.json" else "run_dir"
+    assert main(["action=status", f"{where}={tmp_path}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(str(path))
+
+
+def test_ctrl_c_while_the_command_loads_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "hydra.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    done = subprocess.run(
+        [sys.executable, "main.py", "action=status"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == b""
+
+
+def test_a_place_that_takes_no_file_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, other = tmp_path / "results", tmp_path / "other"
+    results.touch()
+    other.touch()
+    said = refused(capsys, SAMPLE, f"base_results_dir={results}", f"evaluate.history_dir={other}")
+    assert said.count("is not a folder; choose a folder of yours") == 2
+    assert f"base_results_dir={results}: " in said
+    assert f"evaluate.history_dir={other}: " in said
+
+
+@pytest.mark.parametrize("dry_run", ["false", "true"])
+def test_a_second_server_in_the_folder_of_one_that_serves_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dry_run: str
+) -> None:
+    folder = tmp_path / "deploy"
+    # A job is known by its folder, which its process was started with.
+    wait = [sys.executable, "-c", "input()", str(folder / "submitit" / "7")]
+    with subprocess.Popen(wait, stdin=subprocess.PIPE) as process:
+        here = socket.gethostname()
+        serving = JobRecord("7", "deploy", "deploy", "running", "local", host=here)
+        write_record(folder / "job.json", replace(serving, process=process.pid))
+        words = ["stages=[deploy]", f"export.run.results_dir={tmp_path}", f"dry_run={dry_run}"]
+        said = refused(capsys, SAMPLE, *words)
+        assert f"deploy: job 7 (process {process.pid}) runs in {folder}; end it with" in said
+        assert process.stdin is not None
+        process.stdin.close()
+    assert main([SAMPLE, *words[:2], "dry_run=true"]) == 0
+
+
+@pytest.mark.parametrize("words", [["run_dir="], ["foo"], ["deploy.http_port=x"]])
+def test_a_wrong_word_of_an_action_is_the_only_problem(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "one problem found" in refused(capsys, "action=status", *words)
 
 
 def test_status_without_any_run_names_the_remedy(

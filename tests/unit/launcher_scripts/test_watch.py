@@ -67,6 +67,16 @@ def test_checkpoints_are_converted_in_order_and_only_once(
     assert [each.attempts for each in watched.values()] == [1, 1, 1]
 
 
+def test_a_run_that_does_not_exist_yet_is_named_and_a_place_for_results_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(tmp_path, "watch.idle_s=0.1")) == 0
+    assert f"watching {tmp_path}/a run's, which does not exist yet; " in capsys.readouterr().out
+    (tmp_path / "file").touch()
+    assert main(words(tmp_path, f"watch.output_dir={tmp_path}/file")) == 2
+    assert f"watch.output_dir={tmp_path}/file: {tmp_path}/file is not a" in capsys.readouterr().err
+
+
 def test_torn_and_deleted_checkpoints_are_passed_over(tmp_path: Path, run: Path) -> None:
     torn = arrive(run, 10)
     torn.write_bytes(torn.read_bytes()[:3_000_000])

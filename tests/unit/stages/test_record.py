@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.progress import DamagedFileError
+from stages.progress import DamagedFileError, write_json
 from stages.record import LOST, RUNNING, JobRecord, correct_record, read_record, write_record
 
 
@@ -36,3 +36,23 @@ def test_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     path.write_text(text, encoding="latin-1")
     with pytest.raises(DamagedFileError, match=r"job\.json is damaged \(.+\); put a copy back, or"):
         read_record(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("log", 5), ("job_id", None), ("seconds", "x"), ("process", "7"), ("summary", [1])],
+)
+def test_record_with_a_value_of_another_type_is_named(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    path = tmp_path / "job.json"
+    write_json(path, {"job_id": "7", "stage": "deploy", "name": "d", "state": "x", key: value})
+    with pytest.raises(DamagedFileError, match=f"not hold the record of a job: {key} is "):
+        read_record(path)
+
+
+def test_whole_seconds_are_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    record = JobRecord(job_id="7", stage="deploy", name="d", state=LOST, seconds=5)
+    write_record(path, record)
+    assert read_record(path) == record

@@ -155,7 +155,63 @@ def test_server_with_a_successor_stays_for_those_who_still_use_it(
     assert (tmp_path / STOP_NAME).exists()
 
 
-@pytest.mark.parametrize(("for_job", "ends"), [("", False), ("8", False), ("7", True)])
+@pytest.mark.parametrize(
+    "error", [ValueError("config.ini is damaged"), OSError(28, "No space left on device")]
+)
+def test_server_stays_where_a_damaged_repository_or_a_full_disk_stops_a_reload(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    servers: list[FakeServer] = []
+
+    @contextmanager
+    def serving(*_: Any, **__: Any) -> Iterator[Any]:
+        if servers:
+            (tmp_path / STOP_NAME).write_text("\n")  # as `echo` writes it
+            raise error
+        (tmp_path / RELOAD_NAME).touch()
+        servers.append(FakeServer(tmp_path / "log"))
+        yield servers[-1], ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+
+    monkeypatch.setattr(service, "serving", serving)
+    kept = new_service(tmp_path, DeployConfig(folder=tmp_path, model_name="m", drain_s=17.0))
+    assert kept.run() == "no longer needed"
+    assert servers[0].drain_s == 17.0
+    assert f"not reloaded; the server goes on as it was: {error}" in capsys.readouterr().err
+
+
+def test_server_that_took_over_stays_where_a_full_disk_takes_no_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers: list[FakeServer] = []
+
+    @contextmanager
+    def serving(*_: Any, **__: Any) -> Iterator[Any]:
+        (tmp_path / (STOP_NAME if servers else RELOAD_NAME)).touch()
+        servers.append(FakeServer(tmp_path / "log"))
+        yield servers[-1], ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+
+    def publish(path: Path, endpoint: ServerEndpoint) -> None:
+        if len(servers) > 1:
+            raise OSError(28, "No space left on device")
+        write_json(path, asdict(endpoint))
+
+    monkeypatch.setattr(service, "serving", serving)
+    monkeypatch.setattr(service, "publish", publish)
+    kept = new_service(tmp_path, DeployConfig(folder=tmp_path, model_name="m", drain_s=17.0))
+    assert kept.run() == "no longer needed"
+    assert [server.drain_s for server in servers] == [17.0, 17.0]
+    assert "the address cannot be written again" in capsys.readouterr().err
+
+
+def test_progress_that_cannot_be_written_ends_no_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    Progress(tmp_path / "file" / "progress.json").update("serving")
+
+
+@pytest.mark.parametrize(("for_job", "ends"), [("", False), ("8", False), ("7\n", True)])
 def test_request_to_end_is_for_the_job_that_serves_or_the_one_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, for_job: str, ends: bool
 ) -> None:

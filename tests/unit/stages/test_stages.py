@@ -142,7 +142,10 @@ def test_changed_input_of_guarded_work_is_a_conflict(
     assert problem.startswith(f"{stage.source} has changed since")
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "{"])
+NO_INPUTS = '{"finished_at": "now", "identity": {}, "inputs": 5, "summary": {}}'
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", NO_INPUTS])
 def test_marker_that_is_damaged_is_named(stage: CopyStage, text: str) -> None:
     stage()
     stage.marker_path().write_text(text)

@@ -12,7 +12,7 @@ import pytest
 
 from inference.front.sockets import ServerSockets
 from inference.ports import FREE_PORTS
-from inference.server.__main__ import serve_until_signal
+from inference.server.__main__ import main, serve_until_signal
 from inference.server.admin import Admin, ModelStatus
 from inference.server.server import ServerStartError, TritonServer
 from inference.server.server_log import ServerLog
@@ -147,3 +147,40 @@ def test_the_reason_of_a_failed_start_is_said_after_its_log(
     server = cast("TritonServer", _LongLog(tmp_path / "triton.log"))
     assert serve_until_signal(server, ready_timeout_s=1, drain_s=1) == 1
     assert capfd.readouterr().out.endswith("| a row |\nit cannot serve\n  no model\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--model-repository="], "--model-repository= is not a folder"),
+        (["--model-repository=/nowhere/x"], "--model-repository=/nowhere/x is not a folder"),
+        (["--ready-timeout-s=nan"], "argument --ready-timeout-s: nan is not a time in seconds"),
+        (["--drain-s=-1"], "argument --drain-s: -1 is not a time in seconds"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(
+    words: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        main([f"--model-repository={tmp_path}", *words])
+    assert refusal.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["0", "8000"])
+@pytest.mark.parametrize(
+    ("host", "problem"),
+    [
+        ("203.0.113.7", "--host=203.0.113.7: ports cannot be opened on 203.0.113.7: "),
+        ("a b", "--host=a b is neither an address nor the name of a host."),
+        ("", "--host= is neither an address nor the name of a host."),
+    ],
+)
+def test_host_of_another_machine_is_refused_by_name(
+    host: str, problem: str, port: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"--model-repository={tmp_path}", f"--host={host}", f"--http-port={port}"]
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("tritonserver was not started:")
+    assert problem in said
