@@ -298,7 +298,7 @@ def test_all_wrong_entries_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError) as caught:
         values(file.parent)
     assert [each.split(" has ")[0] for each in caught.value.problems] == [
-        f"{file}: tensor {key}" for key in "abd"
+        f"{file}: tensor {key}" for key in ("a", "b", "d")
     ]
 
 
