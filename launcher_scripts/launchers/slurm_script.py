@@ -73,7 +73,8 @@ def batch_script(
         "set -euo pipefail",
         *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
         f"export {JOB_ID_VARIABLE}={job_id}",
-        f"export {MARK_VARIABLE}=slurm-{job_id}",
+        # Another cluster with nodes of this machine may count to the same id.
+        f"export {MARK_VARIABLE}=slurm-{job_id}:{shlex.quote(str(folder))}",
         "export SUBMITIT_EXECUTOR=slurm",
         f"export PYTHONPATH={shlex.quote(str(CHECKOUT))}${{PYTHONPATH:+:$PYTHONPATH}}",
         *config.cluster.setup,

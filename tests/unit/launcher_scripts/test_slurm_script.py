@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.job_folder import make_job
 from launcher_scripts.launchers.base import AFTER_START, Dependency, Job
 from launcher_scripts.launchers.slurm_script import (
+    batch_script,
     flag,
     memory,
     mounts,
@@ -64,6 +66,21 @@ def test_job_of_a_chain_is_not_requeued_but_followed() -> None:
     assert found["no-requeue"] is True
     assert "requeue" not in found
     assert found["time"] == "1-00:00:00"
+
+
+def test_the_end_of_a_job_ends_none_of_another_cluster_with_the_same_id() -> None:
+    """A job kills at its end what has its mark; clusters that share a node count alike."""
+    marks = set()
+    for results in ("/r", "/another place"):
+        config = configure("cluster=bcm", f"base_results_dir={results}")
+        (mark,) = (
+            line
+            for line in batch_script(job(config, "deploy"), config, ()).splitlines()
+            if line.startswith("export SLIPWAY_JOB_MARK=")
+        )
+        script = f"SLURM_JOB_ID=3\n{mark}\nprintenv SLIPWAY_JOB_MARK"
+        marks.add(subprocess.run(["bash", "-euc", script], capture_output=True, check=True).stdout)
+    assert len(marks) == 2
 
 
 def test_guide_values_render_to_valid_options_of_slurm() -> None:

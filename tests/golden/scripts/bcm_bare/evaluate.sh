@@ -25,7 +25,7 @@ export HF_HUB_OFFLINE=1
 export HF_DATASETS_OFFLINE=1
 export NOTE='it'"'"'s a $note'
 export SLIPWAY_JOB_ID=$SLURM_JOB_ID
-export SLIPWAY_JOB_MARK=slurm-$SLURM_JOB_ID
+export SLIPWAY_JOB_MARK=slurm-$SLURM_JOB_ID:<results>/gpt_books_5m/export_tp2_pp1_fp16_fp32/evaluate/submitit
 export SUBMITIT_EXECUTOR=slurm
 export PYTHONPATH=<checkout>${PYTHONPATH:+:$PYTHONPATH}
 module load python
