@@ -104,21 +104,22 @@ def read_job(results_dir: Path, stage: str) -> record.JobRecord | None:
     return found
 
 
-def already_serves(results_dir: Path, stage: str) -> str | None:
-    """Return the problem of a server's stage whose folder another job uses on this machine.
+def already_serves(folder: Path) -> str | None:
+    """Return the problem of a server's stage whose `folder` another job uses on this machine.
 
     The record would name the new job alone: no action would find the other any more.
     """
-    with contextlib.suppress(DamagedFileError):
+    results_dir, stage = folder.parent, folder.name
+    try:
         found = read_job(results_dir, stage)
-        if found is None or found.is_final or found.process is None or not _is_here(found):
-            return None
-        return (
-            f"{stage}: job {found.job_id} (process {found.process}) runs in "
-            f"{results_dir / stage}; end it with action=cancel run_dir={results_dir}, or choose "
-            "another export.run.results_dir."
-        )
-    return None
+    except DamagedFileError:
+        return None
+    if found is None or found.is_final or found.process is None or not _is_here(found):
+        return None
+    return (
+        f"{stage}: job {found.job_id} (process {found.process}) runs in {folder}; end it with "
+        f"action=cancel run_dir={results_dir}, or choose another export.run.results_dir."
+    )
 
 
 def _is_here(found: record.JobRecord) -> bool:

@@ -34,7 +34,6 @@ from launcher_scripts.run import Run
 from launcher_scripts.stage_table import Context, results_dir
 from launcher_scripts.sweep import SUMMARY_NAME, Outcome, comparison, run_sweep, save
 from stages import record
-from stages.base import Stage
 from stages.deploy_config import PYTORCH
 
 
@@ -69,7 +68,8 @@ class Invocation:
         stages = [each.stage for each in plan.to_run]
         launcher = make_launcher(config)
         problems += [*plan.problems, *launcher.check(stages)]
-        problems += filter(None, (_already_serves(each) for each in stages))
+        servers = (each for each in stages if each.readiness_path() is not None)
+        problems += filter(None, (already_serves(each.job.folder) for each in servers))
         if problems:
             return None
         finished = [f"{each.name}: {each.reason}" for each in plan.stages if not each.runs]
@@ -155,13 +155,6 @@ def run_all(
         return status
     except OSError as error:
         return first.failed(error)
-
-
-def _already_serves(stage: Stage) -> str | None:
-    """Return the problem of a stage with a server that serves there now."""
-    if stage.readiness_path() is None:
-        return None
-    return already_serves(stage.job.folder.parent, stage.name)
 
 
 def _end_in_order() -> None:
