@@ -60,12 +60,14 @@ def paged_attention(
     tokens of all segments follow each other in this order. `group` are the query heads of a
     key/value head. FlashAttention may serve the prompts of a `cache`.
     """
-    sizes, arrays = tile_sizes(group, rules), AttentionArrays.of(segments, tile_sizes(group, rules))
+    sizes = tile_sizes(group, rules)
+    arrays = AttentionArrays.of(segments, sizes)
     longest = int(segments[:, 2].max())
-    served = cache is not None and flash_attention.serves(rules, cache, longest=longest)
-    kinds = zip(arrays.tiles[:1] if served else arrays.tiles, sizes, strict=False)
-    cut = [(tiles, size) for tiles, size in kinds if tiles.shape[1]]
-    spans = flash_attention.Prompts.arrays(segments) if served else ()
+    cut = [(tiles, size) for tiles, size in zip(arrays.tiles, sizes, strict=True) if tiles.shape[1]]
+    spans: tuple[Array, ...] = ()
+    if cache is not None and flash_attention.serves(rules, cache, longest=longest):
+        spans = flash_attention.Prompts.arrays(segments)
+        cut = [(arrays.tiles[0], sizes[0])] if arrays.tiles[0].shape[1] else []
     every = [arrays.slots, arrays.places, *spans, *(row for tiles, _ in cut for row in tiles)]
     slots, places, *sent = _sent_together(every, device)
     prompts = None
