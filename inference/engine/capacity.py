@@ -22,7 +22,7 @@ from inference.decoding.request import GenerationRequest, ModelLimits, RowReques
 from inference.engine.blocks import most_blocks
 from inference.engine.options import EngineOptions
 from inference.model.token_feed import marks_bytes
-from inference.ranks.base import cache_shape
+from inference.ranks.base import MOST_PROMPT_TOKENS, cache_shape
 from inference.ranks.settings import RankSettings
 
 _CPU_SHARE = 0.25  # of the memory that is available, for keys and values
@@ -207,8 +207,7 @@ def plan_capacity(
     free_share = int(available_bytes() * _CPU_SHARE) // options.sharing_engines
     budget = options.kv_cache_bytes or free_share // layout.world_size
     if placement.device == "cuda":
-        marks = marks_bytes(most, architecture.vocab_size)
-        budget = _cuda_budget(placement, options, least_bytes, marks)
+        budget = _cuda_budget(architecture, placement, options, most, least_bytes)
     if budget < least_bytes:
         raise ValueError(
             f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
@@ -253,30 +252,47 @@ def available_bytes() -> int:
 
 
 def _cuda_budget(
-    placement: RankSettings, options: EngineOptions, least_bytes: int, marks: int
+    architecture: GeneratorArchitecture,
+    placement: RankSettings,
+    options: EngineOptions,
+    slots: int,
+    least_bytes: int,
 ) -> int:
     """Return the bytes for keys and values on each GPU: those wanted, or a share of what is free.
 
     Raises:
-        ValueError: Weights, marks of penalties, and keys and values exceed the free memory.
+        ValueError: Weights, logits, and keys and values exceed the free memory.
     """
     ft_dir = Path(placement.ft_dir)
     _, config = read_config(ft_dir)
     stored = sum(path.stat().st_size for path in ft_dir.iterdir()) // placement.world_size
     item_bytes = 1 if placement.int8_mode or placement.fp8 else item_size(placement.data_type)
     weights = stored * item_bytes // item_size(config.weight_data_type)
+    logits = slots * 4 * architecture.vocab_size // placement.tp_size
+    logits += marks_bytes(slots, architecture.vocab_size)
     free, _ = torch.cuda.mem_get_info()
-    share = max(free // options.sharing_engines - weights - marks, 0)
-    budget = options.kv_cache_bytes or int(share * _CUDA_SHARE)
-    if max(budget, least_bytes) > free - weights - marks:
+    share = max(free // options.sharing_engines - weights - logits, 0)
+    left = share - _step_bytes(architecture, placement.tp_size)
+    budget = options.kv_cache_bytes or max(min(int(share * _CUDA_SHARE), left), least_bytes)
+    if max(budget, least_bytes) > free - weights - logits:
         raise ValueError(
-            f"each GPU must hold {_gib(weights)} of weights, {_gib(marks)} of marks for penalties "
-            f"(max_lanes x vocabulary) and {_gib(max(budget, least_bytes))} of keys and values, "
-            f"and {_gib(free)} are free; lower max_seq_len, max_lanes or kv_cache_bytes, set "
-            "int8_mode=1, raise tensor_para_size or pipeline_para_size, or end what else uses the "
-            "GPU"
+            f"each GPU must hold {_gib(weights)} of weights, {_gib(logits)} of logits and marks of "
+            f"penalties (max_lanes x vocabulary) and {_gib(max(budget, least_bytes))} of keys and "
+            f"values, and {_gib(free)} are free; lower max_seq_len, max_lanes or kv_cache_bytes, "
+            "set int8_mode=1, raise tensor_para_size or pipeline_para_size, or end what else uses "
+            "the GPU"
         )
     return budget
+
+
+def _step_bytes(architecture: GeneratorArchitecture, tp_size: int) -> int:
+    """Return about the memory that the largest step takes: what a layer's MLP reads and gives."""
+    inner = (
+        architecture.inter_size
+        if isinstance(architecture, DecoderArchitecture)
+        else architecture.encoder.inter_size
+    )
+    return MOST_PROMPT_TOKENS * 2 * (4 * architecture.hidden + 3 * inner // tp_size)
 
 
 def _gib(size_bytes: int) -> str:

@@ -50,6 +50,7 @@ from inference.engine.scheduler import Scheduler
 from inference.engine.sessions import turn_problems
 from inference.engine.step_budget import ChunkSize
 from inference.model.step import Segment
+from inference.ranks.base import MOST_PROMPT_TOKENS
 from inference.ranks.plan import StepPlan
 from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import Placement
@@ -65,8 +66,7 @@ __all__ = [
     "SessionTurn",
 ]
 
-# Prompt tokens of a step: fewer would leave a GPU idle.
-_GPU_CHUNK = {"first": 2048, "most": 8192}
+_GPU_CHUNK = {"first": 2048, "most": MOST_PROMPT_TOKENS}
 
 
 class Engine(EngineBase[RunningRequest]):

@@ -70,9 +70,9 @@ class Head:
     norm: Normalise | None
     slice: VocabParallelHead
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (n, slice) fp32 for the last layer's output (n, E)."""
-        return self.slice(normalised(x, self.norm))
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return (n, slice) fp32, in `out` if given, for the last layer's output (n, E)."""
+        return self.slice(normalised(x, self.norm), out)
 
 
 class Decoder:
@@ -118,9 +118,11 @@ class Decoder:
             x = run(x, step, layer=layer, angles=angles)
         return x
 
-    def logits(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def logits(
+        self, x: torch.Tensor, step: Step, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return this rank's slice of the logits of the wanted tokens, (n, slice) fp32."""
         assert self.head is not None, "only the last stage has a head"
         if len(step.output_rows) < len(x):
             x = x.index_select(0, step.output_rows)
-        return self.head(x)
+        return self.head(x, out)

@@ -121,7 +121,7 @@ class EncoderDecoder:
         self.decoder_layers = range(0)
         self.decoder: list[T5DecoderLayer] = []
         self.decoder_norm: Normalise | None = None
-        self._head: VocabParallelHead | None = None
+        self.head: VocabParallelHead | None = None
         self.rules = AttentionRules()
         if architecture.decoder is not None:
             self.decoder_layers = layout.layers(architecture.decoder.num_layer)
@@ -131,7 +131,7 @@ class EncoderDecoder:
             )
             if layout.is_last_stage:
                 self.decoder_norm = loader.final_norm("decoder")
-                self._head = loader.head()
+                self.head = loader.head()
         weights.check()
 
     def empty_hidden(self, tokens: int) -> torch.Tensor:
@@ -208,11 +208,11 @@ class EncoderDecoder:
             x = layer(x, inputs.step, inputs.encoded, index, inputs.tasks)
         return x
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return this rank's slice of the logits (N, slice) fp32 for the last layer's output."""
         assert self.decoder_norm is not None, "only the last stage has a head"
-        assert self._head is not None
+        assert self.head is not None
         x = self.decoder_norm(x)
         if self.architecture.scale_logits:
             x = x * self.architecture.hidden**-0.5
-        return self._head(x)
+        return self.head(x, out)

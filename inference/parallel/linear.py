@@ -116,22 +116,18 @@ class VocabParallelHead:
             bias = functional.pad(bias, (0, len(table) - rows))
         self._gemm = make_gemm(table.t(), bias, options=options) if rows else None
         self._rows = rows
-        self._width = width
+        self.width = width
         self._scale, self._softcap = scale, softcap
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (N, width) fp32; columns beyond the rows are the lowest finite value."""
-        if self._rows == self._width:
-            return self._logits(x)
-        lowest = torch.finfo(torch.float32).min
-        logits = x.new_full((len(x), self._width), lowest, dtype=torch.float32)
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return (N, width) fp32, in `out` if given; columns beyond the rows are the lowest."""
+        if out is None:
+            out = x.new_empty(len(x), self.width, dtype=torch.float32)
+        out[:, self._rows :] = torch.finfo(torch.float32).min
         if self._gemm is not None:
-            logits[:, : self._rows] = self._logits(x)
-        return logits
-
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._gemm is not None
-        y = self._gemm(x)[:, : self._rows].float()
-        if self._softcap is not None:
-            return y.mul_(self._scale / self._softcap).tanh_().mul_(self._softcap)
-        return y if self._scale == 1 else y.mul_(self._scale)
+            y = out[:, : self._rows].copy_(self._gemm(x)[:, : self._rows])
+            if self._softcap is not None:
+                y.mul_(self._scale / self._softcap).tanh_().mul_(self._softcap)
+            elif self._scale != 1:
+                y.mul_(self._scale)
+        return out

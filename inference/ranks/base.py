@@ -36,6 +36,8 @@ StepT = TypeVar("StepT")
 if TYPE_CHECKING:
     from inference.model.gpu.decode_graph import DecodeGraph
 
+MOST_PROMPT_TOKENS = 8192  # of a step on a GPU; fewer would leave it idle
+
 
 @dataclass(frozen=True)
 class StepResult:

@@ -17,7 +17,7 @@ from inference.model.decoder_weights import load_decoder
 from inference.model.step import Segment, Step, make_step
 from inference.model.token_feed import NEWEST
 from inference.model.weights import RankWeights
-from inference.ranks.base import RankBase, StepResult
+from inference.ranks.base import MOST_PROMPT_TOKENS, RankBase, StepResult
 from inference.ranks.device import gemm_options, layer_parameters, on_gpu
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Fewest tokens for which a pipeline micro-batch is bound by computation, not by reading weights.
 _MICRO_BATCH_TOKENS = 128
 # Tokens of a step for which libraries choose and load their kernels before the first request.
-_WARM_UP_TOKENS = (1, *(n << power for power in range(3, 12) for n in (2, 3)), 8192)
+_WARM_UP_TOKENS = (1, *(n << power for power in range(3, 12) for n in (2, 3)), MOST_PROMPT_TOKENS)
 
 
 class DecoderRank(RankBase):

@@ -25,6 +25,7 @@ from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.step import Step
 from inference.model.token_feed import TokenFeed
 from inference.parallel.layout import ParallelLayout
+from inference.parallel.linear import VocabParallelHead
 
 _STEP = 8  # between the sizes of graphs
 
@@ -118,6 +119,15 @@ def graph_sizes(sequences: int) -> list[int]:
     return [*small, *range(_STEP, sequences, _STEP), sequences]
 
 
+def _logits_room(head: VocabParallelHead | None, cache: KVCache) -> torch.Tensor:
+    """Return memory for the logits of every graph, of which one runs at a time.
+
+    The logits of 66 graphs and a vocabulary of 150,000 tokens would take 10 GB.
+    """
+    width = 0 if head is None else head.width
+    return torch.empty(cache.shape.slots, width, device=cache.device)
+
+
 class DecoderGraphModel:
     """A decoder-only model's stage.
 
@@ -135,6 +145,8 @@ class DecoderGraphModel:
         self.feed = feed
         heads = model.architecture.head_num // layout.tp_size
         self._group = heads // cache.shape.kv_head_num
+
+        self._logits = _logits_room(None if model.head is None else model.head.slice, cache)
 
     def empty_hidden(self, sequences: int) -> torch.Tensor:
         """Return an uninitialised (sequences, E) for hidden states."""
@@ -159,7 +171,7 @@ class DecoderGraphModel:
         x = model.run_layers(x, step)
         if not self.layout.is_last_stage:
             return x, None
-        logits = model.logits(x, step)
+        logits = model.logits(x, step, out=self._logits[: len(x)])
         if self.layout.pp_size > 1:
             return logits, None
         return logits, self.feed.choose(logits, slots, forbidden)
@@ -181,6 +193,7 @@ class EncoderDecoderGraphModel:
         self._model = model
         self._cache = cache
         self.feed = feed
+        self._logits = _logits_room(model.head, cache)
 
     def empty_hidden(self, sequences: int) -> torch.Tensor:
         """Return an uninitialised (sequences, E) for hidden states."""
@@ -207,7 +220,7 @@ class EncoderDecoderGraphModel:
         x = model.run_decoder(x, inputs)
         if not self.layout.is_last_stage:
             return x, None
-        logits = model.logits(x)
+        logits = model.logits(x, out=self._logits[: len(x)])
         if self.layout.pp_size > 1:
             return logits, None
         return logits, self.feed.choose(logits, slots, forbidden)

@@ -359,7 +359,7 @@ def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_sizes(
     settings = RankSettings(ft_dir=str(ft_dir), rank=0, threads=1, data_type="fp16", device="cuda")
     options = EngineOptions(kv_cache_bytes=wanted, max_seq_len=64, max_lanes=3)
     architecture = generator_of(family, config)
-    marks = marks_bytes(3, architecture.vocab_size)
+    marks = marks_bytes(3, architecture.vocab_size) + 3 * 4 * architecture.vocab_size
 
     def plan(free: int) -> Capacity:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1 << 40))
@@ -369,6 +369,19 @@ def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_sizes(
     for free in (weights + 1000, weights + (wanted or 0) + marks - 1):
         with pytest.raises(ValueError, match=r"each GPU must hold 0.0 GiB of weights, .* are free"):
             plan(free)
+
+
+def test_keys_and_values_leave_a_gpu_room_for_the_largest_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ft_dir = write_gpt(tmp_path, inter_size=512)
+    settings = RankSettings(ft_dir=str(ft_dir), rank=0, threads=1, data_type="fp16", device="cuda")
+    architecture = generator_of(*read_config(ft_dir))
+    work = 8192 * 2 * (4 * architecture.hidden + 3 * 512)
+    for free in (2 * work, 10 * work):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1 << 40))
+        budget = plan_capacity(architecture, settings, EngineOptions(max_seq_len=64)).cache_bytes
+        assert budget < free - work
 
 
 def test_missing_and_short_files_fail_the_start(ft_dir: Path, tmp_path: Path) -> None:

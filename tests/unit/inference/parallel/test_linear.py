@@ -62,7 +62,10 @@ def test_logits_beyond_the_vocabulary_are_the_lowest_number() -> None:
         VocabParallelHead(table[:4], rows=4, width=4),
         VocabParallelHead(padded, torch.zeros(3), rows=3, width=4),
     ]
-    logits = torch.cat([head(x) for head in heads], 1)
+    logits = torch.full((2, 8), torch.nan)
+    for head, out in zip(heads, logits.split(4, dim=1), strict=True):
+        assert head(x, out) is out
+        assert head(x).equal(out)
     torch.testing.assert_close(logits[:, :7], x @ table.t())
     assert logits[:, 7].eq(torch.finfo(torch.float32).min).all()
     assert VocabParallelHead(table[:0], rows=0, width=4)(x).shape == (2, 4)
