@@ -107,6 +107,18 @@ def sized_model(size: Size, work_dir: Path, *, tp_size: int = 1) -> Model:
     return Model(ft_dir, None, config, config.vocab_size)
 
 
+def huggingface_folder(model: Model) -> Path:
+    """Return a model's weights as a folder of transformers, converted unless it is there."""
+    if model.checkpoint is not None:
+        return model.checkpoint
+    request = ConversionRequest(
+        model.ft_dir, model.ft_dir.parent, 1, "fp16", processes=2, output_format="huggingface"
+    )
+    if not request.folder.exists():
+        converted(request)
+    return request.folder
+
+
 def _config(size: Size) -> Any:
     """Return the config of transformers, from which it and vLLM build the model."""
     name, kind = _CLASSES[size.family]
