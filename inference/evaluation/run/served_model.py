@@ -1,10 +1,7 @@
 """A model that Triton serves as tasks see it: ids through the model, text through the ensemble.
 
-Requests follow the serving contract (names, types and shapes). Greedy decoding is asked for
-explicitly, so that a server's defaults never decide a figure.
+Requests follow the serving contract (names, types and shapes).
 """
-
-# Shapes: B rows, S padded prompt, R new tokens
 
 from __future__ import annotations
 
@@ -22,6 +19,12 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.evaluation.options import OPENAI, EvaluationOptions
+from inference.evaluation.rows import (
+    GREEDY,
+    GREEDY_WITH_LOG_PROBS,
+    answers,
+    generation_request,
+)
 from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.run.task_run import EvaluationError
 from inference.evaluation.task import (
@@ -37,23 +40,7 @@ from inference.server.tensors import as_tensor, as_texts
 
 _REMEMBERED = 4096  # texts that were encoded lately
 _LOG_PROBS = ("cum_log_probs", "output_log_probs")
-
-_GREEDY = {
-    "runtime_top_k": np.array([[1]], np.uint32),
-    "runtime_top_p": np.array([[0.0]], np.float32),
-    "beam_width": np.array([[1]], np.uint32),
-    "temperature": np.array([[1.0]], np.float32),
-    "repetition_penalty": np.array([[1.0]], np.float32),
-}
-# The nucleus path with next to no mass takes the most probable token too, and, unlike the top-k
-# path with one candidate, reports its log probability under the whole vocabulary.
-_GREEDY_WITH_LOG_PROBS = {
-    **_GREEDY,
-    "runtime_top_k": np.array([[0]], np.uint32),
-    "runtime_top_p": np.array([[1e-6]], np.float32),
-    "is_return_log_probs": np.array([[True]]),
-    "is_return_context_cum_log_probs": np.array([[True]]),
-}
+_SCORING = GREEDY_WITH_LOG_PROBS | {"is_return_context_cum_log_probs": np.array([[True]])}
 
 
 def ask(
@@ -173,7 +160,7 @@ class ServedModel(TextGenerator):
             "INPUT_1": as_tensor([output_len], "UINT32"),
             "INPUT_2": as_tensor([words.bad], "BYTES"),
             "INPUT_3": as_tensor([words.stop], "BYTES"),
-            **(_GREEDY_WITH_LOG_PROBS if score_prompt else _GREEDY),
+            **(_SCORING if score_prompt else GREEDY),
         }
         names = ("OUTPUT_0", "sequence_length", *(_LOG_PROBS if score_prompt else ()))
         outputs = ask(self._client, self._ensemble_name, inputs, *names)
@@ -244,63 +231,39 @@ class ServedModel(TextGenerator):
 
         `each_frame` is called for every response of a model that streams, as it comes.
         """
-        options = {name: np.repeat(value, len(rows), axis=0) for name, value in _GREEDY.items()}
-        options |= {
-            name: self._option(name, value, len(rows))
-            for name, value in (tensors or {}).items()
-            if not (name == "request_prompt_type" and self.is_encoder_decoder)  # T5 has one kind
+        has_encoder = self.is_encoder_decoder
+        given = self._typed(tensors or {})
+        inputs = generation_request(rows, output_len, has_encoder=has_encoder)
+        inputs |= {
+            name: np.repeat(array.reshape(1, *(array.shape or (1,))), len(rows), axis=0)
+            for name, array in given.items()
         }
-        inputs = {**self._prompts(rows, output_len), **options}
         names = ["output_ids", "sequence_length"]
-        if "request_prompt_embedding" in inputs or "prompt_learning_task_name_ids" in inputs:
+        if not has_encoder and {"request_prompt_embedding", "prompt_learning_task_name_ids"} & {
+            *given
+        }:
             names.append("response_input_lengths")
-        if self.is_encoder_decoder:
-            names = names[:2]
         outputs = ask(self._client, self._model_name, inputs, *names, each_frame=each_frame)
-        return [
-            tuple(int(each) for each in ids[0, start : start + count])
-            for ids, start, count in zip(
-                outputs["output_ids"], *self._places(rows, outputs), strict=True
-            )
-        ]
+        return answers(rows, outputs, has_encoder=has_encoder)
 
-    def _prompts(self, rows: Sequence[Sequence[int]], output_len: int) -> Outputs:
-        """Return prompts, (B, S), each padded on the right with its last token."""
-        width = max(map(len, rows))
-        ids = np.array([[*row, *[row[-1]] * (width - len(row))] for row in rows], np.uint32)
-        lengths = np.array([[len(row)] for row in rows], np.uint32)
-        wanted = np.full((len(rows), 1), output_len, np.uint32)
-        if self.is_encoder_decoder:
-            return {"input_ids": ids, "sequence_length": lengths, "max_output_len": wanted}
-        return {"input_ids": ids, "input_lengths": lengths, "request_output_len": wanted}
+    def _typed(self, tensors: RequestTensors) -> Outputs:
+        """Return values and arrays in the types that the model declares.
 
-    def _places(
-        self, rows: Sequence[Sequence[int]], outputs: Outputs
-    ) -> tuple[list[int], list[int]]:
-        """Return where each answer starts in output_ids and how many tokens it has.
-
-        Of a decoder, sequence_length counts from the padded length of the prompts, virtual tokens
-        left out; response_input_lengths is each prompt's own.
+        Raises:
+            RequestFailedError: it does not take them all.
         """
-        lengths = [int(each) for each in outputs["sequence_length"].reshape(len(rows), -1)[:, 0]]
-        if self.is_encoder_decoder:
-            return [0] * len(rows), lengths
-        starts = [len(row) for row in rows]
-        if "response_input_lengths" in outputs:
-            found = outputs["response_input_lengths"].reshape(len(rows), -1)[:, 0]
-            starts = [int(each) for each in found]
-        return starts, [length - max(starts) for length in lengths]
-
-    def _option(self, name: str, value: Any, rows: int) -> np.ndarray[Any, Any]:
-        """Return a value or array as the tensor `name`, repeated for every row."""
-        if name not in self._types:
-            raise RequestFailedError(f"{self._model_name} takes no input {name}.")
-        array = np.asarray(value, triton_to_np_dtype(self._types[name]))
-        return np.repeat(array.reshape(1, *(array.shape or (1,))), rows, axis=0)
+        if self.is_encoder_decoder:  # T5 has one kind of virtual tokens
+            tensors = {k: value for k, value in tensors.items() if k != "request_prompt_type"}
+        if unknown := [name for name in tensors if name not in self._types]:
+            raise RequestFailedError(f"{self._model_name} takes no input {', '.join(unknown)}.")
+        return {
+            name: np.asarray(value, triton_to_np_dtype(self._types[name]))
+            for name, value in tensors.items()
+        }
 
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
         """Return the natural log probability of `input_ids`, the first token given."""
-        inputs = {**self._prompts([input_ids], 1), **_GREEDY_WITH_LOG_PROBS}
+        inputs = generation_request([input_ids], 1, _SCORING, has_encoder=self.is_encoder_decoder)
         return _context_log_prob(ask(self._client, self._model_name, inputs, *_LOG_PROBS))
 
     def input_names(self) -> Collection[str]:
@@ -309,14 +272,7 @@ class ServedModel(TextGenerator):
 
     def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
         """Return outputs of the model for a request of contract tensors, batch axis first."""
-        if unknown := [name for name in tensors if name not in self._types]:
-            raise RequestFailedError(f"{self._model_name} takes no input {', '.join(unknown)}.")
-        # The client itself narrows to types that numpy does not have.
-        arrays = {
-            name: np.asarray(value, triton_to_np_dtype(self._types[name]))
-            for name, value in tensors.items()
-        }
-        return ask(self._client, self._model_name, arrays, *outputs)
+        return ask(self._client, self._model_name, self._typed(tensors), *outputs)
 
 
 def _context_log_prob(outputs: Outputs) -> float:

@@ -1,12 +1,12 @@
 """One request of the task `identity`: asked of the server, computed by the source, compared."""
 
-# Shapes: B rows, S padded prompt, N tokens of the prompt, R of the answer, E hidden, V vocabulary
+# Shapes: S padded prompt, N tokens of the prompt, R of the answer, E hidden
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,11 @@ import torch
 from export_scripts.conversion.plan import plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
 from inference.evaluation.options import IdentityOptions
+from inference.evaluation.rows import GREEDY_WITH_LOG_PROBS, answers, generation_request, padded
 from inference.evaluation.task import TextGenerator, generates
 from inference.parity.activations import Activations, ModelInputs, Place, size_of_errors
 from inference.parity.huggingface import HuggingFaceSource, load_huggingface
 from inference.parity.mesh_transformer import load_mesh_transformer
-
-# The most probable token, by the nucleus path: unlike the top-k path with one candidate, it
-# reports log probabilities under the whole vocabulary.
-_GREEDY: Mapping[str, Any] = {
-    "runtime_top_k": [[0]],
-    "runtime_top_p": [[1e-6]],
-    "beam_width": [[1]],
-    "temperature": [[1.0]],
-    "repetition_penalty": [[1.0]],
-    "is_return_log_probs": [[True]],
-}
 
 
 @dataclass(frozen=True)
@@ -86,97 +76,61 @@ class IdentitySource:
         Raises:
             RequestFailedError: the server refused, failed or did not answer in time.
         """
-        inputs = model.input_names()
-        if "input_hidden_state" in inputs:
-            return self._compare_bert(rows, model)
-        if generates(model):
-            return self._compare_answers(rows, model, output_len, "max_output_len" in inputs)
-        return self._compare_encoder(rows, model)
+        if not generates(model):
+            return self._compare_states(rows, model)
+        has_encoder = "max_output_len" in model.input_names()
+        request = generation_request(
+            rows, output_len, GREEDY_WITH_LOG_PROBS, has_encoder=has_encoder
+        )
+        outputs = model.infer(request, ("output_ids", "sequence_length", "output_log_probs"))
+        found = answers(rows, outputs, has_encoder=has_encoder)
+        return [
+            self._compare_answer(ids, answer, log_probs[0, : len(answer)], has_encoder)
+            for ids, answer, log_probs in zip(rows, found, outputs["output_log_probs"], strict=True)
+        ]
 
     def _run(self, inputs: ModelInputs) -> Activations:
         with self._lock:
             return self._model.run(inputs)
 
-    def _compare_bert(
+    def _compare_states(
         self, rows: Sequence[tuple[int, ...]], model: TextGenerator
     ) -> list[RowDifference]:
-        computed = [self._run(ModelInputs(ids)) for ids in rows]
-        states = [each[Place("embedding")] for each in computed]  # each (N, E)
-        request = {
-            "input_hidden_state": torch.nn.utils.rnn.pad_sequence(states, batch_first=True).numpy(),
-            "sequence_lengths": _lengths(rows).astype(np.int32),
-        }
-        found = model.infer(request, ("output_hidden_state",))["output_hidden_state"]
-        # Expected are those of the last layer.
-        return [
-            _compare_states(list(each.values())[-1], states)
-            for each, states in zip(computed, found, strict=True)
-        ]
-
-    def _compare_encoder(
-        self, rows: Sequence[tuple[int, ...]], model: TextGenerator
-    ) -> list[RowDifference]:
-        request = {"input_ids": _padded(rows), "sequence_length": _lengths(rows)}
-        found = model.infer(request, ("output_hidden_state",))["output_hidden_state"]
-        place = Place("encoder final norm")
-        return [
-            _compare_states(self._run(self._model.default_inputs(ids))[place], states)
-            for ids, states in zip(rows, found, strict=True)
-        ]
-
-    def _compare_answers(
-        self,
-        rows: Sequence[tuple[int, ...]],
-        model: TextGenerator,
-        output_len: int,
-        has_encoder: bool,
-    ) -> list[RowDifference]:
-        names = (
-            ("sequence_length", "max_output_len")
-            if has_encoder
-            else ("input_lengths", "request_output_len")
-        )
-        request = {
-            "input_ids": _padded(rows),
-            names[0]: _lengths(rows),
-            names[1]: np.full((len(rows), 1), output_len, np.uint32),
-            **{name: value * len(rows) for name, value in _GREEDY.items()},
-        }
-        outputs = model.infer(request, ("output_ids", "sequence_length", "output_log_probs"))
-        # sequence_length counts from the padded prompts; an answer follows its own prompt.
-        padded = 0 if has_encoder else max(map(len, rows))
+        """Compare hidden states, each (N, E) with what the server gave, (S, E)."""
+        ids, lengths = padded(rows)
+        if "input_hidden_state" in model.input_names():
+            computed = [self._run(ModelInputs(row)) for row in rows]
+            expected = [list(each.values())[-1] for each in computed]  # of the last layer
+            embedded = [each[Place("embedding")] for each in computed]
+            states = torch.nn.utils.rnn.pad_sequence(embedded, batch_first=True).numpy()
+            request = {"input_hidden_state": states, "sequence_lengths": lengths.astype(np.int32)}
+        else:
+            place = Place("encoder final norm")
+            expected = [self._run(self._model.default_inputs(row))[place] for row in rows]
+            request = {"input_ids": ids, "sequence_length": lengths}
+        answer = model.infer(request, ("output_hidden_state",))["output_hidden_state"]
         found = []
-        for b, ids in enumerate(rows):
-            start = 0 if has_encoder else len(ids)
-            count = int(outputs["sequence_length"][b].reshape(-1)[0]) - padded
-            answer = tuple(int(each) for each in outputs["output_ids"][b, 0, start : start + count])
-            log_probs = torch.tensor(outputs["output_log_probs"][b, 0, :count])
-            found.append(self._compare_answer(ids, answer, log_probs, has_encoder))
+        for theirs, states in zip(expected, answer, strict=True):
+            ours = torch.tensor(np.asarray(states[: len(theirs)], np.float32))
+            errors = size_of_errors(theirs, ours, largest=float(theirs.abs().max()))
+            found.append(RowDifference(*errors, answer=f"{len(theirs)} hidden states"))
         return found
 
     def _compare_answer(
-        self,
-        ids: tuple[int, ...],
-        answer: tuple[int, ...],
-        log_probs: torch.Tensor,
-        has_encoder: bool,
+        self, ids: tuple[int, ...], answer: tuple[int, ...], log_probs: Any, has_encoder: bool
     ) -> RowDifference:
-        logits = self._answer_logits(ids, answer, has_encoder)  # (R, V)
-        theirs = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).squeeze(1)
+        if has_encoder:
+            start = self._model.default_inputs(ids).decoder_ids[:1]
+            logits = self._run(ModelInputs(ids, (*start, *answer[:-1])))[Place("logits")]
+        else:
+            logits = self._run(ModelInputs((*ids, *answer[:-1])))[Place("logits")][len(ids) - 1 :]
+        theirs = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).squeeze(1)  # (R,)
+        largest = float(logits.abs().max())
         return RowDifference(
-            *size_of_errors(theirs, log_probs, largest=float(logits.abs().max())),
+            *size_of_errors(theirs, torch.tensor(log_probs), largest=largest),
             answer=" ".join(map(str, answer)),
             same_tokens=logits.argmax(-1).tolist() == list(answer),
         )
-
-    def _answer_logits(
-        self, ids: tuple[int, ...], answer: tuple[int, ...], has_encoder: bool
-    ) -> torch.Tensor:
-        """Return the logits that the source gives each token of an answer (R, V)."""
-        if has_encoder:
-            start = self._model.default_inputs(ids).decoder_ids[:1]
-            return self._run(ModelInputs(ids, (*start, *answer[:-1])))[Place("logits")]
-        return self._run(ModelInputs((*ids, *answer[:-1])))[Place("logits")][len(ids) - 1 :]
 
 
 def _load(checkpoint: Path, given: Sequence[tuple[str, str]]) -> HuggingFaceSource:
@@ -193,21 +147,3 @@ def _load(checkpoint: Path, given: Sequence[tuple[str, str]]) -> HuggingFaceSour
     if plan.facts.reader.format == "jax":
         return load_mesh_transformer(plan)
     return load_huggingface(plan)
-
-
-def _padded(rows: Sequence[tuple[int, ...]]) -> np.ndarray[Any, Any]:
-    """Return token ids (B, S), each row padded on the right with its last token."""
-    width = max(map(len, rows))
-    return np.array([[*row, *[row[-1]] * (width - len(row))] for row in rows], np.uint32)
-
-
-def _lengths(rows: Sequence[tuple[int, ...]]) -> np.ndarray[Any, Any]:
-    """Return the tokens of each row (B, 1)."""
-    return np.array([[len(row)] for row in rows], np.uint32)
-
-
-def _compare_states(expected: torch.Tensor, found: Any) -> RowDifference:
-    """Compare hidden states (N, E) with those that the server gave, (S, E)."""
-    ours = torch.tensor(np.asarray(found[: len(expected)], np.float32))
-    errors = size_of_errors(expected, ours, largest=float(expected.abs().max()))
-    return RowDifference(*errors, answer=f"{len(expected)} hidden states")

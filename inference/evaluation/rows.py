@@ -1,0 +1,78 @@
+"""Requests of the serving contract for rows of token ids, and their answers in its outputs.
+
+Greedy decoding is asked for explicitly, so that a server's defaults never decide a figure.
+"""
+
+# Shapes: B rows, S padded prompt
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+GREEDY = {
+    "runtime_top_k": np.array([[1]], np.uint32),
+    "runtime_top_p": np.array([[0.0]], np.float32),
+    "beam_width": np.array([[1]], np.uint32),
+    "temperature": np.array([[1.0]], np.float32),
+    "repetition_penalty": np.array([[1.0]], np.float32),
+}
+# The nucleus path with next to no mass takes the most probable token too, and, unlike the top-k
+# path with one candidate, reports its log probability under the whole vocabulary.
+GREEDY_WITH_LOG_PROBS = {
+    **GREEDY,
+    "runtime_top_k": np.array([[0]], np.uint32),
+    "runtime_top_p": np.array([[1e-6]], np.float32),
+    "is_return_log_probs": np.array([[True]]),
+}
+
+
+def padded(rows: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+    """Return prompts (B, S), each padded on the right with its last token, and lengths (B, 1)."""
+    width = max(map(len, rows))
+    ids = np.array([[*row, *[row[-1]] * (width - len(row))] for row in rows], np.uint32)
+    return ids, np.array([[len(row)] for row in rows], np.uint32)
+
+
+def generation_request(
+    rows: Sequence[Sequence[int]],
+    output_len: int,
+    choice: Mapping[str, Array] = GREEDY,
+    *,
+    has_encoder: bool,
+) -> dict[str, Array]:
+    """Return a request for `output_len` tokens after each row, chosen as `choice` says."""
+    ids, lengths = padded(rows)
+    names = ("sequence_length", "max_output_len") if has_encoder else (
+        "input_lengths", "request_output_len"
+    )  # fmt: skip
+    return {
+        "input_ids": ids,
+        names[0]: lengths,
+        names[1]: np.full((len(rows), 1), output_len, np.uint32),
+        **{name: np.repeat(value, len(rows), axis=0) for name, value in choice.items()},
+    }
+
+
+def answers(
+    rows: Sequence[Sequence[int]], outputs: Mapping[str, Array], *, has_encoder: bool
+) -> list[tuple[int, ...]]:
+    """Return the tokens after each row, up to the end token.
+
+    Of a decoder, sequence_length counts from the padded length of the prompts, virtual tokens left
+    out; response_input_lengths is each prompt's own.
+    """
+    starts = [0 if has_encoder else len(row) for row in rows]
+    if "response_input_lengths" in outputs:
+        starts = [
+            int(each) for each in outputs["response_input_lengths"].reshape(len(rows), -1)[:, 0]
+        ]
+    ends = outputs["sequence_length"].reshape(len(rows), -1)[:, 0]
+    return [
+        tuple(int(each) for each in ids[0, start : start + int(end) - max(starts)])
+        for ids, start, end in zip(outputs["output_ids"], starts, ends, strict=True)
+    ]
