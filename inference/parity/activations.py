@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import abc
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,8 +16,7 @@ class NoLibraryError(ValueError):
     """A source's layers cannot be computed here; its weights can still be compared."""
 
 
-# Tokens that are computed unless some are given.
-PROMPT_TOKENS = 16
+_TOKENS = 16  # that are computed unless some are given
 
 
 @dataclass(frozen=True)
@@ -47,24 +48,89 @@ class ModelInputs:
     decoder_ids: tuple[int, ...] = ()
 
 
-def check_inputs(inputs: ModelInputs, *, vocab_size: int, positions: int | None) -> None:
-    """Raise ValueError, with all that is wrong, for token ids that a model does not take."""
-    problems = [
-        f"token id {token} is not below vocab_size={vocab_size}"
-        for token in (*inputs.ids, *inputs.decoder_ids)
-        if not 0 <= token < vocab_size
-    ]
-    if positions is not None and len(inputs.ids) > positions:
-        problems.append(
-            f"{len(inputs.ids)} token ids exceed max_position_embeddings={positions}; give fewer"
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
+@dataclass(frozen=True)
+class Source(abc.ABC):
+    """A checkpoint that its own library computes.
+
+    Attributes:
+        title: library, version and class, for people.
+        positions: most tokens of a row; None without a limit.
+    """
+
+    title: str
+    vocab_size: int
+    positions: int | None
+
+    @abc.abstractmethod
+    def compute(self, inputs: ModelInputs, noted: dict[Place, torch.Tensor]) -> None:
+        """Note what every layer computes, in order, each place (N, W) fp32."""
+
+    def default_inputs(self, ids: tuple[int, ...] = ()) -> ModelInputs:
+        """Return `ids`, or ids from all over the vocabulary."""
+        return ModelInputs(ids or self.spread_ids(min(_TOKENS, self.positions or _TOKENS)))
+
+    def spread_ids(self, count: int) -> tuple[int, ...]:
+        """Return `count` token ids from all over the vocabulary, the same ones every time."""
+        return tuple((5 + 7919 * place) % self.vocab_size for place in range(count))
+
+    def run(self, inputs: ModelInputs) -> Activations:
+        """Return what every layer computes, each place (N, W) fp32.
+
+        Raises:
+            ValueError: token ids lie outside the vocabulary, or there are too many of them; or the
+                library does not take such a model.
+        """
+        problems = [
+            f"token id {token} is not below vocab_size={self.vocab_size}"
+            for token in (*inputs.ids, *inputs.decoder_ids)
+            if not 0 <= token < self.vocab_size
+        ]
+        if self.positions is not None and len(inputs.ids) > self.positions:
+            problems.append(
+                f"{len(inputs.ids)} token ids exceed max_position_embeddings={self.positions}; "
+                "give fewer"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        noted: dict[Place, torch.Tensor] = {}
+        self.compute(inputs, noted)
+        return noted
 
 
-def spread_ids(vocab_size: int, count: int) -> tuple[int, ...]:
-    """Return `count` token ids from all over a vocabulary, the same ones every time."""
-    return tuple((5 + 7919 * place) % vocab_size for place in range(count))
+def watch_layers(
+    layers: Sequence[tuple[Any, Mapping[str, Any]]],
+    final_norm: Any,
+    noted: dict[Place, torch.Tensor],
+    prefix: str = "",
+) -> list[Any]:
+    """Begin to note the first layer's input, every layer, its parts, and the final norm, if any.
+
+    Each layer stands with the linear that ends each of its parts. Returns the handles of the hooks.
+    """
+
+    def note(states: torch.Tensor, place: Place) -> None:
+        # (1, N, W) or (N, 1, W); some layers fold the row into the tokens before a linear.
+        noted[place] = states.reshape(-1, states.shape[-1]).to(torch.float32, copy=True)
+
+    def embedded(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        note(args[0] if args else named["hidden_states"], Place(f"{prefix}embedding"))
+
+    def watch(module: Any, place: Place) -> Any:
+        def hook(_module: Any, _args: Any, output: Any) -> None:
+            states, more = output[:2] if isinstance(output, tuple) else (output, None)
+            # A linear of megatron-core gives its bias apart; a layer gives what it attended to.
+            note(states if more is None or place.part == "output" else states + more, place)
+
+        return module.register_forward_hook(hook)
+
+    handles = [layers[0][0].register_forward_pre_hook(embedded, with_kwargs=True)]
+    for number, (layer, parts) in enumerate(layers):
+        where = f"{prefix}layer {number}"
+        handles += [watch(module, Place(where, part)) for part, module in parts.items()]
+        handles.append(watch(layer, Place(where)))
+    if final_norm is not None:
+        handles.append(watch(final_norm, Place(f"{prefix}final norm")))
+    return handles
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,11 @@ from inference.parity.activations import (
     ModelInputs,
     NoLibraryError,
     Place,
+    Source,
     compare_activations,
 )
-from inference.parity.huggingface import HuggingFaceSource, load_huggingface
-from inference.parity.megatron import MegatronSource, load_megatron
+from inference.parity.huggingface import load_huggingface
+from inference.parity.megatron import load_megatron
 from inference.parity.mesh_transformer import load_mesh_transformer
 from inference.parity.shards import run_shards
 from inference.parity.tolerances import tolerance_of
@@ -208,7 +209,7 @@ _OTHERS: Mapping[str, str] = {
 }
 
 
-def load_source(plan: ConversionPlan) -> HuggingFaceSource | MegatronSource:
+def load_source(plan: ConversionPlan) -> Source:
     """Load a source in fp32; `plan` is how it becomes a folder.
 
     Raises:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,11 @@ from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
 )
 from inference.parity.activations import (
-    PROMPT_TOKENS,
-    Activations,
     ModelInputs,
     NoLibraryError,
     Place,
-    check_inputs,
-    spread_ids,
+    Source,
+    watch_layers,
 )
 
 _ANSWER_TOKENS = 6
@@ -75,42 +73,40 @@ _BERT = _Stack(
 
 
 @dataclass(frozen=True)
-class HuggingFaceSource:
+class HuggingFaceSource(Source):
     """A loaded checkpoint.
 
     Attributes:
         model: of transformers.
         architecture: what it is.
         modules: module of the layout -> the library's.
-        title: library, version and class, for people.
     """
 
     model: Any
     architecture: Architecture
     modules: Mapping[str, str]
-    title: str
+
+    @classmethod
+    def of(
+        cls, plan: ConversionPlan, model: Any, modules: Mapping[str, str], note: str = ""
+    ) -> HuggingFaceSource:
+        """Return a loaded model as the source of a plan; `note` is added to its title."""
+        library, config = import_transformers(), model.config
+        title = f"transformers {library.__version__}, {type(model).__name__}{note}"
+        positions = getattr(config, "max_position_embeddings", None)
+        architecture = plan.mapping.family.architecture(plan.config)
+        return cls(title, config.vocab_size, positions, model, architecture, modules)
 
     def default_inputs(self, ids: tuple[int, ...] = ()) -> ModelInputs:
         """Return `ids`, or ids from all over the vocabulary, with an answer for a decoder."""
-        config = self.model.config
-        count = min(PROMPT_TOKENS, getattr(config, "max_position_embeddings", PROMPT_TOKENS))
-        ids = ids or spread_ids(config.vocab_size, count)
-        architecture = self.architecture
+        inputs, architecture = super().default_inputs(ids), self.architecture
         if not isinstance(architecture, EncoderDecoderArchitecture) or architecture.decoder is None:
-            return ModelInputs(ids)
-        start = config.decoder_start_token_id or 0
-        return ModelInputs(ids, (start, *spread_ids(config.vocab_size, _ANSWER_TOKENS)))
+            return inputs
+        start = self.model.config.decoder_start_token_id or 0
+        return ModelInputs(inputs.ids, (start, *self.spread_ids(_ANSWER_TOKENS)))
 
-    def run(self, inputs: ModelInputs) -> Activations:
-        """Return what every layer computes, each place (N, E) or (N, V) fp32.
-
-        Raises:
-            ValueError: a token id lies outside the vocabulary, or there are too many of them.
-        """
-        config = self.model.config
-        positions = getattr(config, "max_position_embeddings", None)
-        check_inputs(inputs, vocab_size=config.vocab_size, positions=positions)
-        noted: dict[Place, torch.Tensor] = {}
+    def compute(self, inputs: ModelInputs, noted: dict[Place, torch.Tensor]) -> None:
+        """Note what every layer computes."""
         handles = [handle for stack in self._stacks() for handle in self._watch(stack, noted)]
         ids = {"input_ids": torch.tensor([inputs.ids])}
         if inputs.decoder_ids:
@@ -125,7 +121,6 @@ class HuggingFaceSource:
             noted[Place("logits")] = outputs.logits[0].float()
         if isinstance(self.architecture, DecoderArchitecture):
             self._move_biases(self.architecture, noted)
-        return noted
 
     def _stacks(self) -> tuple[_Stack, ...]:
         architecture = self.architecture
@@ -136,23 +131,14 @@ class HuggingFaceSource:
         return (_T5_ENCODER,) if architecture.decoder is None else (_T5_ENCODER, _T5_DECODER)
 
     def _watch(self, stack: _Stack, noted: dict[Place, torch.Tensor]) -> list[Any]:
-        """Begin to note a stack's embedding, layers with their parts, and final norm."""
-        prefix = f"{stack.name} " if stack.name else ""
         first, _, _ = self.modules[stack.layer.format(0) + stack.parts["mlp"]].partition(".0.")
-        layers = self.model.get_submodule(first)
-        embedding = _noting_input(noted, Place(f"{prefix}embedding"))
-        handles = [layers[0].register_forward_pre_hook(embedding, with_kwargs=True)]
-        for number, layer in enumerate(layers):
-            where = f"{prefix}layer {number}"
-            for part, name in stack.parts.items():
-                note = _noting_output(noted, Place(where, part))
-                module = self._module(stack.layer.format(number) + name)
-                handles.append(module.register_forward_hook(note))
-            handles.append(layer.register_forward_hook(_noting_output(noted, Place(where))))
-        if stack.final_norm in self.modules:
-            note = _noting_output(noted, Place(f"{prefix}final norm"))
-            handles.append(self._module(stack.final_norm).register_forward_hook(note))
-        return handles
+        layers = [
+            (layer, {part: self._module(stack.layer.format(number) + name)
+                     for part, name in stack.parts.items()})
+            for number, layer in enumerate(self.model.get_submodule(first))
+        ]  # fmt: skip
+        norm = self._module(stack.final_norm) if stack.final_norm in self.modules else None
+        return watch_layers(layers, norm, noted, f"{stack.name} " if stack.name else "")
 
     def _module(self, ours: str) -> Any:
         return self.model.get_submodule(self.modules[ours])
@@ -171,26 +157,6 @@ class HuggingFaceSource:
             if bias is not None:
                 noted[Place(f"layer {number}", "attention")] -= bias.detach()
                 noted[Place(f"layer {number}", "mlp")] += bias.detach()
-
-
-_Hook = Callable[..., None]
-
-
-def _noting_input(noted: dict[Place, torch.Tensor], place: Place) -> _Hook:
-    def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        states = args[0] if args else kwargs["hidden_states"]
-        noted[place] = states[0].to(torch.float32, copy=True)
-
-    return hook
-
-
-def _noting_output(noted: dict[Place, torch.Tensor], place: Place) -> _Hook:
-    def hook(_module: Any, _args: tuple[Any, ...], output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        # Some layers fold the row into the tokens before their last linear.
-        noted[place] = states.reshape(-1, states.shape[-1]).to(torch.float32, copy=True)
-
-    return hook
 
 
 def load_huggingface(plan: ConversionPlan) -> HuggingFaceSource:
@@ -213,8 +179,7 @@ def load_huggingface(plan: ConversionPlan) -> HuggingFaceSource:
         )
     path = plan.request.checkpoint_path
     model = load_transformers_model(kind, path, attn_implementation="eager", **options)
-    title = f"transformers {transformers.__version__}, {type(model).__name__}"
-    return HuggingFaceSource(model, architecture, _modules(plan, model), title)
+    return HuggingFaceSource.of(plan, model, _modules(plan, model))
 
 
 def _modules(plan: ConversionPlan, model: Any) -> dict[str, str]:

@@ -24,14 +24,7 @@ from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.families.gpt.core import core_traits
 from export_scripts.families.mapping.megatron_traits import MegatronTraits
 from export_scripts.numeric.arrays import to_float32
-from inference.parity.activations import (
-    PROMPT_TOKENS,
-    Activations,
-    ModelInputs,
-    Place,
-    check_inputs,
-    spread_ids,
-)
+from inference.parity.activations import ModelInputs, Place, Source, watch_layers
 
 # Norms that Transformer Engine fuses into the linear behind them, and their modules without it.
 _UNFUSED = {
@@ -44,7 +37,7 @@ _PARTS = {"attention": "self_attention.linear_proj", "mlp": "mlp.linear_fc2"}
 
 
 @dataclass(frozen=True)
-class MegatronSource:
+class MegatronSource(Source):
     """A loaded checkpoint.
 
     Attributes:
@@ -53,34 +46,23 @@ class MegatronSource:
         state: every tensor, whole, by GPTModel's names.
     """
 
-    title: str
     config: Mapping[str, Any]
     model: Mapping[str, Any]
     state: Mapping[str, torch.Tensor]
 
-    def default_inputs(self, ids: tuple[int, ...] = ()) -> ModelInputs:
-        """Return `ids`, or ids from all over the vocabulary."""
-        count = min(PROMPT_TOKENS, self.model["max_sequence_length"])
-        return ModelInputs(ids or spread_ids(self.model["vocab_size"], count))
-
-    def run(self, inputs: ModelInputs) -> Activations:
-        """Return what every layer computes, each place (N, H) or (N, V) fp32.
-
-        Raises:
-            ValueError: A token id lies outside the vocabulary, or there are too many of them; or
-                megatron-core does not take such a model.
-        """
-        vocab_size, positions = self.model["vocab_size"], self.model["max_sequence_length"]
-        check_inputs(inputs, vocab_size=vocab_size, positions=positions)
+    def compute(self, inputs: ModelInputs, noted: dict[Place, torch.Tensor]) -> None:
+        """Note what every layer computes."""
         count = len(inputs.ids)
-        noted: dict[Place, torch.Tensor] = {}
         with _one_rank(), torch.no_grad():
             network = self._network()
-            _watch(network, noted)
+            layers = [
+                (layer, {part: layer.get_submodule(name) for part, name in _PARTS.items()})
+                for layer in network.decoder.layers
+            ]
+            watch_layers(layers, network.decoder.final_layernorm, noted)
             later = torch.ones(1, 1, count, count, dtype=torch.bool).triu(1)
             logits = network(torch.tensor([inputs.ids]), torch.arange(count)[None], later)
         noted[Place("logits")] = logits[0].float()
-        return noted
 
     def _network(self) -> Any:
         gpt = importlib.import_module("megatron.core.models.gpt")
@@ -124,26 +106,6 @@ def _one_rank() -> Iterator[None]:
         cuda.current_device = current_device
 
 
-def _watch(network: Any, noted: dict[Place, torch.Tensor]) -> None:
-    """Note the embedding, every layer with its parts, and the final norm."""
-
-    def watch(module: Any, place: Place) -> None:
-        def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            states, extra = output if isinstance(output, tuple) else (output, None)
-            # A linear gives its bias apart, for whoever adds it; a layer gives its context.
-            bias = extra if place.part in _PARTS and extra is not None else 0
-            noted[place] = (states + bias).flatten(0, 1).float()
-
-        module.register_forward_hook(hook)
-
-    watch(network.embedding, Place("embedding"))
-    for number, layer in enumerate(network.decoder.layers):
-        for part, name in _PARTS.items():
-            watch(layer.get_submodule(name), Place(f"layer {number}", part))
-        watch(layer, Place(f"layer {number}"))
-    watch(network.decoder.final_layernorm, Place("final norm"))
-
-
 def load_megatron(plan: ConversionPlan) -> MegatronSource:
     """Gather a checkpoint of megatron-core's layout; `plan` is how it becomes a folder.
 
@@ -161,6 +123,8 @@ def load_megatron(plan: ConversionPlan) -> MegatronSource:
     version = importlib.import_module("megatron.core").__version__
     return MegatronSource(
         title=f"megatron-core {version}, GPTModel",
+        vocab_size=plan.config.vocab_size,
+        positions=traits.max_positions,
         config=_config(traits, state),
         model=_model(plan, traits),
         state=state,

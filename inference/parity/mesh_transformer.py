@@ -76,7 +76,6 @@ def load_mesh_transformer(plan: ConversionPlan) -> HuggingFaceSource:
         output_loading_info=True,
     )
     assert not info["missing_keys"], info["missing_keys"]
-    title = f"transformers {transformers.__version__}, GPTJForCausalLM of the JAX release"
     modules = {
         f"model.layers.{layer}.{ours}": f"transformer.h.{layer}.{theirs}"
         for layer in range(config.num_layer)
@@ -86,8 +85,7 @@ def load_mesh_transformer(plan: ConversionPlan) -> HuggingFaceSource:
         )
     }
     modules["model.final_layernorm"] = "transformer.ln_f"
-    architecture = plan.mapping.family.architecture(config)
-    return HuggingFaceSource(model.eval(), architecture, modules, title)
+    return HuggingFaceSource.of(plan, model.eval(), modules, " of the JAX release")
 
 
 def _weights(release: _Release, layers: int) -> Iterator[tuple[str, torch.Tensor]]:

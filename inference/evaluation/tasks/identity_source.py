@@ -54,19 +54,17 @@ class IdentitySource:
         """
         self._model = _load(checkpoint, given)
         self._lock = threading.Lock()
-        config = self._model.model.config
-        self._vocab_size: int = config.vocab_size
-        self._positions: int | None = getattr(config, "max_position_embeddings", None)
 
     def longest_row(self, options: IdentityOptions) -> int:
         """Return the tokens of the longest row: those asked for, or as many as the model takes."""
-        if self._positions is None:
+        positions = self._model.positions
+        if positions is None:
             return options.input_len
-        return max(1, min(options.input_len, self._positions - options.output_len))
+        return max(1, min(options.input_len, positions - options.output_len))
 
     def draw_row(self, generator: random.Random, length: int) -> tuple[int, ...]:
         """Return random token ids."""
-        return tuple(generator.randrange(self._vocab_size) for _ in range(length))
+        return tuple(generator.randrange(self._model.vocab_size) for _ in range(length))
 
     def compare(
         self, rows: Sequence[tuple[int, ...]], model: TextGenerator, *, output_len: int
