@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.files.replace import replace_file
-from inference.evaluation.gate import CRITICAL, HELD
 from inference.evaluation.record import (
     Prediction,
     Report,
@@ -24,9 +23,6 @@ from inference.evaluation.report.formatting import (
     METRIC_HEAD,
     metric_rows,
     metric_title,
-    milliseconds_text,
-    number_text,
-    seconds_text,
 )
 from inference.evaluation.report.html_page import render_html
 from inference.evaluation.report.page import render_text
@@ -78,14 +74,11 @@ def junit_text(report: Report) -> str:
 
     What an advisory bound finds does not fail.
     """
-    verdicts = report.gate.verdicts
     return render_text(
         "junit.xml",
         name=f"slipway {report.run.name}",
         tasks=report.tasks,
-        verdicts=verdicts,
-        failed=[each for each in verdicts if each.status != HELD and each.tier == CRITICAL],
-        skipped=[each for each in verdicts if each.status != HELD and each.tier != CRITICAL],
+        verdicts=report.gate.verdicts,
     )
 
 
@@ -130,27 +123,12 @@ def render_markdown(template: str, report: Report, predictions: Sequence[Predict
     text = render_text(
         template,
         report=report,
-        asked=_asked,
         metric_table=_metric_table,
         changed=changed,
         changed_rows=[_changed_row(each) for each in changed[:_MOST_CHANGED]],
         samples=len(predictions),
     )
     return text.rstrip("\n") + "\n"
-
-
-def _asked(task: TaskReport) -> str:
-    data, requests = task.dataset, task.requests
-    asked = f"{data.count:,} of {data.total:,} samples of `{data.name}`"
-    if data.limit is not None:
-        asked += f" (limit {data.limit}, seed {data.seed})"
-    return (
-        f"{asked}; {requests.count:,} requests in {seconds_text(requests.seconds)} "
-        f"({requests.per_s:.1f}/s, {requests.concurrency} in flight, p50 "
-        f"{milliseconds_text(requests.latency.p50_ms)}, p99 "
-        f"{milliseconds_text(requests.latency.p99_ms)}, "
-        f"{number_text(requests.tokens_per_s)} generated tokens/s), {task.through}."
-    )
 
 
 def _metric_table(task: TaskReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

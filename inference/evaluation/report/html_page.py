@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from inference.evaluation.record import Prediction, Report, TaskReport
 from inference.evaluation.report import charts
-from inference.evaluation.report.formatting import compared, metric_rows, seconds_text
+from inference.evaluation.report.formatting import compared, metric_rows
 from inference.evaluation.report.page import render_page
 from inference.evaluation.report.row_charts import accuracy_chart, responsive, stages_chart
 from inference.evaluation.task import Metric
@@ -26,10 +26,7 @@ def render_html(report: Report, predictions: Sequence[Prediction]) -> str:
         title=f"{report.run.name}: evaluation",
         data=_samples_data(report, predictions),
         report=report,
-        kind="quiet" if not report.bounds else "good" if report.gate.passed else "bad",
-        chips=_chips(report),
         compared=compared,
-        asked=_asked,
         accuracies=lambda task: _accuracies(report, task),
         named_rows=_metric_rows,
         charts=charts,
@@ -44,25 +41,6 @@ def render_html(report: Report, predictions: Sequence[Prediction]) -> str:
             for task in report.tasks
         ],
     )
-
-
-def _chips(report: Report) -> list[tuple[str, str]]:
-    """Return the facts under the headline, each a name and a value; unknown ones are empty."""
-    run = report.run
-    return [
-        ("", run.family),
-        ("", f"TP {run.tp_size} \u00d7 PP {run.pp_size}"),
-        ("computed in", run.data_type),
-        ("weights", run.weight_data_type),
-        ("engine", run.engine),
-        ("started", report.started_at.replace("T", " ").replace("+00:00", " UTC")),
-        ("took", seconds_text(report.seconds)),
-    ]
-
-
-def _asked(task: TaskReport) -> str:
-    data = task.dataset
-    return f"{data.count:,} of {data.total:,}" if data.limit is not None else f"all {data.total:,}"
 
 
 def _accuracies(report: Report, task: TaskReport) -> tuple[Markup | None, list[tuple[str, str]]]:
