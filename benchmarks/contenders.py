@@ -6,20 +6,18 @@ Decoding is bound by the bytes that a step reads over the bandwidth of the memor
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 from benchmarks.models import Model
-from benchmarks.program import Cell, percentile
+from benchmarks.program import Cell, own_process, percentile
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import torch_dtype
@@ -56,43 +54,45 @@ class Contender:
 
     def __init__(self, make: Callable[[], Program], *, threads: int) -> None:
         """Start the process; `make` travels there."""
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run_program, args=(make, threads, theirs))
-        self._process.start()
-        theirs.close()
-        self.name: str
-        self.step_bytes: StepBytes | None
-        self.name, self.step_bytes = self._pipe.recv()
+        self._pool = own_process(_begin, make, threads)
+        self.name, self.step_bytes = self._pool.submit(_described).result()
         self.seconds: list[float] = []
         self.step_times: list[float] = []
 
     def generate(self, prompts: Prompts, output_len: int) -> None:
         """Generate once and note the times."""
-        self._pipe.send((prompts, output_len))
-        seconds, step_times = self._pipe.recv()
+        seconds, step_times = self._pool.submit(_generate, prompts, output_len).result()
         self.seconds.append(seconds)
         self.step_times += step_times
 
     def close(self) -> None:
         """End the process."""
-        self._pipe.close()
-        self._process.join()
+        self._pool.submit(_end).result()
+        self._pool.shutdown()
 
 
-def _run_program(make: Callable[[], Program], threads: int, pipe: Connection) -> None:
+_program: Program  # of a process that a Contender started
+
+
+def _begin(make: Callable[[], Program], threads: int) -> None:
+    global _program
     torch.set_num_threads(threads)
-    program = make()
-    pipe.send((program.name, program.step_bytes))
-    with contextlib.suppress(EOFError):  # the other end is closed: nothing more to do
-        while True:
-            prompts, output_len = pipe.recv()
-            program.step_times.clear()
-            start = time.perf_counter()
-            program.generate(prompts, output_len)
-            seconds = time.perf_counter() - start
-            pipe.send((seconds, program.step_times))
-    program.close()
+    _program = make()
+
+
+def _described() -> tuple[str, StepBytes | None]:
+    return _program.name, _program.step_bytes
+
+
+def _generate(prompts: Prompts, output_len: int) -> tuple[float, list[float]]:
+    _program.step_times.clear()
+    start = time.perf_counter()
+    _program.generate(prompts, output_len)
+    return time.perf_counter() - start, _program.step_times
+
+
+def _end() -> None:
+    _program.close()
 
 
 class StepClock:

@@ -11,21 +11,13 @@ import transformers
 
 from export_scripts.conversion.convert import ConversionRequest
 from export_scripts.conversion.convert import convert as converted
-from export_scripts.families import FAMILIES
+from export_scripts.families import FAMILIES, SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.layout import ft_directory
 from export_scripts.synthesize import synthesize, synthetic_config
 
 _LLAMA_POSITIONS = 16384
-# What transformers and vLLM call each model, and its config.
-_CLASSES: dict[str, tuple[str, Any]] = {
-    "gpt": ("GPT2LMHeadModel", transformers.GPT2Config),
-    "gptj": ("GPTJForCausalLM", transformers.GPTJConfig),
-    "llama": ("LlamaForCausalLM", transformers.LlamaConfig),
-    "qwen2": ("Qwen2ForCausalLM", transformers.Qwen2Config),
-    "qwen3": ("Qwen3ForCausalLM", transformers.Qwen3Config),
-}
+_TYPES = {"gpt": "gpt2"}  # model_type of transformers and vLLM, where it is not the name
 
 
 @dataclass(frozen=True)
@@ -99,12 +91,20 @@ SIZES = {
 
 def sized_model(size: Size, work_dir: Path, *, tp_size: int = 1) -> Model:
     """Return a model of some size in fp16 with random weights, written unless it is there."""
-    config = _config(size)
+    family, config = FAMILIES["llama" if size.kv_heads else size.family], _ft_config(size, tp_size)
     folder = work_dir / f"{size.family}_{size.hidden}x{size.layers}x{size.heads}"
     ft_dir = ft_directory(folder, tp_size)
     if not ft_dir.exists():
-        synthesize(_family(size), _ft_config(size, config.vocab_size, tp_size), folder)
-    return Model(ft_dir, None, config, config.vocab_size)
+        synthesize(family, config, folder)
+    written = next(
+        written
+        for mapping in SOURCE_MAPPINGS
+        if mapping.family is family and mapping.written is not None
+        for written in mapping.written(config, size.family == "qwen2")
+        if written["model_type"] == _TYPES.get(size.family, size.family)
+    )
+    theirs = transformers.AutoConfig.for_model(**written)
+    return Model(ft_dir, None, theirs, theirs.vocab_size)
 
 
 def huggingface_folder(model: Model) -> Path:
@@ -119,32 +119,7 @@ def huggingface_folder(model: Model) -> Path:
     return request.folder
 
 
-def _config(size: Size) -> Any:
-    """Return the config of transformers, from which it and vLLM build the model."""
-    name, kind = _CLASSES[size.family]
-    if size.kv_heads:
-        sizes: dict[str, Any] = {
-            "hidden_size": size.hidden,
-            "num_hidden_layers": size.layers,
-            "num_attention_heads": size.heads,
-            "num_key_value_heads": size.kv_heads,
-            "intermediate_size": size.inter_size,
-            "vocab_size": size.vocab_size,
-            "max_position_embeddings": _LLAMA_POSITIONS,
-            "tie_word_embeddings": size.family == "qwen2",
-        }
-    else:
-        sizes = {"n_embd": size.hidden, "n_layer": size.layers, "n_head": size.heads}
-        sizes |= {"n_positions": 2048, "bos_token_id": 0, "eos_token_id": 0}
-        sizes["vocab_size"] = 50400 if size.family == "gptj" else 50304  # as trained ones pad it
-    return kind(**sizes, architectures=[name])
-
-
-def _family(size: Size) -> ModelFamily:
-    return FAMILIES["llama" if size.kv_heads else size.family]
-
-
-def _ft_config(size: Size, vocab_size: int, tp_size: int) -> FTConfig:
+def _ft_config(size: Size, tp_size: int) -> FTConfig:
     given: dict[str, Any] = {"rotary_embedding": 64} if size.family == "gptj" else {}
     if size.kv_heads:
         is_qwen2 = int(size.family == "qwen2")
@@ -156,11 +131,12 @@ def _ft_config(size: Size, vocab_size: int, tp_size: int) -> FTConfig:
     if size.family == "qwen3":
         given["query_key_norm"] = "head"
     return synthetic_config(
-        _family(size),
+        FAMILIES["llama" if size.kv_heads else size.family],
         hidden=size.hidden,
         layers=size.layers,
         heads=size.heads,
-        vocab=vocab_size,
+        # GPT and GPT-J as trained ones pad it.
+        vocab=size.vocab_size or (50400 if size.family == "gptj" else 50304),
         inter_size=size.inter_size or None,
         positions=_LLAMA_POSITIONS if size.kv_heads else 2048,
         tensor_para_size=tp_size,

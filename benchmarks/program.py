@@ -7,10 +7,12 @@ python -m benchmarks.NAME ... --record benchmarks/results/NAME.json
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,12 @@ def run(
     print(record.table())
     if args.record is not None:
         record.write(args.record)
+
+
+def own_process(begin: Callable[..., None], *given: Any) -> ProcessPoolExecutor:
+    """Return one process, begun by `begin(*given)`, that runs whatever is submitted."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, mp_context=context, initializer=begin, initargs=given)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:

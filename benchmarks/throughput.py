@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import multiprocessing
 import random
 import statistics
 import threading
@@ -34,7 +33,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from benchmarks.models import SIZES, Model, Size, huggingface_folder, sized_model
-from benchmarks.program import Cell, percentile, run
+from benchmarks.program import Cell, own_process, percentile, run
 
 _RATE = "mixed, again, rate"
 # Receives (number of the request, tokens that it has by now).
@@ -281,23 +280,33 @@ def rows(server: Server, model: Model, args: argparse.Namespace) -> Iterator[tup
                 yield f"{title}, {name} p{percent}", f"{percentile(values, percent) * 1e3:.1f} ms"
 
 
-def contend(
-    make: Callable[[Model, argparse.Namespace], Server], args: argparse.Namespace, results: Any
-) -> None:
-    """Measure one contender and send its rows, then None; runs in a process of its own."""
+_rows: Iterator[tuple[str, str]]  # of a process that measures one contender
+
+
+def _begin(make: Callable[[Model, argparse.Namespace], Server], args: argparse.Namespace) -> None:
+    global _rows
+    _rows = _contend(make, args)
+
+
+def _contend(
+    make: Callable[[Model, argparse.Namespace], Server], args: argparse.Namespace
+) -> Iterator[tuple[str, str]]:
+    """Start a contender and yield its rows."""
     size = SIZES.get(args.model) or Size(args.family, args.hidden, args.layers, args.heads)
     model = sized_model(size, args.work_dir, tp_size=args.tp)
     began = time.perf_counter()
     server = make(model, args)
-    results.put(("ready after", f"{time.perf_counter() - began:.0f} s"))
-    for row in rows(server, model, args):
-        results.put(row)
-    results.put(None)
+    yield "ready after", f"{time.perf_counter() - began:.0f} s"
+    yield from rows(server, model, args)
     server.close()
 
 
+def _next_row() -> tuple[str, str] | None:
+    return next(_rows, None)
+
+
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
-    """Yield the rows of each contender."""
+    """Yield the rows of each contender, which has a process of its own."""
     if args.arrivals and not args.requests:
         raise SystemExit(
             "--arrivals: they are the mixed requests, of which --requests 0 sends none"
@@ -305,22 +314,12 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
     contenders: dict[str, Any] = {"slipway": _Slipway}
     if not args.no_vllm and importlib.util.find_spec("vllm") is not None:
         contenders = {"vLLM": _Vllm, **contenders}
-    context = multiprocessing.get_context("spawn")
     for name, make in contenders.items():
-        results = context.SimpleQueue()
-        process = context.Process(target=partial(contend, make, args, results))
-        process.start()
-        while True:
-            while process.is_alive() and results.empty():
-                time.sleep(0.1)
-            if results.empty():
-                raise SystemExit(f"{name} ended without a result")
-            if (row := results.get()) is None:
-                break
-            if row[0] == _RATE:
-                args.rate = args.rate or float(row[1].split()[0])
-            yield row[0], name, row[1]
-        process.join()
+        with own_process(_begin, make, args) as process:
+            while (row := process.submit(_next_row).result()) is not None:
+                if row[0] == _RATE:
+                    args.rate = args.rate or float(row[1].split()[0])
+                yield row[0], name, row[1]
 
 
 if __name__ == "__main__":

@@ -119,14 +119,14 @@ def load_megatron(plan: ConversionPlan) -> MegatronSource:
     scaling = [getattr(plan.config, f"rotary_{name}", None) for name in names]
     if getattr(plan.config, "rotary_scaling_type", None) == "llama3" and scaling != _LLAMA31:
         raise ValueError(f"megatron-core scales rotary positions by {_LLAMA31}, not by {scaling}")
-    state = _state(plan, traits)
+    state, model = _state(plan, traits), _model(plan, traits)
     version = importlib.import_module("megatron.core").__version__
     return MegatronSource(
         title=f"megatron-core {version}, GPTModel",
-        vocab_size=plan.config.vocab_size,
-        positions=traits.max_positions,
+        vocab_size=model["vocab_size"],
+        positions=model["max_sequence_length"],
         config=_config(traits, state),
-        model=_model(plan, traits),
+        model=model,
         state=state,
     )
 
