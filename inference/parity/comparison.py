@@ -35,12 +35,7 @@ from inference.parity.megatron import load_megatron
 from inference.parity.mesh_transformer import load_mesh_transformer
 from inference.parity.shards import run_shards
 from inference.parity.tolerances import tolerance_of
-from inference.parity.weights import (
-    FileDifference,
-    WeightComparison,
-    compare_weights,
-    source_plan,
-)
+from inference.parity.weights import FileDifference, WeightComparison, compare_weights, source_plan
 
 
 @dataclass(frozen=True)

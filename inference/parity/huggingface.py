@@ -18,13 +18,7 @@ from export_scripts.families.layout.architecture import (
     EncoderArchitecture,
     EncoderDecoderArchitecture,
 )
-from inference.parity.activations import (
-    ModelInputs,
-    NoLibraryError,
-    Place,
-    Source,
-    watch_layers,
-)
+from inference.parity.activations import ModelInputs, NoLibraryError, Place, Source, watch_layers
 
 _ANSWER_TOKENS = 6
 

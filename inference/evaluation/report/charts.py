@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from inference.evaluation.record import (
-    Distribution,
-    HistoryPoint,
-    LatencyPoint,
-    RequestStatistics,
-)
+from inference.evaluation.record import Distribution, HistoryPoint, LatencyPoint, RequestStatistics
 from inference.evaluation.report import svg
 from inference.evaluation.report.formatting import (
     interval_hint,

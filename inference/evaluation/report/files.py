@@ -19,11 +19,7 @@ from inference.evaluation.record import (
     read_predictions,
     read_report,
 )
-from inference.evaluation.report.formatting import (
-    METRIC_HEAD,
-    metric_rows,
-    metric_title,
-)
+from inference.evaluation.report.formatting import METRIC_HEAD, metric_rows, metric_title
 from inference.evaluation.report.html_page import render_html
 from inference.evaluation.report.page import render_text
 

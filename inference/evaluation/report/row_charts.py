@@ -13,10 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from inference.evaluation.options import Bound
-from inference.evaluation.record import (
-    LatencyPoint,
-    StageTiming,
-)
+from inference.evaluation.record import LatencyPoint, StageTiming
 from inference.evaluation.report import svg
 from inference.evaluation.report.formatting import (
     interval_hint,

@@ -14,12 +14,7 @@ from inference.evaluation.bounds import PairedBound
 from inference.evaluation.options import Bound
 from inference.evaluation.paired import pairs_of
 from inference.evaluation.paired_tests import Pairs
-from inference.evaluation.record import (
-    SCHEMA_VERSION,
-    Prediction,
-    Report,
-    from_json,
-)
+from inference.evaluation.record import SCHEMA_VERSION, Prediction, Report, from_json
 from inference.evaluation.report.files import PREDICTIONS, read_run
 from inference.evaluation.run.task_run import TaskRun
 from inference.evaluation.task import Dataset, Metric, Sample, sample_ids

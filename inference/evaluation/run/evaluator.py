@@ -19,13 +19,7 @@ from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import BREACHED, Verdict, apply_gate
 from inference.evaluation.options import OPENAI, Bound, EvaluationOptions
-from inference.evaluation.record import (
-    LatencyPoint,
-    Report,
-    RunFacts,
-    StageTiming,
-    TaskReport,
-)
+from inference.evaluation.record import LatencyPoint, Report, RunFacts, StageTiming, TaskReport
 from inference.evaluation.report.files import (
     FILE_NAMES,
     JUNIT,
@@ -47,10 +41,7 @@ from inference.evaluation.run.preparation import (
     with_source,
     within_abilities,
 )
-from inference.evaluation.run.reference import (
-    compare_with_reference,
-    with_reference_values,
-)
+from inference.evaluation.run.reference import compare_with_reference, with_reference_values
 from inference.evaluation.run.task_run import (
     EvaluationError,
     EvaluationProgress,

@@ -16,11 +16,7 @@ from typing import Any
 
 from export_scripts.files.json_content import json_object
 from inference.evaluation.paired import Values, compare_metric
-from inference.evaluation.record import (
-    Prediction,
-    ReferenceComparison,
-    RequestStatistics,
-)
+from inference.evaluation.record import Prediction, ReferenceComparison, RequestStatistics
 from inference.evaluation.report.files import read_run
 from inference.evaluation.run.task_run import TaskRun
 from inference.evaluation.task import Dataset, Score

@@ -20,14 +20,7 @@ from typing import Any
 from inference.evaluation.openai_client import OpenAIClient
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.statistics import Z_95
-from inference.evaluation.task import (
-    Dataset,
-    Metric,
-    Sample,
-    Score,
-    Task,
-    TextGenerator,
-)
+from inference.evaluation.task import Dataset, Metric, Sample, Score, Task, TextGenerator
 
 PREFIX = "harness:"
 _PACKAGE = "lm_eval"

@@ -28,15 +28,7 @@ from typing import TYPE_CHECKING
 from export_scripts.checkpoints.jax import step_directory
 from inference.evaluation.options import Bound
 from inference.evaluation.statistics import mean_and_stderr, mean_metric
-from inference.evaluation.task import (
-    TENSORS,
-    Dataset,
-    Metric,
-    Sample,
-    Score,
-    Task,
-    TextGenerator,
-)
+from inference.evaluation.task import TENSORS, Dataset, Metric, Sample, Score, Task, TextGenerator
 from inference.evaluation.tasks.datasets import drawn
 from inference.parity.tolerances import tolerance_of
 
