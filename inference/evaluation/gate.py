@@ -17,7 +17,6 @@ from inference.evaluation.options import Bound
 from inference.evaluation.paired_tests import (
     ASSUMED_CHANGE,
     POWER,
-    DropTest,
     Pairs,
     check_drop,
     holm,
@@ -276,6 +275,9 @@ def _paired(
     notes = [f"the load moves it by {amount_text(moved, metric.unit)}"] if moved else []
     if test.high < -margin - moved:
         notes.append("better than the bound would let it be worse: check model, data and prompts")
+    deviation = test.deviation
+    if pairs.is_binary:  # what changed to the worse and to the better alike
+        deviation = math.sqrt(2 * min(pairs.losses, pairs.gains) / test.count)
     return _verdict(
         metric,
         sentence,
@@ -287,16 +289,11 @@ def _paired(
         p_value=p_breached,
         samples=test.count,
         needed=samples_needed(test, margin, alpha=alpha, bounded=bounded),
-        smallest=_smallest(pairs, test, margin + moved, alpha / bounds),
+        smallest=smallest_drop(
+            test.count, deviation, margin + moved, alpha=alpha / bounds, binary=pairs.is_binary
+        ),
         note="; ".join(notes),
     )
-
-
-def _smallest(pairs: Pairs, test: DropTest, margin: float, alpha: float) -> float | None:
-    deviation = test.deviation
-    if pairs.is_binary:  # what changed to the worse and to the better alike
-        deviation = math.sqrt(2 * min(pairs.losses, pairs.gains) / test.count)
-    return smallest_drop(test.count, deviation, margin, alpha=alpha, binary=pairs.is_binary)
 
 
 def _with_holm(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:

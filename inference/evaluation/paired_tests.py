@@ -230,11 +230,9 @@ def _t_tail(t: float, freedom: int) -> float:
         return 0.5
     if math.isinf(t):
         return 0.0 if t > 0 else 1.0
-    return 1 - _NORMAL.cdf(math.copysign(_normal_equivalent(abs(t), freedom), t))
-
-
-def _normal_equivalent(t: float, freedom: int) -> float:
-    return (8 * freedom + 1) / (8 * freedom + 3) * math.sqrt(freedom * math.log1p(t * t / freedom))
+    ratio = (8 * freedom + 1) / (8 * freedom + 3)
+    normal = ratio * math.sqrt(freedom * math.log1p(t * t / freedom))
+    return 1 - _NORMAL.cdf(math.copysign(normal, t))
 
 
 def _t_quantile(share: float, freedom: int) -> float:

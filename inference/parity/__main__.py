@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from export_scripts.commands import accept_any_text, complain, say
+from export_scripts.commands import accept_any_text, complain, parse_pair, say
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from export_scripts.tables import text_table
 
@@ -83,14 +83,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from inference.parity.comparison import ParityRequest, compare
 
     try:
+        ids = options.prompt_ids
+        if options.text:
+            from inference.backend.tokenizer import load_tokenizer
+
+            ids = tuple(load_tokenizer(options.ft_dir).encode(options.text))
         report = compare(
             ParityRequest(
                 checkpoint=options.checkpoint_path,
                 ft_dir=options.ft_dir,
                 data_type=options.data_type,
                 tolerance=options.tolerance,
-                prompt_ids=_encoded(options) if options.text else options.prompt_ids,
-                given=tuple(_key_and_value(text) for text in options.given),
+                prompt_ids=ids,
+                given=tuple(parse_pair(text, "--set") for text in options.given),
             )
         )
         if options.json is not None:
@@ -101,19 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _BAD_INPUT
     say(parity_text(report))
     return _EQUAL if report.equal else _DEVIATES
-
-
-def _encoded(options: argparse.Namespace) -> tuple[int, ...]:
-    from inference.backend.tokenizer import load_tokenizer
-
-    return tuple(load_tokenizer(options.ft_dir).encode(options.text))
-
-
-def _key_and_value(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ValueError(f"--set {text} is not KEY=VALUE")
-    return key.strip(), value.strip()
 
 
 def parity_text(report: ParityReport) -> str:

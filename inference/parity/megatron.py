@@ -157,6 +157,10 @@ def _state(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, torch.Tens
 
 def _config(traits: MegatronTraits, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     layer = "decoder.layers.0."
+    # megatron-core knows by functional.gelu itself that it has a fused kernel.
+    is_plain = traits.fused_gelu or traits.exact_gelu
+    gelu = functional.gelu if is_plain else functools.partial(functional.gelu, approximate="tanh")
+    activations = {"gelu": gelu, "silu": functional.silu, "relu": functional.relu}
     return {
         "num_layers": traits.num_layer,
         "hidden_size": traits.hidden,
@@ -167,7 +171,7 @@ def _config(traits: MegatronTraits, state: Mapping[str, torch.Tensor]) -> dict[s
         "layernorm_epsilon": traits.norm_eps,
         "normalization": "RMSNorm" if traits.normalization.startswith("rmsnorm") else "LayerNorm",
         "gated_linear_unit": traits.gated,
-        "activation_func": _activation(traits),
+        "activation_func": activations[traits.activation],
         "add_bias_linear": layer + "self_attention.linear_proj.bias" in state,
         "add_qkv_bias": layer + "self_attention.linear_qkv.bias" in state,
         "hidden_dropout": 0.0,
@@ -177,16 +181,6 @@ def _config(traits: MegatronTraits, state: Mapping[str, torch.Tensor]) -> dict[s
         "bias_activation_fusion": traits.fused_gelu,
         "persist_layer_norm": False,
     }
-
-
-def _activation(traits: MegatronTraits) -> Any:
-    """Return the activation; megatron-core knows by functional.gelu that it has a fused kernel."""
-    tanh_gelu = functools.partial(functional.gelu, approximate="tanh")
-    return {
-        "gelu": functional.gelu if traits.fused_gelu or traits.exact_gelu else tanh_gelu,
-        "silu": functional.silu,
-        "relu": functional.relu,
-    }[traits.activation]
 
 
 def _model(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, Any]:

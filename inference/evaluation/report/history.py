@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from inference.evaluation.record import HistoryPoint, Report, TaskReport, from_json
+from inference.evaluation.record import HistoryPoint, Report, from_json
 from inference.evaluation.report.files import PREDICTIONS, REPORT_JSON
 
 INDEX = "index.jsonl"
@@ -48,15 +48,13 @@ def history_point(report: Report) -> HistoryPoint:
         run_id=report.run_id,
         name=report.run.name,
         started_at=report.started_at,
-        samples={task.name: _samples(task) for task in report.tasks},
+        samples={
+            task.name: f"{task.name}/{task.version}/{task.dataset.sha256}/{task.dataset.limit}/"
+            f"{task.dataset.seed}"
+            for task in report.tasks
+        },
         metrics={metric.name: metric for metric in report.metrics},
     )
-
-
-def _samples(task: TaskReport) -> str:
-    """Return a text that differs between two choices of samples."""
-    data = task.dataset
-    return f"{task.name}/{task.version}/{data.sha256}/{data.limit}/{data.seed}"
 
 
 def read_history(history_dir: Path) -> list[HistoryPoint]:

@@ -40,7 +40,10 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     ]
     if not options.tasks:
         problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
-    problems += _check_values(options)
+    for key in keys_of(EvaluateSection):  # by what the schema says of each
+        value = operator.attrgetter(key.name)(options)
+        if value != MISSING and (found := key.problem(value)):
+            problems.append(f"evaluate.{found}")
     problems += options.credentials.problems(prefix="evaluate.", joiner="_")
     tasks = known_tasks(options)
     for task in tasks:
@@ -79,16 +82,6 @@ def known_metrics(
         own_groups = (groups or {}).get(task.name, ())
         found += [f"{metric}_{group}" for metric in task.metric_names for group in own_groups]
     return tuple(found)
-
-
-def _check_values(options: EvaluationOptions) -> list[str]:
-    """Return the values outside their range or choices, by what the schema says of each key."""
-    problems = []
-    for key in keys_of(EvaluateSection):
-        value = operator.attrgetter(key.name)(options)
-        if value != MISSING and (found := key.problem(value)):
-            problems.append(f"evaluate.{found}")
-    return problems
 
 
 def _check_latency(options: EvaluationOptions) -> list[str]:

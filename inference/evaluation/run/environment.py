@@ -28,10 +28,12 @@ _PACKAGES = (
 def describe_environment() -> dict[str, str]:
     """Return names and values worth keeping: machine, processor, Python, package versions."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cpus = Path("/proc/cpuinfo").read_text("utf-8")
+    processor = re.search(r"^model name\s*: (.*)$", cpus, re.M)
     found = {
         "host": platform.node(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor[1] if processor else platform.processor(),
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{memory_bytes / 2**30:.1f} GiB",
         "python": sys.version.split()[0],
@@ -63,8 +65,3 @@ def describe_weights(weights_dir: Path) -> tuple[str, str]:
         return "", ""
     lines = (f"{sums[name]}  {name}\n" for name in sorted(sums))
     return family, hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _processor() -> str:
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text("utf-8"), re.M)
-    return found[1] if found else platform.processor()

@@ -17,7 +17,7 @@ from pathlib import Path
 from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import parse_bounds
-from inference.evaluation.gate import BREACHED, Verdict, apply_gate
+from inference.evaluation.gate import BREACHED, apply_gate
 from inference.evaluation.options import OPENAI, Bound, EvaluationOptions
 from inference.evaluation.record import LatencyPoint, Report, RunFacts, StageTiming, TaskReport
 from inference.evaluation.report.files import (
@@ -78,12 +78,15 @@ def evaluate(
     """
     if problems := check_evaluation(options):
         raise ValueError("\n".join(problems))
+    output_dir = Path(options.output_dir)
     if options.protocol == OPENAI and model is None:
-        options = _answerable(options)
+        from inference.evaluation.run.openai_model import open_model
+
+        with _junit_on_failure(output_dir):
+            options = within_abilities(options, open_model(options)[1].lacks)
     tasks = known_tasks(options)
     bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
     bounds |= parse_bounds(options.gate)[0]
-    output_dir = Path(options.output_dir)
     started_at = datetime.now(timezone.utc)
     start = time.perf_counter()
     with _junit_on_failure(output_dir):
@@ -102,9 +105,10 @@ def evaluate(
         if options.reference == "huggingface":
             prepared = with_source(options, prepared, progress)
     seconds = time.perf_counter() - start
+    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(3))
     report = Report(
-        run_id=_run_id(facts.name, started_at),
-        run=_with_own_stage(_with_weights(facts, options.weights_dir), seconds),
+        run_id=f"{facts.name}_{started_at:%Y-%m-%d_%H-%M-%S}_{letters}",
+        run=_with_own_facts(facts, options.weights_dir, seconds),
         started_at=started_at.isoformat(timespec="seconds"),
         seconds=seconds,
         tasks=tuple(map(partial(_task_report, options), runs, prepared, repeats)),
@@ -119,14 +123,6 @@ def evaluate(
         report = replace(report, history=comparable_history(points, report))
     _publish(options, report, runs, prepared, baseline)
     return report
-
-
-def _answerable(options: EvaluationOptions) -> EvaluationOptions:
-    """Return the options without what the server at `options.url` cannot answer."""
-    from inference.evaluation.run.openai_model import open_model
-
-    with _junit_on_failure(Path(options.output_dir)):
-        return within_abilities(options, open_model(options)[1].lacks)
 
 
 def _publish(
@@ -188,12 +184,14 @@ def _latency(
 ) -> tuple[LatencyPoint, ...]:
     if not options.latency.enabled:
         return ()
-    source = options.source_path
+    # The hidden size that a Hugging Face checkpoint states, as BERT's does.
+    path = None if options.source_path is None else options.source_path / "config.json"
+    config = json_object(path.read_bytes(), path) if path is not None and path.is_file() else {}
     return measure_latency(
         model,
         _tokens(model, runs),
         options.latency,
-        hidden_size=None if source is None else _hidden_size(source),
+        hidden_size=config.get("hidden_size"),
         progress=progress,
     )
 
@@ -206,13 +204,6 @@ def _tokens(model: TextGenerator, runs: Sequence[TaskRun]) -> Iterator[Sequence[
                 yield from rows_of(sample.text)
             else:
                 yield model.encode(sample.text)
-
-
-def _hidden_size(checkpoint: Path) -> int | None:
-    """Return the hidden size that a Hugging Face checkpoint states, as BERT's does."""
-    path = checkpoint / "config.json"
-    config = json_object(path.read_bytes(), path) if path.is_file() else {}
-    return config.get("hidden_size")
 
 
 def _task_report(
@@ -267,8 +258,13 @@ def _gated(
             for metric in task.metrics
         },
     )
-    gate = replace(gate, verdicts=tuple(_with_remedy(each, options) for each in gate.verdicts))
-    report = replace(report, gate=gate)
+    tasks = known_tasks(options)
+    remedies = {name: task.remedy() for task in tasks for name in task.metric_names}
+    verdicts = [
+        replace(each, remedy=remedies.get(each.metric, "") if each.status == BREACHED else "")
+        for each in gate.verdicts
+    ]
+    report = replace(report, gate=replace(gate, verdicts=tuple(verdicts)))
     if updated is not None and gate.passed:
         write_baseline(updated, report, chain(*(run.predictions for run in runs)))
         baseline = replace(read_baseline(updated), source=f"this run, recorded in {updated}")
@@ -277,34 +273,17 @@ def _gated(
     return replace(report, baseline=baseline.metrics, baseline_source=baseline.source)
 
 
-def _with_remedy(verdict: Verdict, options: EvaluationOptions) -> Verdict:
-    tasks = known_tasks(options) if verdict.status == BREACHED else []
-    remedies = [task.remedy() for task in tasks if verdict.metric in task.metric_names]
-    return replace(verdict, remedy=" ".join(remedies))
-
-
-def _with_weights(facts: RunFacts, weights_dir: Path | None) -> RunFacts:
-    """Return the facts with the family and hash of the manifest, unless they were given."""
-    if weights_dir is None:
-        return facts
-    family, model_sha256 = describe_weights(weights_dir)
-    return replace(
-        facts,
-        family=facts.family or family,
-        model_sha256=facts.model_sha256 or model_sha256,
-    )
-
-
-def _with_own_stage(facts: RunFacts, seconds: float) -> RunFacts:
-    """Return the facts with this evaluation as the last stage, unless it is there already."""
+def _with_own_facts(facts: RunFacts, weights_dir: Path | None, seconds: float) -> RunFacts:
+    """Return the facts with what is not there yet of the manifest's and of this stage."""
+    if weights_dir is not None:
+        family, model_sha256 = describe_weights(weights_dir)
+        facts = replace(
+            facts,
+            family=facts.family or family,
+            model_sha256=facts.model_sha256 or model_sha256,
+        )
     if not facts.stages or any(stage.name == "evaluate" for stage in facts.stages):
         return facts
     ends = [stage.start_s + stage.seconds for stage in facts.stages if stage.start_s is not None]
     own = StageTiming("evaluate", "running", seconds, max(ends) if ends else None)
     return replace(facts, stages=(*facts.stages, own))
-
-
-def _run_id(name: str, started_at: datetime) -> str:
-    """Return `<name>_<date>_<time>_<three letters>`, different for every run."""
-    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(3))
-    return f"{name}_{started_at:%Y-%m-%d_%H-%M-%S}_{letters}"

@@ -80,7 +80,9 @@ def measure_latency(
         EvaluationError: a request failed.
     """
     send = send or partial(_send, model, options, hidden_size)
-    shapes = _shapes(model, options)
+    shapes = list(dict.fromkeys(parse_shape(text) for text in options.shapes))
+    if not generates(model):
+        shapes = list(dict.fromkeys(RequestShape(shape.input_len, 0) for shape in shapes))
     loads = list(_loads(model, tokens, shapes, options))
     measured: dict[Load, Answered] = {}
     for done, load in enumerate(loads):
@@ -94,14 +96,6 @@ def measure_latency(
             ) from error
     progress(EvaluationProgress("latency", len(loads), len(loads)))
     return tuple(_point(load, measured) for load in loads if load.shape in shapes)
-
-
-def _shapes(model: TextGenerator, options: LatencyOptions) -> list[RequestShape]:
-    """Return the shapes of the options, each once; those of an encoder generate nothing."""
-    shapes = [parse_shape(text) for text in options.shapes]
-    if not generates(model):
-        shapes = [RequestShape(shape.input_len, 0) for shape in shapes]
-    return list(dict.fromkeys(shapes))
 
 
 def _loads(
@@ -134,7 +128,9 @@ def _point(load: Load, measured: Mapping[Load, Answered]) -> LatencyPoint:
     per_token_ms = None
     if answered.arrivals_s:
         first_s = [each[0] for each in answered.arrivals_s]
-        per_token_ms = _per_token_ms(answered.arrivals_s)
+        several = [each for each in answered.arrivals_s if len(each) > 1]
+        steps_ms = [1000 * (each[-1] - each[0]) / (len(each) - 1) for each in several]
+        per_token_ms = median(steps_ms) if steps_ms else None
     elif load.shape.output_len:
         first_s = measured[replace(load, shape=RequestShape(load.shape.input_len, 1))].durations_s
         further = answered.generated / (len(answered.durations_s) * load.batch_size) - 1
@@ -158,14 +154,6 @@ def _point(load: Load, measured: Mapping[Load, Answered]) -> LatencyPoint:
         per_token_ms=per_token_ms,
         streamed=bool(answered.arrivals_s),
     )
-
-
-def _per_token_ms(arrivals_s: Sequence[Sequence[float]]) -> float | None:
-    """Return the median over requests of the time between two tokens; none of single tokens."""
-    steps_ms = [
-        1000 * (each[-1] - each[0]) / (len(each) - 1) for each in arrivals_s if len(each) > 1
-    ]
-    return median(steps_ms) if steps_ms else None
 
 
 def cut_prompts(ids: Sequence[int], *, input_len: int) -> tuple[tuple[int, ...], ...]:

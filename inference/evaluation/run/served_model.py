@@ -294,8 +294,11 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
     ) as client:
         _check_ready(client, options)
         tokenizer: Tokenizer | ServedTokenizer = ServedTokenizer(client)
-        if options.tokenizer_dir is not None and _needs_tokenizer(options, options.tokenizer_dir):
-            tokenizer = load_tokenizer(options.tokenizer_dir)
+        # An encoder may have none, and the task identity asks for none.
+        if (folder := options.tokenizer_dir) is not None and (
+            set(options.tasks) != {"identity"} or find_tokenizer(folder) is not None
+        ):
+            tokenizer = load_tokenizer(folder)
         yield ServedModel(
             client,
             tokenizer,
@@ -303,11 +306,6 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
             ensemble_name=options.ensemble_name,
             end_id=_end_id(options.weights_dir),
         )
-
-
-def _needs_tokenizer(options: EvaluationOptions, folder: Path) -> bool:
-    """Return False where nothing is there and nothing is asked for, as with an encoder."""
-    return set(options.tasks) != {"identity"} or find_tokenizer(folder) is not None
 
 
 def _end_id(weights_dir: Path | None) -> int | None:
@@ -327,12 +325,11 @@ def _check_ready(client: TritonClient, options: EvaluationOptions) -> None:
         )
     needed = {options.model_name, options.ensemble_name or options.model_name}
     if missing := [name for name in sorted(needed) if not client.is_ready(name)]:
-        served = ", ".join(_described(model) for model in client.models()) or "no model"
+        served = [
+            f"{model['name']} ({model['state'].lower() or 'not loaded'})"
+            for model in client.models()
+        ]
         raise EvaluationError(
             f"the server at {options.url} has no ready model {' and '.join(missing)}; it serves "
-            f"{served}. Its log says why a model is not ready."
+            f"{', '.join(served) or 'no model'}. Its log says why a model is not ready."
         )
-
-
-def _described(model: dict[str, str]) -> str:
-    return f"{model['name']} ({model['state'].lower() or 'not loaded'})"

@@ -59,7 +59,12 @@ def data_file(
         sha256=source.sha256,
         key=f"evaluate.{task}.data_path",
     )
-    return _unpacked(path, source.member) if source.member else path
+    if not source.member:
+        return path
+    member = path.with_name(f"{path.stem}_{Path(source.member).name}")
+    with zipfile.ZipFile(path) as files, files.open(source.member) as file, replacing(member) as to:
+        shutil.copyfileobj(file, to)
+    return member
 
 
 def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
@@ -97,14 +102,6 @@ def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
             f"cannot download {url} ({reason}); on a machine without network place the file "
             f"(SHA-256 {sha256}) at {path}, or set {key} to where it is."
         ) from error
-    return path
-
-
-def _unpacked(archive: Path, member: str) -> Path:
-    """Return a file of a ZIP, unpacked next to it under `<archive>_<file>`."""
-    path = archive.with_name(f"{archive.stem}_{Path(member).name}")
-    with zipfile.ZipFile(archive) as files, files.open(member) as source, replacing(path) as file:
-        shutil.copyfileobj(source, file)
     return path
 
 
@@ -174,9 +171,18 @@ def read_rows(path: Path, *texts: str) -> list[Mapping[str, Any]]:
         if not line.strip():
             continue
         try:
-            rows.append(_checked(json_object(line, f"line {number}"), f"line {number}", texts))
+            row = json_object(line, f"line {number}")
         except ValueError as error:
             problems.append(str(error))
+            continue
+        values = {name: row.get(name) for name in texts}
+        missing = [name for name, v in values.items() if not (isinstance(v, str) and v.strip())]
+        if missing:
+            problems.append(
+                f"line {number} has no text in field {', '.join(missing)}; it has "
+                f"{', '.join(row) or 'nothing'}"
+            )
+        rows.append(row)
     if problems:
         shown = "\n  ".join(problems[:_MOST_SHOWN])
         more = len(problems) - _MOST_SHOWN
@@ -201,19 +207,6 @@ def _text_of(path: Path) -> str:
         raise ValueError(
             f"{path} is not UTF-8 at byte {error.start}; convert it, for example with iconv."
         ) from error
-
-
-def _checked(row: Mapping[str, Any], place: str, texts: Sequence[str]) -> Mapping[str, Any]:
-    """Return a row that has fields of text. Raises ValueError if it lacks one."""
-    missing = [
-        name for name in texts if not isinstance(row.get(name), str) or not row[name].strip()
-    ]
-    if missing:
-        raise ValueError(
-            f"{place} has no text in field {', '.join(missing)}; it has "
-            f"{', '.join(row) or 'nothing'}"
-        )
-    return row
 
 
 def _texts(row: Mapping[str, Any]) -> dict[str, str]:

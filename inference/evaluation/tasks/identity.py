@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from export_scripts.checkpoints.jax import step_directory
@@ -61,7 +60,10 @@ class Identity(Task):
         """Return why the source cannot be computed, and lengths that contradict each other."""
         source = self.options.source_path
         identity, problems = self.options.identity, []
-        if source is None or not _has_source_model(source):
+        # transformers computes its own folders, and GPT-J from JAX.
+        if source is None or not (
+            (source / "config.json").is_file() or step_directory(source) is not None
+        ):
             problems.append(
                 "evaluate.tasks has identity, which computes the source with transformers and "
                 "needs a folder with config.json, or a GPT-J of mesh-transformer-jax; "
@@ -171,8 +173,3 @@ def _difference(name: str, value: float, stderr: float, count: int) -> Metric:
         sample_value=name,
         from_samples=name == MEAN,
     )
-
-
-def _has_source_model(source: Path) -> bool:
-    """Return whether transformers can compute a checkpoint: its own folders, and GPT-J from JAX."""
-    return (source / "config.json").is_file() or step_directory(source) is not None
