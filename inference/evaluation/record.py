@@ -7,6 +7,7 @@ durations in seconds unless the name says `_ms`, rates are fractions of one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -280,7 +281,7 @@ def from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
     Raises:
         ValueError: a required value is missing, or one has another form.
     """
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     try:
         known = {
             each.name: _decode(hints[each.name], values[each.name])
@@ -290,6 +291,9 @@ def from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
         return kind(**known)
     except (AttributeError, TypeError) as error:
         raise ValueError(f"not a {kind.__name__}: {error}") from error
+
+
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _decode(hint: Any, value: Any) -> Any:
@@ -304,6 +308,9 @@ def _decode(hint: Any, value: Any) -> Any:
         return tuple(_decode(arguments[0], each) for each in value)
     if origin in (dict, Mapping):
         return {key: _decode(arguments[1], each) for key, each in value.items()}
+    kinds = (int, float) if hint is float else hint
+    if not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool):
+        raise TypeError(f"{value!r} is not of type {hint.__name__}")
     return value
 
 

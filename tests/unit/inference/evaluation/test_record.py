@@ -71,7 +71,13 @@ def test_invalid_reports_are_refused(tmp_path):
         read_report(path)
 
 
-@pytest.mark.parametrize("change", [{"tasks": None}, {"tasks": [1]}, {"latency": 5}, {"gate": 5}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"tasks": None}, {"tasks": [1]}, {"latency": 5}, {"gate": 5}),
+        *({"seconds": "5"}, {"seconds": True}, {"run_id": 5}, {"environment": {"host": None}}),
+    ],
+)
 def test_damaged_reports_are_refused_with_their_path(full, tmp_path, change):
     path = tmp_path / "report.json"
     path.write_text(json.dumps(asdict(full) | change))
