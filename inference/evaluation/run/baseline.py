@@ -75,16 +75,19 @@ class Baseline:
             )
 
     def problems(self, bounds: Mapping[str, Bound]) -> list[str]:
-        """Return the paired bounds that cannot be applied against it."""
+        """Return the relative bounds that cannot be applied against it."""
         found = []
         for name, bound in bounds.items():
-            if bound.paired is None:
+            limits = ("paired", "margin", "sigmas")
+            given = [each for each in limits if getattr(bound, each) is not None]
+            if not given:
                 continue
-            key = f"evaluate.gate.{name}.paired"
-            metric = self.metrics.get(name)
+            key, metric = f"evaluate.gate.{name}.{given[0]}", self.metrics.get(name)
             if metric is None:
                 known = ", ".join(self.metrics) or "none"
                 found.append(f"{key}: the baseline has no {name}; it has {known}; {_REMEDY}")
+            elif bound.paired is None:
+                continue
             elif not any(metric.sample_value in each.quantities for each in self.scores.values()):
                 found.append(
                     f"{key}: the baseline ({self.source}) keeps no scores of samples, as those of "

@@ -94,6 +94,8 @@ def evaluate(
         if problems := check_bounds_of_groups(options, prepared):
             raise ValueError("\n".join(problems))
         baseline = stored_baseline(options, prepared)
+        store = options.history_dir
+        earlier = [] if store is None else read_history(Path(store))
         output_dir.mkdir(parents=True, exist_ok=True)
         for name in FILE_NAMES:  # two reports are never mixed
             (output_dir / name).unlink(missing_ok=True)
@@ -118,9 +120,8 @@ def evaluate(
     )
     moved = ChainMap(*(each.by_metric for each in repeats))
     report = _gated(report, options, baseline, runs, moved)
-    if options.history_dir is not None:
-        points = read_history(Path(options.history_dir))
-        report = replace(report, history=comparable_history(points, report))
+    if store is not None:
+        report = replace(report, history=comparable_history(earlier, report))
     _publish(options, report, runs, prepared, baseline)
     return report
 

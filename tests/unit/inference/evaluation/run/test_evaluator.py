@@ -156,6 +156,27 @@ def test_a_damaged_reference_stops_before_the_first_request(options, model, tmp_
     assert model.requests == []
 
 
+def test_a_damaged_run_store_stops_before_the_first_request(options, model, tmp_path):
+    (tmp_path / "index.jsonl").write_text('{"run_id": "one"')
+    with pytest.raises(ValueError, match=r"index\.jsonl, line 1 is damaged.*remove it"):
+        evaluate(options(history_dir=tmp_path), FACTS, model=model)
+    assert model.requests == []
+
+
+@pytest.mark.parametrize("limits", [{"margin": 0.1}, {"sigmas": 2.0}, {"margin": 0.0, "min": 0.1}])
+def test_a_baseline_without_a_bounded_metric_stops_before_the_first_request(
+    options, model, tmp_path, limits
+):
+    path = tmp_path / "baseline.json"
+    path.write_text(
+        '{"schema_version": 1, "run_id": "a", "started_at": "b", "samples": {}, "metrics": {}}'
+    )
+    gate = {"lambada_last_word": limits}
+    with pytest.raises(ValueError, match="the baseline has no lambada_last_word; it has none"):
+        evaluate(options(gate=gate, baseline="compare", baseline_path=path), FACTS, model=model)
+    assert model.requests == []
+
+
 def test_a_past_report_serves_as_reference(options, model, tmp_path, passages):
     evaluate(options(output_dir=tmp_path / "first"), FACTS, model=model)
     model.continuations.pop("The cook lit the")
