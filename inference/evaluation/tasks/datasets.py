@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import random
 import shutil
 import urllib.request
@@ -96,7 +97,7 @@ def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
                     f"{url} gave a file with SHA-256 {found}, expected {sha256}; nothing was "
                     f"kept. Place the right file at {path}, or set {key}."
                 )
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise ValueError(
             f"cannot download {url} ({reason}); on a machine without network place the file "

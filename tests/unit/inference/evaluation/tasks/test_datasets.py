@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,28 @@ def test_without_network_the_file_to_place_is_named(tmp_path):
         fetch(path, (tmp_path / "gone").as_uri())
     assert str(path) in str(caught.value)
     assert "evaluate.lambada.data_path" in str(caught.value)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_download_that_ends_within_a_chunk_leaves_nothing(tmp_path):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"ff\r\nhalf of it")
+            self.close_connection = True
+
+        def log_message(self, *_):
+            """Keep quiet."""
+
+    path = tmp_path / "data" / "lambada.jsonl"
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.handle_request).start()
+        with pytest.raises(ValueError, match="on a machine without network place the file"):
+            fetch(path, f"http://127.0.0.1:{server.server_port}/data")
     assert list(path.parent.iterdir()) == []
 
 
