@@ -20,7 +20,15 @@ from typing import Any
 from inference.evaluation.openai_client import OpenAIClient
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.statistics import Z_95
-from inference.evaluation.task import Dataset, Metric, Sample, Score, Task, TextGenerator
+from inference.evaluation.task import (
+    Dataset,
+    Metric,
+    RequestFailedError,
+    Sample,
+    Score,
+    Task,
+    TextGenerator,
+)
 
 PREFIX = "harness:"
 _PACKAGE = "lm_eval"
@@ -209,13 +217,16 @@ class HarnessTask(Task):
         assert url is not None, "checked before the start"
         token = options.credentials.headers().get("authorization", "").removeprefix("Bearer ")
         client = OpenAIClient(url, options.credentials, timeout_s=_TIMEOUT_S)
-        model = client.get(f"/models/{options.model_name}")
+        model = client.get(path := f"/models/{options.model_name}")
+        longest = model.get("max_model_len") if isinstance(model, dict) else None
+        if not isinstance(longest, int):
+            raise RequestFailedError(f"{client.url}{path} states no number as max_model_len")
         arguments = {
             "model": options.model_name,
             "base_url": f"{url}/completions",
             "num_concurrent": options.concurrency,
             "timeout": int(options.request_timeout_s),
-            "max_length": int(model["max_model_len"]),  # of a prompt and its answer
+            "max_length": longest,  # of a prompt and its answer
             "tokenizer_backend": "remote",
             "seed": options.seed,
         }

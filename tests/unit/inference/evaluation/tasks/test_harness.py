@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from inference.evaluation.openai_client import OpenAIClient
 from inference.evaluation.options import EvaluationOptions, HarnessOptions
 from inference.evaluation.record import Report, RequestStatistics
 from inference.evaluation.report.files import render_markdown
@@ -158,6 +159,16 @@ def test_an_endpoint_that_does_not_answer_is_named(asked: list[dict[str, Any]]) 
         HarnessTask("harness:two-facts", options(openai_url="http://127.0.0.1:1/v1"))
     )
     with pytest.raises(EvaluationError, match=r"127\.0\.0\.1:1/v1/models/.*refused"):
+        run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=1)
+    assert not asked
+
+
+def test_an_endpoint_that_does_not_say_how_long_its_context_is_is_named(
+    asked: list[dict[str, Any]], endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpenAIClient, "get", lambda *_: {"id": "fastertransformer"})
+    prepared = prepare(HarnessTask("harness:two-facts", options(openai_url=endpoint)))
+    with pytest.raises(EvaluationError, match="fastertransformer states no number as max_model"):
         run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=1)
     assert not asked
 
