@@ -76,7 +76,7 @@ class OpenAIClient:
         except urllib.error.HTTPError as error:
             reason = error.read(_SHOWN).decode("utf-8", "replace")
             raise RequestFailedError(f"{self.url}{path}: {error.code}: {reason}") from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             raise RequestFailedError(f"{self.url}{path}: {error!r}") from error
 
 

@@ -55,6 +55,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, status: int, body: Any) -> None:
         data = json.dumps(body).encode()
+        if "nesting" in self.server.abilities:
+            data = b"[" * 100_000
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -201,6 +203,12 @@ def test_what_cannot_be_asked_is_said_by_name(server: Server, tmp_path: Path) ->
         open_model(options(server, tmp_path, tokenizer_dir=None))
     with pytest.raises(EvaluationError, match="no server of OpenAI's protocol completes text"):
         open_model(options(server, tmp_path, url="127.0.0.1:1", model="x"))
+
+
+def test_an_answer_nested_without_end_is_a_failed_request(server: Server, tmp_path: Path) -> None:
+    server.abilities = frozenset({"nesting"})
+    with pytest.raises(EvaluationError, match=r"completes text at .*RecursionError"):
+        open_model(options(server, tmp_path, model="x"))
 
 
 @pytest.mark.parametrize(
