@@ -98,13 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 given=tuple(parse_pair(text, "--set") for text in options.given),
             )
         )
+        say(parity_text(report))
         if options.json is not None:
             options.json.write_text(report.to_json() + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
         for line in str(error).split("\n"):
             complain(f"error: {line}")
         return _BAD_INPUT
-    say(parity_text(report))
     return _EQUAL if report.equal else _DEVIATES
 
 

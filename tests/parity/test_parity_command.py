@@ -289,6 +289,17 @@ def test_report_is_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (values["equal"], len(values["activations"])) == (False, 9)
 
 
+def test_report_is_shown_even_where_its_json_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, ft_dir = write_pair("gpt2", tmp_path)
+    words = ["--checkpoint-path", str(source), "--ft-dir", str(ft_dir)]
+    assert main([*words, "--json", str(tmp_path / "no folder" / "parity.json")]) == 2
+    shown = capsys.readouterr()
+    assert "equal within the tolerance" in shown.out
+    assert "no folder" in shown.err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
