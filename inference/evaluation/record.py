@@ -293,7 +293,9 @@ def from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
         raise ValueError(f"not a {kind.__name__}: {error}") from error
 
 
-_hints = functools.cache(typing.get_type_hints)
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def _decode(hint: Any, value: Any) -> Any:

@@ -16,9 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from export_scripts.ft.reader import FTReader
+from export_scripts.numeric.dtypes import torch_dtype
 from inference.evaluation.run.task_run import EvaluationError
 from inference.evaluation.task import NO_WORDS, Completion, RequestTensors, TextGenerator, Words
 from inference.evaluation.tasks.served_folder import served_prompts
+from inference.parity.activations import NoLibraryError
+from inference.parity.huggingface import import_transformers, load_transformers_model
 
 
 class HuggingFaceModel(TextGenerator):
@@ -75,8 +81,6 @@ class HuggingFaceModel(TextGenerator):
         Raises:
             EvaluationError: tensors of the serving contract were given that mean nothing here.
         """
-        import torch
-
         table = self._table(tensors) if tensors else None  # (P, E)
         virtual = 0 if table is None else len(table)
         ids = torch.tensor([list(input_ids)[virtual:]], device=self._model.device)
@@ -96,8 +100,6 @@ class HuggingFaceModel(TextGenerator):
 
     def _table(self, tensors: RequestTensors) -> Any:
         """Return the embeddings (P, E) of the virtual tokens that a request asks for."""
-        import torch
-
         if "request_prompt_embedding" in tensors:
             return torch.tensor(tensors["request_prompt_embedding"])
         number = tensors.get("prompt_learning_task_name_ids")
@@ -107,14 +109,10 @@ class HuggingFaceModel(TextGenerator):
                 f"evaluate.reference=huggingface cannot answer requests with {', '.join(tensors)}: "
                 "the served folder lists no such prompt table; set evaluate.reference=none."
             )
-        from export_scripts.ft.reader import FTReader
-
         return FTReader(self._prompts_dir).read(f"model.prompt_table.{names[number]}.weight")
 
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
         """Return the natural log probability of `input_ids`, the first token given."""
-        import torch
-
         ids = torch.tensor([list(input_ids)], device=self._model.device)
         with self._lock, torch.no_grad():
             logits = self._model(ids).logits[0, :-1].float()  # (S - 1, V)
@@ -146,12 +144,6 @@ def load_reference_model(
     Raises:
         EvaluationError: transformers is not installed, or cannot read the folder as a whole.
     """
-    import torch
-
-    from export_scripts.numeric.dtypes import torch_dtype
-    from inference.parity.activations import NoLibraryError
-    from inference.parity.huggingface import import_transformers, load_transformers_model
-
     try:
         transformers = import_transformers()
         config = transformers.AutoConfig.from_pretrained(checkpoint)

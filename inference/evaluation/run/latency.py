@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
+import numpy as np
+
 from inference.evaluation.options import LatencyOptions, RequestShape, parse_shape
 from inference.evaluation.record import LatencyPoint
 from inference.evaluation.run.task_run import EvaluationError, EvaluationProgress, ProgressCallback
@@ -247,8 +249,6 @@ def encoder_request(
     Raises:
         EvaluationError: it takes embeddings, and their width is not known.
     """
-    import numpy as np
-
     lengths = [[len(row)] for row in rows]
     if "input_hidden_state" not in names:
         return {"input_ids": list(rows), "sequence_length": lengths}
