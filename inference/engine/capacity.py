@@ -157,24 +157,18 @@ def generator_of(family: ModelFamily, config: FTConfig) -> GeneratorArchitecture
     raise ValueError(f"family {family.name} has no decoder; this engine generates text")
 
 
-def _position_limit(architecture: GeneratorArchitecture) -> int | None:
-    """Return the rows of a table of positions, None without one."""
-    if isinstance(architecture, DecoderArchitecture):
-        return architecture.max_pos_seq_len if architecture.position == "learned" else None
-    absolute = architecture.position == "absolute"
-    return architecture.num_buckets_or_max_pos_seq_len if absolute else None
-
-
 def model_limits(config: FTConfig, architecture: GeneratorArchitecture) -> ModelLimits:
     """Return the limits of requests to the model."""
     tokens = cast(_TokenConfig, config)
     ia3_num_tasks = getattr(architecture, "ia3_num_tasks", 0)
     has_encoder = isinstance(architecture, EncoderDecoderArchitecture)
+    # A decoder with other positions states what it was trained for.
+    has_table = architecture.position in ("learned", "absolute")
     return ModelLimits(
         vocab_size=architecture.vocab_size,
         start_id=tokens.start_id,
         end_id=tokens.end_id,
-        max_pos_seq_len=_position_limit(architecture),
+        max_pos_seq_len=architecture.max_pos_seq_len if has_table else None,
         encoder_decoder=has_encoder,
         ia3_num_tasks=ia3_num_tasks,
         hidden_units=architecture.hidden,
@@ -193,7 +187,7 @@ def plan_capacity(
         ValueError: with every problem found.
     """
     layout = placement.layout
-    longest = _longest(architecture) or options.max_seq_len or DEFAULT_MAX_SEQ_LEN
+    longest = architecture.max_pos_seq_len or options.max_seq_len or DEFAULT_MAX_SEQ_LEN
     max_len = min(options.max_seq_len or DEFAULT_MAX_SEQ_LEN, longest)
     one_slot = cache_shape(architecture, layout, slots=1, max_len=max_len)
     # A CPU may compute 16-bit types in fp32; its cache then holds fp32.
@@ -234,13 +228,6 @@ def _block_tokens(device: str, options: EngineOptions, max_len: int) -> int:
     if wanted is None:
         wanted = _GPU_BLOCK_TOKENS if device == "cuda" else 0
     return wanted if wanted < max_len else 0
-
-
-def _longest(architecture: GeneratorArchitecture) -> int | None:
-    """Return the longest sequence that the model was trained for, where that is known."""
-    if isinstance(architecture, DecoderArchitecture):
-        return architecture.max_pos_seq_len
-    return _position_limit(architecture)
 
 
 def available_bytes() -> int:

@@ -140,10 +140,9 @@ def encoder_limits(architecture: EncoderArchitecture | EncoderDecoderArchitectur
     """Return the limits of requests to the encoder."""
     if isinstance(architecture, EncoderArchitecture):
         return EncoderLimits(hidden=architecture.hidden)
-    absolute = architecture.position == "absolute"
     return EncoderLimits(
         hidden=architecture.hidden,
         vocab_size=architecture.vocab_size,
-        max_pos_seq_len=architecture.num_buckets_or_max_pos_seq_len if absolute else None,
+        max_pos_seq_len=architecture.max_pos_seq_len,
         ia3_num_tasks=architecture.ia3_num_tasks,
     )

@@ -151,6 +151,11 @@ class EncoderDecoderArchitecture:
     adapter_inter_size: int = 0
     ia3_num_tasks: int = 0
 
+    @property
+    def max_pos_seq_len(self) -> int | None:
+        """Rows of the table of positions, None without one."""
+        return self.num_buckets_or_max_pos_seq_len if self.position == "absolute" else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderArchitecture:

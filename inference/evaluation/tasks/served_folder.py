@@ -37,7 +37,8 @@ def shape_problems(shapes: Sequence[RequestShape], options: EvaluationOptions) -
     architecture = served_architecture(options)
     if architecture is None or options.server is not None:
         return []
-    limits = [_positions(architecture), options.max_seq_len]
+    positions = getattr(architecture, "max_pos_seq_len", None)  # BERT takes hidden states
+    limits = [positions, options.max_seq_len]
     longest = min((each for each in limits if each is not None), default=None)
     if longest is None:
         return []
@@ -46,7 +47,7 @@ def shape_problems(shapes: Sequence[RequestShape], options: EvaluationOptions) -
         f"model holds {longest} tokens; lower it"
         + (
             ", or raise export.triton_deployment.parameters.max_seq_len."
-            if longest != _positions(architecture)
+            if longest != positions
             else "."
         )
         for shape in shapes
@@ -61,15 +62,6 @@ def _tokens(shape: RequestShape, architecture: Architecture) -> int:
     if isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder is not None:
         return max(shape.input_len, shape.output_len)
     return shape.input_len
-
-
-def _positions(architecture: Architecture) -> int | None:
-    """Return the rows of a table of positions, None without one."""
-    if isinstance(architecture, DecoderArchitecture):
-        return architecture.max_pos_seq_len
-    if isinstance(architecture, EncoderDecoderArchitecture) and architecture.position == "absolute":
-        return architecture.num_buckets_or_max_pos_seq_len
-    return None
 
 
 def served_prompts(folder: Path | None) -> dict[str, PromptOptions]:

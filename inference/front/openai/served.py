@@ -229,8 +229,6 @@ def _model_limits(config: Any, repository: Path | None) -> tuple[int, int | None
         return limit, None
     family, model = read_config(Path(folder))
     positions = getattr(family.architecture(model), "max_pos_seq_len", None)
-    if getattr(model, "is_absolute", False):  # a T5's table
-        positions = getattr(model, "positions", None)
     return min(limit, positions or limit), getattr(model, "vocab_size", None)
 
 
