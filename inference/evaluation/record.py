@@ -7,7 +7,6 @@ durations in seconds unless the name says `_ms`, rates are fractions of one.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import types
 import typing
@@ -281,7 +280,7 @@ def from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
     Raises:
         ValueError: a required value is missing, or one has another form.
     """
-    hints = _hints(kind)
+    hints = typing.get_type_hints(kind)
     try:
         known = {
             each.name: _decode(hints[each.name], values[each.name])
@@ -291,11 +290,6 @@ def from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
         return kind(**known)
     except (AttributeError, TypeError) as error:
         raise ValueError(f"not a {kind.__name__}: {error}") from error
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 def _decode(hint: Any, value: Any) -> Any:

@@ -40,29 +40,26 @@ def metrics_text(report: Report) -> str:
 
     The names `acc`, `acc_stderr`, `ppl`, `ppl_stderr` are those of the common evaluation harness.
     """
-    return json.dumps({task.name: _task_metrics(report, task) for task in report.tasks}, indent=1)
-
-
-def _task_metrics(report: Report, task: TaskReport) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for metric in task.metrics:
-        values[metric.key] = metric.value
-        values[f"{metric.key}_stderr"] = metric.stderr
-    return {
-        **values,
-        "n": task.dataset.count,
-        "limit": task.dataset.limit,
-        "seed": task.dataset.seed,
-        "metric": {metric.key: metric.name for metric in task.metrics},
-        "method": {metric.key: metric.method for metric in task.metrics},
-        "through": task.through,
-        "task_version": task.version,
-        "dtype": report.run.data_type,
-        "tp": report.run.tp_size,
-        "pp": report.run.pp_size,
-        "model_sha256": report.run.model_sha256,
-        "dataset_sha256": task.dataset.sha256,
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for task in report.tasks:
+        values = found[task.name] = {}
+        for metric in task.metrics:
+            values |= {metric.key: metric.value, f"{metric.key}_stderr": metric.stderr}
+        values |= {
+            "n": task.dataset.count,
+            "limit": task.dataset.limit,
+            "seed": task.dataset.seed,
+            "metric": {metric.key: metric.name for metric in task.metrics},
+            "method": {metric.key: metric.method for metric in task.metrics},
+            "through": task.through,
+            "task_version": task.version,
+            "dtype": report.run.data_type,
+            "tp": report.run.tp_size,
+            "pp": report.run.pp_size,
+            "model_sha256": report.run.model_sha256,
+            "dataset_sha256": task.dataset.sha256,
+        }
+    return json.dumps(found, indent=1)
 
 
 def junit_text(report: Report) -> str:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
-
 from inference.evaluation.record import Distribution, RequestStatistics
 from inference.evaluation.task import TextGenerator
 
@@ -98,6 +96,8 @@ def distribution(durations_s: Sequence[float]) -> Distribution:
 
     The histogram reaches to the 99th percentile; its last bin holds everything above.
     """
+    import numpy as np
+
     if not durations_s:
         return Distribution(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     values = 1000 * np.array(durations_s)
