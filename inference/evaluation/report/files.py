@@ -6,6 +6,7 @@ Every file is replaced in one step. report.json is written last, so where it is,
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,7 @@ PREDICTIONS = "predictions.jsonl"
 JUNIT = "junit.xml"
 CHANGES = "changes.md"
 FILE_NAMES = (CHANGES, REPORT_JSON, REPORT_MARKDOWN, REPORT_HTML, METRICS_JSON, PREDICTIONS, JUNIT)
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _MOST_CHANGED = 20
 _MOST_TEXT = 120  # characters of a sample's end
 
@@ -77,7 +79,9 @@ def junit_text(report: Report) -> str:
 
 def junit_error_text(message: str) -> str:
     """Return junit.xml of an evaluation that could not be completed."""
-    return render_text("junit.xml", name="slipway", tasks=(), verdicts=(), error=message)
+    # A server's own words may hold what XML cannot.
+    error = _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", message)
+    return render_text("junit.xml", name="slipway", tasks=(), verdicts=(), error=error)
 
 
 def read_run(path: Path) -> tuple[Report, list[Prediction]]:

@@ -123,6 +123,13 @@ def test_an_evaluation_that_failed_is_an_error_for_continuous_integration():
     assert (error.get("message"), error.text) == ("server gone", "server gone\nsee its log")
 
 
+def test_control_characters_of_an_answer_leave_junit_readable():
+    root = ET.fromstring(junit_error_text("502: \x1b[31mgone\x00 \ufffe\tnow"))
+    error = root.find("testsuite/testcase/error")
+    assert error is not None
+    assert error.text == "502: \ufffd[31mgone\ufffd \ufffd\tnow"
+
+
 def test_the_markdown_page_shows_value_interval_and_breach(full, predictions, tmp_path: Path):
     write_report(tmp_path, full, predictions)
     page = (tmp_path / "report.md").read_text()
