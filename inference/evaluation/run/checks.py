@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -166,9 +167,14 @@ def _check_baseline(options: EvaluationOptions, bounds: Mapping[str, Bound]) -> 
         return []  # refused by its choices
     if options.baseline_path is None:
         return [f"evaluate.baseline={options.baseline} needs evaluate.baseline_path."]
-    if options.baseline == "update":
-        return []
     path = Path(options.baseline_path)
+    if options.baseline == "update":
+        folder = next(each for each in path.absolute().parents if each.exists())
+        if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and not path.is_dir():
+            return []
+        return [
+            f"evaluate.baseline_path={path} cannot be written; name a file in a folder of yours."
+        ]
     if not path.is_file():
         return [
             f"evaluate.baseline_path={path} does not exist; record a baseline first with "

@@ -253,6 +253,16 @@ def test_a_missing_baseline_says_how_to_record_one(tmp_path):
     assert "record a baseline first with evaluate.baseline=update" in reported
 
 
+@pytest.mark.parametrize("name", ["", "file/baseline.json"])
+def test_a_baseline_that_cannot_be_recorded_is_reported(tmp_path, name):
+    (tmp_path / "file").touch()
+    path = str(tmp_path / name)
+    (reported,) = problems(baseline="update", baseline_path=path)
+    assert reported == (
+        f"evaluate.baseline_path={path} cannot be written; name a file in a folder of yours."
+    )
+
+
 def test_a_relative_bound_without_a_baseline_is_reported():
     (reported,) = problems(gate={"lambada_last_word": Bound(margin=0.01)})
     assert reported.startswith("evaluate.gate.lambada_last_word is relative to a baseline, but")
