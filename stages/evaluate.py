@@ -19,6 +19,7 @@ from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
 from inference.evaluation.run.checks import check_evaluation, detectable_drops
+from inference.evaluation.task import EvaluationError
 from stages.base import JobSettings, Stage, StageError, Summary, as_json
 from stages.deploy_config import DeployConfig, check_deploy
 from stages.endpoint import STOP_NAME, ServerEndpoint, read_endpoint, server_log
@@ -169,7 +170,6 @@ class EvaluateStage(Stage):
     def _ask(self, options: EvaluationOptions, facts: RunFacts, progress: Progress) -> Summary:
         from inference.evaluation.report.formatting import references, times
         from inference.evaluation.run.evaluator import evaluate
-        from inference.evaluation.run.task_run import EvaluationError
 
         def report_progress(state: EvaluationProgress) -> None:
             # Every new phase is written, and the running figures make one.

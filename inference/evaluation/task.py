@@ -159,7 +159,11 @@ RequestTensors = Mapping[str, Any]
 TOKEN_IDS, LOG_PROBS, TENSORS = "token ids", "log probabilities", "tensors"
 
 
-class RequestFailedError(RuntimeError):
+class EvaluationError(RuntimeError):
+    """An evaluation that could not be completed; the message says why and how far it came."""
+
+
+class RequestFailedError(EvaluationError):
     """The model did not answer one request: refused, timed out, or the server is gone."""
 
 

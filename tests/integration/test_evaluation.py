@@ -19,7 +19,7 @@ from inference.evaluation.options import (
 )
 from inference.evaluation.record import Report, RunFacts, TaskReport
 from inference.evaluation.run.evaluator import evaluate
-from inference.evaluation.run.task_run import EvaluationError
+from inference.evaluation.task import EvaluationError
 from inference.server.server import TritonServer
 from tests.conftest import ROOT, material, present
 from tests.integration.triton_process import new_server

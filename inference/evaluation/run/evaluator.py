@@ -43,7 +43,6 @@ from inference.evaluation.run.preparation import (
 )
 from inference.evaluation.run.reference import compare_with_reference, with_reference_values
 from inference.evaluation.run.task_run import (
-    EvaluationError,
     EvaluationProgress,
     Movement,
     ProgressCallback,
@@ -51,7 +50,7 @@ from inference.evaluation.run.task_run import (
     movement,
     run_task,
 )
-from inference.evaluation.task import TextGenerator
+from inference.evaluation.task import EvaluationError, TextGenerator
 from inference.evaluation.tasks import known_tasks
 from inference.evaluation.tasks.identity import rows_of
 

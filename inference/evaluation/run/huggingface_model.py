@@ -20,8 +20,14 @@ import torch
 
 from export_scripts.ft.reader import FTReader
 from export_scripts.numeric.dtypes import torch_dtype
-from inference.evaluation.run.task_run import EvaluationError
-from inference.evaluation.task import NO_WORDS, Completion, RequestTensors, TextGenerator, Words
+from inference.evaluation.task import (
+    NO_WORDS,
+    Completion,
+    EvaluationError,
+    RequestTensors,
+    TextGenerator,
+    Words,
+)
 from inference.evaluation.tasks.served_folder import served_prompts
 from inference.parity.activations import NoLibraryError
 from inference.parity.huggingface import import_transformers, load_transformers_model

@@ -24,9 +24,15 @@ import numpy as np
 
 from inference.evaluation.options import LatencyOptions, RequestShape, parse_shape
 from inference.evaluation.record import LatencyPoint
-from inference.evaluation.run.task_run import EvaluationError, EvaluationProgress, ProgressCallback
+from inference.evaluation.run.task_run import EvaluationProgress, ProgressCallback
 from inference.evaluation.run.timing import distribution
-from inference.evaluation.task import RequestFailedError, RequestTensors, TextGenerator, generates
+from inference.evaluation.task import (
+    EvaluationError,
+    RequestFailedError,
+    RequestTensors,
+    TextGenerator,
+    generates,
+)
 
 _MAX_PROMPTS = 64
 

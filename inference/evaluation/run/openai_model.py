@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from inference.evaluation.openai_client import OpenAIClient, choices_of
 from inference.evaluation.options import EvaluationOptions
-from inference.evaluation.run.task_run import EvaluationError
 from inference.evaluation.task import (
     LOG_PROBS,
     NO_WORDS,
     TENSORS,
     TOKEN_IDS,
     Completion,
+    EvaluationError,
     RequestFailedError,
     RequestTensors,
     TextGenerator,

@@ -12,8 +12,8 @@ from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.baseline import Baseline, read_baseline
 from inference.evaluation.run.checks import known_metrics
 from inference.evaluation.run.reference import Reference, read_reference, reference_of
-from inference.evaluation.run.task_run import EvaluationError, ProgressCallback, run_task
-from inference.evaluation.task import Dataset, Sample, Task
+from inference.evaluation.run.task_run import ProgressCallback, run_task
+from inference.evaluation.task import Dataset, EvaluationError, Sample, Task
 from inference.evaluation.tasks import known_tasks
 
 logger = logging.getLogger(__name__)

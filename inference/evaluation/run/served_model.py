@@ -21,10 +21,10 @@ from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.rows import GREEDY, GREEDY_WITH_LOG_PROBS, answers, generation_request
 from inference.evaluation.run.openai_model import open_model
-from inference.evaluation.run.task_run import EvaluationError
 from inference.evaluation.task import (
     NO_WORDS,
     Completion,
+    EvaluationError,
     RequestFailedError,
     RequestTensors,
     TextGenerator,

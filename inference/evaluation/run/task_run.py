@@ -21,6 +21,7 @@ from inference.evaluation.record import Prediction, RequestStatistics
 from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
     Dataset,
+    EvaluationError,
     Metric,
     RequestFailedError,
     Sample,
@@ -34,10 +35,6 @@ _MAX_FAILURES = 20  # failed samples after which the server counts as gone
 _SHOWN_REASONS = 3
 _SHOWN_SAMPLES = 5
 _ASKED_AGAIN = 16
-
-
-class EvaluationError(RuntimeError):
-    """An evaluation that could not be completed; the message says why and how far it came."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from inference.evaluation.record import RunFacts, StageTiming, read_predictions,
 from inference.evaluation.report.files import FILE_NAMES
 from inference.evaluation.run.checks import detectable_drops
 from inference.evaluation.run.evaluator import evaluate
-from inference.evaluation.run.task_run import EvaluationError
+from inference.evaluation.task import EvaluationError
 from tests.conftest import present
 
 LATENCY = LatencyOptions(shapes=["4+2"], concurrencies=[1], requests=3)
@@ -117,6 +117,20 @@ def test_failed_requests_leave_only_junit(options, fake_model, model, tmp_path):
     evaluate(options(), FACTS, model=model)
     with pytest.raises(EvaluationError, match="4 of 4 samples could not be evaluated"):
         evaluate(options(), FACTS, model=fake_model(unavailable=True))
+    assert files(tmp_path / "out") == ["junit.xml"]
+
+
+def test_a_server_that_goes_before_samples_are_asked_again_is_named(options, model, tmp_path):
+    path = str(tmp_path / "baseline.json")
+    evaluate(options(baseline="update", baseline_path=path), FACTS, model=model)
+
+    def progress(state):
+        model.unavailable = state.done == state.total
+
+    gate = {"lambada_perplexity": Bound(margin=1.0)}
+    asked = options(baseline="compare", baseline_path=path, gate=gate)
+    with pytest.raises(EvaluationError, match="refused"):
+        evaluate(asked, FACTS, model=model, progress=progress)
     assert files(tmp_path / "out") == ["junit.xml"]
 
 

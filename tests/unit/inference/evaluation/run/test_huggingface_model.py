@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.layout import manifest_path
 from inference.evaluation.run.huggingface_model import HuggingFaceModel, load_reference_model
-from inference.evaluation.run.task_run import EvaluationError
+from inference.evaluation.task import EvaluationError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ."
 

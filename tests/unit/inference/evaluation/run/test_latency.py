@@ -14,8 +14,8 @@ from inference.evaluation.run.latency import (
     encoder_request,
     measure_latency,
 )
-from inference.evaluation.run.task_run import EvaluationError
 from inference.evaluation.run.timing import distribution, interval_for
+from inference.evaluation.task import EvaluationError
 from tests.conftest import present
 
 TEXTS = ("The cook lit the lamp", "They crossed the old stone bridge")

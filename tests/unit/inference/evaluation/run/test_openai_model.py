@@ -21,8 +21,7 @@ from inference.evaluation.run import (
 )
 from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.run.openai_model import open_model
-from inference.evaluation.run.task_run import EvaluationError
-from inference.evaluation.task import RequestFailedError
+from inference.evaluation.task import EvaluationError, RequestFailedError
 
 VOCABULARY = 26
 

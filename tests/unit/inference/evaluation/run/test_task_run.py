@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
-from inference.evaluation.run.task_run import EvaluationError, EvaluationProgress, run_task
+from inference.evaluation.run.task_run import EvaluationProgress, run_task
+from inference.evaluation.task import EvaluationError
 from inference.evaluation.tasks.lambada import Lambada
 
 

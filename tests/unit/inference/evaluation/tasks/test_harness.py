@@ -21,9 +21,9 @@ from inference.evaluation.report.files import render_markdown
 from inference.evaluation.report.html_page import render_html
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.preparation import check_bounds_of_groups, prepare
-from inference.evaluation.run.task_run import EvaluationError, run_task
+from inference.evaluation.run.task_run import run_task
 from inference.evaluation.run.timing import distribution
-from inference.evaluation.task import Metric
+from inference.evaluation.task import EvaluationError, Metric
 from inference.evaluation.tasks.harness import HarnessTask
 from tests.fake_model import FakeModel
 
