@@ -46,7 +46,10 @@ class OpenAIClient:
     def stream(self, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """Yield the events of a streamed answer as they come. Raises RequestFailedError."""
         with self._answer("/completions", {**body, "stream": True}) as response:
-            while line := response.readline(_MOST_BYTES):
+            left = _MOST_BYTES
+            while line := response.readline(left + 1):
+                left -= len(line)
+                self._check(left)
                 if not line.startswith(b"data:"):
                     continue
                 data = line.removeprefix(b"data:").strip()
@@ -60,9 +63,12 @@ class OpenAIClient:
     def _json(self, path: str, body: Mapping[str, Any] | None) -> Any:
         with self._answer(path, body) as response:
             data = response.read(_MOST_BYTES + 1)
-            if len(data) > _MOST_BYTES:
-                raise RequestFailedError(f"{self.url}: an answer of more than {_MOST_BYTES} bytes")
+            self._check(_MOST_BYTES - len(data))
             return json.loads(data)
+
+    def _check(self, left: int) -> None:
+        if left < 0:
+            raise RequestFailedError(f"{self.url}: an answer of more than {_MOST_BYTES} bytes")
 
     @contextmanager
     def _answer(self, path: str, body: Mapping[str, Any] | None) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from inference.evaluation.openai_client import base_url
+from inference.evaluation.openai_client import OpenAIClient, base_url
 from inference.evaluation.options import EvaluationOptions, LatencyOptions
 from inference.evaluation.record import RunFacts
 from inference.evaluation.run import (
@@ -22,6 +23,7 @@ from inference.evaluation.run import (
 from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.task import EvaluationError, RequestFailedError
+from inference.front.access import Credentials
 
 VOCABULARY = 26
 
@@ -90,6 +92,10 @@ class Handler(BaseHTTPRequestHandler):
     def stream(self, tokens: list[int]) -> None:
         self.send_response(200)
         self.end_headers()
+        if "endless" in self.server.abilities:
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b": still here\n")
         for token in tokens:
             event = {"choices": [{"text": Letters().decode([token]), "token_ids": [token]}]}
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
@@ -208,6 +214,19 @@ def test_an_answer_nested_without_end_is_a_failed_request(server: Server, tmp_pa
     server.abilities = frozenset({"nesting"})
     with pytest.raises(EvaluationError, match=r"completes text at .*RecursionError"):
         open_model(options(server, tmp_path, model="x"))
+
+
+def test_a_stream_without_end_is_a_failed_request(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.evaluation.openai_client._MOST_BYTES", 100_000)
+    server.abilities = FULL | {"endless"}
+    model, abilities = open_model(options(server, tmp_path, model="x"))
+    assert not abilities.streams
+    client = OpenAIClient(f"127.0.0.1:{server.server_address[1]}", Credentials(), timeout_s=5)
+    with pytest.raises(RequestFailedError, match="an answer of more than 100000 bytes"):
+        list(client.stream({"model": "x", "prompt": "a", "max_tokens": 1}))
+    assert model.complete_text("abc", output_len=2).text == "de"
 
 
 @pytest.mark.parametrize(
