@@ -11,6 +11,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -68,7 +69,7 @@ class HarnessTask(Task):
         super().__init__(options)
         self.name, self.own_name = name, name.removeprefix(PREFIX)
         self._lock = threading.Lock()
-        self._results: dict[str, Any] = {}
+        self._outcome: Future[dict[str, Any]] = Future()  # the results, or why there are none
         self._loaded: dict[str, Any] = {}  # the harness's tasks by name
 
     @property
@@ -133,8 +134,11 @@ class HarnessTask(Task):
         """Return one figure; the first that is wanted runs the task."""
         del model  # the harness asks by itself
         with self._lock:
-            if not self._results:
-                self._results = self._run()
+            if not self._outcome.done():
+                try:
+                    self._outcome.set_result(self._run())
+                except RequestFailedError as error:
+                    self._outcome.set_exception(error)
         value, _ = self._value(self._figures()[sample.index])
         return Score(values={sample.group: value}, answer=f"{value:.6g}")
 
@@ -159,7 +163,7 @@ class HarnessTask(Task):
 
     def _value(self, figure: _Figure) -> tuple[float, float]:
         """Return a figure and its standard error, 0 where the harness has none."""
-        found = self._results["results"][figure.task]
+        found = self._outcome.result()["results"][figure.task]
         value = float(found[f"{figure.metric},{figure.filter}"])
         error = found.get(f"{figure.metric}_stderr,{figure.filter}")
         return value, float(error) if isinstance(error, int | float) else 0.0
@@ -167,7 +171,7 @@ class HarnessTask(Task):
     def _metric(self, figure: _Figure) -> Metric:
         value, error = self._value(figure)
         name = f"{self.metric_names[0]}_{self._of(figure)}"
-        counts = self._results["n-samples"][figure.task]
+        counts = self._outcome.result()["n-samples"][figure.task]
         is_fraction = figure.metric.startswith(_FRACTIONS)
         low, high = value - Z_95 * error, value + Z_95 * error
         higher = self._loaded[figure.task].higher_is_better().get(figure.metric, True)
@@ -194,21 +198,24 @@ class HarnessTask(Task):
     def _run(self) -> dict[str, Any]:
         from lm_eval import simple_evaluate
 
-        harness = self.options.harness
-        results = simple_evaluate(
-            model=_MODEL,
-            model_args=self._model_arguments(),
-            tasks=[self.own_name],
-            num_fewshot=harness.num_fewshot,
-            batch_size=harness.batch_size,
-            limit=self.options.limit,
-            task_manager=self._manager(),
-            bootstrap_iters=_BOOTSTRAP,
-            log_samples=False,
-            random_seed=self.options.seed,
-            numpy_random_seed=self.options.seed % (1 << 32),
-            fewshot_random_seed=self.options.seed,
-        )
+        harness, arguments = self.options.harness, self._model_arguments()
+        try:
+            results = simple_evaluate(
+                model=_MODEL,
+                model_args=arguments,
+                tasks=[self.own_name],
+                num_fewshot=harness.num_fewshot,
+                batch_size=harness.batch_size,
+                limit=self.options.limit,
+                task_manager=self._manager(),
+                bootstrap_iters=_BOOTSTRAP,
+                log_samples=False,
+                random_seed=self.options.seed,
+                numpy_random_seed=self.options.seed % (1 << 32),
+                fewshot_random_seed=self.options.seed,
+            )
+        except Exception as error:  # the harness and its clients raise anything
+            raise RequestFailedError(f"lm_eval: {error!r}") from error
         assert results is not None, "the first process of an evaluation has the results"
         return dict(results)
 

@@ -173,6 +173,20 @@ def test_an_endpoint_that_does_not_say_how_long_its_context_is_is_named(
     assert not asked
 
 
+def test_a_harness_that_fails_is_named_and_not_run_again(
+    asked: list[dict[str, Any]], endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def simple_evaluate(**arguments: Any) -> None:
+        asked.append(arguments)
+        raise TypeError("the endpoint ended the connection")
+
+    monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", simple_evaluate)
+    prepared = prepare(HarnessTask("harness:two-facts", options(openai_url=endpoint)))
+    with pytest.raises(EvaluationError, match=r"lm_eval.*endpoint ended the connection"):
+        run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=2)
+    assert len(asked) == 1
+
+
 def test_what_is_missing_is_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.evaluation.tasks.harness.find_spec", lambda _: None)
     found = check_evaluation(options(harness=HarnessOptions(include_path="/nowhere")))
