@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,8 @@ def durations(address: str, clients: int, data: bytes, seconds: float) -> list[f
                 taken.append(time.perf_counter() - began)
 
     until = time.perf_counter() + seconds
-    threads = [threading.Thread(target=ask, args=(until,)) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(ask, [until] * clients))  # raises what failed
     return taken
 
 
