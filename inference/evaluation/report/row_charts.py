@@ -162,7 +162,7 @@ def latency_comparison_chart(
     rows = [
         (f"{shape_text(one)}, {load_text(one)}", (_median(one), _median(two))) for one, two in pairs
     ]
-    return _paired(rows, _number, label="Latency of two runs", width=width)
+    return _paired(rows, lambda _: number_text, label="Latency of two runs", width=width)
 
 
 def _paired(
@@ -202,7 +202,7 @@ def stages_chart(stages: Sequence[StageTiming], *, width: float = WIDE) -> Marku
         starts.append(end if stage.start_s is None else stage.start_s)
         end = max(end, starts[-1] + stage.seconds)
     titles, form = [stage.name for stage in stages], {"height": 34, "top": 6, "right": 96}
-    rows = _rows(titles, end, _seconds, width=width, high=max(end, 1e-9), **form)
+    rows = _rows(titles, end, lambda _: "{:g} s".format, width=width, high=max(end, 1e-9), **form)
     for index, (start, stage, y) in enumerate(zip(starts, stages, rows.middles, strict=True)):
         x = rows.scale(start)
         long = max(rows.scale(start + stage.seconds) - x, 2)
@@ -211,11 +211,3 @@ def stages_chart(stages: Sequence[StageTiming], *, width: float = WIDE) -> Marku
         rows.body.append(svg.rectangle((x, y - 11), long, 22, kind=kind, hint=hint, radius=3))
         rows.body.append(svg.text((x + long + 7, y + 5), label, kind="note"))
     return rows.frame.svg(rows.body, label="Seconds per stage")
-
-
-def _number(_: Sequence[float]) -> Callable[[float], str]:
-    return number_text
-
-
-def _seconds(_: Sequence[float]) -> Callable[[float], str]:
-    return lambda tick: f"{tick:g} s"
