@@ -16,7 +16,12 @@ from typing import Any
 
 from export_scripts.files.json_content import json_object
 from inference.evaluation.paired import Values, compare_metric
-from inference.evaluation.record import Prediction, ReferenceComparison, RequestStatistics
+from inference.evaluation.record import (
+    Prediction,
+    ReferenceComparison,
+    RequestStatistics,
+    TaskReport,
+)
 from inference.evaluation.report.files import read_run
 from inference.evaluation.run.task_run import TaskRun
 from inference.evaluation.task import Dataset, Score
@@ -94,24 +99,24 @@ def _from_report(path: Path, task: str) -> Reference:
     if not found:
         names = ", ".join(each.name for each in report.tasks)
         raise ValueError(f"report {path} has no task {task}; it has {names or 'none'}.")
-    return Reference(
-        source=f"run {report.run_id}",
-        dataset_sha256=found[0].dataset.sha256,
-        metrics={metric.name: metric.value for metric in found[0].metrics},
-        per_sample={each.index: each.values for each in predictions if each.task == task},
-        requests=found[0].requests,
-    )
+    own = [each for each in predictions if each.task == task]
+    return _of_task(found[0], own, source=f"run {report.run_id}")
 
 
 def reference_of(run: TaskRun, *, source: str) -> Reference:
     """Return a finished run as the reference of others over the same samples."""
+    return replace(_of_task(run, run.predictions, source=source), same_samples=True)
+
+
+def _of_task(
+    task: TaskReport | TaskRun, predictions: Sequence[Prediction], *, source: str
+) -> Reference:
     return Reference(
         source=source,
-        dataset_sha256=run.dataset.sha256,
-        metrics={metric.name: metric.value for metric in run.metrics},
-        per_sample={each.index: each.values for each in run.predictions},
-        same_samples=True,
-        requests=run.requests,
+        dataset_sha256=task.dataset.sha256,
+        metrics={metric.name: metric.value for metric in task.metrics},
+        per_sample={each.index: each.values for each in predictions},
+        requests=task.requests,
     )
 
 
