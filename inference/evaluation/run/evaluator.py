@@ -7,7 +7,7 @@ import string
 import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -98,7 +98,7 @@ def evaluate(
         output_dir.mkdir(parents=True, exist_ok=True)
         for name in FILE_NAMES:  # two reports are never mixed
             (output_dir / name).unlink(missing_ok=True)
-        with _model(options, model, progress) as asked:
+        with nullcontext(model) if model is not None else _server(options, progress) as asked:
             ask = partial(run_task, model=asked, concurrency=options.concurrency, progress=progress)
             runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
             repeats = [movement(run, asked, bounds) for run in runs]
@@ -161,19 +161,13 @@ def _junit_on_failure(output_dir: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _model(
-    options: EvaluationOptions, given: TextGenerator | None, progress: ProgressCallback
-) -> Iterator[TextGenerator]:
-    """Yield the model that was given, or the one at the server, connected for as long as needed."""
-    if given is not None:
-        yield given
-        return
+def _server(
+    options: EvaluationOptions, progress: ProgressCallback
+) -> AbstractContextManager[TextGenerator]:
     from inference.evaluation.run.served_model import connect
 
     progress(EvaluationProgress("connect", done=0, total=1))
-    with connect(options) as served:
-        yield served
+    return connect(options)
 
 
 def _latency(
