@@ -332,5 +332,5 @@ def read_predictions(path: Path) -> list[Prediction]:
     try:
         with path.open(encoding="utf-8") as file:
             return [from_json(Prediction, json.loads(line)) for line in file]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error

@@ -66,14 +66,14 @@ def read_history(history_dir: Path) -> list[HistoryPoint]:
     path = history_dir / INDEX
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     return [_point(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def _point(line: str, place: str) -> HistoryPoint:
+def _point(line: bytes, place: str) -> HistoryPoint:
     try:
         return from_json(HistoryPoint, json.loads(line))
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is damaged: {error}; remove it.") from error
 
 

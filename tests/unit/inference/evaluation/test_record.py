@@ -85,9 +85,10 @@ def test_damaged_reports_are_refused_with_their_path(full, tmp_path, change):
         read_report(path)
 
 
-def test_damaged_predictions_are_refused_with_their_path(tmp_path):
+@pytest.mark.parametrize("text", ['{"task": "lambada", ', "[" * 100_000], ids=["cut", "nested"])
+def test_damaged_predictions_are_refused_with_their_path(tmp_path, text):
     path = tmp_path / "predictions.jsonl"
-    path.write_text('{"task": "lambada", ')
+    path.write_text(text)
     with pytest.raises(ValueError, match=r"predictions\.jsonl is damaged"):
         read_predictions(path)
 

@@ -57,9 +57,12 @@ def test_a_store_that_is_not_there_is_empty(tmp_path):
     assert read_history(tmp_path) == []
 
 
-def test_a_damaged_index_is_named(store):
-    with (store / "index.jsonl").open("a") as index:
-        index.write("{}\n")
+@pytest.mark.parametrize(
+    "line", [b"{}", b"\xff", b"[" * 100_000, b"5"], ids=["empty", "bytes", "nested", "number"]
+)
+def test_a_damaged_index_is_named(store, line):
+    with (store / "index.jsonl").open("ab") as index:
+        index.write(line + b"\n")
     with pytest.raises(ValueError, match=r"index.jsonl, line 4 is damaged"):
         read_history(store)
 
