@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from export_scripts.suggest import did_you_mean
 from inference.evaluation.options import Bound
+from inference.evaluation.statistics import is_number
 from inference.evaluation.task import Metric
 
 _SENTENCE = re.compile(
@@ -108,18 +108,12 @@ def _limit_problem(name: str, value: Any, known: Sequence[str]) -> str:
     if value is None:
         return ""
     if name != "paired":
-        return "" if _is_number(value) else f"={value}: expected a number."
+        return "" if is_number(value) else f"={value}: expected a number."
     try:
         PairedBound.parse(str(value))
     except ValueError as error:
         return f": {error}"
     return ""
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value can be compared; nothing is above or below NaN."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
 
 
 def check_bounds(bounds: Mapping[str, Bound], *, known: Sequence[str]) -> list[str]:

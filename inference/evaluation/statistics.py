@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from inference.evaluation.task import Metric, Score
 
 Z_95 = 1.959963984540054  # two-sided 95% of the normal distribution
 _LARGEST_LOG = 700.0
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value can be compared and a double holds it; NaN is no such number."""
+    is_one = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_one and abs(value) <= sys.float_info.max
 
 
 def wilson_interval(successes: int, count: int) -> tuple[float, float]:

@@ -194,7 +194,7 @@ def read_baseline(path: Path) -> Baseline:
             samples={name: tuple(each) for name, each in values["samples"].items()},
             scores={name: _read_scores(each) for name, each in values.get("scores", {}).items()},
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a baseline; {_REMEDY}") from error
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from inference.evaluation.openai_client import OpenAIClient, choices_of
 from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.statistics import is_number
 from inference.evaluation.task import (
     LOG_PROBS,
     NO_WORDS,
@@ -126,9 +127,7 @@ def _prompt_scores(answer: Mapping[str, Any], count: int) -> list[float] | None:
     if not isinstance(values, list) or not count <= len(values) <= count + 1:
         return None
     scores = values[1:count]
-    if any(not isinstance(each, int | float) or not math.isfinite(each) for each in scores):
-        return None
-    return [float(each) for each in scores]
+    return [float(each) for each in scores] if all(map(is_number, scores)) else None
 
 
 class OpenAIModel(TextGenerator):

@@ -85,7 +85,7 @@ def _from_recorded(path: Path, values: Mapping[str, Any]) -> Reference:
             metrics={name: float(value) for name, value in values["metrics"].items()},
             per_sample=rows,
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
             f"reference {path} is not of schema_version {_SCHEMA_VERSION} with source, "
             "dataset_sha256, metrics by name, and per_sample, where it is given, as lists of "

@@ -85,7 +85,8 @@ class Handler(BaseHTTPRequestHandler):
         if "return_token_ids" in body:
             choice["token_ids"] = tokens
         if body.get("echo") and "echo" in able:
-            choice["logprobs"] = {"token_logprobs": [None, *[-0.5] * (len(ids) - 1 + len(tokens))]}
+            score = -(10**400) if "endless" in able else -0.5
+            choice["logprobs"] = {"token_logprobs": [None, *[score] * (len(ids) - 1 + len(tokens))]}
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens)}
         return self.answer(200, {"choices": [choice], "usage": usage})
 
@@ -223,6 +224,7 @@ def test_a_stream_without_end_is_a_failed_request(
     server.abilities = FULL | {"endless"}
     model, abilities = open_model(options(server, tmp_path, model="x"))
     assert not abilities.streams
+    assert not abilities.scores  # no double holds them
     client = OpenAIClient(f"127.0.0.1:{server.server_address[1]}", Credentials(), timeout_s=5)
     with pytest.raises(RequestFailedError, match="an answer of more than 100000 bytes"):
         list(client.stream({"model": "x", "prompt": "a", "max_tokens": 1}))

@@ -109,6 +109,7 @@ RECORDED = '{"schema_version": 1, "source": "x", "dataset_sha256": "0", '
         ),
         (RECORDED + '"metrics": [1]}', "not of schema_version 1 .*metrics by name"),
         (RECORDED + '"metrics": {"m": "high"}}', "not of schema_version 1 .*metrics by name"),
+        (RECORDED + f'"metrics": {{"m": 1{"0" * 400}}}}}', "not of schema_version 1 .*by name"),
         (RECORDED + '"metrics": {"m": 1}, "per_sample": {"m": 1}}', "as lists of numbers"),
     ],
 )
