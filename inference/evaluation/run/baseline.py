@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +130,12 @@ def _samples(dataset: Dataset) -> tuple[Any, ...]:
     return (dataset.sha256, dataset.limit, dataset.seed)
 
 
-def scores_of(report: Report, predictions: Iterable[Prediction]) -> dict[str, TaskScores]:
-    """Return the scores that the metrics of a report are made of, by task."""
+def _baseline_of(report: Report, predictions: Iterable[Prediction]) -> Baseline:
+    """Return the metrics of a report, and the scores that they are made of, by task."""
     by_task: dict[str, list[Prediction]] = {}
     for each in predictions:
         by_task.setdefault(each.task, []).append(each)
-    found = {}
+    scores = {}
     for task in report.tasks:
         scaled = [metric for metric in task.metrics if metric.scale]
         needed = [name for metric in scaled for name in (metric.sample_value, metric.weight)]
@@ -145,24 +145,30 @@ def scores_of(report: Report, predictions: Iterable[Prediction]) -> dict[str, Ta
                 each.id: tuple(each.values[name] for name in quantities)
                 for each in by_task.get(task.name, ())
             }
-            found[task.name] = TaskScores(task.version, quantities, rows)
-    return found
+            scores[task.name] = TaskScores(task.version, quantities, rows)
+    return Baseline(
+        source=f"run {report.run_id} of {report.started_at}",
+        metrics={metric.name: metric for metric in report.metrics},
+        samples={task.name: _samples(task.dataset) for task in report.tasks},
+        scores=scores,
+    )
 
 
-def write_baseline(path: Path, report: Report, predictions: Iterable[Prediction]) -> None:
-    """Record the metrics of `report`, and the scores behind them, as the baseline in `path`."""
+def write_baseline(path: Path, report: Report, predictions: Iterable[Prediction]) -> Baseline:
+    """Record the metrics of `report`, and the scores behind them, in `path`; return them."""
+    found = _baseline_of(report, predictions)
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {
         "schema_version": SCHEMA_VERSION,
         "run_id": report.run_id,
         "started_at": report.started_at,
-        "samples": {task.name: _samples(task.dataset) for task in report.tasks},
-        "metrics": {metric.name: asdict(metric) for metric in report.metrics},
+        "samples": found.samples,
+        "metrics": {name: asdict(metric) for name, metric in found.metrics.items()},
     }
-    found = scores_of(report, predictions)
-    scores = ",".join(_scores_text(name, each) for name, each in found.items())
+    scores = ",".join(_scores_text(name, each) for name, each in found.scores.items())
     head = json.dumps(values, indent=1).removesuffix("\n}")
     replace_file(path, f'{head},\n "scores": {{{scores}\n }}\n}}\n')
+    return replace(found, source=f"this run, recorded in {path}")
 
 
 def _scores_text(task: str, scores: TaskScores) -> str:
@@ -203,12 +209,7 @@ def _of_report(path: Path) -> Baseline:
     report, predictions = read_run(path)
     if not predictions:
         raise ValueError(f"{path} cannot be a baseline without {PREDICTIONS} next to it; {_REMEDY}")
-    return Baseline(
-        source=f"run {report.run_id} of {report.started_at}",
-        metrics={metric.name: metric for metric in report.metrics},
-        samples={task.name: _samples(task.dataset) for task in report.tasks},
-        scores=scores_of(report, predictions),
-    )
+    return _baseline_of(report, predictions)
 
 
 def _read_scores(values: Mapping[str, Any]) -> TaskScores:

@@ -29,7 +29,7 @@ from inference.evaluation.report.files import (
 )
 from inference.evaluation.report.history import append_run, comparable_history, read_history
 from inference.evaluation.report.trackers import track
-from inference.evaluation.run.baseline import Baseline, read_baseline, write_baseline
+from inference.evaluation.run.baseline import Baseline, write_baseline
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.environment import describe_environment, describe_weights
 from inference.evaluation.run.latency import measure_latency
@@ -260,8 +260,7 @@ def _gated(
     ]
     report = replace(report, gate=replace(gate, verdicts=tuple(verdicts)))
     if updated is not None and gate.passed:
-        write_baseline(updated, report, chain(*(run.predictions for run in runs)))
-        baseline = replace(read_baseline(updated), source=f"this run, recorded in {updated}")
+        baseline = write_baseline(updated, report, chain(*(run.predictions for run in runs)))
     if baseline is None:
         return report
     return replace(report, baseline=baseline.metrics, baseline_source=baseline.source)
