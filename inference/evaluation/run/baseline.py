@@ -209,7 +209,13 @@ def _of_report(path: Path) -> Baseline:
     report, predictions = read_run(path)
     if not predictions:
         raise ValueError(f"{path} cannot be a baseline without {PREDICTIONS} next to it; {_REMEDY}")
-    return _baseline_of(report, predictions)
+    try:
+        return _baseline_of(report, predictions)
+    except KeyError as error:
+        raise ValueError(
+            f"{path.with_name(PREDICTIONS)} has a sample without {error}, of which {path} has a "
+            f"metric; {_REMEDY}"
+        ) from error
 
 
 def _read_scores(values: Mapping[str, Any]) -> TaskScores:

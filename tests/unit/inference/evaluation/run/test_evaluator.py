@@ -248,7 +248,12 @@ def test_a_report_with_its_predictions_is_a_baseline(options, model, tmp_path):
     gate = {"lambada_last_token": Bound(paired="no drop of more than 0 points at 95 %")}
     asked = options(baseline="compare", baseline_path=path, gate=gate)
     assert evaluate(asked, FACTS, model=model).gate.verdicts[0].samples == 4
-    (path.parent / "predictions.jsonl").unlink()
+    predictions = path.with_name("predictions.jsonl")
+    text = predictions.read_text()
+    predictions.write_text(text.replace('"lambada_last_token"', '"other"'))
+    with pytest.raises(ValueError, match=r"predictions\.jsonl has a sample .*lambada_last_token"):
+        evaluate(asked, FACTS, model=model)
+    predictions.unlink()
     with pytest.raises(ValueError, match=r"cannot be a baseline without predictions\.jsonl"):
         evaluate(asked, FACTS, model=model)
 
