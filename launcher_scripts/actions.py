@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -139,16 +139,22 @@ def _status(results_dir: Path, records: list[record.JobRecord], console: Console
     rows = [_row(each) for each in records]
     console.say(console.table(("stage", "job", "state", "node", "elapsed", "exit"), rows))
     for each in records:
-        if text := each.error or _doing(each, results_dir):
-            console.say(f"{each.stage}: {text}")
-        if not each.is_final and (
-            hint := forwarding_hint(results_dir / each.stage / record.RECORD_NAME)
-        ):
-            console.say(f"{each.stage}: {hint}")
+        try:
+            for text in filter(None, _remarks(each, results_dir)):
+                console.say(f"{each.stage}: {text}")
+        except DamagedFileError as error:  # the job is as its record says
+            console.say(f"{each.stage}: {error}")
     for each in records:
         has_log = bool(each.log) and Path(each.log).exists()
         console.say(f"{each.stage}: {f'log {each.log}' if has_log else 'no log'}")
     return _exit_status(records)
+
+
+def _remarks(found: record.JobRecord, results_dir: Path) -> Iterator[str]:
+    """Yield why a job failed or what it is doing, and how to reach its server from here."""
+    yield found.error or _doing(found, results_dir)
+    if not found.is_final:
+        yield forwarding_hint(results_dir / found.stage / record.RECORD_NAME)
 
 
 def _exit_status(records: Iterable[record.JobRecord]) -> int:

@@ -26,8 +26,8 @@ from launcher_scripts.launchers.base import (
 from launcher_scripts.pipeline import PlannedStage
 from launcher_scripts.summary import metrics, summary
 from stages import record
-from stages.endpoint import forwarding_hint
-from stages.progress import ProgressState, read_json, read_progress
+from stages.endpoint import forwarding_hint, published_by
+from stages.progress import ProgressState, read_progress
 
 _POLL_S = 0.1
 _LOG_TAIL_LINES = 20
@@ -308,8 +308,7 @@ def _exit_status(handle: JobHandle, state: str) -> int:
 def _is_ready(handle: JobHandle) -> bool:
     """Return whether the file that announces readiness is there and is this job's."""
     path = handle.job.stage.readiness_path()
-    values = None if path is None else read_json(path)
-    return values is not None and values.get("job_id") == handle.job_id
+    return path is not None and published_by(path) == handle.job_id
 
 
 def _logs_of(log_path: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from stages.progress import read_as, write_json
+from stages.progress import DamagedFileError, read_as, write_json
 from stages.record import locked, read_record
 
 ENDPOINT_NAME = "endpoint.json"
@@ -114,11 +114,19 @@ def publish(path: Path, endpoint: ServerEndpoint) -> None:
         write_json(path, asdict(endpoint))
 
 
-def withdraw(path: Path, job_id: str) -> None:
-    """Remove the published address unless a later job has published its own."""
-    with locked(path):
+def published_by(path: Path) -> str | None:
+    """Return the job whose address is published, "" while none is; None for a damaged file."""
+    try:
         endpoint = read_endpoint(path)
-        if endpoint is not None and endpoint.job_id == job_id:
+    except DamagedFileError:
+        return None
+    return "" if endpoint is None else endpoint.job_id
+
+
+def withdraw(path: Path, job_id: str) -> None:
+    """Remove the published address, damaged or not, unless a later job has published its own."""
+    with locked(path):
+        if published_by(path) in (job_id, None) and not path.is_dir():
             path.unlink()
 
 

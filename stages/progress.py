@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from export_scripts.files.replace import replace_file
+from export_scripts.files.replace import read_file, replace_file
 
 _MIN_INTERVAL_S = 0.1
 
@@ -89,10 +89,10 @@ def read_json(path: Path) -> Any | None:
         DamagedFileError: it is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_file(path).decode())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, RecursionError, IsADirectoryError) as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedFileError(path, error) from error
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from export_scripts.files.replace import read_file
 from inference.server.server_log import put_aside
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
@@ -17,7 +18,7 @@ from stages.endpoint import (
     STOP_NAME,
     ServerEndpoint,
     publish,
-    read_endpoint,
+    published_by,
     withdraw,
 )
 from stages.job_process import job_id_here
@@ -265,8 +266,8 @@ class Service:
     def _ended(self) -> str:
         """Return why the service should end now, empty if it should go on."""
         is_current = self._config.uptime_s is None or self._is_current()
-        with contextlib.suppress(FileNotFoundError):
-            for_job = self._stop_path.read_text(encoding="utf-8").strip()
+        with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is not a file
+            for_job = read_file(self._stop_path).decode(errors="replace").strip()
             # Without the id of a job it is for the one that serves.
             if for_job == job_id_here() or (is_current and not for_job):
                 self._stop_path.unlink()
@@ -277,10 +278,10 @@ class Service:
 
     def _is_current(self) -> bool:
         """Return whether this job of a chain is the one that serves, or that is to serve."""
-        endpoint = read_endpoint(self._endpoint_path)
-        if endpoint is None:  # a successor that has ended by request withdraws its address
+        serves = published_by(self._endpoint_path)
+        if serves == "":  # a successor that has ended by request withdraws its address
             return not self._is_published
-        return endpoint.job_id == job_id_here()
+        return serves in (job_id_here(), None)
 
     def _last_words(self, failure: str) -> str:
         if not self._failures:

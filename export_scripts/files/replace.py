@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,3 +40,20 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the contents of a file. A pipe in its place is refused: it could keep a reader waiting.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not a file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is not a file")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)

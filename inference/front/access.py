@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.files.json_content import json_object
+from export_scripts.files.replace import read_file
 from export_scripts.values import PORT, option
 from inference.ports import DEFAULT_PORTS
 
@@ -139,8 +140,9 @@ def _token_problems(name: str, path: Path | None) -> list[str]:
 def _secret_problem(path: Path) -> str | None:
     """Return why a file cannot hold a secret: unreadable, or open to others."""
     try:
-        with path.open("rb"):
-            mode = path.stat().st_mode
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):  # opening a pipe would wait for its writer
+            path.open("rb").close()
     except OSError as error:
         return f"cannot be read: {error.strerror}; give a file of yours, of mode 600."
     if not stat.S_ISREG(mode):
@@ -197,7 +199,7 @@ def published_endpoint(path: Path, *names: str) -> dict[str, Any]:
 
     Raises OSError, or ValueError if the file is another.
     """
-    endpoint = json_object(path.read_bytes(), path)
+    endpoint = json_object(read_file(path), path)
     if missing := [key for key in ("host", "uses_tls", *names) if key not in endpoint]:
         raise ValueError(f"{path} is not the endpoint.json of a deploy job: no {missing[0]} in it.")
     return endpoint

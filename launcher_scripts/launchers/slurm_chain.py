@@ -25,7 +25,7 @@ from launcher_scripts.launchers.slurm_state import (
 from stages import record
 from stages.base import Summary
 from stages.deploy import DeployStage
-from stages.endpoint import read_endpoint
+from stages.endpoint import published_by
 from stages.job_process import job_id_here, node_name
 from stages.service import NOT_NEEDED
 
@@ -171,8 +171,7 @@ class _Keeper:
         return True
 
     def _serves(self, job_id: str) -> bool:
-        endpoint = read_endpoint(self._stage.endpoint_path)
-        return endpoint is not None and endpoint.job_id == job_id
+        return published_by(self._stage.endpoint_path) == job_id
 
     def _claim_record(self) -> None:
         """Make `job.json` the record of this job, unless it is already."""

@@ -297,6 +297,25 @@ def test_status_shows_the_log_and_the_progress_of_a_job(
     assert "convert: reading the checkpoint" in lines
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["endpoint.json", "progress.json"])
+@pytest.mark.parametrize("is_pipe", [True, False])
+def test_status_names_a_damaged_file_next_to_a_job_that_runs(
+    name: str, is_pipe: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "deploy"
+    write_record(folder / "job.json", JobRecord("12", "deploy", "d", "running", host="elsewhere"))
+    if is_pipe:
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).write_text("{")
+    assert look_after(action("status", tmp_path, f"run_dir={tmp_path}"), Console()) == 0
+    shown = capsys.readouterr().out
+    assert "12   running" in shown
+    assert f"deploy: {folder / name} is damaged (" in shown
+    assert "deploy: no log" in shown
+
+
 def test_process_that_only_has_the_number_of_the_job_is_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from stages.endpoint import (
     ServerEndpoint,
     forwarding_hint,
     publish,
+    published_by,
     read_endpoint,
     withdraw,
 )
@@ -98,3 +99,16 @@ def test_keys_of_a_later_version_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / ENDPOINT_NAME
     write_json(path, {**asdict(SERVER), "grpc_web": 8005})
     assert read_endpoint(path) == SERVER
+
+
+def test_a_damaged_address_is_nobodys_and_is_withdrawn(tmp_path: Path) -> None:
+    path = tmp_path / ENDPOINT_NAME
+    assert published_by(path) == ""
+    publish(path, SERVER)
+    assert published_by(path) == "7"
+    withdraw(path, "6")
+    assert path.exists()
+    path.write_text("{", encoding="utf-8")
+    assert published_by(path) is None
+    withdraw(path, "7")
+    assert published_by(path) == ""
