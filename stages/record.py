@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -10,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from export_scripts.files.disk import full_disk
 from stages.progress import read_as, write_json
 
 RECORD_NAME = "job.json"
@@ -93,8 +95,23 @@ def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:
         if record is None or record.job_id not in ("", job_id):
             return None
         record = replace(record, job_id=job_id, **changes)
-        write_json(path, asdict(record))
+        try:
+            write_json(path, asdict(record))
+        except OSError as error:
+            if full_disk(error, path) is None:
+                raise
+            _write_over(path, record)
         return record
+
+
+def _write_over(path: Path, record: JobRecord) -> None:
+    """Write a record where the one before is, which needs no room on a full disk.
+
+    Blanks take the place of the rest of that one: a reader sees whole records alone.
+    """
+    text = json.dumps(asdict(record), indent=2).encode() + b"\n"
+    with path.open("r+b", buffering=0) as file:
+        file.write(text.ljust(path.stat().st_size))
 
 
 def correct_record(path: Path, found: JobRecord, **changes: Any) -> JobRecord | None:

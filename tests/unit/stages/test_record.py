@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from pathlib import Path
 
 import pytest
 
+from stages import progress
 from stages.progress import DamagedFileError, write_json
-from stages.record import LOST, RUNNING, JobRecord, correct_record, read_record, write_record
+from stages.record import (
+    CANCELLED,
+    LOST,
+    RUNNING,
+    JobRecord,
+    correct_record,
+    read_record,
+    update_record,
+    write_record,
+)
 
 
 def test_correction_is_kept(tmp_path: Path) -> None:
@@ -56,3 +69,28 @@ def test_whole_seconds_are_a_time(tmp_path: Path) -> None:
     record = JobRecord(job_id="7", stage="deploy", name="d", state=LOST, seconds=5)
     write_record(path, record)
     assert read_record(path) == record
+
+
+@pytest.mark.timeout(10)
+def test_pipe_in_place_of_a_record_keeps_no_reader_waiting(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    os.mkfifo(path)
+    with pytest.raises(DamagedFileError, match=r"job\.json is damaged \(it is not a file\)"):
+        read_record(path)
+
+
+def test_end_of_a_job_is_recorded_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    path = tmp_path / "job.json"
+    write_record(path, JobRecord("7", "deploy", "d", RUNNING, error="a reason that goes"))
+    size = path.stat().st_size
+    monkeypatch.setattr(progress, "replace_file", full)
+    ended = JobRecord("7", "deploy", "d", CANCELLED)
+    assert update_record(path, "7", state=CANCELLED, error="") == ended
+    assert read_record(path) == ended
+    assert path.stat().st_size == size
+    assert json.loads(path.read_text())["state"] == CANCELLED
