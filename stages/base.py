@@ -7,7 +7,7 @@ part of its configuration that decides its outputs, saved next to them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -92,11 +92,10 @@ class StageError(RuntimeError):
     in spite of the failure.
     """
 
-    exit_code: int = 1
-
-    def __init__(self, message: str, *, summary: Summary | None = None) -> None:
+    def __init__(self, message: str, *, summary: Summary | None = None, exit_code: int = 1) -> None:
         super().__init__(message)
         self.summary: Summary = summary or {}
+        self.exit_code = exit_code
 
 
 class Stage(Checkpointable):
@@ -181,14 +180,18 @@ class Stage(Checkpointable):
         marker = None if path is None else _read_marker(path)
         if marker is None or not all(output.exists() for output in self.outputs()):
             return Finding(Standing.MISSING)
-        if differences := self._differences(marker["identity"]):
-            if self.guards_configuration:
-                return Finding(Standing.CONFLICT, self._conflicts(differences), marker)
-            return Finding(Standing.MISSING, changes=tuple(differences))
-        if changed := self._changed_inputs(marker["inputs"]):
-            if self.guards_inputs:
-                return Finding(Standing.CONFLICT, self._conflicts(changed), marker)
-            return Finding(Standing.MISSING, changes=tuple(changed))
+        settings = [
+            f"{key}={_shown(mine)} differs from {_shown(saved)}, with which"
+            for key, mine, saved in _differences(self.identity(), marker["identity"])
+        ]
+        inputs = [
+            f"{path} has changed since"
+            for path, *_ in _differences(self._input_states(), marker["inputs"])
+        ]
+        if changes := settings or inputs:
+            if self.guards_configuration if settings else self.guards_inputs:
+                return Finding(Standing.CONFLICT, self._conflicts(changes), marker)
+            return Finding(Standing.MISSING, changes=tuple(changes))
         if damage := self.damage():
             return Finding(Standing.CONFLICT, tuple(damage), marker)
         return Finding(Standing.FINISHED, (), marker)
@@ -223,22 +226,6 @@ class Stage(Checkpointable):
             }
             write_json(path, marker)
 
-    def _differences(self, saved: Mapping[str, Any]) -> list[str]:
-        mine = self.identity()
-        return [
-            f"{key}={_shown(mine.get(key))} differs from {_shown(saved.get(key))}, with which"
-            for key in sorted({*mine, *saved})
-            if mine.get(key) != saved.get(key)
-        ]
-
-    def _changed_inputs(self, saved: Mapping[str, Any]) -> list[str]:
-        states = self._input_states()
-        return [
-            f"{path} has changed since"
-            for path in sorted({*states, *saved})
-            if states.get(path) != saved.get(path)
-        ]
-
     def _conflicts(self, reasons: Sequence[str]) -> tuple[str, ...]:
         first, *others = self.outputs()
         outputs = f"{first} (with {len(others)} more)" if others else str(first)
@@ -247,6 +234,14 @@ class Stage(Checkpointable):
 
     def _input_states(self) -> dict[str, Any]:
         return {str(path): fingerprint(path) for path in self.inputs() if path.exists()}
+
+
+def _differences(
+    mine: Mapping[str, Any], saved: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    for key in sorted({*mine, *saved}):
+        if mine.get(key) != saved.get(key):
+            yield key, mine.get(key), saved.get(key)
 
 
 def _read_marker(path: Path) -> Mapping[str, Any] | None:

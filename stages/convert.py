@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from stages.progress import Progress
 
 # Configuration keys, for messages.
 KEYS: Mapping[str, str] = {
+    **{each.name: f"convert.{each.name}" for each in fields(ConversionRequest)},
     "checkpoint_path": "export.model.checkpoint_path",
     "checkpoint_name": "export.model.checkpoint_name",
     "output_dir": "export.triton_deployment.triton_model_dir",
@@ -23,18 +24,7 @@ KEYS: Mapping[str, str] = {
     "weight_data_type": "export.model.weight_data_type",
     "processes": "export.model.processes",
     "model_type": "export.run.model_type",
-    "prompt_checkpoints": "convert.prompt_checkpoints",
-    "ia3_checkpoints": "convert.ia3_checkpoints",
-    "ia3_in_place": "convert.ia3_in_place",
-    "adapter_checkpoints": "convert.adapter_checkpoints",
-    "lora_checkpoints": "convert.lora_checkpoints",
-    "activation_ranges": "convert.activation_ranges",
-    "vocab_path": "convert.vocab_path",
-    "merges_path": "convert.merges_path",
-    "allow": "convert.allow",
-    "given": "convert.given",
     "output_format": "convert.format",
-    "max_shard_bytes": "convert.max_shard_bytes",
     "overwrite": "overwrite",
     "for_text": "export.triton_deployment.ensemble",
 }
@@ -93,7 +83,7 @@ class ConvertStage(Stage):
         """Return the source and everything that decides the bytes."""
         values = asdict(self._found())
         return {
-            KEYS.get(name, f"convert.{name}"): as_json(value)
+            KEYS[name]: as_json(value)
             for name, value in values.items()
             if name not in _WITHOUT_EFFECT
         }

@@ -10,11 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.evaluation.gate import (
-    EXIT_GATE_BREACHED,
-    EXIT_INSUFFICIENT,
-    EXIT_NOT_EVALUATED,
-)
+from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
@@ -63,19 +59,8 @@ class EvaluateConfig:
 class NotEvaluatedError(StageError):
     """The evaluation could not be done."""
 
-    exit_code = EXIT_NOT_EVALUATED
-
-
-class GateBreachedError(StageError):
-    """The evaluation was done and a bound is breached."""
-
-    exit_code = EXIT_GATE_BREACHED
-
-
-class InsufficientError(StageError):
-    """The evaluation was done, and its samples cannot show that every bound holds."""
-
-    exit_code = EXIT_INSUFFICIENT
+    def __init__(self, message: str) -> None:
+        super().__init__(message, exit_code=EXIT_NOT_EVALUATED)
 
 
 class EvaluateStage(Stage):
@@ -154,8 +139,8 @@ class EvaluateStage(Stage):
 
         Raises:
             NotEvaluatedError: the server does not answer, or the data is unavailable.
-            GateBreachedError: a bound is breached; the report is complete.
-            InsufficientError: none is, but more samples are needed to show it; likewise.
+            StageError: a bound is breached, or more samples are needed to show that none is; the
+                report is complete.
         """
         if self.marker_path().exists():
             _set_aside(self._output_dir)
@@ -192,9 +177,8 @@ class EvaluateStage(Stage):
             "report": str(self._output_dir / _REPORT_PAGE),
         }
         if deciding := report.gate.deciding:
-            is_breached = report.gate.exit_code == EXIT_GATE_BREACHED
-            kind = GateBreachedError if is_breached else InsufficientError
-            raise kind("; ".join(map(str, deciding)), summary=summary)
+            text = "; ".join(map(str, deciding))
+            raise StageError(text, summary=summary, exit_code=report.gate.exit_code)
         return summary
 
     def _facts(self, ready_at: str) -> RunFacts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,22 +22,10 @@ from stages.convert import KEYS as CONVERT_KEYS
 from stages.progress import Progress
 
 KEYS: Mapping[str, str] = {
+    **{each.name: f"export.triton_deployment.{each.name}" for each in fields(RepositoryRequest)},
     "model_dir": "export.triton_deployment.triton_model_dir",
     "tp_size": "export.model.tensor_model_parallel_size",
     "pp_size": "export.triton_deployment.pipeline_model_parallel_size",
-    "max_batch_size": "export.triton_deployment.max_batch_size",
-    "data_type": "export.triton_deployment.data_type",
-    "int8_mode": "export.triton_deployment.int8_mode",
-    "enable_custom_all_reduce": "export.triton_deployment.enable_custom_all_reduce",
-    "decoupled": "export.triton_deployment.decoupled",
-    "ensemble": "export.triton_deployment.ensemble",
-    "portable": "export.triton_deployment.portable",
-    "interactive": "export.triton_deployment.interactive",
-    "answer_only": "export.triton_deployment.answer_only",
-    "max_queue_delay_us": "export.triton_deployment.max_queue_delay_us",
-    "instance_count": "export.triton_deployment.instance_count",
-    "model_type": "export.triton_deployment.model_type",
-    "parameters": "export.triton_deployment.parameters",
     "engine": "deploy.engine",
     "overwrite": "overwrite",
 }
@@ -131,11 +119,7 @@ class ExportStage(Stage):
     def identity(self) -> dict[str, Any]:
         """Return every setting that the repository contains."""
         values = asdict(self.request)
-        return {
-            KEYS.get(name, f"export.triton_deployment.{name}"): as_json(each)
-            for name, each in values.items()
-            if name != "overwrite"
-        }
+        return {KEYS[name]: as_json(each) for name, each in values.items() if name != "overwrite"}
 
     def inputs(self) -> list[Path]:
         """Return the shards."""

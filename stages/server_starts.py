@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from export_scripts.files.replace import replace_file
@@ -37,6 +37,10 @@ _NOTICE_S = 30.0
 _GRACE_S = 10.0
 
 
+def _life() -> str:
+    return os.environ.get("SLURM_RESTART_COUNT", "0")
+
+
 @dataclass(frozen=True)
 class ServerStart:
     """One start of the server.
@@ -53,7 +57,7 @@ class ServerStart:
     host: str = ""
     port: int = 0
     is_over: bool = False
-    life: str = "0"
+    life: str = field(default_factory=_life)
 
     @property
     def address(self) -> str:
@@ -67,7 +71,7 @@ def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
     with socket.socket() as probe:
         probe.bind((host, 0))
         port = int(probe.getsockname()[1])
-    return _announce(folder, ServerStart(job_id, number, host, port, life=_life()))
+    return _announce(folder, ServerStart(job_id, number, host, port))
 
 
 def rendezvous_variables(folder: Path, start: ServerStart) -> dict[str, str]:
@@ -78,12 +82,12 @@ def rendezvous_variables(folder: Path, start: ServerStart) -> dict[str, str]:
 
 def announce_failure(folder: Path, job_id: str, number: int) -> None:
     """Announce that a start has failed: its other processes may end without a report."""
-    _announce(folder, ServerStart(job_id, number, is_over=True, life=_life()))
+    _announce(folder, ServerStart(job_id, number, is_over=True))
 
 
 def announce_end(folder: Path, job_id: str) -> None:
     """Announce that no start follows, which ends the other processes."""
-    _announce(folder, ServerStart(job_id, 0, life=_life()))
+    _announce(folder, ServerStart(job_id, 0))
 
 
 def read_start(folder: Path, job_id: str) -> ServerStart | None:
@@ -99,10 +103,6 @@ def read_start(folder: Path, job_id: str) -> ServerStart | None:
 def _announce(folder: Path, start: ServerStart) -> ServerStart:
     write_json(folder / _START_NAME.format(job=start.job_id), asdict(start))
     return start
-
-
-def _life() -> str:
-    return os.environ.get("SLURM_RESTART_COUNT", "0")
 
 
 def take_part(

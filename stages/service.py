@@ -106,7 +106,8 @@ class Service:
             if not failure:
                 return reason
             if self._failures >= self._config.max_restarts or not self._config.may_start_again:
-                raise StageError(self._last_words(failure))
+                again = f"the server failed again after {self._failures} restarts: "
+                raise StageError((again if self._failures else "") + failure)
             self.restarts += 1
             self._failures += 1
             if ended := self._wait(failure):
@@ -129,7 +130,9 @@ class Service:
                     reason = str(ended)
             if failure:
                 self._call_off()
-                failure = _with_tail("; ".join([*self._losses(), failure]), server)
+                reasons = "; ".join([*self._losses(), failure])
+                tail = "\n".join(f"  | {line}" for line in server.log_tail())
+                failure = f"{reasons}; last lines of {server.log_path}:\n{tail}"
             # A signal that comes while the server is already stopping changes nothing.
             with contextlib.suppress(KeyboardInterrupt):
                 if reason != _HANDED_OVER:  # the successor reports from now on
@@ -282,13 +285,3 @@ class Service:
         if serves == "":  # a successor that has ended by request withdraws its address
             return not self._is_published
         return serves in (job_id_here(), None)
-
-    def _last_words(self, failure: str) -> str:
-        if not self._failures:
-            return failure
-        return f"the server failed again after {self._failures} restarts: {failure}"
-
-
-def _with_tail(failure: str, server: AnyServer) -> str:
-    tail = "\n".join(f"  | {line}" for line in server.log_tail())
-    return f"{failure}; last lines of {server.log_path}:\n{tail}"

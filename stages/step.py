@@ -99,9 +99,9 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
             f"Command: {shlex.join(command)}"
         )
     if "error" in result:
-        error = StageError(result["error"], summary=result["summary"])
-        error.exit_code = int(result["exit_code"])
-        raise error
+        raise StageError(
+            result["error"], summary=result["summary"], exit_code=int(result["exit_code"])
+        )
     return dict(result["summary"])
 
 

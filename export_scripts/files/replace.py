@@ -43,7 +43,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the contents of a file. A pipe in its place is refused: it could keep a reader waiting.
+    """Return the contents of a file. A pipe in its place, which may never end, is refused.
 
     Raises:
         OSError: It cannot be read.
