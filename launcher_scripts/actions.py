@@ -136,14 +136,17 @@ def _is_process_of(found: record.JobRecord, folder: Path) -> bool:
 
 
 def _status(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
-    rows = [_row(each) for each in records]
+    rows = [
+        (
+            *(each.stage, each.job_id, each.state, each.host or "-", _elapsed(each)),
+            "-" if each.exit_code is None else str(each.exit_code),
+        )
+        for each in records
+    ]
     console.say(console.table(("stage", "job", "state", "node", "elapsed", "exit"), rows))
     for each in records:
-        try:
-            for text in filter(None, _remarks(each, results_dir)):
-                console.say(f"{each.stage}: {text}")
-        except DamagedFileError as error:  # the job is as its record says
-            console.say(f"{each.stage}: {error}")
+        for text in filter(None, _remarks(each, results_dir)):
+            console.say(f"{each.stage}: {text}")
     for each in records:
         has_log = bool(each.log) and Path(each.log).exists()
         console.say(f"{each.stage}: {f'log {each.log}' if has_log else 'no log'}")
@@ -152,9 +155,12 @@ def _status(results_dir: Path, records: list[record.JobRecord], console: Console
 
 def _remarks(found: record.JobRecord, results_dir: Path) -> Iterator[str]:
     """Yield why a job failed or what it is doing, and how to reach its server from here."""
-    yield found.error or _doing(found, results_dir)
-    if not found.is_final:
-        yield forwarding_hint(results_dir / found.stage / record.RECORD_NAME)
+    try:
+        yield found.error or _doing(found, results_dir)
+        if not found.is_final:
+            yield forwarding_hint(results_dir / found.stage / record.RECORD_NAME)
+    except DamagedFileError as error:  # the job is as its record says
+        yield str(error)
 
 
 def _exit_status(records: Iterable[record.JobRecord]) -> int:
@@ -238,12 +244,6 @@ def _cancel_one(found: record.JobRecord, results_dir: Path) -> str:
 
 
 _ACTIONS = {"status": _status, "logs": _logs, "cancel": cancel_jobs}
-
-
-def _row(found: record.JobRecord) -> tuple[str, ...]:
-    code = "-" if found.exit_code is None else str(found.exit_code)
-    facts = (found.stage, found.job_id, found.state, found.host or "-")
-    return (*facts, _elapsed(found), code)
 
 
 def _elapsed(found: record.JobRecord) -> str:
