@@ -27,6 +27,8 @@ _START_S = 300.0
 _CONNECT_S = 30.0
 _WHOLE_S = _START_S + 2 * _CONNECT_S
 _ASK_S = 60.0
+_ANSWER_S = 5.0
+_LONGEST = 64  # bytes of a ping
 _POLL_S = 0.1
 _TAIL_LINES = 12
 # Variables of a process whose launcher has started its MPI.
@@ -102,7 +104,7 @@ def main(folder: Path, ranks: int, mpi: str) -> int:
         )
         return 1
     try:
-        _answer(folder, ranks) if place.rank == 0 else _call(folder)
+        _answer(folder, ranks) if place.rank == 0 else _call(folder, place.rank)
     except OSError as error:
         sys.stderr.write(f"{name}: {error}\n")
         return 1
@@ -111,24 +113,35 @@ def main(folder: Path, ranks: int, mpi: str) -> int:
 
 
 def _answer(folder: Path, ranks: int) -> None:
-    """Wait until every other rank has connected."""
+    """Wait until every other rank has called; strangers do not count."""
     with socket.create_server(("", 0)) as server:
         hosts = list(dict.fromkeys((node_name(), socket.gethostname(), socket.getfqdn())))
         write_json(folder / "ping.json", {"hosts": hosts, "port": server.getsockname()[1]})
         deadline = time.monotonic() + _START_S
-        for number in range(1, ranks):
-            server.settimeout(max(deadline - time.monotonic(), _POLL_S))
+        left = set(range(1, ranks))
+        while left:
             try:
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError
+                server.settimeout(left_s)
                 connection, _ = server.accept()
             except TimeoutError:
                 raise OSError(
-                    f"{ranks - number} of {ranks} ranks did not call within {_START_S:g} s"
+                    f"{len(left)} of {ranks} ranks did not call within {_START_S:g} s"
                 ) from None
-            with connection:
-                connection.sendall(b"pong")
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(_ANSWER_S)
+                said = connection.recv(_LONGEST)
+                if called := {rank for rank in range(1, ranks) if said == _ping(rank)}:
+                    connection.sendall(b"pong")
+                    left -= called
 
 
-def _call(folder: Path) -> None:
+def _ping(rank: int) -> bytes:
+    return f"ping of rank {rank}".encode()
+
+
+def _call(folder: Path, rank: int) -> None:
     """Reach the first rank under any of its names."""
     first = _wait_for_first(folder)
     deadline = time.monotonic() + _CONNECT_S
@@ -136,8 +149,9 @@ def _call(folder: Path) -> None:
         for host in first["hosts"]:
             with (
                 contextlib.suppress(OSError),
-                socket.create_connection((host, int(first["port"])), timeout=5) as connection,
+                socket.create_connection((host, int(first["port"])), _ANSWER_S) as connection,
             ):
+                connection.sendall(_ping(rank))
                 if connection.recv(4) == b"pong":
                     return
         time.sleep(_POLL_S)

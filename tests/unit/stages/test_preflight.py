@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.waiting import until
 
 
 def rank(folder: Path, number: int, *, ranks: int = 2, mpi: str = "none") -> subprocess.Popen[str]:
@@ -50,3 +53,18 @@ def test_rank_that_is_alone_or_without_its_mpi_says_so(
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert reported in said
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1", b"ping of rank 0", b"ping of rank 2"])
+def test_stranger_does_not_count_as_a_rank(tmp_path: Path, said: bytes) -> None:
+    first = rank(tmp_path, 0)
+    until((tmp_path / "ping.json").exists)
+    port = json.loads((tmp_path / "ping.json").read_text())["port"]
+    with socket.create_connection(("localhost", port)) as stranger:
+        stranger.sendall(said)
+        stranger.shutdown(socket.SHUT_WR)
+        assert stranger.recv(4) == b""
+    second = rank(tmp_path, 1)
+    for process in (second, first):
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
