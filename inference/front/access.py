@@ -11,6 +11,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from export_scripts.files.json_content import json_object
@@ -202,6 +203,12 @@ def published_endpoint(path: Path, *names: str) -> dict[str, Any]:
     endpoint = json_object(read_file(path), path)
     if missing := [key for key in ("host", "uses_tls", *names) if key not in endpoint]:
         raise ValueError(f"{path} is not the endpoint.json of a deploy job: no {missing[0]} in it.")
+    kinds = {"host": str, "uses_tls": bool, "job_id": str}
+    for key in ("host", "uses_tls", *names):
+        if not isinstance(value := endpoint[key], kinds.get(key, (int, NoneType))):
+            raise ValueError(
+                f"{path} is not the endpoint.json of a deploy job: its {key} is {str(value)[:40]}."
+            )
     return endpoint
 
 

@@ -223,6 +223,18 @@ def test_calls_pass_with_their_metadata_and_come_back_with_their_status() -> Non
             [],
             "is not the endpoint.json of a deploy job: no ",
         ),
+        (
+            '{"host": 5, "uses_tls": false, "http": 1, "grpc": 1, "metrics": 1, "openai": null, '
+            '"job_id": "7"}',
+            [],
+            "is not the endpoint.json of a deploy job: its host is 5.",
+        ),
+        (
+            '{"host": "x", "uses_tls": false, "http": "1", "grpc": 1, "metrics": 1, '
+            '"openai": null, "job_id": "7"}',
+            [],
+            "is not the endpoint.json of a deploy job: its http is 1.",
+        ),
         ("{}", ["--grpc-port", "65536"], "65536 is not a port, which are 0 to 65535"),
     ],
 )
