@@ -33,7 +33,8 @@ def pick_free_ports(host: str, count: int) -> list[int]:
     They lie below the ports that the kernel gives to outgoing connections: those of ranks could
     otherwise take a port between this choice and the start of the server that listens there.
     """
-    wanted = list(range(_LOWEST, _first_ephemeral_port()))
+    ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("ascii")  # ip(7)
+    wanted = list(range(_LOWEST, int(ephemeral.split()[0])))
     random.shuffle(wanted)
     found: list[int] = []
     with contextlib.ExitStack() as stack:
@@ -48,12 +49,6 @@ def pick_free_ports(host: str, count: int) -> list[int]:
     if len(found) < count:
         raise OSError(errno.EADDRINUSE, f"no {count} ports are free on {host}")
     return found
-
-
-def _first_ephemeral_port() -> int:
-    """Return the lowest port of outgoing connections, ip(7)."""
-    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
-    return int(text.split()[0])
 
 
 def port_problem(host: str, port: int) -> str | None:
@@ -83,20 +78,23 @@ def accepts_connections(address: str | tuple[str, int]) -> bool:
         return client.connect_ex(address) == 0
 
 
-def ports_problems(host: str, ports: Mapping[str, int], *, keys: Mapping[str, str]) -> list[str]:
+def ports_problems(
+    host: str, ports: Mapping[str, int], *, keys: Mapping[str, str], is_here: bool = True
+) -> list[str]:
     """Return a message for every port that is unavailable: key, port, holder, remedy.
 
-    Port 0 means any free port. `keys` gives the configuration key of each name.
+    Port 0 means any free port. `keys` gives the configuration key of each name. Without `is_here`
+    the server runs elsewhere: its ports have to differ.
     """
     wanted = {keys[name]: port for name, port in ports.items() if port}
     found = [
         f"{key}={port} {problem}; choose another, or 0 for any free port."
-        for key, port in wanted.items()
+        for key, port in (wanted.items() if is_here else ())
         if (problem := port_problem(host, port))
     ]
     if len(set(wanted.values())) < len(wanted):
         pairs = ", ".join(f"{key}={port}" for key, port in wanted.items())
-        found.append(f"{pairs}: the ports must differ.")
+        found.append(f"{pairs}: the ports must differ; 0 takes any free one.")
     return found
 
 

@@ -8,9 +8,12 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 _PREFIX = "slipway-"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
+_SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class PrivateFolder:
@@ -25,14 +28,9 @@ class PrivateFolder:
         place = place or Path(tempfile.gettempdir())
         self._closing = threading.Lock()
         remove_abandoned_folders(kind, place)
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-", dir=place))
-            self._held = _opened(self.path)
-            with contextlib.suppress(OSError):  # file systems without locks: nothing is removed
-                fcntl.flock(self._held, fcntl.LOCK_EX)
-            if _is_at(self._held, self.path):
-                return
-            os.close(self._held)  # another process took it for abandoned before it was locked
+        self._held, self.path = held_path(
+            lambda: Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-", dir=place)), _FOLDER
+        )
 
     def remove(self) -> None:
         """Remove the folder; may be called again, and by several threads."""
@@ -45,22 +43,34 @@ class PrivateFolder:
 
 def remove_abandoned_folders(kind: str, place: Path) -> None:
     """Remove the folders of one kind whose processes have ended without doing so."""
-    for path in place.glob(f"{_PREFIX}{kind}-*"):
+    for path in abandoned_paths(place.glob(f"{_PREFIX}{kind}-*"), _FOLDER):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def held_path(make: Callable[[], Path], flags: int) -> tuple[int, Path]:
+    """Return a descriptor and its path, locked for as long as the descriptor is open.
+
+    Where there are no locks it has none, and nothing abandoned is found.
+    """
+    while True:
+        path = make()
+        held = os.open(path, flags | _SAFE, 0o600)
         with contextlib.suppress(OSError):
-            held = _opened(path)
+            fcntl.flock(held, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(held), path.lstat()):
+                return held, path
+        os.close(held)  # another process took it for abandoned before it was locked
+
+
+def abandoned_paths(paths: Iterable[Path], flags: int) -> Iterator[Path]:
+    """Yield those of this user's paths, locked, that no process holds any more."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            held = os.open(path, flags | _SAFE)
             try:
                 if os.fstat(held).st_uid == os.getuid():
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
+                    yield path
             finally:
                 os.close(held)
-
-
-def _opened(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-def _is_at(held: int, path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return os.path.samestat(os.fstat(held), path.lstat())
-    return False

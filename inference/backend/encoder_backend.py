@@ -48,16 +48,14 @@ class EncoderModel(EngineModel):
         outputs = {"output_hidden_state": result.hidden}  # (B, S, E)
         if result.attentions is not None:
             outputs["output_attentions"] = result.attentions  # (B, L, heads, S, S)
-        data_type = self.settings.placement.data_type
-        typed = {name: _in_type(value, data_type) for name, value in outputs.items()}
+        in_type: dict[str, Callable[[Any], Any]] = {
+            "fp32": lambda tensor: tensor.numpy(),
+            "fp16": lambda tensor: tensor.half().numpy(),
+            "bf16": lambda tensor: tensor.bfloat16(),  # which numpy lacks
+        }
+        convert = in_type[self.settings.placement.data_type]
+        typed = {name: convert(value) for name, value in outputs.items()}
         exchange.send(response(typed, exchange.wanted), final=True)
-
-
-def _in_type(value: Any, data_type: str) -> Any:
-    """Return a torch tensor in the computation type, as an array if numpy has that."""
-    if data_type == "bf16":
-        return value.bfloat16()
-    return (value.half() if data_type == "fp16" else value).numpy()
 
 
 class FasterTransformerModel:

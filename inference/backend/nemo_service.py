@@ -60,7 +60,10 @@ class NemoService(TextService):
             name: column(request, name, rows, default=default)
             for name, default in _DEFAULTS.items()
         }
-        given["tasks"] = [_plain_text(task) for task in given["tasks"]]
+        given["tasks"] = [
+            task.decode(errors="replace") if isinstance(task, bytes) else task
+            for task in given["tasks"]
+        ]
         given["seed"] = [secrets.randbits(63) for _ in texts]
         if "random_seed" in request:
             given["seed"] = column(request, "random_seed", rows)
@@ -197,10 +200,6 @@ class NemoDeployModel(TextModel):
     """The same with the tensors of NeMo's own query clients."""
 
     service_class = NemoDeployService
-
-
-def _plain_text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _words(request: Tensors, name: str, rows: int) -> list[list[str]]:

@@ -25,7 +25,6 @@ from inference.backend.triton_model import (
     response,
 )
 from inference.decoding.request import RequestError, parse_request
-from inference.decoding.rows import RowResult
 
 if TYPE_CHECKING:
     from inference.engine.engine import Engine, GenerationResult
@@ -117,10 +116,13 @@ class TextService:
     def answer(self, rows: Sequence[QueuedRow]) -> dict[str, np.ndarray[Any, Any]]:
         """Return the outputs of a request whose rows are done."""
         results = [row.future.result().rows[0] for row in rows]
-        texts = [self._sentences(row, result) for row, result in zip(rows, results, strict=True)]
-        tokens = [
-            [len(row.prompt_ids) + len(ids) for ids in result.output_ids]
+        sequences = [
+            [[*row.prompt_ids, *ids] for ids in result.output_ids]
             for row, result in zip(rows, results, strict=True)
+        ]
+        texts = [
+            [self._tokenizer.decode([i for i in ids if i not in self._special]) for ids in beams]
+            for beams in sequences
         ]
         sentences = np.empty((len(texts), len(texts[0]), 1), dtype=object)  # (B, K, 1)
         sentences[:, :, 0] = [[text.encode() for text in beams] for beams in texts]
@@ -128,16 +130,8 @@ class TextService:
             "sentences": sentences,
             "sequence_length": np.array([[len(text) for text in beams] for beams in texts]),
             "cum_log_probs": np.array([result.cum_log_probs for result in results], np.float32),
-            "sequence_tokens": np.array(tokens),
+            "sequence_tokens": np.array([[len(ids) for ids in beams] for beams in sequences]),
         }
-
-    def _sentences(self, row: QueuedRow, result: RowResult) -> list[str]:
-        return [
-            self._tokenizer.decode(
-                [token for token in (*row.prompt_ids, *ids) if token not in self._special]
-            )
-            for ids in result.output_ids
-        ]
 
 
 def column(request: Tensors, name: str, rows: int, *, default: Any = None) -> list[Any]:

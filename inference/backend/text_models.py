@@ -138,21 +138,17 @@ class Postprocessing(TensorModel):
         # Without the count, an answer goes up to its first end token.
         first_end = starts is not None and "sequence_length" not in tensors
         room = tokens.shape[2] - (0 if starts is None else int(starts.max(initial=0)))
+        prefix = self.tokenizer.prefix_ids  # the markers that preprocessing has put before a text
         texts = np.empty(tokens.shape[:2], dtype=object)  # (B, K)
         for b, k in np.ndindex(*texts.shape):
             start = 0 if starts is None else int(starts[b, k])
             ids = [int(index) for index in tokens[b, k, : counts[b, k]]]
-            if self.output_holds_prompt and (marked := self._marked(ids)):
-                ids, start = ids[marked:], max(start - marked, 0)
+            if self.output_holds_prompt and tuple(ids[: len(prefix)]) == prefix:
+                ids, start = ids[len(prefix) :], max(start - len(prefix), 0)
             answer = _without_end(ids[start:], self.end_id, first=first_end)
             more = self.streaming and not finished[b, k] and len(answer) < room
             texts[b, k] = self._text(ids[:start], answer, partial=bool(more)).encode()
         return {"OUTPUT": texts}
-
-    def _marked(self, ids: Sequence[int]) -> int:
-        """Return the number of markers that preprocessing has put before the text."""
-        prefix = self.tokenizer.prefix_ids
-        return len(prefix) if tuple(ids[: len(prefix)]) == prefix else 0
 
     def _counts(
         self, tensors: Tensors, starts: np.ndarray[Any, Any] | None, shape: tuple[int, ...]

@@ -93,7 +93,10 @@ class KServeHttp:
             self._admitted(request, is_open=is_open)
             with self._context.used() as upstream:
                 answer = await _passed_on(upstream.metrics, request, None, {})
-            return _with_durations(answer)
+            if isinstance(answer, web.Response) and isinstance(answer.body, bytes):
+                text = answer.body.decode(errors="replace")
+                answer.body = with_engine_durations(text).encode()
+            return answer
         except RejectedError as error:
             return refusal(error, {"error": str(error)})
 
@@ -202,7 +205,9 @@ async def _passed_back(
         return await _streamed(request, answer, headers)
     data, status = await answer.read(), answer.status
     if request.path == _INDEX_PATH and status == HTTPStatus.OK:
-        data = _without_reasons(data)
+        index = json.loads(data)
+        models = [{key: each[key] for key in each if key != "reason"} for each in index]
+        data = json.dumps(models).encode()
     elif status != HTTPStatus.OK or has_internal_names(data):
         data = without_internal_names(data.decode(errors="replace")).encode()
     if status == HTTPStatus.OK and data.startswith(_ERROR):  # of `generate` where a model streams
@@ -225,11 +230,6 @@ async def _streamed(
     return response
 
 
-def _without_reasons(index: bytes) -> bytes:
-    models = [{key: each[key] for key in each if key != "reason"} for each in json.loads(index)]
-    return json.dumps(models).encode()
-
-
 def with_engine_durations(metrics: str) -> str:
     """Return the text of `/metrics` with the durations that the engine has measured.
 
@@ -249,9 +249,3 @@ def with_engine_durations(metrics: str) -> str:
         return f"{line['name']} {round(max(seconds[line['which']], 0.0) * 1e6)}"
 
     return _TRITON.sub(replaced, metrics)
-
-
-def _with_durations(answer: web.StreamResponse) -> web.StreamResponse:
-    if isinstance(answer, web.Response) and isinstance(answer.body, bytes):
-        answer.body = with_engine_durations(answer.body.decode(errors="replace")).encode()
-    return answer

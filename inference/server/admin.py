@@ -107,14 +107,11 @@ def _explained(error: Any) -> NoAnswerError | RefusalError:
     words = str(error.message())
     # An error within a stream has no code; the text begins with one, see `Exchange.fail`.
     code = str(error.status() or words.partition(": ")[0]).removeprefix("StatusCode.")
-    if code in ("DEADLINE_EXCEEDED", "CANCELLED") or _is_unreachable(code, words):
+    # Where gRPC itself, and not the server, says that it is unavailable.
+    is_unreachable = code == "UNAVAILABLE" and ("connect" in words or "Socket closed" in words)
+    if is_unreachable or code in ("DEADLINE_EXCEEDED", "CANCELLED"):
         return NoAnswerError(words)
     return RefusalError(code, words)
-
-
-def _is_unreachable(code: str, words: str) -> bool:
-    """Return whether gRPC itself, and not the server, says that it is unavailable."""
-    return code == "UNAVAILABLE" and ("connect" in words or "Socket closed" in words)
 
 
 def is_interactive(config: Any) -> bool:

@@ -34,6 +34,7 @@ _COMPUTES = 0.05
 # The largest request that a text model takes keeps a core busy for some 20 s, and a step of a large
 # model on a CPU may take a minute. What computes for longer without an end never comes to one.
 _LONGEST_S = 300.0
+_REFUSALS = ("UNAVAILABLE", "INVALID_ARGUMENT", "NOT_FOUND")
 # A model that computes but has not answered for so long would not answer a request now.
 _LONGEST_READY_S = 30.0
 
@@ -199,32 +200,25 @@ def _model_target(
         parameters = {CANARY_PARAMETER: True}
         try:
             admin.ask(name, configs[name], tensors, timeout_s=timeout_s, parameters=parameters)
-        except RefusalError as error:
-            if _is_fault(error):
+        except RefusalError as error:  # others are the request's fault, not the model's
+            if error.code not in _REFUSALS and str(error).rpartition(" ")[2] != BUSY:
                 raise
 
     return Target(
         f"model {name}",
         ask,
         advanced=lambda: sum(map(admin.executed, counted)),
-        processes=lambda: _processes_of(steps, root),
+        processes=lambda: [
+            pid
+            for own in descendants(root)
+            if model_of(own) in steps
+            for pid in (own, *descendants(own))
+        ],
     )
 
 
 def _is_engine(config: Any) -> bool:
     return any(key in config.parameters for key, each in PARAMETERS.items() if each.is_required)
-
-
-def _is_fault(error: RefusalError) -> bool:
-    """Return whether a refusal is the model's fault, not the request's."""
-    return error.code not in ("UNAVAILABLE", "INVALID_ARGUMENT", "NOT_FOUND") and (
-        str(error).rpartition(" ")[2] != BUSY
-    )
-
-
-def _processes_of(models: Sequence[str], root: int) -> list[int]:
-    own = [pid for pid in descendants(root) if model_of(pid) in models]
-    return [pid for each in own for pid in (each, *descendants(each))]
 
 
 def front_target(host: str, port: int, *, uses_tls: bool, pid: int) -> Target:

@@ -72,7 +72,11 @@ class OpenAIServer(ServedProcess):
         self._choose_ports()
         deadline = time.monotonic() + timeout_s
         try:
-            self._spawn(list(map(self._filled, self._command)), segments="", env={})
+            values = {HOST_FIELD: self.host, PORT_FIELD: self.port, MODEL_FIELD: self._folder}
+            command = list(self._command)
+            for field, value in values.items():
+                command = [word.replace(field, str(value)) for word in command]
+            self._spawn(command, segments="", env={})
             progress(f"waiting for {self.name}")
             while not self._is_healthy():
                 check()
@@ -98,12 +102,6 @@ class OpenAIServer(ServedProcess):
         elif self._is_silent(patience_s):
             return f"{self.name} does not answer on {self.address('http')}"
         return None
-
-    def _filled(self, word: str) -> str:
-        values = {HOST_FIELD: self.host, PORT_FIELD: str(self.port), MODEL_FIELD: str(self._folder)}
-        for field, value in values.items():
-            word = word.replace(field, value)
-        return word
 
     def _is_healthy(self) -> bool:
         """Return whether /health, or the list of models of a server without it, answers."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from inference.private_folder import abandoned_paths, held_path
 
 SHM_FOLDER = Path("/dev/shm")
 _LOCK_SUFFIX = ".lock"
@@ -23,8 +24,7 @@ def shared_memory_of(prefix: str) -> Iterator[None]:
     if not prefix or not SHM_FOLDER.is_dir():
         yield
         return
-    path = SHM_FOLDER / f"{prefix}{_LOCK_SUFFIX}"
-    held = _locked_file(path)
+    held, path = held_path(lambda: SHM_FOLDER / f"{prefix}{_LOCK_SUFFIX}", os.O_CREAT | os.O_RDWR)
     try:
         remove_stale_segments()
         yield
@@ -34,29 +34,13 @@ def shared_memory_of(prefix: str) -> Iterator[None]:
         os.close(held)
 
 
-def _locked_file(path: Path) -> int:
-    while True:
-        held = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(held), path.stat()):
-                return held
-        os.close(held)  # another supervisor took it for a stale one before it was locked
-
-
 def remove_stale_segments() -> None:
     """Remove the shared memory of this user's servers that have ended without doing so."""
-    for path in SHM_FOLDER.glob(f"{user_prefix()}*{_LOCK_SUFFIX}"):
+    locks = SHM_FOLDER.glob(f"{user_prefix()}*{_LOCK_SUFFIX}")
+    for path in abandoned_paths(locks, os.O_RDWR):
+        _remove_segments(path.name.removesuffix(_LOCK_SUFFIX))
         with contextlib.suppress(OSError):
-            held = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if os.fstat(held).st_uid != os.getuid():
-                    continue
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove_segments(path.name.removesuffix(_LOCK_SUFFIX))
-                path.unlink(missing_ok=True)
-            finally:
-                os.close(held)
+            path.unlink()
 
 
 def user_prefix() -> str:

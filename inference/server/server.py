@@ -332,7 +332,7 @@ class TritonServer(ServedProcess):
 
     def _arguments(self) -> list[str]:
         if self._sockets is None:
-            known = find_triton().known_options()
+            known = find_triton(own_backends=False).known_options()
             return old_server_options(
                 self._repository.path, self._ports, host=self.host, known=known
             )

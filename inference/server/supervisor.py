@@ -186,20 +186,17 @@ class ServerWatch:
         name, is_model = self._name(pid), pid in self._models
         if is_model:  # else a scan after readiness judges it
             self._ended.add((pid, self._started[pid]))
-        is_replaced = not self._looked_ready and self._has_later(pid)
+        # Another process of the same model has started since; ids order those of one tick.
+        model, own = self._models.get(pid), (self._started[pid], pid)
+        is_replaced = not self._looked_ready and any(
+            other == model and (self._started[each], each) > own
+            for each, other in self._models.items()
+        )
         is_same = state is not None and state.started == self._started[pid]
         how = _how_ended(state.exit_code) if state is not None and is_same else "has ended"
         for known in (self._started, self._models, self._stopped):
             known.pop(pid, None)
         return f"{name} {how}" if is_model and not is_replaced else None
-
-    def _has_later(self, pid: int) -> bool:
-        """Return whether a process of the same model started after this one."""
-        model, own = self._models.get(pid), (self._started[pid], pid)  # ids order those of one tick
-        return any(
-            other == model and (self._started[each], each) > own
-            for each, other in self._models.items()
-        )
 
     def _name(self, pid: int) -> str:
         model = self._models.get(pid)

@@ -110,7 +110,8 @@ class Answer:
             self.tokens = self._tokens_of(stop + length)
             self.finish_reason = "stop"
         elif more:
-            self.text = text[: len(text) - _held_back(text, self._stops)]
+            held_back = max((_beginning(text, stop) for stop in self._stops), default=0)
+            self.text = text[: len(text) - held_back]
         else:
             self.text = text
             # The model ends short of the limit only at an end token or a stop word.
@@ -217,12 +218,8 @@ def _chat_token(piece: str, score: float | None) -> dict[str, Any]:
     return {"token": piece, "logprob": score, "bytes": list(piece.encode())}
 
 
-def _held_back(text: str, stops: Sequence[str]) -> int:
-    """Return how many characters at the end of a text may be the beginning of a stop."""
-    return max((_beginning(text, stop) for stop in stops), default=0)
-
-
 def _beginning(text: str, stop: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a stop."""
     at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
     while at >= 0 and not stop.startswith(text[at:]):
         at = text.find(stop[0], at + 1)

@@ -243,7 +243,10 @@ def _compiled(source: str) -> Template:
         optimized=False,  # which would compute constants, however large, while it compiles
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+    }
     try:
         return environment.from_string(source)
     except (TemplateError, RecursionError) as error:
@@ -275,7 +278,3 @@ def _to_json(
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

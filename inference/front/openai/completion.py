@@ -216,13 +216,10 @@ class CompletionRun:
             return part | {"logprobs": chat_log_probs(tokens) if is_scored else None}
         if is_first and self._request.echo:
             text, offset = run.prompt.text + text, 0
-            tokens = [*run.scored, *_moved(tokens, run.end)]
+            moved = (replace(t, first=t.first + run.end, last=t.last + run.end) for t in tokens)
+            tokens = [*run.scored, *moved]
         scores = completion_log_probs(tokens, offset=offset) if is_scored else None
         return part | {"text": text, "logprobs": scores}
-
-
-def _moved(tokens: Sequence[ScoredToken], by: int) -> list[ScoredToken]:
-    return [replace(each, first=each.first + by, last=each.last + by) for each in tokens]
 
 
 async def _together(jobs: Sequence[Any]) -> None:

@@ -252,7 +252,10 @@ def _tensors(request: PreparedRequest, *, count: int, seed: int) -> dict[str, Ar
     sampling = request.sampling
     tensors = _choices(sampling, count, seed)
     lists = {"stop_words_list": request.stop_ids, "bad_words_list": sampling.banned}
-    tensors |= {name: _word_list(words, count) for name, words in lists.items() if words}
+    for name, ids in lists.items():
+        if ids:  # words of one token each, (n, 2, W): ids above the offsets at which they end
+            words = np.array([ids, range(1, len(ids) + 1)], np.int32)
+            tensors[name] = np.tile(words, (count, 1, 1))
     if sampling.best is not None:
         wanted = _SCORE_INPUTS if request.echo else _SCORE_INPUTS[:1]
         tensors |= {name: _column(max(sampling.best, 1), np.uint32, count) for name in wanted}
@@ -285,8 +288,3 @@ def _choices(sampling: Sampling, count: int, seed: int) -> dict[str, Array]:
 
 def _column(value: float, kind: type, count: int) -> Array:
     return np.full((count, 1), value, kind)
-
-
-def _word_list(ids: Sequence[int], count: int) -> Array:
-    """Return words of one token each, (n, 2, W): ids above the offsets at which they end."""
-    return np.tile(np.array([ids, range(1, len(ids) + 1)], np.int32), (count, 1, 1))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from inference.backend.text_generation import TextService
+from inference.backend.text_generation import QueuedRow, TextService
 from inference.backend.tokenizer import load_tokenizer
 from inference.decoding.request import RequestError
 from inference.engine.engine import Engine, EngineOptions
@@ -113,9 +115,12 @@ def test_empty_prompt_is_answered(service: TextService) -> None:
 def test_markers_are_not_part_of_the_text(service: TextService) -> None:
     limits = service._engine.limits
     assert load_tokenizer_of(service).special_ids == {limits.end_id}
-    row = type("Row", (), {"prompt_ids": [limits.start_id, 40]})()
-    result = type("Result", (), {"output_ids": ((41, limits.end_id),)})()
-    assert service._sentences(row, result) == [load_tokenizer_of(service).decode([40, 41])]
+    future: Future[Any] = Future()
+    result = SimpleNamespace(output_ids=((41, limits.end_id),), cum_log_probs=[0.0])
+    future.set_result(SimpleNamespace(rows=[result]))
+    outputs = service.answer([QueuedRow([limits.start_id, 40], future)])
+    assert sentences(outputs) == [[load_tokenizer_of(service).decode([40, 41])]]
+    assert outputs["sequence_tokens"].tolist() == [[4]]
 
 
 @pytest.mark.parametrize(
