@@ -79,19 +79,16 @@ class Console:
         """Write every problem once; on a terminal lines are broken between words."""
         unique = list(dict.fromkeys(each.removesuffix(".") for each in problems))
         count = "one problem" if len(unique) == 1 else f"{len(unique)} problems"
-        self.say(f"{count} found; nothing was started:")
-        for each in unique:
-            self.say(self._item(each) if self._live else f"  - {each}")
-
-    def _item(self, text: str) -> str:
-        return textwrap.fill(
-            text,
+        broken = textwrap.TextWrapper(
             self._columns(),
             initial_indent="  - ",
             subsequent_indent="    ",
             break_long_words=False,
             break_on_hyphens=False,
         )
+        self.say(f"{count} found; nothing was started:")
+        for each in unique:
+            self.say("\n".join(broken.wrap(each)) if self._live else f"  - {each}")
 
     def _painted(self, cell: str) -> str:
         colour = _COLOURS.get(cell.strip()) if self._coloured else None

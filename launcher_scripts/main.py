@@ -195,13 +195,8 @@ def _answer_by_hydra(arguments: Arguments) -> int:
         version_base="1.3",
         config_path=str(root),
         config_name=arguments.config_name or CONFIG_NAME,
-    )(_nothing)()
+    )(lambda _: None)()  # Hydra answers without calling it
     return EXIT_OK
-
-
-def _nothing(config: object) -> None:
-    """Take the place of Hydra's task function, which is never called."""
-    del config
 
 
 def _report(problems: Sequence[str]) -> int:

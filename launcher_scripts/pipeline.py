@@ -190,9 +190,7 @@ def _without_purpose(
 ) -> PlannedStage:
     """Drop the server when the only stage that needs it is finished."""
     evaluate = planned.get("evaluate")
-    if each.name != "deploy" or evaluate is None or config.deploy.keep:
-        return each
-    if evaluate.runs:
+    if each.name != "deploy" or evaluate is None or evaluate.runs or config.deploy.keep:
         return each
     reason = "not needed: the evaluation is finished"
     return replace(each, runs=False, state="not needed", reason=reason)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from launcher_scripts import job_folder
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
@@ -24,10 +24,11 @@ from launcher_scripts.launchers.base import (
     SubmissionError,
 )
 from launcher_scripts.pipeline import PlannedStage
-from launcher_scripts.summary import metrics, summary
+from launcher_scripts.summary import summary
 from stages import record
+from stages.base import Stage
 from stages.endpoint import forwarding_hint, published_by
-from stages.progress import ProgressState, read_progress
+from stages.progress import DamagedFileError, ProgressState, read_progress
 
 _POLL_S = 0.1
 _LOG_TAIL_LINES = 20
@@ -93,7 +94,7 @@ class Run:
         if not self.launcher.in_foreground:
             status = self.submit_all()
             if status != EXIT_OK or not wait:
-                self.console.say(self.summary())
+                self.console.say(summary(self.planned, self.records(), self.console))
                 if status == EXIT_OK and self.jobs:
                     self.console.say(f"\n{_LOOK_AFTER}")
                 return status
@@ -105,7 +106,7 @@ class Run:
         finally:
             if self.launcher.in_foreground:
                 self.stop_all(notice)
-        self.console.say(self.summary())
+        self.console.say(summary(self.planned, self.records(), self.console))
         return status
 
     def submit_all(self) -> int:
@@ -147,14 +148,6 @@ class Run:
             for name in self.jobs
         )
         return EXIT_OK if only_serving else EXIT_INTERRUPTED
-
-    def summary(self) -> str:
-        """Return the table of stages, and their results below it."""
-        return summary(self.planned, self.records(), self.console)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the figures of the stages, by name."""
-        return metrics(self.planned, self.records())
 
     def records(self) -> dict[str, record.JobRecord | None]:
         """Return the records of the jobs that were submitted, by stage name."""
@@ -221,36 +214,41 @@ class Run:
         while True:
             state = handle.poll()
             if state is not None:
-                self._show_end(handle, state)
-                return _exit_status(handle, state)
+                found = record.read_record(handle.job.record_path)
+                seconds = (
+                    f" after {found.seconds:.1f} s" if found and found.seconds is not None else ""
+                )
+                self.console.say(f"{stage.name}: {state}{seconds}")
+                if state == record.COMPLETED:
+                    return EXIT_OK
+                return (found.exit_code if found else None) or EXIT_FAILED
             if until_ready and _is_ready(handle):
                 record.update_record(handle.job.record_path, handle.job_id, state=record.READY)
-                self.console.say(f"{stage.name}: {read_progress(stage.job.progress_path).phase}")
+                self.console.say(f"{stage.name}: {_progress_of(stage).phase}")
                 if hint := forwarding_hint(handle.job.record_path):
                     self.console.say(f"{stage.name}: {hint}")
                 return EXIT_OK
-            progress = read_progress(stage.job.progress_path)
+            progress = _progress_of(stage)
             if not progress.phase and not self.launcher.in_foreground:
                 progress = ProgressState("waiting in the queue")
             if progress.phase:
                 self.console.show(stage.name, progress, time.monotonic() - started)
             time.sleep(_POLL_S)
 
-    def _show_end(self, handle: JobHandle, state: str) -> None:
-        found = record.read_record(handle.job.record_path)
-        seconds = f" after {found.seconds:.1f} s" if found and found.seconds is not None else ""
-        self.console.say(f"{handle.job.stage.name}: {state}{seconds}")
-
     def _explain(self, handle: JobHandle) -> None:
         """Print why a job failed: the cause first, then the end of its log."""
         found = record.read_record(handle.job.record_path)
         cause = found.error if found and found.error else "no reason was recorded"
         self.console.say(f"\n{handle.job.stage.name} failed: {cause}")
-        logs = _logs_of(handle.log_path)
+        paths = (handle.log_path, handle.log_path.with_suffix(".err"))
+        logs = [path for path in paths if path.exists() and path.stat().st_size]
         if not logs:
             self.console.say(f"nothing was written to {handle.log_path}")
         for path in logs:
-            lines = _tail(path)
+            written = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            # submitit adds lines of its own.
+            lines = [line for line in written if not line.startswith("submitit ")]
+            lines = lines[-_LOG_TAIL_LINES:]
             if all(line.strip() in cause for line in lines):
                 self.console.say(f"log: {path}")  # the log repeats only the cause
                 continue
@@ -291,6 +289,13 @@ class Run:
                 )
 
 
+def _progress_of(stage: Stage) -> ProgressState:
+    """Return the progress of a job; one that cannot be read ends no job."""
+    with contextlib.suppress(DamagedFileError):
+        return read_progress(stage.job.progress_path)
+    return ProgressState()
+
+
 def _requested(job: Job) -> tuple[str, str, str]:
     """Return the nodes, GPUs in all and time limit that a job requests."""
     asked = job.stage.resources()
@@ -298,29 +303,10 @@ def _requested(job: Job) -> tuple[str, str, str]:
     return str(asked.nodes), gpus, slurm_notation(asked.time_limit_min)
 
 
-def _exit_status(handle: JobHandle, state: str) -> int:
-    if state == record.COMPLETED:
-        return EXIT_OK
-    found = record.read_record(handle.job.record_path)
-    return (found.exit_code if found else None) or EXIT_FAILED
-
-
 def _is_ready(handle: JobHandle) -> bool:
     """Return whether the file that announces readiness is there and is this job's."""
     path = handle.job.stage.readiness_path()
     return path is not None and published_by(path) == handle.job_id
-
-
-def _logs_of(log_path: Path) -> list[Path]:
-    """Return the logs of a job that are not empty: its output, and its errors if separate."""
-    paths = (log_path, log_path.with_suffix(".err"))
-    return [path for path in paths if path.exists() and path.stat().st_size]
-
-
-def _tail(path: Path) -> list[str]:
-    """Return the last lines of a log without those that submitit adds."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line for line in lines if not line.startswith("submitit ")][-_LOG_TAIL_LINES:]
 
 
 @contextmanager

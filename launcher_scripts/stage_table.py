@@ -88,47 +88,10 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
         folder=results_dir(config) / name,
         resources=row.resources(config, limit_min),
         overwrite=config.overwrite,
-        warning_s=_warning_s(config),
+        # Slurm's signal may come up to a minute early.
+        warning_s=45.0 if config.cluster_type == "local" else config.cluster.signal_delay_s + 60.0,
     )
     return row.make(config, job, context)
-
-
-def _warning_s(config: Config) -> float:
-    """Return the seconds between the stop of a server and its time limit."""
-    if config.cluster_type == "local":
-        return 45.0
-    # Slurm's signal may come up to a minute early.
-    return config.cluster.signal_delay_s + 60.0
-
-
-def _convert(config: Config, job: JobSettings, context: Context) -> Stage:
-    return ConvertStage(
-        job,
-        conversion_request(config, exports=context.exports),
-        planned=planned_model(config) if is_dry_run(config) else None,
-    )
-
-
-def _export(config: Config, job: JobSettings, context: Context) -> Stage:
-    del context
-    return ExportStage(
-        job,
-        repository_request(config),
-        kind=config.export.run.model_type,
-        publish_to=server_store(config),
-    )
-
-
-def _evaluate(config: Config, job: JobSettings, context: Context) -> Stage:
-    return EvaluateStage(
-        job,
-        evaluation_config(
-            config,
-            deploys=context.deploys,
-            command=context.command,
-            git_revision=context.git_revision,
-        ),
-    )
 
 
 def _export_resources(config: Config, limit_min: int, *, cpus: int = 1) -> Resources:
@@ -143,7 +106,11 @@ def _export_resources(config: Config, limit_min: int, *, cpus: int = 1) -> Resou
 
 STAGE_TABLE: dict[str, StageRow] = {
     "convert": StageRow(
-        make=_convert,
+        make=lambda config, job, context: ConvertStage(
+            job,
+            conversion_request(config, exports=context.exports),
+            planned=planned_model(config) if is_dry_run(config) else None,
+        ),
         resources=lambda config, limit_min: _export_resources(
             config, limit_min, cpus=config.export.model.processes
         ),
@@ -151,7 +118,12 @@ STAGE_TABLE: dict[str, StageRow] = {
         saved=("export", "convert"),
     ),
     "export": StageRow(
-        make=_export,
+        make=lambda config, job, _: ExportStage(
+            job,
+            repository_request(config),
+            kind=config.export.run.model_type,
+            publish_to=server_store(config),
+        ),
         resources=_export_resources,
         settings="export.run",
         saved=("export",),
@@ -165,7 +137,15 @@ STAGE_TABLE: dict[str, StageRow] = {
         needs="export",
     ),
     "evaluate": StageRow(
-        make=_evaluate,
+        make=lambda config, job, context: EvaluateStage(
+            job,
+            evaluation_config(
+                config,
+                deploys=context.deploys,
+                command=context.command,
+                git_revision=context.git_revision,
+            ),
+        ),
         resources=lambda config, limit_min: Resources(
             cpus_per_task=config.evaluate.cpus_per_task,
             mem_gb=config.evaluate.mem_gb,

@@ -78,10 +78,7 @@ def _shown_outputs(stage: Stage) -> str:
 
 def _shortened(paths: Sequence[Path]) -> list[Path]:
     """Return the common folder in place of several files in it."""
-    if len(paths) < 2:
-        return list(paths)
-    parents = {path.parent for path in paths}
-    if len(parents) == 1:
-        return [parents.pop()]
-    grandparents = {path.parent.parent for path in paths}
-    return [grandparents.pop()] if len(grandparents) == 1 else list(paths)
+    for level in (0, 1) if len(paths) > 1 else ():
+        if len(folders := {path.parents[level] for path in paths}) == 1:
+            return [*folders]
+    return list(paths)

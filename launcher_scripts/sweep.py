@@ -24,6 +24,7 @@ from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTE
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import AFTER_TWIN, Dependency, SubmissionError
 from launcher_scripts.run import Run
+from launcher_scripts.summary import metrics
 from stages import record
 from stages.progress import write_json
 
@@ -225,10 +226,11 @@ def save(outcomes: Sequence[Outcome], path: Path) -> None:
 
 def _look(outcome: Outcome) -> None:
     """Read the result of a combination from its records."""
-    known = [each for each in outcome.run.records().values() if each is not None]
+    records = outcome.run.records()
+    known = [each for each in records.values() if each is not None]
     outcome.state = _state([each.state for each in known], outcome.status)
     outcome.seconds = sum(each.seconds or 0.0 for each in known) or None
-    outcome.metrics = outcome.run.metrics()
+    outcome.metrics = metrics(outcome.run.planned, records)
 
 
 def _state(states: Sequence[str], status: int | None) -> str:

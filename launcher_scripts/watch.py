@@ -47,6 +47,9 @@ REPORT_JSON = "report.json"
 _PORTS = ("deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0")
 
 
+_OWN_KEYS = ("action=", "export.model.checkpoint_", "export.run.results_dir=")
+
+
 class RefusedError(Exception):
     """The configuration cannot run for any checkpoint; the arguments are its problems."""
 
@@ -124,7 +127,9 @@ class Watch:
                 self._continue(each)
         while True:
             self._look()
-            self._follow()
+            for each in self.state.in_order:
+                if each.state == RUNNING:
+                    self._follow_one(each)
             self._start()
             self.ranking.keep_the_best()
             write_state(self._folder, self.state)
@@ -196,9 +201,7 @@ class Watch:
     def _start_one(self, each: Watched) -> None:
         results = self._folder / f"step_{each.step:07d}"
         overrides = [
-            *_without(
-                self._words, ("action=", "export.model.checkpoint_", "export.run.results_dir=")
-            ),
+            *(each for each in self._words if not each.lstrip("+").startswith(_OWN_KEYS)),
             *_PORTS,
             f"export.model.checkpoint_path={hydra_text(each.path)}",
             f"export.run.results_dir={hydra_text(str(results))}",
@@ -280,11 +283,6 @@ class Watch:
             cancel(job_id)  # it was killed before it could note the id
         each.state, each.attempts = WAITING, each.attempts - 1
 
-    def _follow(self) -> None:
-        for each in self.state.in_order:
-            if each.state == RUNNING:
-                self._follow_one(each)
-
     def _follow_one(self, each: Watched) -> None:
         """Read how the jobs of a checkpoint stand, and its figures once they have ended."""
         folder = Path(each.results_dir)
@@ -339,7 +337,3 @@ def _size(checkpoint: TrainedCheckpoint) -> str:
         return " ".join(fingerprint(path)["sha256"] for path in checkpoint.files())
     except OSError:  # a file goes while it is looked at
         return ""
-
-
-def _without(words: Sequence[str], beginnings: tuple[str, ...]) -> list[str]:
-    return [each for each in words if not each.lstrip("+").startswith(beginnings)]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -366,31 +367,27 @@ def _other_engine_problems(config: DeployConfig) -> list[str]:
     return found
 
 
-def _pytriton_problems(config: DeployConfig) -> list[str]:
-    """Return what PyTriton's server cannot do."""
-    found = []
+def _pytriton_problems(config: DeployConfig) -> Iterator[str]:
+    """Yield what PyTriton's server cannot do."""
     if config.engine != PYTORCH:
-        found.append(f"deploy.engine={config.engine} cannot be served by deploy.server=pytriton.")
+        yield f"deploy.engine={config.engine} cannot be served by deploy.server=pytriton."
     if config.is_from_elsewhere:
-        found.append(
+        yield (
             "deploy.repository is served by deploy.server=triton; with pytriton set it to null: "
             "the exported model's weights are served."
         )
     if config.nodes > 1:
-        found.append(
+        yield (
             f"deploy.server=pytriton serves on one node, and this model needs {config.nodes}; "
             "submit the batch script of docs/pytriton.md."
         )
     if config.instance_count > 1:
-        found.append(
+        yield (
             f"export.triton_deployment.instance_count={config.instance_count} needs "
             "deploy.server=triton; PyTriton serves one."
         )
     if config.openai.enabled:
-        found.append(
-            "deploy.openai.enabled=true needs deploy.server=triton; PyTriton serves no tokens."
-        )
-    return found
+        yield "deploy.openai.enabled=true needs deploy.server=triton; PyTriton serves no tokens."
 
 
 def _too_few_gpus(config: DeployConfig, world_size: int) -> str:
@@ -419,31 +416,24 @@ def _repository_problems(config: DeployConfig) -> list[str]:
     ]
 
 
-def _openai_problems(config: DeployConfig) -> list[str]:
+def _openai_problems(config: DeployConfig) -> Iterator[str]:
     if not config.openai.enabled:
-        return []
-    found = []
+        return
     if config.engine == FASTERTRANSFORMER:
-        found.append(
+        yield (
             "deploy.openai.enabled=true needs deploy.engine=pytorch; the ports of NVIDIA's backend "
             "are its own server's."
         )
-    found += config.openai.problems()
+    yield from config.openai.problems()
     if config.openai.tokenizer is None and config.store is not None:
-        found.append(
+        yield (
             "deploy.openai.enabled=true with a repository in an object store needs "
             "deploy.openai.tokenizer, a folder with the tokenizer's files on this machine."
         )
-    return found
 
 
 def _port_problems(config: DeployConfig) -> list[str]:
-    names = config.ports
-    ports = {PORT_KEYS[name]: port for name, port in names.items()}
-    chosen = [port for port in ports.values() if port]
-    if len(set(chosen)) < len(chosen):
-        given = ", ".join(f"{key}={port}" for key, port in ports.items())
-        return [f"{given}: the ports must differ; 0 takes any free one."]
-    if problem := host_problem(PORT_KEYS["host"], config.host, is_here=config.serves_here):
+    is_here = config.serves_here
+    if problem := host_problem(PORT_KEYS["host"], config.host, is_here=is_here):
         return [problem]
-    return ports_problems(config.host, names, keys=PORT_KEYS) if config.serves_here else []
+    return ports_problems(config.host, config.ports, keys=PORT_KEYS, is_here=is_here)

@@ -174,7 +174,7 @@ def _objections(name: str, always: Sequence[str], choice: str) -> list[str]:
     try:
         _merged(name, [*always, choice])
     except _OBJECTIONS as error:
-        return diagnose(choice, error)
+        return [diagnose(choice, error)]
     return []
 
 
@@ -200,7 +200,7 @@ def _override(config: DictConfig, override: str) -> list[str]:
                 value = _checked(KEYS[name], value)
             OmegaConf.update(config, name, value)
     except _OBJECTIONS as error:
-        return diagnose(override, error)
+        return [diagnose(override, error)]
     return []
 
 
@@ -230,7 +230,7 @@ def _resolved(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
         except InvalidValueError as error:
             # A value that only refers to another key has the same problem.
             if not (isinstance(raw, str) and _REFERENCE.fullmatch(raw)):
-                problems += error.problems
+                problems.append(str(error))
         except ValueError:
             problems.append(key.refusal(value))
     return resolved, problems

@@ -23,11 +23,7 @@ _SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, n
 
 
 class InvalidValueError(ValueError):
-    """The schema refuses some values; `problems` has a sentence for each."""
-
-    def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+    """The schema refuses a value; the message is a whole sentence."""
 
 
 def files_of_group(group: str) -> list[str]:
@@ -74,15 +70,12 @@ def unknown_keys(values: DictConfig, prefix: str = "") -> Iterator[str]:
             yield _unknown_key(f"{name} (in a configuration file)", name)
 
 
-def diagnose(override: str, error: Exception) -> list[str]:
+def diagnose(override: str, error: Exception) -> str:
     """Return the problem of one override, with the expected value and the remedy."""
     if isinstance(error, InvalidValueError):
-        return list(error.problems)
+        return str(error)
     # Those of mappings with free names were given their ++ by `read_arguments`.
-    return [_diagnosis(override.removeprefix("++"), error)]
-
-
-def _diagnosis(override: str, error: Exception) -> str:
+    override = override.removeprefix("++")
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:

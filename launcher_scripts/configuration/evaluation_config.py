@@ -93,7 +93,9 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
             max_seq_len=None,
             max_batch_size=None,
         )
-    return replace(options, reference=_reference(section.reference))
+    if (reference := section.reference) not in REFERENCES:  # a known word, or a file
+        reference = str(Path(reference).expanduser().absolute())
+    return replace(options, reference=reference)
 
 
 def _facts(config: Config, *, command: str, git_revision: str) -> RunFacts:
@@ -112,11 +114,6 @@ def _facts(config: Config, *, command: str, git_revision: str) -> RunFacts:
         command=command,
         git_revision=git_revision,
     )
-
-
-def _reference(text: str) -> str:
-    """Return the run to compare with: a known word, or the absolute path of a file."""
-    return text if text in REFERENCES else str(Path(text).expanduser().absolute())
 
 
 def _expected_openai_url(section: EvaluateSection, server: DeployConfig) -> str | None:

@@ -6,7 +6,7 @@ other stages (training, fine_tuning, ...) are left out and named once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,8 @@ def read_root(config_dir: Path, config_name: str) -> Root:
     }
     chosen = {name: groups[name] for name in GROUPS if groups.get(name) is not None}
     own = [
-        entry if isinstance(entry, str) else _chosen(entry, chosen) for entry in ours["defaults"]
+        entry if isinstance(entry, str) else {k: chosen.get(k, v) for k, v in entry.items()}
+        for entry in ours["defaults"]
     ]
     known["env_vars"] = {**ours["env_vars"], **(known.get("env_vars") or {})}
     ConfigStore.instance().store(name=_NODE, node={**ours, **known, "defaults": own})
@@ -83,10 +84,6 @@ def read_root(config_dir: Path, config_name: str) -> Root:
         and not name.startswith("hydra/")
     }
     return Root(_NODE, searched=(CONFIG_DIR,), foreign=frozenset(foreign))
-
-
-def _chosen(entry: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    return {group: chosen.get(group, choice) for group, choice in entry.items()}
 
 
 def _path(config_dir: Path, config_name: str) -> Path:

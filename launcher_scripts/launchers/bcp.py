@@ -105,13 +105,15 @@ class BcpLauncher(Launcher):
             bcprun=config.cluster.bcprun,
             environment=clean_environment(os.environ),
         )
+        level = os.environ.get(LOG_LEVEL_VARIABLE)
+        levels = {} if level is None else {LOG_LEVEL_VARIABLE: level}
         executor.update_parameters(
             nodes=resources.nodes,
             tasks_per_node=per_node,
             timeout_min=resources.time_limit_min,
             job_id=job_id,
             log_path=str(job.folder / f"log-{job.name}_{job_id}.out"),
-            exports=_exports(job, job_id, mark),
+            exports={**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark, **levels},
             setup=config.cluster.setup,
             first=_ping(executor.folder, resources.nodes * per_node),
             no_redirect=config.bcp_no_redirect,
@@ -138,12 +140,6 @@ class BcpLauncher(Launcher):
         ]
 
 
-def _exports(job: Job, job_id: str, mark: str) -> dict[str, str]:
-    level = os.environ.get(LOG_LEVEL_VARIABLE)
-    levels = {} if level is None else {LOG_LEVEL_VARIABLE: level}
-    return {**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark, **levels}
-
-
 def _ping(folder: Path, tasks: int) -> str | None:
     """Return the command of the preflight check, by which several tasks reach each other."""
     if tasks == 1:
@@ -161,7 +157,12 @@ class BcpHandle(LocalHandle):
     def poll(self) -> str | None:
         """Return the final state, or None while the job runs."""
         state = super().poll()
-        self._show_log()
+        if self.log_path.exists():
+            with self.log_path.open(encoding="utf-8", errors="replace") as log:
+                log.seek(self._shown)
+                sys.stdout.write(log.read())
+                self._shown = log.tell()
+            sys.stdout.flush()
         return state
 
     def _settle(self) -> str:
@@ -194,11 +195,3 @@ class BcpHandle(LocalHandle):
             if outcome == "error":
                 return f"rank {number} failed: {value.strip().splitlines()[-1]}"
         return None
-
-    def _show_log(self) -> None:
-        if self.log_path.exists():
-            with self.log_path.open(encoding="utf-8", errors="replace") as log:
-                log.seek(self._shown)
-                sys.stdout.write(log.read())
-                self._shown = log.tell()
-            sys.stdout.flush()

@@ -126,7 +126,8 @@ class LocalHandle(JobHandle):
         deadline = time.monotonic() + grace_s
         while not self.submitted.done() and time.monotonic() < deadline:
             # Repeated: a process that is just starting may not handle the signal yet.
-            _send(self.process_id, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process_id, signal.SIGTERM)
             waited_until = min(deadline, time.monotonic() + _ASK_AGAIN_S)
             while not self.submitted.done() and time.monotonic() < waited_until:
                 time.sleep(0.05)
@@ -208,8 +209,3 @@ def new_id(job: Job) -> str:
     later = (f"{stamp}_{number}" for number in itertools.count(2))
     folder = job.folder / "submitit"
     return next(each for each in itertools.chain([stamp], later) if not (folder / each).exists())
-
-
-def _send(pid: int, signum: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signum)

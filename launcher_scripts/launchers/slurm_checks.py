@@ -37,7 +37,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     """Return why the stages cannot run, as far as this machine can reach the cluster."""
-    problems = _problems_of_options(config, stages)
+    problems = [
+        *_further_options(config),
+        *_memory(config.cluster.mem),
+        *_gpus(config, stages),
+        *_images(config, stages),
+    ]
     if is_dry_run(config):
         return problems
     if shutil.which("sbatch") is None:
@@ -56,25 +61,11 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     return problems
 
 
-def _problems_of_options(config: Config, stages: Sequence[Stage]) -> list[str]:
-    """Return every setting that cannot work on any Slurm."""
-    return [
-        *_further_options(config),
-        *_memory(config.cluster.mem),
-        *_gpus(config, stages),
-        *_images(config, stages),
-    ]
-
-
 def _images_of(config: Config, stages: Sequence[Stage]) -> dict[str, str]:
     """Return the images that the stages use, by the key that names them."""
-    found = {}
-    for stage in stages:
-        image = image_of(stage.name, config)
-        if image is not None:
-            is_own = stage.name == "deploy" and config.deploy.container is not None
-            found["deploy.container" if is_own else "container"] = image
-    return found
+    own = {"deploy": "deploy.container"} if config.deploy.container is not None else {}
+    images = {own.get(each.name, "container"): image_of(each.name, config) for each in stages}
+    return {key: image for key, image in images.items() if image is not None}
 
 
 def _further_options(config: Config) -> Iterator[str]:
@@ -170,18 +161,16 @@ def _problems_seen_from_nodes(config: Config, nodes: int) -> list[str]:
     ]
 
 
-def _problems_of_partition(config: Config) -> list[str]:
-    partition = config.cluster.partition
-    if partition is None:
-        return []
-    known = _answer(["sinfo", "-h", "-o", "%R"])
-    names = sorted(set(known.split())) if known else []
-    missing = [each for each in partition.split(",") if names and each not in names]
-    return [
-        f"cluster.partition={partition}: unknown partition {each}; known partitions: "
-        f"{', '.join(names)}."
-        for each in missing
-    ]
+def _problems_of_partition(config: Config) -> Iterator[str]:
+    if (partition := config.cluster.partition) is None:
+        return
+    names = sorted(set((_answer(["sinfo", "-h", "-o", "%R"]) or "").split()))
+    for each in partition.split(","):
+        if names and each not in names:
+            yield (
+                f"cluster.partition={partition}: unknown partition {each}; known partitions: "
+                f"{', '.join(names)}."
+            )
 
 
 def _problems_of_pyxis(config: Config, stages: Sequence[Stage]) -> list[str]:

@@ -222,7 +222,9 @@ def step_of(job: Job, config: Config) -> JobStep | None:
     """Return the srun that runs a stage; None when the batch process can run it itself."""
     cluster = config.cluster
     image = image_of(job.stage.name, config)
-    arguments = [each for each in cluster.srun_args if image or not _is_about_containers(each)]
+    arguments = [
+        each for each in cluster.srun_args if image or not each.startswith(_CONTAINER_FLAGS)
+    ]
     resources = job.stage.resources()
     ranks = resources.nodes * resources.tasks_per_node
     # NVIDIA's server initializes MPI even when it is alone.
@@ -263,7 +265,3 @@ def _lies_inside_another(pair: str, pairs: Sequence[str]) -> bool:
     others: Mapping[str, str] = dict(each.split(":")[:2] for each in pairs)
     parents = (str(parent) for parent in Path(source).parents)
     return any(others.get(parent) == parent for parent in parents)
-
-
-def _is_about_containers(argument: str) -> bool:
-    return argument.startswith(_CONTAINER_FLAGS)

@@ -21,6 +21,7 @@ from launcher_scripts.launchers.local import LocalLauncher
 from launcher_scripts.pipeline import PlannedStage
 from launcher_scripts.run import Run
 from stages.base import Stage
+from stages.progress import Progress
 from stages.record import read_record, write_record
 from tests.unit.launcher_scripts.toy_stages import (
     EnvironmentStage,
@@ -293,3 +294,15 @@ def test_dry_run_writes_and_prints_every_script_and_starts_nothing(tmp_path: Pat
         assert not (tmp_path / name / "job.json").exists()
     assert "export GREETING='it'\"'\"'s a $test'" in shown.getvalue()
     assert not (tmp_path / "out").exists()
+
+
+def test_progress_that_cannot_be_read_ends_no_job(tmp_path: Path) -> None:
+    class DamagingStage(WriteStage):
+        def run(self, progress: Progress) -> dict:
+            progress.update("damaging")
+            (self.job.folder / "progress.json").write_text("{")
+            time.sleep(1)
+            return super().run(Progress())
+
+    run, _ = make_run(DamagingStage(settings(tmp_path, "write")))
+    assert run.run_all(wait=False) == 0
