@@ -178,10 +178,8 @@ def _planned(stage: Stage, before: dict[str, PlannedStage], needed_by: str | Non
         finding = Finding(Standing.MISSING)
     if finding.standing is Standing.FINISHED and is_fresh:
         assert finding.marker is not None
-        at = finding.marker["finished_at"]
-        return PlannedStage(
-            stage, finding, False, "finished earlier", f"finished at {at}", needed_by=needed_by
-        )
+        reason = f"finished at {finding.marker.finished_at}"
+        return PlannedStage(stage, finding, False, "finished earlier", reason, needed_by)
     return PlannedStage(stage, finding, needed_by=needed_by)
 
 

@@ -47,7 +47,7 @@ def _row(each: PlannedStage, records: Records) -> tuple[str, str, str]:
 
 def _found_by(each: PlannedStage, records: Records) -> dict[str, Any]:
     if not each.runs:
-        return dict(each.finding.marker["summary"]) if each.finding.marker else {}
+        return each.finding.marker.summary if each.finding.marker else {}
     found = records.get(each.name)
     return found.summary if found else {}
 

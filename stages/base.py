@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from submitit.helpers import Checkpointable
 
 from export_scripts.files.tree import files_below
 from inference.launch_environment import LaunchEnvironment
-from stages.progress import DamagedFileError, Progress, read_json, write_json
+from stages.progress import Progress, read_as, write_json
 from stages.record import now
 
 Summary = dict[str, Any]
@@ -72,6 +72,18 @@ class Standing(Enum):
     CONFLICT = "conflict"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Marker:
+    """The marker of finished work: configuration and inputs, by which a stage is skipped."""
+
+    stage: str = ""
+    finished_at: str
+    identity: dict[str, Any]
+    inputs: dict[str, Any]
+    outputs: tuple[str, ...] = ()
+    summary: Summary
+
+
 @dataclass(frozen=True)
 class Finding:
     """A standing, with the reasons of a conflict or the marker of finished work.
@@ -81,7 +93,7 @@ class Finding:
 
     standing: Standing
     problems: tuple[str, ...] = ()
-    marker: Mapping[str, Any] | None = None
+    marker: Marker | None = None
     changes: tuple[str, ...] = ()
 
 
@@ -177,16 +189,16 @@ class Stage(Checkpointable):
     def finding(self) -> Finding:
         """Compare the outputs on disk with the configuration."""
         path = self.marker_path()
-        marker = None if path is None else _read_marker(path)
+        marker = None if path is None else read_as(path, Marker, "the marker of finished work")
         if marker is None or not all(output.exists() for output in self.outputs()):
             return Finding(Standing.MISSING)
         settings = [
             f"{key}={_shown(mine)} differs from {_shown(saved)}, with which"
-            for key, mine, saved in _differences(self.identity(), marker["identity"])
+            for key, mine, saved in _differences(self.identity(), marker.identity)
         ]
         inputs = [
             f"{path} has changed since"
-            for path, *_ in _differences(self._input_states(), marker["inputs"])
+            for path, *_ in _differences(self._input_states(), marker.inputs)
         ]
         if changes := settings or inputs:
             if self.guards_configuration if settings else self.guards_inputs:
@@ -201,7 +213,7 @@ class Stage(Checkpointable):
         finding = self.finding()
         if finding.standing is Standing.FINISHED and not self.job.overwrite:
             assert finding.marker is not None
-            return dict(finding.marker["summary"])
+            return dict(finding.marker.summary)
         progress = self.new_progress()
         progress.update("starting")
         summary = self.run(progress)
@@ -216,15 +228,15 @@ class Stage(Checkpointable):
         """Save the configuration next to the outputs."""
         path = self.marker_path()
         if path is not None:
-            marker = {
-                "stage": self.name,
-                "finished_at": now(),
-                "identity": self.identity(),
-                "inputs": self._input_states(),
-                "outputs": [str(output) for output in self.outputs()],
-                "summary": summary,
-            }
-            write_json(path, marker)
+            marker = Marker(
+                stage=self.name,
+                finished_at=now(),
+                identity=self.identity(),
+                inputs=self._input_states(),
+                outputs=tuple(map(str, self.outputs())),
+                summary=summary,
+            )
+            write_json(path, asdict(marker))
 
     def _conflicts(self, reasons: Sequence[str]) -> tuple[str, ...]:
         first, *others = self.outputs()
@@ -242,19 +254,6 @@ def _differences(
     for key in sorted({*mine, *saved}):
         if mine.get(key) != saved.get(key):
             yield key, mine.get(key), saved.get(key)
-
-
-def _read_marker(path: Path) -> Mapping[str, Any] | None:
-    """Return the marker of finished work, None if there is none. Raises DamagedFileError."""
-    marker = read_json(path)
-    if marker is None:
-        return None
-    kinds = {"finished_at": str, "identity": dict, "inputs": dict, "summary": dict}
-    if isinstance(marker, dict) and all(
-        isinstance(marker.get(name), kind) for name, kind in kinds.items()
-    ):
-        return marker
-    raise DamagedFileError(path, "it is not the marker of finished work")
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

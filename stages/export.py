@@ -108,7 +108,7 @@ class ExportStage(Stage):
             return found
         assert found.marker is not None
         url = self.publish_to.triton_url
-        if found.marker["summary"].get("published") == url:
+        if found.marker.summary.get("published") == url:
             return found
         return Finding(Standing.MISSING, changes=(f"it was not published to {url} when",))
 
