@@ -223,7 +223,7 @@ class Service:
                 if ended == _HANDED_OVER:
                     self._serve_the_last(cast("TritonServer", server))
                 return ended, ""
-            with contextlib.suppress(FileNotFoundError):  # usual; another job may take it, too
+            with contextlib.suppress(OSError):  # usually there is none; another job may take it
                 self._reload_path.unlink()
                 return _RELOAD, ""
             if failure := server.failure(patience_s=_PATIENCE_S):
@@ -269,11 +269,12 @@ class Service:
     def _ended(self) -> str:
         """Return why the service should end now, empty if it should go on."""
         is_current = self._config.uptime_s is None or self._is_current()
-        with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is not a file
+        with contextlib.suppress(OSError, ValueError):  # usually there is none
             for_job = read_file(self._stop_path).decode(errors="replace").strip()
             # Without the id of a job it is for the one that serves.
             if for_job == job_id_here() or (is_current and not for_job):
-                self._stop_path.unlink()
+                with contextlib.suppress(OSError):
+                    self._stop_path.unlink()
                 return NOT_NEEDED
         if not is_current and self._serves is not None:
             return _HANDED_OVER

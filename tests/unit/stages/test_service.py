@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -222,3 +224,36 @@ def test_request_to_end_is_for_the_job_that_serves_or_the_one_it_names(
     config = DeployConfig(folder=tmp_path, model_name="m", uptime_s=9e9)
     assert (new_service(tmp_path, config)._ended() == "no longer needed") is ends
     assert (tmp_path / STOP_NAME).exists() is not ends
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("uptime_s", [None, 9e9])
+def test_what_is_no_request_and_no_address_ends_no_server(
+    uptime_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPWAY_JOB_ID", "7")
+    server, looks = FakeServer(tmp_path / "log"), itertools.count()
+
+    def failure(*, patience_s: float = 0.0) -> None:
+        del patience_s
+        if next(looks) == 2:
+            (tmp_path / STOP_NAME).unlink()
+            (tmp_path / STOP_NAME).touch()
+
+    @contextmanager
+    def serving(*_: Any, **__: Any) -> Iterator[Any]:
+        server.failure = failure  # type: ignore[method-assign]
+        yield server, ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+
+    def publish(path: Path, endpoint: ServerEndpoint) -> None:
+        del endpoint
+        path.write_text("{")
+
+    os.mkfifo(tmp_path / STOP_NAME)
+    (tmp_path / RELOAD_NAME).mkdir()
+    monkeypatch.setattr(service, "serving", serving)
+    monkeypatch.setattr(service, "publish", publish)
+    config = DeployConfig(folder=tmp_path, model_name="m", drain_s=0.5, uptime_s=uptime_s)
+    assert new_service(tmp_path, config).run() == "no longer needed"
+    assert next(looks) > 2
+    assert not (tmp_path / ENDPOINT_NAME).exists()
