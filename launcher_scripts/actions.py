@@ -22,6 +22,7 @@ from stages.progress import DamagedFileError, read_json, read_progress, write_js
 
 LAST_RUN = "last_run.json"
 _POLL_S = 0.3
+_PIECE = 1 << 20  # characters of a log, which may be larger than memory
 _CANCEL_S = 60.0
 _QUEUED_CLUSTER = "bcm"  # whose jobs outlive the command
 
@@ -203,7 +204,8 @@ def _print_from(path: Path, position: int, console: Console) -> int:
         return position
     with path.open(encoding="utf-8", errors="replace") as log:
         log.seek(position)
-        console.write(log.read())
+        while text := log.read(_PIECE):
+            console.write(text)
         return log.tell()
 
 

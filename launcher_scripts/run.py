@@ -31,7 +31,7 @@ from stages.endpoint import forwarding_hint, published_by
 from stages.progress import DamagedFileError, ProgressState, read_progress
 
 _POLL_S = 0.1
-_LOG_TAIL_LINES = 20
+_LOG_TAIL_LINES, _LOG_TAIL_BYTES = 20, 64 << 10
 _LOOK_AFTER = "the jobs run in the queue; see them with action=status or logs, end them with cancel"
 _STOPPING = "stopping; Ctrl-C again ends the jobs at once"
 # Invented in a dry run, so that the chain of dependencies can be read.
@@ -245,7 +245,9 @@ class Run:
         if not logs:
             self.console.say(f"nothing was written to {handle.log_path}")
         for path in logs:
-            written = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            with path.open("rb") as log:
+                log.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
+                written = log.read().decode(errors="replace").splitlines()
             # submitit adds lines of its own.
             lines = [line for line in written if not line.startswith("submitit ")]
             lines = lines[-_LOG_TAIL_LINES:]

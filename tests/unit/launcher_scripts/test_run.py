@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.local import LocalLauncher
 from launcher_scripts.pipeline import PlannedStage
 from launcher_scripts.run import Run
+from launcher_scripts.summary import summary
 from stages.base import Stage
 from stages.progress import Progress
 from stages.record import read_record, write_record
@@ -79,7 +81,7 @@ def test_job_of_another_command_in_the_same_folder_is_not_shown_as_ones_own(
     record = read_record(path)
     assert record is not None
     write_record(path, replace(record, job_id="another", state="failed"))
-    assert "write  completed" in run.summary()
+    assert "write  completed" in summary(run.planned, run.records(), run.console)
 
 
 def test_failed_job_is_shown_cause_first_and_stops_the_next(tmp_path: Path) -> None:
@@ -306,3 +308,22 @@ def test_progress_that_cannot_be_read_ends_no_job(tmp_path: Path) -> None:
 
     run, _ = make_run(DamagingStage(settings(tmp_path, "write")))
     assert run.run_all(wait=False) == 0
+
+
+def test_log_larger_than_memory_is_shown_by_its_end(tmp_path: Path) -> None:
+    class LoudStage(WriteStage):
+        def run(self, progress: Progress) -> dict:
+            sys.stdout.flush()
+            os.truncate(1, 1 << 30)  # zeros that take no room
+            os.lseek(1, 0, os.SEEK_END)
+            sys.stdout.write("\nthe last words\n")
+            return super().run(progress)
+
+    run, stream = make_run(LoudStage(settings(tmp_path, "write"), fails="error"))
+    tracemalloc.start()
+    try:
+        assert run.run_all(wait=False) == 1
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert "  | the last words" in stream.getvalue()
