@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from submitit.core.utils import pickle_load
 
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import is_dry_run
-from launcher_scripts.launchers.base import Dependency, Job, Launcher, clean_environment
+from launcher_scripts.launchers.base import Dependency, Job, clean_environment
 from launcher_scripts.launchers.bcp_executor import (
     MPIRUN,
     TIMED_OUT,
@@ -25,10 +24,10 @@ from launcher_scripts.launchers.bcp_executor import (
     runner,
     task_command,
 )
-from launcher_scripts.launchers.local import LocalHandle, new_id
+from launcher_scripts.launchers.local import LocalHandle, LocalLauncher, log_of
 from stages import record
 from stages.base import Stage
-from stages.job import LOG_LEVEL_VARIABLE, StageJob
+from stages.job import LOG_LEVEL_VARIABLE
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 
 # Folders that each replica has to itself.
@@ -48,105 +47,6 @@ def replicas(environment: Mapping[str, str]) -> int:
     """Return the number of replicas of the Base Command job."""
     size = environment.get("NGC_ARRAY_SIZE", "1")
     return int(size) if size.isdigit() else 1
-
-
-class BcpLauncher(Launcher):
-    """Runs each job on replicas of this Base Command job."""
-
-    name = "bcp"
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
-    def check(self, stages: Sequence[Stage]) -> list[str]:
-        """Return the problems of the stages inside this Base Command job."""
-        count = replicas(os.environ)
-        problems = [
-            f"{stage.name} needs {stage.resources().nodes} nodes, and this job has {count} "
-            "(NGC_ARRAY_SIZE); start it with more replicas, or lower the parallel sizes."
-            for stage in stages
-            if stage.resources().nodes > count and not is_dry_run(self._config)
-        ]
-        if count > 1:
-            problems += self._private_places()
-        if not is_dry_run(self._config) and runner(self._config.cluster.bcprun) is None:
-            problems.append(
-                f"cluster_type=bcp needs {self._config.cluster.bcprun} or {MPIRUN}, and neither is "
-                "on PATH; run inside a Base Command job, or use cluster_type=local."
-            )
-        return problems
-
-    def render(self, job: Job, after: Sequence[Dependency]) -> str:
-        """Return the script, with JOB_ID in place of the start time."""
-        del after
-        executor = self._executor(job, "JOB_ID", "JOB_ID")
-        return executor.script(task_command(executor.python, executor.folder), "JOB_ID")
-
-    def submit(self, job: Job, after: Sequence[Dependency]) -> BcpHandle:
-        """Start the job. Its dependency must be satisfied: nothing is queued."""
-        del after
-        job_id = new_id(job)
-        mark = uuid.uuid4().hex
-        executor = self._executor(job, job_id, mark)
-        log_path = Path(executor.parameters["log_path"])
-        record.update_record(job.record_path, job_id, host=os.uname().nodename, log=str(log_path))
-        submitted = executor.submit(StageJob(job.stage, job.record_path))
-        assert isinstance(submitted, BcpJob)
-        record.update_record(job.record_path, job_id, process=submitted.process.pid)
-        return BcpHandle(job, job_id, log_path, submitted, mark, submitted.process.pid)
-
-    def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
-        config, resources = self._config, job.stage.resources()
-        # At most one task for each GPU of a node.
-        most = config.cluster.gpus_per_node or resources.tasks_per_node
-        per_node = min(resources.tasks_per_node, most)
-        executor = BcpExecutor(
-            job.folder / "submitit" / job_id,
-            bcprun=config.cluster.bcprun,
-            environment=clean_environment(os.environ),
-        )
-        level = os.environ.get(LOG_LEVEL_VARIABLE)
-        levels = {} if level is None else {LOG_LEVEL_VARIABLE: level}
-        executor.update_parameters(
-            nodes=resources.nodes,
-            tasks_per_node=per_node,
-            timeout_min=resources.time_limit_min,
-            job_id=job_id,
-            log_path=str(job.folder / f"log-{job.name}_{job_id}.out"),
-            exports={**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark, **levels},
-            setup=config.cluster.setup,
-            first=_ping(executor.folder, resources.nodes * per_node),
-            no_redirect=config.bcp_no_redirect,
-            arguments=config.cluster.bcprun_args,
-        )
-        return executor
-
-    def _private_places(self) -> list[str]:
-        """Return the problems of folders that the other replicas do not see."""
-        config = self._config
-        found = {
-            "base_results_dir": config.base_results_dir,
-            "export.run.results_dir": config.export.run.results_dir,
-            "export.triton_deployment.triton_model_dir": (
-                config.export.triton_deployment.triton_model_dir
-            ),
-            "deploy.repository": config.deploy.repository,
-        }
-        return [
-            f"{key}={path} is private to each replica; choose a folder in a workspace, such as "
-            "/mount/results."
-            for key, path in found.items()
-            if path is not None and _PRIVATE_RESULTS in (Path(path), *Path(path).parents)
-        ]
-
-
-def _ping(folder: Path, tasks: int) -> str | None:
-    """Return the command of the preflight check, by which several tasks reach each other."""
-    if tasks == 1:
-        return None
-    return shlex.join(
-        [sys.executable, "-u", "-m", "stages.preflight", str(folder), str(tasks), "none"]
-    )
 
 
 class BcpHandle(LocalHandle):
@@ -195,3 +95,90 @@ class BcpHandle(LocalHandle):
             if outcome == "error":
                 return f"rank {number} failed: {value.strip().splitlines()[-1]}"
         return None
+
+
+class BcpLauncher(LocalLauncher):
+    """Runs each job on replicas of this Base Command job."""
+
+    name = "bcp"
+    handle_class = BcpHandle
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def check(self, stages: Sequence[Stage]) -> list[str]:
+        """Return the problems of the stages inside this Base Command job."""
+        count = replicas(os.environ)
+        problems = [
+            f"{stage.name} needs {stage.resources().nodes} nodes, and this job has {count} "
+            "(NGC_ARRAY_SIZE); start it with more replicas, or lower the parallel sizes."
+            for stage in stages
+            if stage.resources().nodes > count and not is_dry_run(self._config)
+        ]
+        if count > 1:
+            problems += self._private_places()
+        if not is_dry_run(self._config) and runner(self._config.cluster.bcprun) is None:
+            problems.append(
+                f"cluster_type=bcp needs {self._config.cluster.bcprun} or {MPIRUN}, and neither is "
+                "on PATH; run inside a Base Command job, or use cluster_type=local."
+            )
+        return problems
+
+    def render(self, job: Job, after: Sequence[Dependency]) -> str:
+        """Return the script, with JOB_ID in place of the start time."""
+        del after
+        executor = self._executor(job, "JOB_ID", "JOB_ID")
+        return executor.script(task_command(executor.python, executor.folder), "JOB_ID")
+
+    def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
+        config, resources = self._config, job.stage.resources()
+        # At most one task for each GPU of a node.
+        most = config.cluster.gpus_per_node or resources.tasks_per_node
+        per_node = min(resources.tasks_per_node, most)
+        executor = BcpExecutor(
+            job.folder / "submitit" / job_id,
+            bcprun=config.cluster.bcprun,
+            environment=clean_environment(os.environ),
+        )
+        level = os.environ.get(LOG_LEVEL_VARIABLE)
+        levels = {} if level is None else {LOG_LEVEL_VARIABLE: level}
+        executor.update_parameters(
+            nodes=resources.nodes,
+            tasks_per_node=per_node,
+            timeout_min=resources.time_limit_min,
+            job_id=job_id,
+            log_path=str(log_of(job, job_id)),
+            exports={**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark, **levels},
+            setup=config.cluster.setup,
+            first=_ping(executor.folder, resources.nodes * per_node),
+            no_redirect=config.bcp_no_redirect,
+            arguments=config.cluster.bcprun_args,
+        )
+        return executor
+
+    def _private_places(self) -> list[str]:
+        """Return the problems of folders that the other replicas do not see."""
+        config = self._config
+        found = {
+            "base_results_dir": config.base_results_dir,
+            "export.run.results_dir": config.export.run.results_dir,
+            "export.triton_deployment.triton_model_dir": (
+                config.export.triton_deployment.triton_model_dir
+            ),
+            "deploy.repository": config.deploy.repository,
+        }
+        return [
+            f"{key}={path} is private to each replica; choose a folder in a workspace, such as "
+            "/mount/results."
+            for key, path in found.items()
+            if path is not None and _PRIVATE_RESULTS in (Path(path), *Path(path).parents)
+        ]
+
+
+def _ping(folder: Path, tasks: int) -> str | None:
+    """Return the command of the preflight check, by which several tasks reach each other."""
+    if tasks == 1:
+        return None
+    return shlex.join(
+        [sys.executable, "-u", "-m", "stages.preflight", str(folder), str(tasks), "none"]
+    )

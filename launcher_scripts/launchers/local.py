@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from submitit.core.core import Job as SubmittedJob
+from submitit.core.core import PicklingExecutor
 from submitit.core.utils import pickle_load
 from submitit.local.local import LocalExecutor, LocalJob
 
@@ -37,70 +38,6 @@ from stages.job_process import (
 _SIGNAL_DELAY_S = 30
 _ASK_AGAIN_S = 1.0
 _RESULT_WAIT_S = 2.0
-
-
-class LocalLauncher(Launcher):
-    """Runs each job as a process of its own, with a time limit."""
-
-    name = "local"
-
-    def check(self, stages: Sequence[Stage]) -> list[str]:
-        """Return the problems of stages that need more than one node."""
-        return [
-            f"{stage.name} needs {stage.resources().nodes} nodes, and cluster_type=local has one; "
-            "lower the parallel sizes, or raise cluster.gpus_per_node."
-            for stage in stages
-            if stage.resources().nodes > 1
-        ]
-
-    def render(self, job: Job, after: Sequence[Dependency]) -> str:
-        """Return a script that repeats the job by hand."""
-        del after
-        config = job.whole_config_path
-        command = [
-            sys.executable, "main.py", f"--config-path={config.parent}",
-            f"--config-name={config.name}", f"stages=[{job.stage.name}]",
-        ]  # fmt: skip
-        exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
-        lines = [
-            "#!/bin/bash",
-            f"# Repeats the job {job.name} ({job.stage.name}).",
-            "set -euo pipefail",
-            *exports,
-            f"cd {shlex.quote(str(CHECKOUT))}",
-            f"exec {shlex.join(command)}",
-        ]
-        return "\n".join(lines) + "\n"
-
-    def submit(self, job: Job, after: Sequence[Dependency]) -> LocalHandle:
-        """Start the job. Its dependency must be satisfied: nothing is queued."""
-        del after
-        job_id = new_id(job)
-        mark = uuid.uuid4().hex
-        folder = job.folder / "submitit" / job_id
-        environment = clean_environment(os.environ) | dict(job.environment)
-        environment |= {
-            JOB_ID_VARIABLE: job_id,
-            OWNER_VARIABLE: owner_of_this_process(),
-            MARK_VARIABLE: mark,
-        }
-        paths = filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")])
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-        executor = _Executor(folder, environment)
-        resources = job.stage.resources()
-        executor.update_parameters(
-            timeout_min=resources.time_limit_min,
-            tasks_per_node=1,
-            stderr_to_stdout=True,
-            signal_delay_s=min(_SIGNAL_DELAY_S, resources.time_limit_min * 30),
-        )
-        record.update_record(job.record_path, job_id, host=os.uname().nodename)
-        log_path = job.folder / f"log-{job.name}_{job_id}.out"
-        submitted = executor.submit(StageJob(job.stage, job.record_path))
-        log_path.symlink_to(os.path.relpath(submitted.paths.stdout, log_path.parent))
-        process_id = int(submitted.job_id)
-        record.update_record(job.record_path, job_id, log=str(log_path), process=process_id)
-        return LocalHandle(job, job_id, log_path, submitted, mark, process_id)
 
 
 @dataclass
@@ -166,6 +103,76 @@ class LocalHandle(JobHandle):
         return str(outcome)
 
 
+class LocalLauncher(Launcher):
+    """Runs each job as a process of its own, with a time limit."""
+
+    name = "local"
+    handle_class: ClassVar[type[LocalHandle]] = LocalHandle
+
+    def check(self, stages: Sequence[Stage]) -> list[str]:
+        """Return the problems of stages that need more than one node."""
+        return [
+            f"{stage.name} needs {stage.resources().nodes} nodes, and cluster_type=local has one; "
+            "lower the parallel sizes, or raise cluster.gpus_per_node."
+            for stage in stages
+            if stage.resources().nodes > 1
+        ]
+
+    def render(self, job: Job, after: Sequence[Dependency]) -> str:
+        """Return a script that repeats the job by hand."""
+        del after
+        config = job.whole_config_path
+        command = [
+            sys.executable, "main.py", f"--config-path={config.parent}",
+            f"--config-name={config.name}", f"stages=[{job.stage.name}]",
+        ]  # fmt: skip
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+        lines = [
+            "#!/bin/bash",
+            f"# Repeats the job {job.name} ({job.stage.name}).",
+            "set -euo pipefail",
+            *exports,
+            f"cd {shlex.quote(str(CHECKOUT))}",
+            f"exec {shlex.join(command)}",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def submit(self, job: Job, after: Sequence[Dependency]) -> LocalHandle:
+        """Start the job. Its dependency must be satisfied: nothing is queued."""
+        del after
+        job_id, mark = _new_id(job), uuid.uuid4().hex
+        executor = self._executor(job, job_id, mark)
+        log_path = log_of(job, job_id)
+        record.update_record(job.record_path, job_id, host=os.uname().nodename, log=str(log_path))
+        submitted = executor.submit(StageJob(job.stage, job.record_path))
+        assert isinstance(submitted, LocalJob)
+        assert submitted._process is not None
+        if not log_path.exists():
+            log_path.symlink_to(os.path.relpath(submitted.paths.stdout, log_path.parent))
+        process_id = submitted._process.pid
+        record.update_record(job.record_path, job_id, process=process_id)
+        return self.handle_class(job, job_id, log_path, submitted, mark, process_id)
+
+    def _executor(self, job: Job, job_id: str, mark: str) -> PicklingExecutor:
+        environment = clean_environment(os.environ) | dict(job.environment)
+        environment |= {
+            JOB_ID_VARIABLE: job_id,
+            OWNER_VARIABLE: owner_of_this_process(),
+            MARK_VARIABLE: mark,
+        }
+        paths = filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")])
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        executor = _Executor(job.folder / "submitit" / job_id, environment)
+        resources = job.stage.resources()
+        executor.update_parameters(
+            timeout_min=resources.time_limit_min,
+            tasks_per_node=1,
+            stderr_to_stdout=True,
+            signal_delay_s=min(_SIGNAL_DELAY_S, resources.time_limit_min * 30),
+        )
+        return executor
+
+
 class _Executor(LocalExecutor):
     """submitit's local executor, with the job's environment and in a session of its own.
 
@@ -203,7 +210,12 @@ class _Executor(LocalExecutor):
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 
-def new_id(job: Job) -> str:
+def log_of(job: Job, job_id: str) -> Path:
+    """Return the log of a job."""
+    return job.folder / f"log-{job.name}_{job_id}.out"
+
+
+def _new_id(job: Job) -> str:
     """Return the start time as MMDD_HHMMSS, with a suffix if that exists."""
     stamp = datetime.now().strftime("%m%d_%H%M%S")
     later = (f"{stamp}_{number}" for number in itertools.count(2))
