@@ -17,7 +17,7 @@ from submitit.core.utils import UncompletedJobError
 from submitit.helpers import Checkpointable, DelayedSubmission
 
 from export_scripts.errors import CheckpointMismatchError
-from inference.launch_environment import LaunchEnvironment, read_launch_environment
+from inference.launch_environment import read_launch_environment
 from inference.server.server_log import ServerStartError
 from stages import record
 from stages.base import Stage, StageError, Summary
@@ -66,9 +66,10 @@ class StageJob(Checkpointable):
         Raises:
             StageError: the job was asked to stop, or the stage says why it failed.
         """
-        place = own_place()
-        if place.rank > 0:
-            return assist(self.stage, place)
+        if os.environ.get("SUBMITIT_EXECUTOR") == "bcp":  # all tasks of bcprun run this
+            place = read_launch_environment(os.environ)
+            if place.rank > 0:
+                return assist(self.stage, place)
         started = time.monotonic()
         logging.basicConfig(
             level=os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper(),
@@ -140,12 +141,6 @@ class StageJob(Checkpointable):
 
     def _note(self, **changes: object) -> None:
         record.update_record(self.record_path, os.environ.get(JOB_ID_VARIABLE, ""), **changes)
-
-
-def own_place() -> LaunchEnvironment:
-    """Return the place of this process among a job's tasks, which all run this under bcprun."""
-    is_task = os.environ.get("SUBMITIT_EXECUTOR") == "bcp"
-    return read_launch_environment(os.environ) if is_task else LaunchEnvironment()
 
 
 def _print_cause(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -45,8 +45,10 @@ class TritonInstallation:
         # The Python backend embeds an interpreter and takes its packages from the first python3.
         interpreter = str(Path(sys.executable).parent)
         variables = {"PATH": os.pathsep.join([interpreter, os.environ.get("PATH", os.defpath)])}
-        variables |= memory_variables()
-        return variables | library_variables(self.library_paths)
+        searched = [*map(str, self.library_paths), os.environ.get("LD_LIBRARY_PATH", "")]
+        if libraries := os.pathsep.join(filter(None, searched)):
+            variables["LD_LIBRARY_PATH"] = libraries
+        return variables | memory_variables()
 
     def known_options(self) -> frozenset[str]:
         """Return the names of the options that the program's help lists."""
@@ -68,18 +70,6 @@ class TritonInstallation:
         if self.cache_directory:
             arguments.append(f"--cache-directory={self.cache_directory}")
         return arguments
-
-
-def library_variables(folders: Iterable[Path]) -> dict[str, str]:
-    """Return the variable with which a program searches folders for its shared libraries first."""
-    searched = [*map(str, folders), os.environ.get("LD_LIBRARY_PATH", "")]
-    text = os.pathsep.join(filter(None, searched))
-    return {"LD_LIBRARY_PATH": text} if text else {}
-
-
-def interpreter_libraries() -> Path:
-    """Return the folder of this interpreter's shared library, to which Triton's stub is linked."""
-    return Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
 
 
 def find_triton(*, own_backends: bool = True) -> TritonInstallation:
@@ -113,12 +103,9 @@ def _installed(program: Path, *, own_backends: bool) -> TritonInstallation:
     if not own_backends or not backends.is_dir():
         return TritonInstallation(program)
     links = {path.name: path for path in backends.iterdir()} | _own_backends()
-
-    def fill(folder: Path) -> None:
-        _link(folder, links)
-
     identity = f"{backends} {sorted(links.items())}"
-    return TritonInstallation(program, backend_directory=_cached_folder(identity, fill))
+    folder = _cached_folder(identity, lambda folder: _link(folder, links))
+    return TritonInstallation(program, backend_directory=folder)
 
 
 def _own_backends() -> dict[str, Path]:
@@ -150,14 +137,15 @@ def _from_wheel(folder: Path, *, own_backends: bool) -> TritonInstallation:
             f"would import from {place}; install numpy 1.26 there, or name another server in "
             "TRITON_SERVER."
         )
-    libraries = (folder.parents[1] / "nvidia_pytriton.libs", interpreter_libraries())
+    # Triton's stub is linked to this interpreter's shared library.
+    own_libraries = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
     return TritonInstallation(
         program=folder / "bin" / "tritonserver",
         backend_directory=_assembled_backends(
             folder / "backends", stub, _own_backends() if own_backends else {}
         ),
         cache_directory=folder / "caches",
-        library_paths=libraries,
+        library_paths=(folder.parents[1] / "nvidia_pytriton.libs", own_libraries),
     )
 
 

@@ -26,21 +26,16 @@ def shared_memory_of(prefix: str) -> Iterator[None]:
         return
     held, path = held_path(lambda: SHM_FOLDER / f"{prefix}{_LOCK_SUFFIX}", os.O_CREAT | os.O_RDWR)
     try:
-        remove_stale_segments()
+        locks = SHM_FOLDER.glob(f"{user_prefix()}*{_LOCK_SUFFIX}")
+        for stale in abandoned_paths(locks, os.O_RDWR):
+            _remove_segments(stale.name.removesuffix(_LOCK_SUFFIX))
+            with contextlib.suppress(OSError):
+                stale.unlink()
         yield
     finally:
         _remove_segments(prefix)
         path.unlink(missing_ok=True)
         os.close(held)
-
-
-def remove_stale_segments() -> None:
-    """Remove the shared memory of this user's servers that have ended without doing so."""
-    locks = SHM_FOLDER.glob(f"{user_prefix()}*{_LOCK_SUFFIX}")
-    for path in abandoned_paths(locks, os.O_RDWR):
-        _remove_segments(path.name.removesuffix(_LOCK_SUFFIX))
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 def user_prefix() -> str:

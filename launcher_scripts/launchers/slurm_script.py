@@ -82,7 +82,7 @@ def batch_script(
         *_measure_memory(job, array),
         *_about_step(step_of(job, config)),
         "# command",
-        f"exec {driver_command(folder)}",
+        f"exec {shlex.join([sys.executable, '-u', '-m', 'submitit.core._submit', str(folder)])}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -123,11 +123,6 @@ def _about_step(step: JobStep | None) -> list[str]:
         f"#   {shown}",
         "",
     ]
-
-
-def driver_command(folder: Path) -> str:
-    """Return the command that runs the pickled stage of a folder."""
-    return shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", str(folder)])
 
 
 def log_path(job: Job, job_id: str) -> Path:
