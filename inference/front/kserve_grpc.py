@@ -197,9 +197,13 @@ async def _refuse(context: Any, error: RejectedError) -> NoReturn:
 
 
 def _register_key(request: bytes) -> str:
+    from google.protobuf.message import DecodeError
     from tritonclient.grpc import service_pb2
 
-    return str(service_pb2.SystemSharedMemoryRegisterRequest.FromString(request).key)
+    try:
+        return str(service_pb2.SystemSharedMemoryRegisterRequest.FromString(request).key)
+    except DecodeError:
+        raise RejectedError("the message is not a SystemSharedMemoryRegisterRequest") from None
 
 
 def _without_reasons(reply: bytes) -> bytes:
