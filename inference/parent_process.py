@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import signal
 
@@ -18,6 +19,13 @@ def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 def adopt_orphans() -> None:
     """Become the parent of all descendants whose own parents end."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; most of those for applications have a number alone."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def _prctl(option: int, value: int) -> None:

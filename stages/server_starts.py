@@ -24,6 +24,7 @@ from inference.launch_environment import (
     RENDEZVOUS_VARIABLE,
     read_launch_environment,
 )
+from inference.parent_process import signal_name
 from stages.base import StageError
 from stages.job_process import node_address, node_name
 from stages.progress import read_as, write_json
@@ -168,7 +169,7 @@ def _report_loss(folder: Path, job_id: str, number: int, status: int) -> None:
         return
     rank = read_launch_environment(os.environ).rank
     path = folder / _LOSS_NAME.format(job=job_id, life=_life(), number=number, rank=rank)
-    replace_file(path, f"{_who()} was ended by {signal.Signals(-status).name}")
+    replace_file(path, f"{_who()} was ended by {signal_name(-status)}")
 
 
 def _who() -> str:

@@ -17,6 +17,7 @@ from time import monotonic, sleep
 from typing import IO, TYPE_CHECKING
 
 from inference.control_groups import usable_cores
+from inference.parent_process import signal_name
 from inference.process_memory import memory_variables
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class _Worker:
         if status is None:
             return None
         if status < 0:
-            return f"was ended by {signal.Signals(-status).name}"
+            return f"was ended by {signal_name(-status)}"
         return f"ended with status {status}"
 
     def output(self) -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from inference.parent_process import adopt_orphans, end_with_parent
+from inference.parent_process import adopt_orphans, end_with_parent, signal_name
 from inference.server.segments import close_segments, shared_memory_of
 
 # Of this checkout, whatever the folder and the variables of the owner.
@@ -209,7 +209,7 @@ def _how_ended(wait_status: int) -> str:
     number = os.WTERMSIG(wait_status)
     # The kernel's log names the process if so.
     hint = ", perhaps because memory ran out" if number == signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(number).name}{hint}"
+    return f"was ended by {signal_name(number)}{hint}"
 
 
 def _signal_descendants(number: int) -> None:

@@ -118,15 +118,18 @@ def test_announcements_from_before_a_requeue_are_ignored(
     assert read_start(tmp_path, "7") == called == ServerStart(**vars(called))
 
 
+@pytest.mark.parametrize(
+    ("number", "name"), [(9, "SIGKILL"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")]
+)
 def test_a_part_that_is_killed_leaves_word_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     with taking_part(tmp_path, STAYS) as reported:
         announce_start(tmp_path, "7", 1)
         until(lambda: len(reported()) == 1)
-        os.kill(int(reported()[0].split()[1]), 9)
+        os.kill(int(reported()[0].split()[1]), number)
         said = losses(tmp_path, "7", 1, wait_s=LIMIT_S)
-    assert said == ["rank 0 on n2 was ended by SIGKILL"]
+    assert said == [f"rank 0 on n2 was ended by {name}"]
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert losses(tmp_path, "7", 1, wait_s=0) == []
