@@ -34,7 +34,7 @@ _POLL_S = 0.25
 # A very busy server may not answer for so long. The supervisor notices earlier if a server
 # has ended or a signal has stopped it.
 _PATIENCE_S = 30.0
-_MAX_BACKOFF_S = 300.0
+_MAX_BACKOFF_S, _MOST_DOUBLED = 300.0, 64
 # A failure after so long is unrelated to those before: they are forgotten, and the next start is
 # immediate.
 _STEADY_S = 600.0
@@ -250,7 +250,7 @@ class Service:
 
         The first start after a failure is immediate: most failures do not come back at once.
         """
-        doubled = self._config.restart_backoff_s * 2.0 ** (self._failures - 2)
+        doubled = self._config.restart_backoff_s * 2.0 ** min(self._failures - 2, _MOST_DOUBLED)
         wait_s = 0.0 if self._failures == 1 else min(doubled, _MAX_BACKOFF_S)
         sys.stderr.write(
             f"{failure}\nstarting the server again in {wait_s:g} s "

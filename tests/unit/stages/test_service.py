@@ -257,3 +257,18 @@ def test_what_is_no_request_and_no_address_ends_no_server(
     assert new_service(tmp_path, config).run() == "no longer needed"
     assert next(looks) > 2
     assert not (tmp_path / ENDPOINT_NAME).exists()
+
+
+def test_pause_before_the_next_of_very_many_starts_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / STOP_NAME).touch()
+    config = DeployConfig(
+        folder=tmp_path, model_name="m", max_restarts=5000, restart_backoff_s=0.001
+    )
+    kept = new_service(tmp_path, config)
+    phases: list[str] = []
+    monkeypatch.setattr(kept._progress, "update", phases.append)
+    kept._failures = 2000
+    assert kept._wait("it has failed") == "no longer needed"
+    assert phases == ["starting again in 300 s"]
