@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 import time
 from pathlib import Path
 
+from export_scripts.files.replace import replace_file
 from inference.launch_environment import LaunchEnvironment
 from inference.ports import port_problem
 from stages.base import JobSettings, Stage, StageError, Summary
@@ -107,11 +109,12 @@ class DeployStage(Stage):
         return self.endpoint_path
 
     def ask_to_stop(self) -> bool:
-        """Ask the server to end, through the file that it watches."""
-        (self.job.folder / STOP_NAME).write_text(
-            job_id_here()
-        )  # its predecessor or successor goes on
-        return True
+        """Ask the server to end, through the file that it watches; False if the disk is full."""
+        with contextlib.suppress(OSError):
+            # Its predecessor or successor goes on.
+            replace_file(self.job.folder / STOP_NAME, job_id_here())
+            return True
+        return False
 
     def other_logs(self, job_id: str) -> list[Path]:
         """Return the server's log."""

@@ -28,6 +28,7 @@ from stages.job_process import (
     cause_of,
     end_processes_of_job,
     job_id_here,
+    log_line,
     node_name,
     stop_signals,
     watching_owner,
@@ -148,4 +149,4 @@ def _print_cause(
 ) -> None:
     """End the log of a job with the reason alone: it was written for users."""
     del kind, trace
-    sys.stderr.write(f"{cause_of(error)}\n")
+    log_line(cause_of(error))

@@ -50,6 +50,13 @@ def node_address() -> str | None:
     return None
 
 
+def log_line(text: str) -> None:
+    """Write to the job's log; a full disk, on which that is impossible, ends no job."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
 def assist(stage: Stage, place: LaunchEnvironment) -> Summary:
     """Do the part of a rank other than the first, which alone keeps records and writes results."""
     with stop_signals(), contextlib.suppress(StopRequested):
@@ -136,7 +143,7 @@ def watching_owner() -> Iterator[None]:
     def watch() -> None:
         while not done.wait(_WATCH_S):
             if _start_ticks(int(pid)) != ticks or os.getppid() != parent:
-                sys.stderr.write("the command that started this job is gone; stopping\n")
+                log_line("the command that started this job is gone; stopping")
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 

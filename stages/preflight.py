@@ -18,7 +18,7 @@ from typing import Any
 
 from inference.launch_environment import read_launch_environment
 from stages.base import StageError
-from stages.job_process import node_name
+from stages.job_process import log_line, node_name
 from stages.progress import read_json, write_json
 
 # A node may first have to fetch the container.
@@ -95,18 +95,18 @@ def main(folder: Path, ranks: int, mpi: str) -> int:
     name = f"rank {place.rank} on {node_name()}"
     variable = _MPI_VARIABLES.get(mpi)
     if place.world_size != ranks:
-        sys.stderr.write(f"{name} sees {place.world_size} ranks instead of {ranks}\n")
+        log_line(f"{name} sees {place.world_size} ranks instead of {ranks}")
         return 1
     if variable is not None and variable not in os.environ:
-        sys.stderr.write(
+        log_line(
             f"{name} got no {variable}: cluster.mpi={mpi} does not reach it, so every rank would "
-            "believe that it is alone; in a container, pyxis needs its PMI hook\n"
+            "believe that it is alone; in a container, pyxis needs its PMI hook"
         )
         return 1
     try:
         _answer(folder, ranks) if place.rank == 0 else _call(folder, place.rank)
     except OSError as error:
-        sys.stderr.write(f"{name}: {error}\n")
+        log_line(f"{name}: {error}")
         return 1
     sys.stdout.write(f"{name} reaches the first\n")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -21,7 +20,7 @@ from stages.endpoint import (
     published_by,
     withdraw,
 )
-from stages.job_process import job_id_here
+from stages.job_process import job_id_here, log_line
 from stages.progress import Progress
 from stages.server_starts import announce_failure, losses
 from stages.serving import serving
@@ -163,7 +162,7 @@ class Service:
             if former is None:
                 raise
             # The front has changed over: clients find this server where they found the other.
-            sys.stderr.write(f"the address cannot be written again: {error}\n")
+            log_line(f"the address cannot be written again: {error}")
         self._progress, self._is_published = self._published, True
         return server, endpoint
 
@@ -176,12 +175,12 @@ class Service:
         from inference.server.server import ServerStartError
 
         if self._config.nodes > 1:
-            sys.stderr.write("a server on several nodes cannot be reloaded; restart the stage\n")
+            log_line("a server on several nodes cannot be reloaded; restart the stage")
             return old
         if not old.can_have_a_successor():
-            sys.stderr.write(
+            log_line(
                 "another engine's server, NVIDIA's, or one with sessions, cannot be reloaded; "
-                "restart the stage\n"
+                "restart the stage"
             )
             return old
         old.log_path = put_aside(old.log_path)
@@ -189,7 +188,7 @@ class Service:
             new, self._serves = self._start(stack, cast("TritonServer", old))
         except (ServerStartError, StageError, ValueError, OSError) as error:
             # Whatever is wrong with the new repository, or with the disk, clients are served.
-            sys.stderr.write(f"not reloaded; the server goes on as it was: {error}\n")
+            log_line(f"not reloaded; the server goes on as it was: {error}")
             return old
         old.stop(drain_s=self._config.drain_s)
         return new
@@ -252,9 +251,9 @@ class Service:
         """
         doubled = self._config.restart_backoff_s * 2.0 ** min(self._failures - 2, _MOST_DOUBLED)
         wait_s = 0.0 if self._failures == 1 else min(doubled, _MAX_BACKOFF_S)
-        sys.stderr.write(
+        log_line(
             f"{failure}\nstarting the server again in {wait_s:g} s "
-            f"(restart {self._failures} of {self._config.max_restarts})\n"
+            f"(restart {self._failures} of {self._config.max_restarts})"
         )
         self._progress.update(f"starting again in {wait_s:g} s")
         deadline = time.monotonic() + wait_s

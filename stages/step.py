@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from inference.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
 from stages.base import Stage, StageError, Summary
-from stages.job_process import assist, cause_of, stop_signals
+from stages.job_process import assist, cause_of, log_line, stop_signals
 from stages.preflight import check_mpi, ping
 from stages.progress import read_json, write_json
 
@@ -167,8 +167,9 @@ class _Listener:
 
     def _listen(self) -> None:
         for line in self._stream:
-            sys.stdout.write(line)
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # on a full disk the step goes on
+                sys.stdout.write(line)
+                sys.stdout.flush()
             text = line.rstrip("\n")
             if end := _FAILURE.search(text):
                 self._failures.append((end[1], end[2], end[3]))
@@ -209,7 +210,7 @@ def main(stage_path: Path, result_path: Path, ranks: int = 1) -> int:
             try:
                 assist(stage, place)
             except StageError as error:
-                sys.stderr.write(f"{error}\n")
+                log_line(str(error))
                 return error.exit_code
             return 0
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 import time
@@ -167,7 +168,8 @@ class TritonServer(ServedProcess):
                 if error.is_crash and crash_retries:
                     crash_retries -= 1
                     kept = put_aside(self.log_path)
-                    sys.stderr.write(f"{error.summary} starting it again; its log is {kept}\n")
+                    with contextlib.suppress(OSError):  # on a full disk
+                        sys.stderr.write(f"{error.summary} starting it again; its log is {kept}\n")
                 elif not (0 in self._wanted_ports.values() and log.port_was_taken()):
                     raise
             else:

@@ -8,7 +8,6 @@ address serves, and `job.json` is its record; its predecessor sees that address 
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from stages import record
 from stages.base import Summary
 from stages.deploy import DeployStage
 from stages.endpoint import published_by
-from stages.job_process import job_id_here, node_name
+from stages.job_process import job_id_here, log_line, node_name
 from stages.service import NOT_NEEDED
 
 _POLL_S = 0.5
@@ -93,9 +92,9 @@ class _Keeper:
         try:
             self._keep()
         except Exception as error:  # the server goes on without a successor
-            self._say(f"no further job will follow this one: {error!r}")
+            log_line(f"chain: no further job will follow this one: {error!r}")
         if self._stopped.is_set() and self._successor and not self._serves(self._successor):
-            self._say(f"the chain ends: cancelling its next job {self._successor}")
+            log_line(f"chain: the chain ends: cancelling its next job {self._successor}")
             cancel(self._successor)
 
     def _keep(self) -> None:
@@ -115,7 +114,7 @@ class _Keeper:
                     return
             if not (problem := self._watch()):
                 return
-            self._say(f"the next job, {self._successor}, {problem}; {left} attempts are left")
+            log_line(f"chain: the next job, {self._successor}, {problem}; {left} attempts are left")
             if not self._waits(until=time.time() + pause_s):
                 return
             self._may_start_at, after = 0.0, []
@@ -128,9 +127,11 @@ class _Keeper:
         try:
             self._successor = self._chain.launcher.submit(replace(job, stage=stage), after).job_id
         except SubmissionError as error:  # such as a limit of queued jobs
-            self._say(f"the next job was refused, and is submitted again in a minute: {error}")
+            log_line(
+                f"chain: the next job was refused, and is submitted again in a minute: {error}"
+            )
             return False
-        self._say(f"job {self._successor} will follow this one")
+        log_line(f"chain: job {self._successor} will follow this one")
         record.update_record(job.record_path, self._id, successor=self._successor)
         return True
 
@@ -145,7 +146,7 @@ class _Keeper:
             until=min(time.time() + pause_s, self._may_start_at if is_held else float("inf")),
         ):
             if self._serves(self._successor):
-                self._say(f"job {self._successor} serves from now on")
+                log_line(f"chain: job {self._successor} serves from now on")
                 return ""
             if is_held and time.time() >= self._may_start_at:
                 is_held, pause_s = bool(release(self._successor)), _ASK_S
@@ -195,7 +196,3 @@ class _Keeper:
             predecessor=self._stage.predecessor,
         )
         record.write_record(path, claimed)
-
-    def _say(self, text: str) -> None:
-        sys.stderr.write(f"chain: {text}\n")
-        sys.stderr.flush()
