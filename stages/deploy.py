@@ -33,19 +33,12 @@ class DeployStage(Stage):
     """
 
     name = "deploy"
+    predecessor: str = ""
+    ends_at: float | None = None
 
-    def __init__(
-        self,
-        job: JobSettings,
-        config: DeployConfig,
-        *,
-        predecessor: str = "",
-        ends_at: float | None = None,
-    ) -> None:
+    def __init__(self, job: JobSettings, config: DeployConfig) -> None:
         super().__init__(job)
         self.config = config
-        self.predecessor = predecessor
-        self.ends_at = ends_at
 
     @property
     def endpoint_path(self) -> Path:
