@@ -75,6 +75,7 @@ class Watch:
         self.state = WatchState(str(self._run))
         self._news_at = time.time()
         self._drawn: list[tuple[int, str, str]] = []
+        self._trouble = ""  # the last with the folder of the run
 
     @property
     def ranking(self) -> Ranking:
@@ -156,7 +157,15 @@ class Watch:
     def _look(self) -> None:
         """Take note of new checkpoints, of changed ones and of those that are gone."""
         now = time.time()
-        found = {each.step: each for each in find_checkpoints(self._run)}
+        try:
+            found = {each.step: each for each in find_checkpoints(self._run)}
+        except OSError as error:  # a folder that training deletes, or a file system that is away
+            if not self.state.watched:
+                raise
+            if self._trouble != (trouble := f"{error.filename}: {error.strerror}"):
+                self._console.say(f"looking again, {trouble}")
+            self._trouble = trouble
+            return
         for step, checkpoint in found.items():
             each = self.state.watched.get(step)
             if each is None:

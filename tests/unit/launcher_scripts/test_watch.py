@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import random
 import shutil
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.main import main
+from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
 from launcher_scripts.watch import Watch
 from launcher_scripts.watch_state import Figure, Watched, WatchState, read_state
 from tests.conftest import ROOT
@@ -92,6 +95,27 @@ def test_torn_and_deleted_checkpoints_are_passed_over(tmp_path: Path, run: Path)
     values["watched"][2]["path"] = str(run / "gone.nemo")
     state.write_text(json.dumps(values))
     assert watch(tmp_path)[1][30].state == "gone"
+
+
+def test_folder_that_cannot_be_read_for_a_moment_ends_no_watch(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = itertools.count()
+
+    def find(folder: Path) -> list[TrainedCheckpoint]:
+        if (look := next(looks)) in (1, 2):
+            raise OSError(errno.ESTALE, "Stale file handle", str(folder))
+        if look == 3:
+            arrive(run, 20)
+        return find_checkpoints(folder)
+
+    arrive(run, 10)
+    monkeypatch.setattr("launcher_scripts.watch.find_checkpoints", find)
+    status, watched = watch(tmp_path, "watch.until_step=20", "watch.idle_s=60")
+    assert status == 0
+    assert [each.state for each in watched.values()] == ["evaluated"] * 2
+    trouble = f"looking again, {tmp_path}/a run's: Stale file handle\n"
+    assert capsys.readouterr().out.count(trouble) == 1
 
 
 def test_failed_pipelines_are_started_again_a_bounded_number_of_times(
