@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import re
 import ssl
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -40,7 +41,8 @@ _OF_CONNECTION = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding",
      "upgrade", "host"}
 )  # fmt: skip
-_OF_CALL = ("grpc-", ":", "user-agent", "content-type", "te")  # metadata that gRPC sets itself
+# Metadata that gRPC sets itself.
+_OF_CALL = re.compile(r"grpc-.*|:.*|user-agent|content-type|te")
 _UNREACHABLE = "no server answers at the address in the endpoint file; one may be starting"
 
 
@@ -126,7 +128,7 @@ class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no
         metadata = [
             (name, value)
             for name, value in context.invocation_metadata()
-            if not name.startswith(_OF_CALL)
+            if not _OF_CALL.fullmatch(name)
         ]
         with self._upstream.use() as upstream:
             call = upstream.channel.stream_stream(method)(

@@ -177,13 +177,14 @@ class _Echo(grpc.GenericRpcHandler):
     """Answers each message of a stream, and fails for one."""
 
     def service(self, details: Any) -> grpc.RpcMethodHandler:
-        token = dict(details.invocation_metadata)["authorization"]
+        metadata = dict(details.invocation_metadata)
+        token, tenant = metadata["authorization"], metadata.get("tenant-id")
 
         async def answer(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
             async for request in requests:
                 if request == b"bad":
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")
-                yield f"{details.method} {token} ".encode() + request
+                yield f"{details.method} {token} {tenant} ".encode() + request
 
         return grpc.stream_stream_rpc_method_handler(answer)
 
@@ -197,10 +198,10 @@ def test_calls_pass_with_their_metadata_and_come_back_with_their_status() -> Non
         await server.start()
         await front.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            token = (("authorization", "t"),)
-            assert await channel.unary_unary("/s/One")(b"x", metadata=token) == b"/s/One t x"
+            token = (("authorization", "t"), ("tenant-id", "i"))
+            assert await channel.unary_unary("/s/One")(b"x", metadata=token) == b"/s/One t i x"
             call = channel.stream_stream("/s/Many")(iter([b"a", b"b", b"bad"]), metadata=token)
-            assert [await call.read(), await call.read()] == [b"/s/Many t a", b"/s/Many t b"]
+            assert [await call.read(), await call.read()] == [b"/s/Many t i a", b"/s/Many t i b"]
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call.read()
             assert (caught.value.code(), caught.value.details()) == (
