@@ -7,7 +7,8 @@ tensors are in `checkpoints`, files of the result in `ft`.
 from __future__ import annotations
 
 from export_scripts.families.bert import BERT, BERT_HUGGINGFACE
-from export_scripts.families.dense import DENSE_MAPPINGS
+from export_scripts.families.dense.core import DENSE_CORE_MAPPINGS
+from export_scripts.families.dense.families import DENSE_HUGGINGFACE
 from export_scripts.families.dense.layout import DENSE
 from export_scripts.families.gpt.bloom import BLOOM_HUGGINGFACE
 from export_scripts.families.gpt.core import GPT_CORE_MAPPINGS
@@ -47,7 +48,8 @@ SOURCE_MAPPINGS: tuple[SourceMapping, ...] = (
     GPTNEOX_ELEUTHER,
     *MIXTURE_HUGGINGFACE,
     *MIXTURE_CORE_MAPPINGS,
-    *DENSE_MAPPINGS,
+    *DENSE_HUGGINGFACE,
+    *DENSE_CORE_MAPPINGS,
     *GPT_MEGATRON_MAPPINGS,
     *GPT_CORE_MAPPINGS,
     T5_HUGGINGFACE,

@@ -130,10 +130,12 @@ def written_rotary(config: DenseConfig) -> dict[str, Any]:
     }
 
 
-def stated_window(settings: Settings, *, in_use: Any = True) -> int | None:
-    """Return the sliding window, or None where it is null, absent or not in use."""
-    is_stated = in_use and settings.source.get("sliding_window") is not None
-    return settings.integer("sliding_window") if is_stated else None
+def stated_window(
+    settings: Settings, *, in_use: Any = True, default: int | None = None
+) -> int | None:
+    """Return the sliding window, or None where it is null or not in use."""
+    is_stated = in_use and settings.source.get("sliding_window", default) is not None
+    return settings.integer("sliding_window", default=default) if is_stated else None
 
 
 def window_fields(

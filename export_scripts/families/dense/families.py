@@ -1,0 +1,444 @@
+"""Dense decoders in Hugging Face's form: one record for each, read in both directions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from export_scripts.families.dense.huggingface import (
+    ATTENTION_BIAS_KEYS,
+    BIAS_KEYS,
+    DenseDecoder,
+    llama_keys,
+    llama_names,
+    stated_window,
+    window_fields,
+    written_windows,
+)
+from export_scripts.families.dense.layout import LAYOUT, DenseConfig
+from export_scripts.families.mapping.huggingface import Setting, inverse_root, key, reciprocal
+from export_scripts.families.mapping.names import QUERY_KEY_VALUE, in_layers, named_sources
+from export_scripts.families.mapping.settings import Settings
+from export_scripts.families.mapping.source_mapping import Facts
+
+_BIASES = ("has_mlp_bias", "has_attention_dense_bias", "has_qkv_bias")
+
+
+def _window_left_out(facts: Facts, _: DenseConfig) -> list[str]:
+    window = facts.config.get("sliding_window")
+    if window is None:
+        return []
+    return [f"config.json: sliding_window = {window} is left out: a Llama has none in transformers"]
+
+
+# Every version, with any scaling of rotary positions.
+_LLAMA = DenseDecoder(
+    model_type="llama",
+    model="LlamaForCausalLM",
+    title="Llama",
+    keys=llama_keys(*BIAS_KEYS),
+    bos=1,
+    eos=2,
+    warnings=_window_left_out,
+    warns_of_fp16=False,  # served in fp16 everywhere
+)
+
+
+def _usual_window(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    return window_fields(settings, values["num_layer"], stated_window(settings))
+
+
+def _written_window(config: DenseConfig) -> dict[str, Any]:
+    return {"sliding_window": config.sliding_window}
+
+
+def _mistral_window(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window; transformers gives a Mistral one unless the key is null."""
+    window = stated_window(settings, default=4096)
+    found = window_fields(settings, values["num_layer"], window)
+    if found.get("sliding_layers") is not None:
+        settings.note(
+            "only some layers have a sliding window; a Mistral has one in all "
+            "layers in transformers"
+        )
+    return found
+
+
+_MISTRAL = DenseDecoder(
+    model_type="mistral",
+    model="MistralForCausalLM",
+    title="Mistral",
+    read=_mistral_window,
+    written=_written_window,
+    bos=1,
+    eos=2,
+    warns_of_fp16=False,  # served in fp16 everywhere
+)
+
+
+def _qwen_window(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window, of the layers from max_window_layers on if use_sliding_window is set."""
+    in_use = settings.source.get("use_sliding_window")
+    window = stated_window(settings, in_use=in_use, default=4096)
+    full = settings.integer("max_window_layers", default=28, least=0)
+    count = values["num_layer"]
+    return window_fields(settings, count, window, [number >= full for number in range(count)])
+
+
+def _written_use(config: DenseConfig) -> dict[str, Any]:
+    return {"use_sliding_window": config.sliding_window is not None, **written_windows(config)}
+
+
+_QWEN2 = DenseDecoder(
+    model_type="qwen2",
+    model="Qwen2ForCausalLM",
+    title="Qwen2, Qwen2.5",
+    fixed={"has_qkv_bias": True},
+    read=_qwen_window,
+    written=_written_use,
+)
+_QWEN3 = DenseDecoder(
+    model_type="qwen3",
+    model="Qwen3ForCausalLM",
+    title="Qwen3",
+    keys=llama_keys(*ATTENTION_BIAS_KEYS),
+    fixed={"query_key_norm": "head"},
+    read=_qwen_window,
+    written=_written_use,
+    head_dim=128,
+)
+
+# A Llama with four constant factors.
+_GRANITE = DenseDecoder(
+    model_type="granite",
+    model="GraniteForCausalLM",
+    title="Granite",
+    keys=llama_keys(
+        *BIAS_KEYS,
+        key("embedding_scale", "embedding_multiplier", kind="number", default=1.0),
+        key("residual_scale", "residual_multiplier", kind="number", default=1.0),
+        key("attention_scale", "attention_multiplier", kind="number", default=1.0),
+        key("logit_scale", "logits_scaling", kind="number", default=1.0, inverse=reciprocal),
+    ),
+    bos=1,
+    eos=2,
+)
+
+# Norms after attention and MLP, not before, and of queries and keys.
+_OLMO2 = DenseDecoder(
+    model_type="olmo2",
+    model="Olmo2ForCausalLM",
+    title="OLMo 2",
+    keys=llama_keys(*ATTENTION_BIAS_KEYS, eps=("rms_norm_eps", 1e-5)),
+    fixed={"has_input_norms": False, "has_output_norms": True, "query_key_norm": "all"},
+    names=llama_names(
+        {
+            "attention_output_layernorm": "post_attention_layernorm",
+            "mlp_output_layernorm": "post_feedforward_layernorm",
+        }
+    ),
+    eos=50279,
+)
+
+# Gemma, Gemma 2 and the text models of Gemma 3; the later two normalise what attention and MLP add.
+_GELU = "gelu_pytorch_tanh"
+_GEMMA: dict[str, Any] = {
+    "expected": {"use_bidirectional_attention": ((None, False), "attention is causal")},
+    "head_dim": 256,
+    "is_tied": True,
+    "bos": 2,
+    "eos": 1,
+}
+_GEMMA_FIXED = {
+    "norm_one_plus": True,
+    "embedding_scale": lambda known: math.sqrt(known["hidden_size"]),
+}
+_GEMMA_NAMES = llama_names(
+    {
+        "attention_output_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "mlp_output_layernorm": "post_feedforward_layernorm",
+    }
+)
+
+
+def _gemma_keys(logit_cap: float | None, attention_cap: float | None) -> tuple[Setting, ...]:
+    scalar, logits, scores = (
+        "query_pre_attn_scalar",
+        "final_logit_softcapping",
+        "attn_logit_softcapping",
+    )
+    return llama_keys(
+        *ATTENTION_BIAS_KEYS,
+        key("attention_scale", scalar, kind="number", default=256, inverse=inverse_root),
+        key("logit_softcap", logits, kind="optional", default=logit_cap),
+        key("attention_softcap", scores, kind="optional", default=attention_cap),
+        activation=("hidden_activation", _GELU),
+    )
+
+
+def _gemma_window(settings: Settings, values: Mapping[str, Any], pattern: int) -> dict[str, Any]:
+    """Return the window, of all layers but every `pattern`-th."""
+    count = values["num_layer"]
+    usual = [bool((number + 1) % pattern) for number in range(count)]
+    return window_fields(settings, count, stated_window(settings, default=4096), usual)
+
+
+_GEMMAS = (
+    DenseDecoder(
+        model_type="gemma",
+        model="GemmaForCausalLM",
+        title="Gemma",
+        keys=llama_keys(*ATTENTION_BIAS_KEYS, activation=("hidden_act", _GELU)),
+        # Older files call its activation gelu, and mean the tanh form.
+        fixed={**_GEMMA_FIXED, "exact_gelu": False},
+        **_GEMMA,
+    ),
+    DenseDecoder(
+        model_type="gemma2",
+        model="Gemma2ForCausalLM",
+        title="Gemma 2",
+        keys=_gemma_keys(30.0, 50.0),
+        names=_GEMMA_NAMES,
+        fixed={**_GEMMA_FIXED, "has_output_norms": True},
+        read=lambda settings, values: _gemma_window(settings, values, 2),
+        written=written_windows,
+        **_GEMMA,
+    ),
+    DenseDecoder(
+        model_type="gemma3_text",
+        model="Gemma3ForCausalLM",
+        title="Gemma 3 text",
+        keys=_gemma_keys(None, None),
+        names=_GEMMA_NAMES,
+        fixed={**_GEMMA_FIXED, "has_output_norms": True, "query_key_norm": "head"},
+        read=lambda settings, values: _gemma_window(
+            settings, values, settings.integer("sliding_window_pattern", default=6)
+        ),
+        written=written_windows,
+        rotary_base=1e6,
+        rotary_local_base=1e4,
+        **_GEMMA,
+    ),
+)
+
+
+def _read_smollm3(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers that rotate, of which a window is in none."""
+    count, source = values["num_layer"], settings.source
+    every = settings.integer("no_rope_layer_interval", default=4)
+    rotates = source.get("no_rope_layers") or [(n + 1) % every != 0 for n in range(count)]
+    if not isinstance(rotates, list) or len(rotates) < count:
+        settings.note(
+            f"no_rope_layers = {rotates!r}: expected an entry for each of the {count} layers"
+        )
+        return {}
+    layers = tuple(number for number in range(count) if rotates[number])
+    window = stated_window(settings, in_use=source.get("use_sliding_window"))
+    return {
+        **window_fields(settings, count, window, [not each for each in rotates[:count]]),
+        "rotary_layers": None if len(layers) == count else layers,
+    }
+
+
+def _written_smollm3(config: DenseConfig) -> dict[str, Any]:
+    count = config.num_layer
+    rotates = range(count) if config.rotary_layers is None else config.rotary_layers
+    return {
+        "no_rope_layers": [int(number in rotates) for number in range(count)],
+        "pad_token_id": _padding(config),
+        **_written_use(config),
+    }
+
+
+def _padding(config: DenseConfig) -> int:
+    """Return the end: the library's own token may lie beyond a vocabulary, as may that of one."""
+    return min(config.end_id, config.vocab_size - 1)
+
+
+# A Llama some of whose layers do not rotate.
+_SMOLLM3 = DenseDecoder(
+    model_type="smollm3",
+    model="SmolLM3ForCausalLM",
+    title="SmolLM3",
+    keys=llama_keys(*BIAS_KEYS),
+    read=_read_smollm3,
+    written=_written_smollm3,
+    is_tied=True,
+    bos=128000,
+    eos=128001,
+    rotary_base=2e6,
+)
+
+
+def _read_phi3(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    if values.get("rotary_scaling_type") not in (None, "longrope"):
+        settings.note(
+            f"rotary scaling {values['rotary_scaling_type']!r} cannot be "
+            "represented: transformers takes a Phi-3's for longrope"
+        )
+    return _usual_window(settings, values)
+
+
+# Fused queries, keys and values, and fused halves of the MLP.
+_PHI3 = DenseDecoder(
+    model_type="phi3",
+    model="Phi3ForCausalLM",
+    title="Phi-3, Phi-4",
+    keys=llama_keys(eps=("rms_norm_eps", 1e-5)),
+    names=llama_names(
+        {
+            **dict.fromkeys(QUERY_KEY_VALUE, "self_attn.qkv_proj"),
+            **dict.fromkeys(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"), "mlp.gate_up_proj"),
+        }
+    ),
+    rows="blocks",
+    read=_read_phi3,
+    written=lambda config: {
+        "original_max_position_embeddings": (
+            config.rotary_original_max_position_embeddings or config.max_pos_seq_len
+        ),
+        "sliding_window": config.sliding_window,
+        "pad_token_id": _padding(config),
+    },
+    bos=1,
+    eos=32000,
+    rotary_fraction=1.0,
+)
+
+# Layernorms, biases everywhere, and an MLP without a gate.
+_STARCODER2 = DenseDecoder(
+    model_type="starcoder2",
+    model="Starcoder2ForCausalLM",
+    title="StarCoder2",
+    keys=llama_keys(
+        *(key(field, "use_bias", kind="flag", default=True) for field in _BIASES),
+        eps=("norm_epsilon", 1e-5),
+        activation=("hidden_act", _GELU),
+    ),
+    fixed={"norm_type": "layernorm"},
+    names=llama_names({"mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}),
+    read=_usual_window,
+    written=_written_window,
+    is_gated=False,
+    is_tied=True,
+    bos=50256,
+    eos=50256,
+)
+
+# Nemotron and Minitron: layernorm1p, squared ReLU, half-rotated heads.
+_NEMOTRON = DenseDecoder(
+    model_type="nemotron",
+    model="NemotronForCausalLM",
+    title="Nemotron",
+    keys=llama_keys(*BIAS_KEYS, eps=("norm_eps", 1e-5), activation=("hidden_act", "relu2")),
+    fixed={"norm_type": "layernorm", "norm_one_plus": True},
+    names=llama_names({"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_h_to_4h_2": ""}),
+    is_gated=False,
+    bos=2,
+    eos=3,
+    rotary_fraction=0.5,
+)
+
+_FALCON_LAYER = "transformer.h.{layer}."
+_FALCON_NAMES = {
+    "model.wte": "transformer.word_embeddings",
+    "model.final_layernorm": "transformer.ln_f",
+    "model.lm_head": "lm_head",
+    **in_layers(
+        _FALCON_LAYER,
+        {
+            "input_layernorm": "input_layernorm",
+            **dict.fromkeys(QUERY_KEY_VALUE, "self_attention.query_key_value"),
+            "attention.dense": "self_attention.dense",
+            "post_attention_layernorm": "post_attention_layernorm",
+            "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",
+            "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
+        },
+    ),
+}
+_FALCON_TWO_NORMS = in_layers(
+    _FALCON_LAYER, {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
+)
+
+
+def _read_falcon(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    is_new = settings.flag("new_decoder_architecture", default=False)
+    is_parallel = settings.flag("parallel_attn", default=True)
+    norms = settings.integer("num_ln_in_parallel_attn", default=2 if is_new else 1)
+    kv_heads, heads = values["head_num"], values["head_num"]
+    if is_new:
+        kv_heads = settings.integer("num_kv_heads", default=heads)
+        settings.divide(heads, kv_heads, "num_attention_heads by num_kv_heads")
+    elif settings.flag("multi_query", default=True):
+        kv_heads = 1
+    if is_new and not is_parallel:
+        settings.note(
+            "parallel_attn = false with new_decoder_architecture = true: "
+            "transformers has no such model"
+        )
+    residual = ("parallel_shared", "parallel")[is_new and norms == 2]
+    return {
+        "kv_head_num": kv_heads,
+        "residual": residual if is_new or is_parallel else "sequential",
+        **dict.fromkeys(_BIASES, settings.flag("bias", default=False)),
+    }
+
+
+def _written_falcon(config: DenseConfig) -> dict[str, Any]:
+    is_sequential = config.residual == "sequential"
+    is_new = not is_sequential and config.kv_head_num > 1
+    return {
+        "head_dim": None,
+        "new_decoder_architecture": is_new,
+        "num_kv_heads": config.kv_head_num,
+        "multi_query": config.kv_head_num == 1,
+        "parallel_attn": not is_sequential,
+        "num_ln_in_parallel_attn": (1 + (config.residual == "parallel")) if is_new else None,
+        "bias": config.has_qkv_bias,
+    }
+
+
+# 7B, the decoder architecture of 40B and 180B, and RW. Attention and MLP read the same input,
+# through one norm (7B, 11B) or two (40B, 180B); RW is sequential.
+_FALCON = DenseDecoder(
+    model_type="falcon",
+    model="FalconForCausalLM",
+    title="Falcon",
+    keys=(
+        key("head_num", "num_attention_heads", "n_head"),
+        key("hidden_size", "hidden_size", "n_embed"),
+        key("inter_size", "ffn_hidden_size", default=lambda known: 4 * known["hidden_size"]),
+        key("num_layer", "num_hidden_layers", "n_layer"),
+        key("vocab_size", "vocab_size"),
+        key("max_pos_seq_len", "max_position_embeddings", default=2048),
+        key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
+        key("activation_type", "activation", kind="activation", default="gelu"),
+    ),
+    fixed={"norm_type": "layernorm"},
+    expected={
+        "alibi": ((False, None), "its scores are rounded to bf16 and scaled, unlike other ALiBi")
+    },
+    names=_FALCON_NAMES,
+    # Norms of attention and MLP have names of their own where both read the same input.
+    sources=lambda _, config: (
+        named_sources(_FALCON_TWO_NORMS, LAYOUT) if config.residual == "parallel" else {}
+    ),
+    rows="groups",
+    read=_read_falcon,
+    written=_written_falcon,
+    is_gated=False,
+    is_tied=True,
+    bos=11,
+    eos=11,
+    prefix="transformer.",
+)
+
+DENSE_HUGGINGFACE = tuple(
+    decoder.mapping()
+    for decoder in (
+        _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GRANITE, _OLMO2, *_GEMMAS, _SMOLLM3, _PHI3, _STARCODER2,
+        _NEMOTRON, _FALCON,
+    )
+)  # fmt: skip
