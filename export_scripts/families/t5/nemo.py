@@ -1,17 +1,28 @@
 """The T5 layout from NeMo, with adapters, IA3 and prompt tables.
 
-Names: NeMo 1.x, nlp/modules/common/megatron/token_level_encoder_decoder.py. FT derives biases,
-norm and the scaling of attention scores from t5_with_bias alone; other behaviour of a model
-is folded into its weights.
+Names: NeMo 1.x, nlp/modules/common/megatron/token_level_encoder_decoder.py; keys of its
+configuration: examples/nlp/language_modeling/conf/megatron_t5_config.yaml and
+megatron_model_base_config.yaml. FT derives biases, norm and the scaling of attention scores from
+t5_with_bias alone; other behaviour of a model is folded into its weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from export_scripts.families.mapping.megatron_traits import (
+    INTERLEAVED,
+    in_use,
+    megatron_settings,
+    nemo_fuses_activation,
+    nemo_gelu_is_exact,
+)
 from export_scripts.families.mapping.names import completed, named_sources
 from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
+from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Adjusted,
@@ -21,7 +32,7 @@ from export_scripts.families.mapping.sources import (
     transposed,
 )
 from export_scripts.families.mapping.tensors import constant
-from export_scripts.families.t5.config import HEAD, T5Config
+from export_scripts.families.t5.config import FT_MAX_DISTANCE, FT_NORM_EPS, HEAD, T5Config
 from export_scripts.families.t5.layout import (
     DECODER,
     ENCODER,
@@ -30,7 +41,6 @@ from export_scripts.families.t5.layout import (
     T5,
     t5_warnings,
 )
-from export_scripts.families.t5.nemo_traits import nemo_t5, not_t5
 from export_scripts.families.t5.tuning import (
     adapter_fields,
     adapter_reasons,
@@ -41,6 +51,160 @@ from export_scripts.families.t5.tuning import (
     ia3_sources,
     rank_reasons,
 )
+
+# NeMo's activations -> the loader's spelling. The fast- variants fuse both halves of a gate into
+# one matrix, under the names of the plain one.
+_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "geglu": "geglu", "reglu": "reglu",
+                "swiglu": "gated-silu"}  # fmt: skip
+_POSITION_KINDS = {"learned_absolute": "absolute", "relative": "relative"}
+# Keys whose values are words: the usual one, and those that FT's T5 has.
+_WORDS: Mapping[str, tuple[str, Collection[str]]] = {
+    "activation": ("gelu", _ACTIVATIONS),
+    "position_embedding_type": ("learned_absolute", _POSITION_KINDS),
+    "normalization": (
+        "layernorm", ("layernorm", "layernorm1p", "low_precision_layernorm", "rmsnorm")
+    ),
+}  # fmt: skip
+_FOREIGN = {
+    "transformer_block_type": "norms stand elsewhere",
+    "relative_position_bias_self_attention_only": "cross attention has a position bias",
+    "headscale": "heads are scaled",
+    "num_moe_experts": "the model is a mixture of experts",
+    "virtual_pipeline_model_parallel_size": INTERLEAVED,
+}
+
+# Sizes in the source -> fields of the config.
+_SIZES = {
+    "hidden_size": "d_model",
+    "ffn_hidden_size": "d_ff",
+    "num_attention_heads": "num_heads",
+    "num_layers": "num_layers",
+}
+# What FT's T5 stores once for both stacks.
+_COMMON = (
+    "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "activation", "bias",
+    "normalization", "position_embedding_type", "transformer_block_type",
+    "normalize_attention_scores", "layernorm_epsilon", "megatron_legacy",
+    "relative_attention_num_buckets", "relative_attention_max_distance", "max_position_embeddings",
+    "bias_activation_fusion", "bias_gelu_fusion", "openai_gelu",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Traits:
+    """Traits of a NeMo T5, common to both stacks."""
+
+    encoder: Settings
+    decoder: Settings
+    fields: Mapping[str, Any]  # of the config; sizes are 0 if absent
+    words: Mapping[str, str]  # by the keys of _WORDS, as the source has them
+    stages: tuple[int, int]  # of the pipeline: in all, and before the decoder
+    bias: bool  # of the linears
+    legacy: bool  # fused projections are ordered parts first, then heads
+    query_factor: float  # corrects FT's scaling of scores by t5_with_bias alone
+
+
+def _traits(config: Mapping[str, Any]) -> _Traits:
+    """Return the traits in a NeMo model_config, flat or with a section per stack.
+
+    Raises:
+        CheckpointMismatchError: Sizes or numbers are malformed; all are listed.
+    """
+    flat = {k: v for k, v in config.items() if k not in ("encoder", "decoder")}
+    sides = {}
+    for name in ("encoder", "decoder"):
+        own = config.get(name)
+        own = own if isinstance(own, Mapping) else {}
+        sides[name] = megatron_settings({**flat, **own}, f"model_config.yaml, {name}")
+    encoder, decoder = sides["encoder"], sides["decoder"]
+    fields: dict[str, Any] = {
+        field: encoder.integer(name, default=0, least=0) for name, field in _SIZES.items()
+    }
+    depths = {name: decoder.integer(name, default=0, least=0) for name in _SIZES}
+    words = {
+        key: str(encoder.value(key, default=usual)).lower() for key, (usual, _) in _WORDS.items()
+    }
+    heads, hidden = fields["num_heads"], fields["d_model"]
+    size_per_head = encoder.integer("kv_channels", default=hidden // heads if heads else 1)
+    distance = encoder.integer("relative_attention_max_distance", default=FT_MAX_DISTANCE)
+    buckets = encoder.integer("relative_attention_num_buckets", default=32)
+    rows = encoder.integer("max_position_embeddings", default=0, least=0)
+    is_relative = words["position_embedding_type"] == "relative"
+    # Biases, LayerNorm and scaled attention, or none of them.
+    with_bias = words["normalization"] != "rmsnorm"
+    fields |= {
+        "d_kv": size_per_head,
+        "num_decoder_layers": depths["num_layers"],
+        "feed_forward_proj": _ACTIVATIONS.get(words["activation"]),
+        # Every archive of NeMo states whether its activation is fused.
+        "exact_gelu": nemo_gelu_is_exact(encoder.source)
+        and not nemo_fuses_activation(encoder.source),
+        "relative_attention_num_buckets_or_max_pos_seq_len": buckets if is_relative else rows,
+        "relative_attention_max_distance": distance,
+        "layer_norm_epsilon": encoder.number("layernorm_epsilon", default=FT_NORM_EPS),
+        "t5_with_bias": with_bias,
+        "position_embedding_type": _POSITION_KINDS.get(words["position_embedding_type"]),
+    }
+    root = math.sqrt(size_per_head)
+    is_scaled = bool(encoder.value("normalize_attention_scores", default=True))
+    traits = _Traits(
+        **sides,
+        fields=fields,
+        words=words,
+        stages=(
+            encoder.integer("pipeline_model_parallel_size", default=1),
+            encoder.integer("pipeline_model_parallel_split_rank", default=0, least=0),
+        ),
+        bias=bool(encoder.value("bias", default=True)),
+        legacy=bool(encoder.source.get("megatron_legacy")),
+        query_factor=1.0 if is_scaled == with_bias else root if with_bias else 1 / root,
+    )
+    encoder.problems += decoder.problems
+    encoder.finish()
+    return traits
+
+
+def _beyond_layout(traits: _Traits) -> list[str]:
+    """Return every reason the FT T5 layout cannot hold a model."""
+    encoder, decoder = traits.encoder, traits.decoder
+    reasons = [
+        f"{side.label} has no {key}: a T5 folder needs it"
+        for side in (encoder, decoder)
+        for key in _SIZES
+        if not side.source.get(key)
+    ]
+    reasons += [
+        f"{key} = {encoder.source.get(key)!r} in the encoder and {decoder.source.get(key)!r} in "
+        "the decoder: FT's T5 has one value for both"
+        for key in _COMMON
+        if encoder.source.get(key) != decoder.source.get(key)
+    ]
+    reasons += [
+        f"{key} = {traits.words[key]}: FT's T5 has {', '.join(known)}"
+        for key, (_, known) in _WORDS.items()
+        if traits.words[key] not in known
+    ]
+    reasons += dict.fromkeys(
+        reason for side in (encoder, decoder) for reason in in_use(side.source, _FOREIGN)
+    )
+    activation, (stages, split) = traits.words["activation"], traits.stages
+    checks = {
+        f"openai_gelu = true overrides activation = {activation}": (
+            bool(encoder.source.get("openai_gelu")) and activation not in ("gelu", "geglu")
+        ),
+        "max_position_embeddings is missing: the table of positions needs its size": (
+            not traits.fields["relative_attention_num_buckets_or_max_pos_seq_len"]
+        ),
+        "bias = true with normalization = rmsnorm: FT's T5 with biases has layernorm": (
+            traits.words["normalization"] == "rmsnorm" and traits.bias
+        ),
+        f"pipeline_model_parallel_split_rank = {split} with pipeline_model_parallel_size = "
+        f"{stages}: expected a stage between, where the decoder begins": (
+            stages > 1 and not 0 < split < stages
+        ),
+    }
+    return reasons + [text for text, applies in checks.items() if applies]
+
 
 _ROOT = "enc_dec_model."
 _EMBEDDING = _ROOT + "encoder_embedding.word_embeddings.weight"
@@ -62,22 +226,22 @@ _COPIES = {
 
 
 def _reasons(facts: Facts) -> list[str]:
-    traits = nemo_t5(facts.config)
-    reasons = not_t5(traits)
+    traits = _traits(facts.config)
+    reasons = _beyond_layout(traits)
     reasons += [
         f"{copy} differs from {whole}: FT's T5 has one table for both stacks"
         for copy, whole in _COPIES.items()
         if facts.has(copy) and facts.has(whole) and not facts.same_values(copy, whole)
     ]
-    if not traits.with_bias and facts.has(_HEAD_BIAS):
+    if not traits.fields["t5_with_bias"] and facts.has(_HEAD_BIAS):
         reasons.append(
             f"{_HEAD_BIAS} with normalization = rmsnorm: FT's T5 without biases adds none to "
             "its logits"
         )
-    gated = facts.has_any(_GATE)
-    if gated != traits.activation.endswith("glu"):
+    gated, activation = facts.has_any(_GATE), traits.words["activation"]
+    if gated != activation.endswith("glu"):
         reasons.append(
-            f"activation = {traits.activation}, but the checkpoint has "
+            f"activation = {activation}, but the checkpoint has "
             f"{'a' if gated else 'no'} second matrix ({_GATE.removeprefix('*.')})"
         )
     reasons += ia3_reasons(facts.ia3, in_place=facts.ia3_in_place)
@@ -85,38 +249,23 @@ def _reasons(facts: Facts) -> list[str]:
 
 
 def _config(facts: Facts) -> T5Config:
-    traits = nemo_t5(facts.config)
     start_id, end_id, pad_id = _special_ids(facts)
     vocab_size = facts.rows(_EMBEDDING)
-    prompts = prompt_fields(facts, start_id=vocab_size)
-    tasks = 0 if facts.ia3_in_place else len(facts.ia3)
     return T5Config(
         name_or_path="t5",
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
         vocab_size=vocab_size,
-        d_model=traits.sizes["hidden_size"],
-        d_kv=traits.size_per_head,
-        d_ff=traits.sizes["ffn_hidden_size"],
-        num_heads=traits.sizes["num_attention_heads"],
-        num_layers=traits.sizes["num_layers"],
-        num_decoder_layers=traits.decoder_layers,
-        feed_forward_proj=traits.feed_forward_proj,
-        exact_gelu=traits.exact_gelu,
-        relative_attention_num_buckets_or_max_pos_seq_len=traits.positions,
-        relative_attention_max_distance=traits.max_distance,
-        layer_norm_epsilon=traits.norm_eps,
+        **_traits(facts.config).fields,
         decoder_start_token_id=start_id,
         eos_token_id=end_id,
         pad_id=pad_id,
         # True would make FT divide the logits by sqrt(d_model), which Megatron does not.
         tie_word_embeddings=False,
-        t5_with_bias=traits.with_bias,
         use_gated_activation=facts.has_any(_GATE),
-        position_embedding_type=traits.position_embedding_type,
-        ia3_num_tasks=tasks,
+        ia3_num_tasks=0 if facts.ia3_in_place else len(facts.ia3),
         ia3_adapted=True if facts.ia3_in_place and facts.ia3 else None,
-        **prompts,
+        **prompt_fields(facts, start_id=vocab_size),
         **adapter_fields(facts.adapters),
     )
 
@@ -199,18 +348,17 @@ def _attention(order: str) -> dict[str, TensorSource]:
 
 
 def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
-    traits = nemo_t5(facts.config)
-    order = "knd" if traits.legacy else "nkd"
+    traits = _traits(facts.config)
     table: dict[str, TensorSource] = {
         "shared.weight_T": Copy(_EMBEDDING, cut=0),
         "shared.ape": Copy(_POSITIONS),
         **named_sources(_NAMES, LAYOUT),
-        **_attention(order),
+        **_attention("knd" if traits.legacy else "nkd"),
         # Decided once for the whole model, not per stage.
         HEAD: Copy(_HEAD if facts.has(_HEAD) else _EMBEDDING, cut=0),
         "shared.bias": Copy(_HEAD_BIAS, cut=0),
     }
-    table = _scaled_queries(table, traits.query_factor())
+    table = _scaled_queries(table, traits.query_factor)
     if facts.ia3_in_place and facts.ia3:
         table = ia3_in_place(table, find_scalers(facts))
     table = completed(
@@ -218,7 +366,7 @@ def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
         LAYOUT,
         facts,
         lacks=lambda name: "norm" not in name and (not traits.bias or name == "shared.bias"),
-        is_one_plus=traits.normalization == "layernorm1p",
+        is_one_plus=traits.words["normalization"] == "layernorm1p",
     )
     stored = {} if facts.ia3_in_place else ia3_sources(find_scalers(facts))
     return {**table, **stored, **adapter_sources(facts), **PROMPT_SOURCES}
