@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,38 +61,79 @@ class TritonModelConfig:
 
     def to_text(self) -> str:
         """Return the text of config.pbtxt."""
-        from google.protobuf import text_format
-
-        return str(text_format.MessageToString(self._message()))
-
-    def _message(self) -> Any:
+        from google.protobuf import json_format, text_format
         from tritonclient.grpc import model_config_pb2 as schema
 
-        message = schema.ModelConfig(
-            name=self.name,
-            max_batch_size=self.max_batch_size,
-            default_model_filename=self.default_model_filename,
-            input=[_input(schema, tensor) for tensor in self.signature.inputs],
-            output=[_output(schema, tensor) for tensor in self.signature.outputs],
-            model_transaction_policy=schema.ModelTransactionPolicy(decoupled=self.decoupled),
-        )
-        for key, value in self.parameters.items():
-            message.parameters[key].string_value = value
+        message = json_format.ParseDict(self._message(), schema.ModelConfig())
+        return str(text_format.MessageToString(message))
+
+    def _message(self) -> dict[str, Any]:
+        inputs = self.signature.inputs
+        message: dict[str, Any] = {
+            "name": self.name,
+            "max_batch_size": self.max_batch_size,
+            "default_model_filename": self.default_model_filename,
+            "input": [
+                _tensor(each, optional=each.optional, allow_ragged_batch=each.ragged)
+                for each in inputs
+            ],
+            "output": [_tensor(each) for each in self.signature.outputs],
+            "model_transaction_policy": {"decoupled": self.decoupled},
+            "parameters": {key: {"string_value": text} for key, text in self.parameters.items()},
+        }
         if self.backend == "ensemble":
-            message.platform = "ensemble"
-            _fill_steps(message.ensemble_scheduling, self.steps)
+            steps = [{**vars(step), "model_version": -1} for step in self.steps]
+            message |= {"platform": "ensemble", "ensemble_scheduling": {"step": steps}}
         else:
-            message.backend = self.backend
-            message.instance_group.add(
-                kind=schema.ModelInstanceGroup.KIND_CPU, count=self.instance_count
-            )
-        if self.max_queue_delay_us is not None:
-            message.dynamic_batching.max_queue_delay_microseconds = self.max_queue_delay_us
+            group = {"kind": "KIND_CPU", "count": self.instance_count}
+            message |= {"backend": self.backend, "instance_group": [group]}
         if self.interactive:
-            _fill_sequence_batching(schema, message.sequence_batching, self.backend)
+            message["sequence_batching"] = _sequence_batching(self.backend)
+        elif self.max_queue_delay_us is not None:
+            delay = {"max_queue_delay_microseconds": self.max_queue_delay_us}
+            message["dynamic_batching"] = delay
         if self.batch_input:
-            _fill_batch_input(schema, message.batch_input, self.signature.inputs)
+            # The backend finds the shapes by this name (section "ragged batching" of its guide).
+            message["batch_input"] = [
+                {
+                    "kind": "BATCH_ITEM_SHAPE",
+                    "target_name": [f"{each.name}_item_shape"],
+                    "data_type": "TYPE_INT32",
+                    "source_input": [each.name],
+                }
+                for each in inputs
+                if each.ragged
+            ]
         return message
+
+
+def _tensor(tensor: TensorSignature, **more: bool) -> dict[str, Any]:
+    fields = {
+        "name": tensor.name,
+        "data_type": "TYPE_STRING" if tensor.dtype == "BYTES" else f"TYPE_{tensor.dtype}",
+        "dims": list(tensor.dims),
+        **more,
+    }
+    if tensor.reshape is not None:
+        fields["reshape"] = {"shape": list(tensor.reshape)}
+    return fields
+
+
+def _sequence_batching(backend: str) -> dict[str, Any]:
+    controls = {"START": "CONTROL_SEQUENCE_START", "END": "CONTROL_SEQUENCE_END"}
+    return {
+        "max_sequence_idle_microseconds": INTERACTIVE_IDLE_US,
+        # One session occupies an instance of the C++ backend.
+        **(
+            {"oldest": {"max_candidate_sequences": _MOST_SESSIONS}}
+            if backend == "python"
+            else {"direct": {}}
+        ),
+        "control_input": [
+            {"name": name, "control": [{"kind": kind, "int32_false_true": [0, 1]}]}
+            for name, kind in controls.items()
+        ],
+    }
 
 
 def parse_config(text: str) -> Any:
@@ -156,65 +197,6 @@ def _sizes(path: Path) -> ModelSizes | None:
         # Without a count, a group has one.
         instance_count=sum(group.count or 1 for group in config.instance_group) or 1,
     )
-
-
-def _data_type(schema: Any, dtype: str) -> int:
-    return int(schema.DataType.Value("TYPE_STRING" if dtype == "BYTES" else f"TYPE_{dtype}"))
-
-
-def _common(schema: Any, tensor: TensorSignature) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "name": tensor.name,
-        "data_type": _data_type(schema, tensor.dtype),
-        "dims": list(tensor.dims),
-    }
-    if tensor.reshape is not None:
-        fields["reshape"] = schema.ModelTensorReshape(shape=list(tensor.reshape))
-    return fields
-
-
-def _input(schema: Any, tensor: TensorSignature) -> Any:
-    return schema.ModelInput(
-        **_common(schema, tensor), optional=tensor.optional, allow_ragged_batch=tensor.ragged
-    )
-
-
-def _output(schema: Any, tensor: TensorSignature) -> Any:
-    return schema.ModelOutput(**_common(schema, tensor))
-
-
-def _fill_steps(scheduling: Any, steps: Iterable[EnsembleStep]) -> None:
-    for step in steps:
-        message = scheduling.step.add(model_name=step.model_name, model_version=-1)
-        message.input_map.update(step.input_map)
-        message.output_map.update(step.output_map)
-
-
-def _fill_sequence_batching(schema: Any, batching: Any, backend: str) -> None:
-    batching.max_sequence_idle_microseconds = INTERACTIVE_IDLE_US
-    if backend == "python":
-        batching.oldest.max_candidate_sequences = _MOST_SESSIONS
-    else:
-        batching.direct.SetInParent()  # one session occupies an instance
-    control_kind = schema.ModelSequenceBatching.Control
-    for name, kind in (
-        ("START", control_kind.CONTROL_SEQUENCE_START),
-        ("END", control_kind.CONTROL_SEQUENCE_END),
-    ):
-        control_input = batching.control_input.add(name=name)
-        control_input.control.add(kind=kind, int32_false_true=[0, 1])
-
-
-def _fill_batch_input(schema: Any, batch_inputs: Any, inputs: Iterable[TensorSignature]) -> None:
-    for tensor in inputs:
-        if tensor.ragged:
-            # The backend finds the shapes by this name (section "ragged batching" of its guide).
-            batch_inputs.add(
-                kind=schema.BatchInput.BATCH_ITEM_SHAPE,
-                target_name=[f"{tensor.name}_item_shape"],
-                data_type=schema.DataType.TYPE_INT32,
-                source_input=[tensor.name],
-            )
 
 
 def ensemble_steps(
