@@ -65,31 +65,19 @@ def option(
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the configuration.
+    """One key of the configuration."""
 
-    Attributes:
-        name: dotted name.
-        type: its Python type.
-        text: its meaning, for `--help` and messages.
-        choices: every value that it takes; empty for any.
-        within: smallest and largest value of a number, or of each number of a list.
-        is_path: names a file or folder, and is made absolute.
-        is_name: becomes part of names of files and jobs.
-        has_lines: a text that may have several lines.
-        is_ignored: accepted for compatibility, without effect.
-        default: value where no file and no override gives one.
-    """
-
-    name: str
-    type: Any
-    text: str
-    choices: tuple[Any, ...]
+    name: str  # dotted name
+    type: Any  # its Python type
+    text: str  # its meaning, for `--help` and messages
+    choices: tuple[Any, ...]  # every value that it takes; empty for any
+    # Smallest and largest value of a number, or of each number of a list.
     within: tuple[float, float] | None
-    is_path: bool
-    is_name: bool
-    has_lines: bool
-    is_ignored: bool
-    default: Any
+    is_path: bool  # names a file or folder, and is made absolute
+    is_name: bool  # becomes part of names of files and jobs
+    has_lines: bool  # a text that may have several lines
+    is_ignored: bool  # accepted for compatibility, without effect
+    default: Any  # value where no file and no override gives one
 
     @property
     def types(self) -> tuple[Any, ...]:

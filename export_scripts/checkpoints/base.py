@@ -82,23 +82,14 @@ class Piece(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor stored in a file.
+    """One tensor stored in a file."""
 
-    Attributes:
-        path: File that holds the bytes.
-        offset: Byte offset of the first element in that file.
-        dtype: Key of SOURCE_TYPES.
-        shape: Sizes.
-        stride: Steps in elements when the tensor is not contiguous.
-        record: The checksummed record the tensor is in, if the archive has one.
-    """
-
-    path: Path
-    offset: int
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...] | None = None
-    record: Record | None = None
+    path: Path  # file that holds the bytes
+    offset: int  # byte offset of the first element in that file
+    dtype: str  # key of SOURCE_TYPES
+    shape: tuple[int, ...]  # sizes
+    stride: tuple[int, ...] | None = None  # steps in elements when the tensor is not contiguous
+    record: Record | None = None  # the checksummed record the tensor is in, if the archive has one
 
     @property
     def span_bytes(self) -> int:
@@ -262,27 +253,18 @@ class CheckpointReader:
 
     Layers are numbered over all pipeline stages, and a tensor that was cut over training ranks has
     one piece per rank.
-
-    Attributes:
-        format: Name of the format, such as huggingface.
-        path: The path that was opened.
-        config: The model's configuration as the source wrote it.
-        tensors: Name -> its pieces in order of training tensor-parallel rank.
-        files: Every file the checkpoint consists of.
-        tokenizer: The tokenizer files that come with it.
-        remarks: What to report, such as the choice among several files.
-        kept: Objects that keep files alive.
-        is_distributed: True if tensors are whole, with global layer numbers, not ranks' pieces.
     """
 
-    format: str
-    path: Path
-    config: Mapping[str, Any]
+    format: str  # name of the format, such as huggingface
+    path: Path  # the path that was opened
+    config: Mapping[str, Any]  # the model's configuration as the source wrote it
+    # Name -> its pieces in order of training tensor-parallel rank.
     tensors: Mapping[str, tuple[Piece, ...]]
-    files: tuple[Path, ...]
-    tokenizer: tuple[TokenizerFile, ...] = ()
-    remarks: tuple[str, ...] = ()
-    kept: tuple[Any, ...] = field(default=(), compare=False)
+    files: tuple[Path, ...]  # every file the checkpoint consists of
+    tokenizer: tuple[TokenizerFile, ...] = ()  # the tokenizer files that come with it
+    remarks: tuple[str, ...] = ()  # what to report, such as the choice among several files
+    kept: tuple[Any, ...] = field(default=(), compare=False)  # objects that keep files alive
+    # True if tensors are whole, with global layer numbers, not ranks' pieces.
     is_distributed: bool = False
 
 

@@ -23,15 +23,10 @@ _MOST_CHUNKS = 4096
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor.
+    """A box of a tensor."""
 
-    Attributes:
-        begin: Index of its first value on each axis of the whole.
-        values: Its stored values.
-    """
-
-    begin: tuple[int, ...]
-    values: StoredTensor
+    begin: tuple[int, ...]  # index of its first value on each axis of the whole
+    values: StoredTensor  # its stored values
 
     @property
     def end(self) -> tuple[int, ...]:

@@ -34,16 +34,11 @@ _BOMB_FLOOR_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Container:
-    """Named members of an archive or folder.
+    """Named members of an archive or folder."""
 
-    Attributes:
-        path: The archive or folder.
-        members: Normalised relative name -> its byte range.
-        kept: Holds the scratch folder of an unpacked gzip while the container is in use.
-    """
-
-    path: Path
-    members: Mapping[str, Region]
+    path: Path  # the archive or folder
+    members: Mapping[str, Region]  # normalised relative name -> its byte range
+    # Holds the scratch folder of an unpacked gzip while the container is in use.
     kept: tuple[Any, ...] = field(default=(), compare=False)
 
     def find(self, name: str) -> Region | None:

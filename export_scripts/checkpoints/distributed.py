@@ -43,18 +43,13 @@ _HALVES = ("_w", "_v")
 
 @dataclass(frozen=True)
 class Distributed:
-    """A distributed checkpoint.
+    """A distributed checkpoint."""
 
-    Attributes:
-        common: Its contents other than tensors, such as Megatron-LM's arguments.
-        tensors: megatron-core's names without what wrapped the model, layers numbered -> the
-            tensor as a single piece.
-        files: The files that the model consists of.
-    """
-
-    common: Mapping[str, Any]
+    common: Mapping[str, Any]  # its contents other than tensors, such as Megatron-LM's arguments
+    # megatron-core's names without what wrapped the model, layers numbered -> the tensor as a
+    # single piece.
     tensors: Mapping[str, tuple[Piece, ...]]
-    files: tuple[Path, ...]
+    files: tuple[Path, ...]  # the files that the model consists of
 
 
 def is_distributed(path: Path) -> bool:

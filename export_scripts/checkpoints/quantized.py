@@ -48,17 +48,11 @@ Widen = Callable[[Mapping[str, "Array"]], "Array"]
 
 @dataclass(frozen=True)
 class WidePiece(ComputedPiece):
-    """A quantised matrix (out, in) as the fp32 values that it stands for.
+    """A quantised matrix (out, in) as the fp32 values that it stands for."""
 
-    Attributes:
-        shape: Sizes of the values.
-        widen: Returns the values of the loaded parts.
-        parts: The tensors it is stored in.
-    """
-
-    shape: Shape
-    widen: Widen
-    parts: Parts
+    shape: Shape  # sizes of the values
+    widen: Widen  # returns the values of the loaded parts
+    parts: Parts  # the tensors it is stored in
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
@@ -83,17 +77,13 @@ class WidePiece(ComputedPiece):
 
 @dataclass(frozen=True)
 class _Form:
-    """The form in which a folder stores its quantised matrices.
+    """The form in which a folder stores its quantised matrices."""
 
-    Attributes:
-        value: End of the name of the tensor of values.
-        companions: Ends of the names of tensors that go with it -> whether it must be there.
-        fit: Returns the sizes of the matrix and how its parts are widened; raises ValueError, which
-            begins with the end of a name, for parts of a type or shape that do not belong together.
-    """
-
-    value: str
+    value: str  # end of the name of the tensor of values
+    # Ends of the names of tensors that go with it -> whether it must be there.
     companions: Mapping[str, bool]
+    # Returns the sizes of the matrix and how its parts are widened; raises ValueError, which begins
+    # with the end of a name, for parts of a type or shape that do not belong together.
     fit: Callable[[Parts], tuple[Shape, Widen]]
 
 

@@ -67,25 +67,15 @@ _CORE_ALPHA = 32  # of NeMo 2, which saves only what a user set
 
 @dataclass(frozen=True)
 class Update:
-    """A low-rank update of a matrix (out, in): scale * up @ down.
+    """A low-rank update of a matrix (out, in): scale * up @ down."""
 
-    Attributes:
-        keys: Names that the matrix may have in its model.
-        down: The first factor (r, in), in pieces along `down_axis`.
-        up: The second factor (out, r), in pieces along its rows.
-        down_axis: Axis along which training ranks cut the first factor.
-        scale: Factor of the product.
-        is_transposed: Whether the matrix is stored as (in, out).
-        origin: The adapter, for messages.
-    """
-
-    keys: tuple[str, ...]
-    down: tuple[Piece, ...]
-    up: tuple[Piece, ...]
-    scale: float
-    origin: Path
-    down_axis: int = 0
-    is_transposed: bool = False
+    keys: tuple[str, ...]  # names that the matrix may have in its model
+    down: tuple[Piece, ...]  # the first factor (r, in), in pieces along `down_axis`
+    up: tuple[Piece, ...]  # the second factor (out, r), in pieces along its rows
+    scale: float  # factor of the product
+    origin: Path  # the adapter, for messages
+    down_axis: int = 0  # axis along which training ranks cut the first factor
+    is_transposed: bool = False  # whether the matrix is stored as (in, out)
 
 
 @dataclass(frozen=True)

@@ -46,31 +46,18 @@ _NO_LOCKS = (
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """Summary of a conversion.
+    """Summary of a conversion."""
 
-    Attributes:
-        ft_dir: The folder.
-        family: Its family's name.
-        tensors: Tensors in it.
-        files: Files in it, config.ini and tokenizer included.
-        size_bytes: Bytes of all of them.
-        written_bytes: Bytes of weights this run wrote; fewer after an interrupted one.
-        seconds: Time this run took.
-        peak_memory_bytes: Largest resident size of this process so far.
-        already_done: Whether the folder already existed.
-        remarks: Warnings and choices to report.
-    """
-
-    ft_dir: Path
-    family: str
-    tensors: int
-    files: int
-    size_bytes: int
-    written_bytes: int
-    seconds: float
-    peak_memory_bytes: int
-    already_done: bool
-    remarks: tuple[str, ...] = ()
+    ft_dir: Path  # the folder
+    family: str  # its family's name
+    tensors: int  # tensors in it
+    files: int  # files in it, config.ini and tokenizer included
+    size_bytes: int  # bytes of all of them
+    written_bytes: int  # bytes of weights this run wrote; fewer after an interrupted one
+    seconds: float  # time this run took
+    peak_memory_bytes: int  # largest resident size of this process so far
+    already_done: bool  # whether the folder already existed
+    remarks: tuple[str, ...] = ()  # warnings and choices to report
 
 
 def check_conversion(

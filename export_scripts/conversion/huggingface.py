@@ -94,21 +94,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class HuggingFacePlan:
-    """A Hugging Face folder checked in everything but the values.
+    """A Hugging Face folder checked in everything but the values."""
 
-    Attributes:
-        source: How the source becomes the family's tensors, on one rank.
-        mapping: The mapping whose inverse is written.
-        shards: The files of weights.
-        remarks: Warnings to report.
-        extra_files: Contents of all other files.
-    """
-
-    source: ConversionPlan
-    mapping: SourceMapping
-    shards: tuple[Shard, ...]
-    remarks: tuple[str, ...]
-    extra_files: Mapping[str, bytes]
+    source: ConversionPlan  # how the source becomes the family's tensors, on one rank
+    mapping: SourceMapping  # the mapping whose inverse is written
+    shards: tuple[Shard, ...]  # the files of weights
+    remarks: tuple[str, ...]  # warnings to report
+    extra_files: Mapping[str, bytes]  # contents of all other files
 
     @property
     def weight_bytes(self) -> int:

@@ -23,16 +23,11 @@ _MLP = "DenseReluDense"
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """One adapter.
+    """One adapter."""
 
-    Attributes:
-        folder: Its folder in that of the model.
-        config: Its adapter_config.json.
-        tensors: Name in adapter_model.safetensors, tensor of the family, and how it is taken.
-    """
-
-    folder: str
-    config: dict[str, Any]
+    folder: str  # its folder in that of the model
+    config: dict[str, Any]  # its adapter_config.json
+    # Name in adapter_model.safetensors, tensor of the family, and how it is taken.
     tensors: tuple[tuple[str, TensorPlan, View], ...]
 
 

@@ -28,55 +28,34 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ConversionRequest:
-    """A request to convert a checkpoint.
+    """A request to convert a checkpoint."""
 
-    Attributes:
-        checkpoint_path: File or folder of the source.
-        checkpoint_name: Name, or pattern, of one of several checkpoints in that folder; None for
-            the last.
-        output_dir: Folder under which <tp_size>-gpu appears.
-        tp_size: Tensor-parallel ranks of inference.
-        weight_data_type: "fp32", "fp16" or "bf16".
-        processes: Workers.
-        prompt_checkpoints: Prompt-learning archives to add.
-        ia3_checkpoints: IA3 archives to add, one task each.
-        ia3_in_place: Multiply the IA3 scalers into the weights.
-        adapter_checkpoints: Linear adapter archives to add.
-        lora_checkpoints: LoRA adapters to merge into the weights, in order.
-        activation_ranges: File of activation ranges, for static int8 weights.
-        vocab_path: Vocabulary (or sentencepiece model) in place of the checkpoint's.
-        merges_path: Merges in place of the checkpoint's.
-        overwrite: Replace a folder that holds something else.
-        allow: Patterns of tensor names accepted although unknown or non-finite.
-        model_type: Kind the user expects ("gpt3", "t5", "mt5", a family); None for any.
-        pp_size: Pipeline stages of inference; must divide the layers.
-        given: (config key, value) pairs that the source lacks.
-        for_text: Whether the folder must hold a tokenizer, for text models.
-        output_format: One of OUTPUT_FORMATS; a Hugging Face folder has no ranks.
-        max_shard_bytes: Most bytes of a file of a Hugging Face folder, unless one tensor has more.
-    """
-
-    checkpoint_path: Path
-    output_dir: Path
-    tp_size: int
-    weight_data_type: str
-    processes: int = 1
-    prompt_checkpoints: tuple[Path, ...] = ()
-    ia3_checkpoints: tuple[Path, ...] = ()
-    ia3_in_place: bool = False
-    adapter_checkpoints: tuple[Path, ...] = ()
-    lora_checkpoints: tuple[Path, ...] = ()
-    activation_ranges: Path | None = None
+    checkpoint_path: Path  # file or folder of the source
+    output_dir: Path  # folder under which <tp_size>-gpu appears
+    tp_size: int  # tensor-parallel ranks of inference
+    weight_data_type: str  # "fp32", "fp16" or "bf16"
+    processes: int = 1  # workers
+    prompt_checkpoints: tuple[Path, ...] = ()  # prompt-learning archives to add
+    ia3_checkpoints: tuple[Path, ...] = ()  # IA3 archives to add, one task each
+    ia3_in_place: bool = False  # multiply the IA3 scalers into the weights
+    adapter_checkpoints: tuple[Path, ...] = ()  # linear adapter archives to add
+    lora_checkpoints: tuple[Path, ...] = ()  # LoRA adapters to merge into the weights, in order
+    activation_ranges: Path | None = None  # file of activation ranges, for static int8 weights
+    # Vocabulary (or sentencepiece model) in place of the checkpoint's.
     vocab_path: Path | None = None
-    merges_path: Path | None = None
-    overwrite: bool = False
-    allow: tuple[str, ...] = ()
+    merges_path: Path | None = None  # merges in place of the checkpoint's
+    overwrite: bool = False  # replace a folder that holds something else
+    allow: tuple[str, ...] = ()  # patterns of tensor names accepted although unknown or non-finite
+    # Kind the user expects ("gpt3", "t5", "mt5", a family); None for any.
     model_type: str | None = None
-    pp_size: int = 1
-    given: tuple[tuple[str, str], ...] = ()
-    for_text: bool = False
+    pp_size: int = 1  # pipeline stages of inference; must divide the layers
+    given: tuple[tuple[str, str], ...] = ()  # (config key, value) pairs that the source lacks
+    for_text: bool = False  # whether the folder must hold a tokenizer, for text models
+    # Name, or pattern, of one of several checkpoints in that folder; None for the last.
     checkpoint_name: str | None = None
+    # One of OUTPUT_FORMATS; a Hugging Face folder has no ranks.
     output_format: str = "fastertransformer"
+    # Most bytes of a file of a Hugging Face folder, unless one tensor has more.
     max_shard_bytes: int = MAX_SHARD_BYTES
 
     @property

@@ -34,19 +34,12 @@ _SCAN_VALUES = 1 << 20
 
 @dataclass
 class Counter:
-    """Progress in bytes, reported to the caller.
+    """Progress in bytes, reported to the caller."""
 
-    Attributes:
-        progress: Called with (done, total) after every change, one call at a time.
-        total: Bytes of all weight files.
-        done: Bytes complete, those of an earlier run included.
-        written: Bytes written by this run.
-    """
-
-    progress: Progress | None
-    total: int = 0
-    done: int = 0
-    written: int = 0
+    progress: Progress | None  # called with (done, total) after every change, one call at a time
+    total: int = 0  # bytes of all weight files
+    done: int = 0  # bytes complete, those of an earlier run included
+    written: int = 0  # bytes written by this run
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, count: int, *, written: bool = True) -> None:

@@ -74,15 +74,10 @@ def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of a conversion, as far as it is read again.
+    """The record of a conversion, as far as it is read again."""
 
-    Attributes:
-        files: File name -> size in bytes and CRC-32 in hexadecimal.
-        origin: Name of the mapping that made the folder.
-    """
-
-    files: Mapping[str, tuple[int, str]]
-    origin: str = ""
+    files: Mapping[str, tuple[int, str]]  # file name -> size in bytes and CRC-32 in hexadecimal
+    origin: str = ""  # name of the mapping that made the folder
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -33,23 +33,16 @@ class Kind:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter.
-
-    Attributes:
-        default: its value when it is missing, as config.pbtxt would say it; in words where it
-            depends on the model or the machine.
-        meaning: for docs and messages.
-        configured_by: key of the configuration that sets it, where there is one.
-        is_engine_option: a field of `EngineOptions`.
-        is_required: the engine does not start without it.
-    """
+    """One parameter."""
 
     kind: Kind
+    # Its value when it is missing, as config.pbtxt would say it; in words where it depends on the
+    # model or the machine.
     default: str
-    meaning: str
-    configured_by: str = ""
-    is_engine_option: bool = False
-    is_required: bool = False
+    meaning: str  # for docs and messages
+    configured_by: str = ""  # key of the configuration that sets it, where there is one
+    is_engine_option: bool = False  # a field of `EngineOptions`
+    is_required: bool = False  # the engine does not start without it
 
     def read(self, text: str) -> Any:
         """Return the value. Raises ValueError with what was expected."""
