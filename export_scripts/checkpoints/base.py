@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.files.checksum import crc32
@@ -46,42 +46,53 @@ class Record:
     crc32: int
 
 
-class Piece(Protocol):
-    """A training rank's piece of a tensor: a `StoredTensor`, or one in several chunks."""
+class Piece:
+    """A training rank's piece of a tensor: a `StoredTensor`, or what is made of several."""
 
-    @property
-    def dtype(self) -> str:
-        """Key of SOURCE_TYPES."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes."""
-
-    @property
-    def span_bytes(self) -> int:
-        """Bytes from the first element to the end of the last one."""
+    dtype: str  # key of SOURCE_TYPES
+    shape: tuple[int, ...]
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
         """The stored tensors it consists of."""
+        raise NotImplementedError
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first element to the end of the last one."""
+        return math.prod(self.shape) * SOURCE_TYPES[self.dtype][0]
 
     def load(self, maps: FileMaps) -> Array:
-        """Return the values: a read-only view of a file unless chunks must be gathered."""
+        """Return the values: a read-only view of a file, unless they are gathered or computed."""
+        raise NotImplementedError
 
-    def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:
+    def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:  # noqa: ARG002
         """Return consecutive parts along an axis that need less gathering than the whole.
 
         Args:
             axis: The axis; None for the whole.
             unit: Number of its entries that belong together.
         """
+        return (self,)
 
     def same_bytes(self, other: Piece, maps: FileMaps) -> bool:
         """Return whether both are known to hold the same values, byte by byte."""
+        return (
+            type(self) is type(other)
+            and self.shape == other.shape
+            and same_values(self.stored, other.stored, maps)
+        )
+
+
+def same_values(first: Sequence[Piece], second: Sequence[Piece], maps: FileMaps) -> bool:
+    """Return whether pieces are known to hold the same values as as many others."""
+    return len(first) == len(second) and all(
+        a.same_bytes(b, maps) for a, b in zip(first, second, strict=True)
+    )
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(Piece):
     """One tensor stored in a file."""
 
     path: Path  # file that holds the bytes
@@ -105,10 +116,6 @@ class StoredTensor:
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
         """The tensor itself."""
-        return (self,)
-
-    def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:  # noqa: ARG002
-        """Return the tensor itself."""
         return (self,)
 
     def load(self, maps: FileMaps) -> Array:
@@ -137,21 +144,6 @@ class StoredTensor:
             for at in range(0, self.span_bytes, _COMPARED_BYTES)
             for size in (min(_COMPARED_BYTES, self.span_bytes - at),)
         )
-
-
-class ComputedPiece:
-    """Common part of pieces that are computed as a whole, in fp32."""
-
-    dtype: ClassVar[str] = "fp32"
-
-    @property
-    def span_bytes(self: Piece) -> int:
-        """Bytes of the values."""
-        return math.prod(self.shape) * SOURCE_TYPES[self.dtype][0]
-
-    def slabs(self: Piece, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:  # noqa: ARG002
-        """Return the piece itself."""
-        return (self,)
 
 
 class FileMaps:

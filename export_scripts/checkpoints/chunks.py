@@ -40,7 +40,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class ChunkedTensor:
+class ChunkedTensor(Piece):
     """One whole tensor in chunks."""
 
     dtype: str
@@ -51,11 +51,6 @@ class ChunkedTensor:
     def stored(self) -> tuple[StoredTensor, ...]:
         """The stored tensors it consists of."""
         return tuple(chunk.values for chunk in self.chunks)
-
-    @property
-    def span_bytes(self) -> int:
-        """Bytes of all values."""
-        return math.prod(self.shape) * SOURCE_TYPES[self.dtype][0]
 
     def load(self, maps: FileMaps) -> Array:
         """Return the tensor gathered in memory."""
@@ -70,12 +65,7 @@ class ChunkedTensor:
         return whole
 
     def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:
-        """Return the chunks in order if they follow each other along `axis`, else the whole.
-
-        Args:
-            axis: The axis; None for the whole.
-            unit: Number of which the chunks' sizes on it must be multiples.
-        """
+        """Return the chunks in order if they follow each other along `axis`, else the whole."""
         if axis is None:
             return (self,)
         before, after = self.shape[:axis], self.shape[axis + 1 :]

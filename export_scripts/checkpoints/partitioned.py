@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from export_scripts.checkpoints.base import FileMaps, StoredTensor
+from export_scripts.checkpoints.base import FileMaps, StoredTensor, same_values
 from export_scripts.errors import CheckpointMismatchError, first_names, refuse
 
 _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
@@ -165,7 +165,7 @@ def join_ranks(
             pieces = tuple(rank[key] for rank in ranks)
             if name not in joined:
                 joined[name] = pieces
-            elif not _equal(joined[name], pieces, maps):
+            elif not same_values(joined[name], pieces, maps):
                 problems.append(f"{where}: pipeline stages hold different values of {name}")
     refuse(problems)
     return joined
@@ -188,14 +188,6 @@ def _uneven(ranks: list[Mapping[str, StoredTensor]], pp_rank: int, where: str) -
                 f"{where}: tensor rank {tp_rank} of stage {pp_rank} lacks {first_names(lacking)}"
             )
     return problems
-
-
-def _equal(
-    first: tuple[StoredTensor, ...], second: tuple[StoredTensor, ...], maps: FileMaps
-) -> bool:
-    return len(first) == len(second) and all(
-        a.same_bytes(b, maps) for a, b in zip(first, second, strict=True)
-    )
 
 
 def flatten(tree: Any) -> dict[str, StoredTensor]:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     CheckpointReader,
-    ComputedPiece,
     FileMaps,
     Piece,
     StoredTensor,
@@ -47,9 +46,10 @@ Widen = Callable[[Mapping[str, "Array"]], "Array"]
 
 
 @dataclass(frozen=True)
-class WidePiece(ComputedPiece):
+class WidePiece(Piece):
     """A quantised matrix (out, in) as the fp32 values that it stands for."""
 
+    dtype = "fp32"
     shape: Shape  # sizes of the values
     widen: Widen  # returns the values of the loaded parts
     parts: Parts  # the tensors it is stored in
@@ -65,14 +65,6 @@ class WidePiece(ComputedPiece):
             return self.widen({name: part.load(maps) for name, part in self.parts.items()})
         except ValueError as error:  # of indices
             raise CheckpointMismatchError(str(error)) from error
-
-    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:
-        """Return whether both are stored with the same bytes."""
-        return (
-            isinstance(other, WidePiece)
-            and len(self.stored) == len(other.stored)
-            and all(a.same_bytes(b, maps) for a, b in zip(self.stored, other.stored, strict=True))
-        )
 
 
 @dataclass(frozen=True)

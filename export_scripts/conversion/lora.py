@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, TypeVar
 from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     CheckpointReader,
-    ComputedPiece,
     FileMaps,
     Piece,
     StoredTensor,
@@ -51,17 +50,14 @@ class _Share:
 
 
 @dataclass(frozen=True)
-class MergedPiece(ComputedPiece):
-    """A training rank's piece of a matrix, with low-rank updates added in order."""
+class MergedPiece(Piece):
+    """A training rank's piece of a matrix, with low-rank updates added in order, in fp32."""
 
+    dtype = "fp32"
+    shape: tuple[int, ...]
     base: Piece
     updates: tuple[Update, ...]
     share: _Share
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the piece."""
-        return self.base.shape
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
@@ -156,7 +152,7 @@ def with_adapters(
     refuse(listed(problems))
     for key, several in updates.items():
         tensors[key] = tuple(
-            MergedPiece(base, tuple(several), share)
+            MergedPiece(base.shape, base, tuple(several), share)
             for base, share in zip(tensors[key], shares[key], strict=True)
         )
     files = (*reader.files, *(file for each in adapters for file in each.files))

@@ -8,7 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, FileMaps, Piece, TokenizerFile
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    FileMaps,
+    Piece,
+    TokenizerFile,
+    same_values,
+)
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
@@ -96,10 +102,7 @@ class Facts:
 
     def same_values(self, first: str, second: str) -> bool:
         """Return whether two tensors are stored with the same bytes."""
-        pairs = self.pieces(first), self.pieces(second)
-        return len(pairs[0]) == len(pairs[1]) and all(
-            a.same_bytes(b, self.maps) for a, b in zip(*pairs, strict=True)
-        )
+        return same_values(self.pieces(first), self.pieces(second), self.maps)
 
     def special_ids(self) -> SpecialIds:
         """Return the special token ids in the tokenizer files, if any."""
