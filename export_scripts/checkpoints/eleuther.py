@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, StoredTensor, read_small, yaml_table
-from export_scripts.checkpoints.pt_archive import read_torch_file
+from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.errors import CheckpointMismatchError, first_names
 
 FORMAT = "eleuther"
@@ -131,9 +131,7 @@ def _check_layers(folder: Path, numbers: Sequence[int], declared: Any) -> None:
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
-    contents = read_torch_file(path)
-    if not isinstance(contents, Mapping):
-        raise CheckpointMismatchError(f"{path} holds no table of tensors")
+    contents = read_torch_table(path, "a table of tensors")
     return {key: value for key, value in contents.items() if isinstance(value, StoredTensor)}
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from export_scripts.checkpoints.base import (
     CheckpointReader,
-    FileMaps,
     StoredTensor,
     TokenizerFile,
     read_small,
@@ -21,14 +20,12 @@ from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.distributed import is_distributed, read_distributed
 from export_scripts.checkpoints.partitioned import (
     RankName,
-    check_training_ranks,
     count_of,
     flatten,
     join_ranks,
-    layers_before,
     parse_rank_folder,
 )
-from export_scripts.checkpoints.pt_archive import read_torch_file
+from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.errors import CheckpointMismatchError
 
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
@@ -67,30 +64,19 @@ def open_megatron(path: Path) -> CheckpointReader:
             f"{root} has no {FILE_NAMES[0]} in mp_rank_<TP>[_<PP>] folders or itself, and no "
             "metadata.json of a distributed checkpoint"
         )
-    trees = {rank: _read(file) for rank, file in files.items()}
-    first = trees[min(trees, key=lambda rank: (rank.pp_rank, rank.tp_rank))]
-    config = _config(first)
-    tp_size, pp_size = (
-        count_of(config, f"{kind}_model_parallel_size", default=1 + last, where=root)
-        for kind, last in (
-            ("tensor", max(rank.tp_rank for rank in files)),
-            ("pipeline", max(rank.pp_rank for rank in files)),
-        )
-    )
-    config |= {"tensor_model_parallel_size": tp_size, "pipeline_model_parallel_size": pp_size}
-    by_rank = check_training_ranks(files, tp_size=tp_size, pp_size=pp_size, where=str(root))
-    states = {place: _state(trees[rank], root) for place, rank in by_rank.items()}
-    tensors = join_ranks(
-        states,
-        layer_offset=layers_before(states),
-        maps=FileMaps(),
-        where=str(root),
-    )
+    trees = {rank: read_torch_table(file, "a Megatron checkpoint") for rank, file in files.items()}
+    config = _config(trees[min(trees, key=lambda rank: (rank.pp_rank, rank.tp_rank))])
+    for kind, last in (
+        ("tensor", max(rank.tp_rank for rank in files)),
+        ("pipeline", max(rank.pp_rank for rank in files)),
+    ):
+        key = f"{kind}_model_parallel_size"
+        config[key] = count_of(config, key, default=1 + last, where=root)
     return CheckpointReader(
         format="megatron",
         path=path,
         config=config,
-        tensors=tensors,
+        tensors=join_ranks(files, lambda rank: _state(trees[rank], root), config, where=root),
         files=tuple(sorted(files.values())),
         tokenizer=_tokenizer_files(root),
         remarks=remarks,
@@ -148,13 +134,6 @@ def _rank_files(path: Path) -> dict[RankName, Path]:
 
 def _weights(folder: Path) -> Path | None:
     return next((folder / name for name in FILE_NAMES if (folder / name).is_file()), None)
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    tree = read_torch_file(path)
-    if not isinstance(tree, Mapping):
-        raise CheckpointMismatchError(f"{path} does not hold a Megatron checkpoint")
-    return tree
 
 
 def _config(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, FileMaps, StoredTensor
+from export_scripts.checkpoints.base import CheckpointReader, StoredTensor
 from export_scripts.checkpoints.containers import Container, is_tar, open_container, read_yaml
 from export_scripts.checkpoints.distributed import (
     METADATA_NAME,
@@ -22,15 +22,14 @@ from export_scripts.checkpoints.distributed import (
 )
 from export_scripts.checkpoints.nemo2 import CONTEXT, WEIGHTS, is_nemo2, open_nemo2
 from export_scripts.checkpoints.partitioned import (
+    LayerOffset,
     RankName,
-    check_training_ranks,
     count_of,
     flatten,
     join_ranks,
-    layers_before,
     parse_rank_folder,
 )
-from export_scripts.checkpoints.pt_archive import Region, read_torch_file
+from export_scripts.checkpoints.pt_archive import Region, read_torch_file, read_torch_table
 from export_scripts.checkpoints.tokenizers import nemo_files
 from export_scripts.errors import CheckpointMismatchError
 
@@ -88,30 +87,22 @@ def open_nemo(
     for folder in (_DISTRIBUTED, ""):
         if container.find(folder + METADATA_NAME):
             return _open_distributed(container, folder, config, remarks)
-    trees = functools.cache(_read_tree)  # each file is read once
+    # Each file is read once.
+    trees = functools.cache(lambda region: read_torch_table(region, "a state dict"))
     ranks, weights = _find_weights(container, config, trees, remarks, name)
     if config is None:
         config = _config_of_checkpoint(trees(next(iter(weights.values()))), path)
-    tp_size, pp_size = (
-        count_of(config, f"{kind}_model_parallel_size", default=1, where=path)
-        for kind in ("tensor", "pipeline")
-    )
-    by_rank = check_training_ranks(ranks, tp_size=tp_size, pp_size=pp_size, where=str(path))
-    states = {place: _state(trees(weights[rank.folder])) for place, rank in by_rank.items()}
-    maps = FileMaps()
-    tensors = join_ranks(
-        states,
-        layer_offset=_layer_offset({**depths, **config}, pp_size, path)
-        if depths
-        else layers_before(states),
-        maps=maps,
-        where=str(path),
-    )
     return CheckpointReader(
         format="nemo",
         path=path,
         config=config,
-        tensors=tensors,
+        tensors=join_ranks(
+            ranks,
+            lambda rank: _state(trees(weights[rank.folder])),
+            config,
+            where=path,
+            layer_offset=_layer_offset({**depths, **config}, path) if depths else None,
+        ),
         files=_source_files(container, weights),
         tokenizer=nemo_files(container, config),
         remarks=tuple(remarks),
@@ -176,13 +167,6 @@ def _chosen_folder(path: Path, remarks: list[str]) -> Path:
             f"took {newest.name}, the newest of several last checkpoints (left: {others})"
         )
     return newest
-
-
-def _read_tree(region: Region) -> _Tree:
-    tree = read_torch_file(region)
-    if not isinstance(tree, Mapping):
-        raise CheckpointMismatchError(f"{region} does not hold a state dict")
-    return tree
 
 
 def _state(tree: _Tree) -> dict[str, StoredTensor]:
@@ -304,9 +288,10 @@ def _joined(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def _layer_offset(config: Mapping[str, Any], pp_size: int, path: Path) -> Callable[[str, int], int]:
+def _layer_offset(config: Mapping[str, Any], path: Path) -> LayerOffset:
     """Return the rule for a stage's first layer; encoder and decoder count apart."""
     split = config.get("pipeline_model_parallel_split_rank") or 0
+    pp_size = count_of(config, "pipeline_model_parallel_size", default=1, where=path)
 
     def depth(side: str) -> int:
         inner = config.get(side)

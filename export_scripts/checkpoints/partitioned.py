@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from export_scripts.checkpoints.base import FileMaps, StoredTensor, same_values
@@ -20,6 +21,8 @@ _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 _WRAPPED = re.compile(r"^(model\.)?(?:module\.)+(?=[a-z])")
 
 _Value = TypeVar("_Value")
+State = Mapping[str, StoredTensor]  # the tensors of one rank
+LayerOffset = Callable[[str, int], int]  # of a key and a stage
 
 # A damaged number must not list missing ranks until memory runs out.
 _MOST_RANKS = 100_000
@@ -64,14 +67,10 @@ def count_of(config: Mapping[str, Any], key: str, *, default: int, where: object
     return value
 
 
-def check_training_ranks(
-    found: Iterable[RankName], *, tp_size: int, pp_size: int, where: str
+def _ranks_by_place(
+    found: Iterable[RankName], tp_size: int, pp_size: int, where: str
 ) -> dict[tuple[int, int], RankName]:
-    """Return the folder of each (tp_rank, pp_rank).
-
-    Raises:
-        CheckpointMismatchError: Ranks are missing, superfluous or duplicated; all are named.
-    """
+    """Return the folder of each (tp_rank, pp_rank); missing and superfluous ones are refused."""
     if tp_size * pp_size > _MOST_RANKS:
         raise CheckpointMismatchError(
             f"{where}: its configuration says TP {tp_size}, PP {pp_size}: expected at most "
@@ -111,13 +110,8 @@ def _rank_folder(tp_rank: int, pp_rank: int, known: Mapping[Any, RankName], pp_s
     return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp_size > 1 else "")
 
 
-def layers_before(
-    states: Mapping[tuple[int, int], Mapping[str, StoredTensor]],
-) -> Callable[[str, int], int]:
-    """Return the rule for the global number of a stage's first layer, from a key and the stage.
-
-    That number is the depth of all earlier stages, which may differ.
-    """
+def _layers_before(states: Mapping[tuple[int, int], State]) -> LayerOffset:
+    """Return the rule for a stage's first layer: the depths of all earlier ones together."""
     held: dict[tuple[str, int], set[str]] = {}
     for (_, pp_rank), state in states.items():
         for key in state:
@@ -133,61 +127,57 @@ def layers_before(
 
 
 def join_ranks(
-    states: Mapping[tuple[int, int], Mapping[str, StoredTensor]],
+    ranks: Iterable[RankName],
+    read: Callable[[RankName], State],
+    config: Mapping[str, Any],
     *,
-    layer_offset: Callable[[str, int], int],
-    maps: FileMaps,
-    where: str,
+    where: Path,
+    layer_offset: LayerOffset | None = None,
 ) -> dict[str, tuple[StoredTensor, ...]]:
     """Return each tensor's pieces in tensor-rank order, layers numbered globally.
 
     Args:
-        states: (tp_rank, pp_rank) -> that rank's tensors.
-        layer_offset: Gives the global number of layer 0 of a stage, from the key and the stage.
-        maps: For comparing tensors that several stages hold.
-        where: The checkpoint's name in messages.
+        ranks: The ranks that are there.
+        read: Returns the tensors of one.
+        config: The training configuration, with its parallel sizes.
+        where: The checkpoint, for messages.
+        layer_offset: Gives the global number of layer 0 of a stage; None where stages show it.
 
     Raises:
-        CheckpointMismatchError: Ranks of a stage hold different tensors, or stages hold
-            different values under one name.
+        CheckpointMismatchError: Ranks are missing, superfluous or duplicated, those of a stage hold
+            different tensors, or stages hold different values under one name.
     """
-    tp_size = 1 + max(tp for tp, _ in states)
-    pp_size = 1 + max(pp for _, pp in states)
+    tp_size, pp_size = (
+        count_of(config, f"{kind}_model_parallel_size", default=1, where=where)
+        for kind in ("tensor", "pipeline")
+    )
+    by_rank = _ranks_by_place(ranks, tp_size, pp_size, str(where))
+    states = {place: read(rank) for place, rank in by_rank.items()}
+    layer_offset = layer_offset or _layers_before(states)
+    maps = FileMaps()
     joined: dict[str, tuple[StoredTensor, ...]] = {}
     problems: list[str] = []
     for pp_rank in range(pp_size):
-        ranks = [states[tp, pp_rank] for tp in range(tp_size)]
-        problems += _uneven(ranks, pp_rank, where)
-        for key in ranks[0]:
-            if not all(key in rank for rank in ranks):
+        stage = [states[tp, pp_rank] for tp in range(tp_size)]
+        names = set(stage[0]).union(*stage)
+        problems += [
+            f"{where}: tensor rank {tp_rank} of stage {pp_rank} lacks {first_names(lacking)}"
+            for tp_rank, rank in enumerate(stage)
+            if (lacking := sorted(names - set(rank)))
+        ]
+        for key in stage[0]:
+            if not all(key in rank for rank in stage):
                 continue
-            name = _global_name(key, pp_rank, layer_offset)
-            pieces = tuple(rank[key] for rank in ranks)
+            match, name = _LAYER.match(key), key
+            if match and pp_rank:
+                name = f"{match[1]}{int(match[2]) + layer_offset(key, pp_rank)}{match[3]}"
+            pieces = tuple(rank[key] for rank in stage)
             if name not in joined:
                 joined[name] = pieces
             elif not same_values(joined[name], pieces, maps):
                 problems.append(f"{where}: pipeline stages hold different values of {name}")
     refuse(problems)
     return joined
-
-
-def _global_name(key: str, pp_rank: int, layer_offset: Callable[[str, int], int]) -> str:
-    match = _LAYER.match(key)
-    if match is None or pp_rank == 0:
-        return key
-    return f"{match[1]}{int(match[2]) + layer_offset(key, pp_rank)}{match[3]}"
-
-
-def _uneven(ranks: list[Mapping[str, StoredTensor]], pp_rank: int, where: str) -> list[str]:
-    names = set(ranks[0]).union(*ranks)
-    problems = []
-    for tp_rank, rank in enumerate(ranks):
-        lacking = sorted(names - set(rank))
-        if lacking:
-            problems.append(
-                f"{where}: tensor rank {tp_rank} of stage {pp_rank} lacks {first_names(lacking)}"
-            )
-    return problems
 
 
 def flatten(tree: Any) -> dict[str, StoredTensor]:

@@ -121,6 +121,18 @@ def read_torch_file(region: Region | Path) -> Any:
     )
 
 
+def read_torch_table(region: Region | Path, what: str) -> dict[Any, Any]:
+    """Return the table in a torch.save file, as `read_torch_file`; `what` says what it is.
+
+    Raises:
+        CheckpointMismatchError: The file is damaged or unsafe, or holds something else.
+    """
+    tree = read_torch_file(region)
+    if not isinstance(tree, dict):
+        raise CheckpointMismatchError(f"{region} does not hold {what}")
+    return tree
+
+
 def _read_zip(region: Region, stream: io.BufferedReader) -> Any:
     try:
         with zipfile.ZipFile(stream) as archive:

@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 
 from export_scripts.checkpoints import open_addition, open_checkpoint
 from export_scripts.checkpoints.base import CheckpointReader, TokenizerFile, json_table
+from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.checkpoints.quantized import with_plain_weights
 from export_scripts.checkpoints.tokenizers import check_outside_files, given_files
 from export_scripts.conversion.ft_source import FTFolder, ft_mapping, is_ft_folder, open_ft_folder
@@ -267,12 +268,7 @@ def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
         return None
     if path.suffix == ".json":
         return json_table(path.read_bytes(), path)
-    from export_scripts.checkpoints.pt_archive import read_torch_file
-
-    ranges = read_torch_file(path)
-    if not isinstance(ranges, Mapping):
-        raise CheckpointMismatchError(f"{path} does not hold a table of activation ranges")
-    return ranges
+    return read_torch_table(path, "a table of activation ranges")
 
 
 def _tokenizer(
