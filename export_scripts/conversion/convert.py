@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from export_scripts import __version__
 from export_scripts.checkpoints import recognise_format
@@ -27,9 +27,6 @@ from export_scripts.files.lock import FolderLock
 from export_scripts.files.tree import files_below
 from export_scripts.ft.validation import manifest_problems, validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, recover
-
-if TYPE_CHECKING:
-    from export_scripts.conversion.write import Counter
 
 __all__ = ["ConversionRequest", "ConversionSummary", "check_conversion", "convert"]
 
@@ -216,14 +213,9 @@ def _is_finished(paths: WorkPaths, identity: str) -> bool:
 
 def _run(plan: Plan, paths: WorkPaths, identity: str, progress: Progress | None) -> int:
     """Execute a plan; return the bytes of weights written."""
-    from export_scripts.conversion.safetensors import shard_records, write_shards
-    from export_scripts.conversion.write import Counter, tensor_records, write_tensors
+    from export_scripts.conversion.write import Counter, tensor_records, write_files
 
-    write: Callable[..., list[str]] = write_tensors
-    records: Callable[..., dict[str, Any]] = tensor_records
-    if isinstance(plan, HuggingFacePlan):
-        write, records = write_shards, shard_records
-    counter = Counter(progress, plan.weight_bytes)
+    counter = Counter(progress, sum(file.size_bytes for files in plan.files for file in files))
     with FTWriter(paths, identity) as writer:
         done = sum(int(record["size_bytes"]) for record in writer.records.values())
         problem = check_space(paths.final.parent, counter.total - done)
@@ -231,7 +223,7 @@ def _run(plan: Plan, paths: WorkPaths, identity: str, progress: Progress | None)
             if not writer.records:
                 writer.discard()
             raise ValueError(problem)
-        problems = write(plan, writer, counter, processes=plan.source.request.processes)
+        problems = write_files(plan, writer, counter, processes=plan.source.request.processes)
         if problems:
             writer.discard()
             raise CheckpointMismatchError(listed(problems))
@@ -239,13 +231,9 @@ def _run(plan: Plan, paths: WorkPaths, identity: str, progress: Progress | None)
             if not writer.is_done(name):
                 writer.write(name, len(data), [memoryview(data)])
         writer.flush()
-        writer.finish(_manifest(plan, writer, identity) | {"tensors": records(plan, writer)})
+        writer.finish(_manifest(plan, writer, identity) | {"tensors": tensor_records(plan, writer)})
     problems = folder_problems(paths.final, checksums=False)
     assert not problems, problems
-    return _counted(counter)
-
-
-def _counted(counter: Counter) -> int:
     assert counter.done == counter.total, (counter.done, counter.total)
     return counter.written
 

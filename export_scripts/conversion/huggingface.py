@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import (
@@ -26,7 +26,12 @@ from export_scripts.checkpoints.base import (
 from export_scripts.conversion.ft_source import FTFolder
 from export_scripts.conversion.peft import is_adapted, peft_adapters, prompt_reasons
 from export_scripts.conversion.plan import ConversionPlan
-from export_scripts.conversion.tensor_plan import TensorPlan, plan_tensors
+from export_scripts.conversion.tensor_plan import (
+    TensorPlan,
+    WrittenFile,
+    WrittenTensor,
+    plan_tensors,
+)
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig
@@ -34,7 +39,7 @@ from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Compute, Copy, PerIndex, View, same
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE
-from export_scripts.numeric.dtypes import SOURCE_TYPES
+from export_scripts.numeric.dtypes import SOURCE_TYPES, item_size
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -60,52 +65,19 @@ _TOKENIZERS = {
 
 
 @dataclass(frozen=True)
-class WrittenTensor:
-    """One tensor of the folder: views of tensors of the family, whose rows follow each other."""
-
-    key: str
-    pieces: tuple[tuple[TensorPlan, View], ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the whole."""
-        first, *_ = (view.shape for _, view in self.pieces)
-        return (sum(view.shape[0] for _, view in self.pieces), *first[1:]) if first else ()
-
-    @property
-    def items(self) -> tuple[TensorPlan, ...]:
-        """The tensors of the family it consists of."""
-        return tuple({item.tensor.name: item for item, _ in self.pieces}.values())
-
-    def size_bytes(self, kind: str) -> int:
-        """Return its bytes in a weight type."""
-        return StoredTensor(Path(), 0, kind, self.shape).span_bytes
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One safetensors file: its header, then its tensors without gaps."""
-
-    name: str
-    header: bytes
-    tensors: tuple[WrittenTensor, ...]
-    size_bytes: int
-
-
-@dataclass(frozen=True)
 class HuggingFacePlan:
     """A Hugging Face folder checked in everything but the values."""
 
     source: ConversionPlan  # how the source becomes the family's tensors, on one rank
     mapping: SourceMapping  # the mapping whose inverse is written
-    shards: tuple[Shard, ...]  # the files of weights
+    shards: tuple[WrittenFile, ...]  # the files of weights
     remarks: tuple[str, ...]  # warnings to report
     extra_files: Mapping[str, bytes]  # contents of all other files
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weight files."""
-        return sum(shard.size_bytes for shard in self.shards)
+    def files(self) -> tuple[tuple[WrittenFile, ...], ...]:
+        """The files of weights, each on its own."""
+        return tuple((shard,) for shard in self.shards)
 
 
 def plan_huggingface(source: ConversionPlan) -> HuggingFacePlan:
@@ -313,11 +285,13 @@ def _carried(source: ConversionPlan, found: _Candidate) -> tuple[WrittenTensor, 
     )
 
 
-def _shards(tensors: Sequence[WrittenTensor], kind: str, max_shard_bytes: int) -> tuple[Shard, ...]:
+def _shards(
+    tensors: Sequence[WrittenTensor], kind: str, max_shard_bytes: int
+) -> tuple[WrittenFile, ...]:
     groups: list[list[WrittenTensor]] = [[]]
     size = 0
     for tensor in tensors:
-        own = tensor.size_bytes(kind)
+        own = math.prod(tensor.shape) * item_size(kind)
         if groups[-1] and size + own > max_shard_bytes:
             groups.append([])
             size = 0
@@ -332,12 +306,12 @@ def _shards(tensors: Sequence[WrittenTensor], kind: str, max_shard_bytes: int) -
     return tuple(_shard(name, group, kind) for name, group in zip(names, groups, strict=True))
 
 
-def _shard(name: str, tensors: Sequence[WrittenTensor], kind: str) -> Shard:
+def _shard(name: str, tensors: Sequence[WrittenTensor], kind: str) -> WrittenFile:
     """Return a file: 8 bytes with the length of a JSON table, the table, the tensors."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        begin, end = end, end + tensor.size_bytes(kind)
+        begin, end = end, end + math.prod(tensor.shape) * item_size(kind)
         table[tensor.key] = {
             "dtype": _TYPES[kind],
             "shape": list(tensor.shape),
@@ -346,10 +320,10 @@ def _shard(name: str, tensors: Sequence[WrittenTensor], kind: str) -> Shard:
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
-    return Shard(name, header, tuple(tensors), len(header) + end)
+    return WrittenFile(name, tuple(tensors), kind, len(header) + end, header)
 
 
-def _index(shards: Sequence[Shard]) -> bytes:
+def _index(shards: Sequence[WrittenFile]) -> bytes:
     places = {tensor.key: shard.name for shard in shards for tensor in shard.tensors}
     size = sum(shard.size_bytes - len(shard.header) for shard in shards)
     return _json({"metadata": {"total_size": size}, "weight_map": places})

@@ -21,7 +21,12 @@ from export_scripts.checkpoints.tokenizers import check_outside_files, given_fil
 from export_scripts.conversion.ft_source import FTFolder, ft_mapping, is_ft_folder, open_ft_folder
 from export_scripts.conversion.lora import with_adapters
 from export_scripts.conversion.request import MODEL_TYPES, ConversionRequest
-from export_scripts.conversion.tensor_plan import TensorPlan, plan_tensors
+from export_scripts.conversion.tensor_plan import (
+    TensorPlan,
+    WrittenFile,
+    WrittenTensor,
+    plan_tensors,
+)
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, parse_value
@@ -74,12 +79,18 @@ class ConversionPlan:
         return self
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weight files."""
-        tp_size, kind = self.config.tensor_para_size, self.config.weight_data_type
-        return sum(
-            item.tensor.file_bytes(tp_size, kind) * len(item.tensor.file_names(tp_size))
+    def files(self) -> tuple[tuple[WrittenFile, ...], ...]:
+        """The files of each tensor."""
+        tp_size = self.config.tensor_para_size
+        return tuple(
+            tuple(
+                WrittenFile(name, (written,), kind, size, tp_rank=rank)
+                for rank, name in enumerate(item.tensor.file_names(tp_size))
+            )
             for item in self.tensors
+            for written in [WrittenTensor(item.tensor.name, ((item, None),))]
+            for kind in [item.tensor.dtype or self.config.weight_data_type]
+            for size in [item.tensor.file_bytes(tp_size, kind)]
         )
 
 

@@ -9,7 +9,7 @@ import contextlib
 import math
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,9 @@ from export_scripts.families.mapping.sources import Parts
 from export_scripts.families.mapping.tensors import ShapeTensor
 from export_scripts.files.disk import BLOCK_BYTES, LARGE_BYTES
 from export_scripts.numeric.arrays import DTYPES, Array, bits, store
+
+Bytes = npt.NDArray[np.uint8]
+Window = list[tuple[int, int]]  # of a tensor: the first index and the end on each axis
 
 # A chunk of a file: large enough to amortise system calls, small enough for several workers.
 CHUNK_BYTES = 8 << 20
@@ -70,20 +73,25 @@ class Workspace:
     """
 
     chunk_bytes: int = CHUNK_BYTES
-    _chunks: list[npt.NDArray[np.uint8]] = field(default_factory=list)
-    _tile: npt.NDArray[np.uint8] = field(
+    _chunks: list[Bytes] = field(default_factory=list)
+    _tile: Bytes = field(
         default_factory=lambda: np.empty(
             _TILE_ROWS * (_TILE_COLUMNS * 4 + _TILE_GAP_BYTES), np.uint8
         )
     )
 
-    def next_chunk(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+    def next_chunk(self, size_bytes: int) -> Bytes:
         """Return `size_bytes` of the buffer that was not returned last."""
         chunk = self._chunks.pop(0) if len(self._chunks) == 2 else _aligned(self.chunk_bytes)
         if len(chunk) < size_bytes:
             chunk = _aligned(size_bytes)
         self._chunks.append(chunk)
         return chunk[:size_bytes]
+
+    def in_place_of_last(self, size_bytes: int) -> Bytes:
+        """Return more memory in place of the chunk that was returned last."""
+        self._chunks[-1] = _aligned(size_bytes)
+        return self._chunks[-1]
 
     def tile(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return scratch of a shape (..., columns)."""
@@ -92,7 +100,7 @@ class Workspace:
         return rows[..., : shape[-1]]
 
 
-def _aligned(size_bytes: int) -> npt.NDArray[np.uint8]:
+def _aligned(size_bytes: int) -> Bytes:
     """Return page-aligned memory, in large pages if the system has them.
 
     Direct writes need the alignment. With small pages, which are scattered, the disk accepts only
@@ -107,13 +115,6 @@ def _aligned(size_bytes: int) -> npt.NDArray[np.uint8]:
     return whole[start : start + size_bytes]
 
 
-def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:
-    """Return the number of rows to write at once: whole blocks where they fit."""
-    rows = max(1, chunk_bytes // max(row_bytes, 1))
-    whole = BLOCK_BYTES // math.gcd(row_bytes, BLOCK_BYTES)
-    return rows // whole * whole or rows
-
-
 _workspaces = threading.local()
 
 
@@ -126,40 +127,72 @@ def workspace() -> Workspace:
     return found
 
 
+def rank_window(shape: Sequence[int], split_axis: int, tp_rank: int) -> Window:
+    """Return one rank's share of a tensor; `shape` is the share's, `split_axis` -1 for none."""
+    window = [(0, size) for size in shape]
+    if split_axis >= 0:
+        size = shape[split_axis]
+        window[split_axis] = (tp_rank * size, (tp_rank + 1) * size)
+    return window
+
+
 def file_chunks(
-    parts: Parts, shape: tuple[int, ...], split_axis: int, tp_rank: int, data_type: str
-) -> Iterator[tuple[memoryview, ValueRange]]:
-    """Yield the contents of one rank's file, with the range of each chunk's values.
+    pieces: Iterable[tuple[Parts, Window, ValueRange]],
+    data_type: str,
+    size_bytes: int,
+    header: bytes = b"",
+) -> Iterator[memoryview]:
+    """Yield the contents of a file in whole blocks, and the rest.
 
     A chunk of a file of LARGE_BYTES or more is valid until the next but one is requested.
 
     Args:
-        parts: The whole tensor.
-        shape: The rank's shape in the parts' axes.
-        split_axis: Axis shared among ranks, -1 for none.
-        tp_rank: The rank.
+        pieces: What follows each other in it: a tensor, the window to take of it, and the range
+            that is widened to its values.
         data_type: Type on disk.
+        size_bytes: Size of the file.
+        header: What comes first.
     """
-    space = workspace()
-    dtype = DTYPES[data_type]
-    row = math.prod(shape[1:]) * dtype.itemsize
-    step = _rows_per_chunk(row, space.chunk_bytes)
-    start = tp_rank * shape[split_axis] if split_axis >= 0 else 0
-    large = shape[0] * row >= LARGE_BYTES
-    for first in range(0, shape[0], step):
-        rows = min(step, shape[0] - first)
-        raw = space.next_chunk(rows * row) if large else np.empty(rows * row, np.uint8)
-        out = raw.view(dtype).reshape(rows, *shape[1:])
-        window = [(0, size) for size in shape]
-        window[0] = (first, first + rows)
-        if split_axis >= 0:
-            low, high = window[split_axis]
-            window[split_axis] = (low + start, high + start)
-        gather(out, parts, window, space)
-        yield raw.data, value_range(raw, data_type)
+    space, dtype = workspace(), DTYPES[data_type]
+    is_large = size_bytes >= LARGE_BYTES
+    buffer = space.next_chunk(space.chunk_bytes) if is_large else np.empty(size_bytes, np.uint8)
+    buffer, filled = _with_room(buffer, 0, len(header), space), len(header)
+    buffer[:filled] = memoryview(header)
+    for parts, window, found in pieces:
+        (first, end), *others = window
+        shape = [high - low for low, high in others]
+        row = math.prod(shape) * dtype.itemsize
+        while first < end:
+            if filled + row > len(buffer):
+                whole = filled // BLOCK_BYTES * BLOCK_BYTES
+                if whole:
+                    yield buffer[:whole].data
+                    rest = buffer[whole:filled]
+                    buffer, filled = space.next_chunk(space.chunk_bytes), len(rest)
+                    buffer[:filled] = rest
+                buffer = _with_room(buffer, filled, row, space)
+            rows = min(end - first, (len(buffer) - filled) // row)
+            raw = buffer[filled : filled + rows * row]
+            taken = [(first, first + rows), *others]
+            gather(raw.view(dtype).reshape(rows, *shape), parts, taken, space)
+            found.include(value_range(raw, data_type))
+            first += rows
+            filled += rows * row
+        del parts
+    if filled:
+        yield buffer[:filled].data
 
 
-def gather(out: Array, parts: Parts, window: list[tuple[int, int]], space: Workspace) -> None:
+def _with_room(buffer: Bytes, filled: int, wanted: int, space: Workspace) -> Bytes:
+    """Return the buffer, or a larger one in its place that has room for what is wanted."""
+    if filled + wanted <= len(buffer):
+        return buffer
+    larger = space.in_place_of_last(filled + wanted)
+    larger[:filled] = buffer[:filled]
+    return larger
+
+
+def gather(out: Array, parts: Parts, window: Window, space: Workspace) -> None:
     """Fill `out` with the window (low, high per axis) of the whole tensor."""
     offset = 0
     low, high = window[parts.axis]
@@ -218,7 +251,7 @@ def _transpose(target: Array, rows: Array, space: Workspace) -> None:
             np.copyto(bits(place), bits(np.moveaxis(straight, -1, 0)))
 
 
-def value_range(raw: npt.NDArray[np.uint8], data_type: str) -> ValueRange:
+def value_range(raw: Bytes, data_type: str) -> ValueRange:
     """Return the range of a chunk of values, by comparing their bit patterns as integers.
 
     Non-negative floats are ordered like signed integers; negative ones, read as unsigned, are

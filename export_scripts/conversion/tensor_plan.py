@@ -10,7 +10,7 @@ from export_scripts.errors import listed
 from export_scripts.families.layout.config import FTConfig, Index
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Get, Parts, PerIndex, TensorSource
+from export_scripts.families.mapping.sources import Get, Parts, PerIndex, TensorSource, View
 from export_scripts.families.mapping.tensors import ShapeTensor
 
 _REMEDY = (
@@ -26,6 +26,41 @@ class TensorPlan:
     tensor: FTTensor
     source: TensorSource
     index: Index
+
+
+@dataclass(frozen=True)
+class WrittenTensor:
+    """One tensor to write: tensors of the family, whose rows follow each other, or views of them.
+
+    Without a view it is one tensor of the family, of which a file holds a rank's share.
+    """
+
+    key: str
+    pieces: tuple[tuple[TensorPlan, View | None], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the whole."""
+        shapes = [view.shape if view else item.tensor.shape for item, view in self.pieces]
+        first = shapes[0]
+        return (sum(shape[0] for shape in shapes), *first[1:]) if first else ()
+
+    @property
+    def items(self) -> tuple[TensorPlan, ...]:
+        """The tensors of the family it consists of."""
+        return tuple({item.tensor.name: item for item, _ in self.pieces}.values())
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """One file to write: a header, then its tensors without gaps."""
+
+    name: str
+    tensors: tuple[WrittenTensor, ...]
+    data_type: str
+    size_bytes: int
+    header: bytes = b""
+    tp_rank: int = 0
 
 
 def plan_tensors(

@@ -7,6 +7,7 @@ lock, and all workers share one mapping of the source.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +17,20 @@ from typing import Any, TypeVar
 import numpy as np
 
 from export_scripts.checkpoints.base import StoredTensor
+from export_scripts.conversion.huggingface import HuggingFacePlan
 from export_scripts.conversion.plan import ConversionPlan
-from export_scripts.conversion.sharding import ValueRange, file_chunks
-from export_scripts.conversion.tensor_plan import TensorPlan, local_fine_shape, values_of
+from export_scripts.conversion.sharding import ValueRange, Window, file_chunks, rank_window
+from export_scripts.conversion.tensor_plan import (
+    TensorPlan,
+    WrittenFile,
+    WrittenTensor,
+    local_fine_shape,
+    values_of,
+)
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.mapping.sources import Parts
 from export_scripts.families.mapping.tensors import ShapeTensor
+from export_scripts.families.mapping.views import taken
 from export_scripts.ft.writer import FTWriter
 from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE
@@ -30,6 +39,8 @@ Progress = Callable[[int, int], None]
 _Item = TypeVar("_Item")
 
 _SCAN_VALUES = 1 << 20
+# Tensors of the family by name, with the parts that were made of their sources.
+_Built = dict[str, tuple[TensorPlan, Parts]]
 
 
 @dataclass
@@ -51,18 +62,21 @@ class Counter:
                 self.progress(self.done, self.total)
 
 
-def write_tensors(
-    plan: ConversionPlan, writer: FTWriter, counter: Counter, *, processes: int
+def write_files(
+    plan: ConversionPlan | HuggingFacePlan, writer: FTWriter, counter: Counter, *, processes: int
 ) -> list[str]:
     """Write every missing file; return the problems of the values."""
-    worker = _TensorWorker(plan, writer, counter)
+    worker = _Worker(plan.source, writer, counter)
     # Source order: reads go forward, and a layer's small tensors come between its large ones,
     # which keeps the disk busy.
-    ordered = sorted(plan.tensors, key=worker.values.place)
-    problems = write_all(worker.write, ordered, worker.stopping, processes=processes)
+    groups = list(enumerate(plan.files))
+    groups.sort(key=lambda each: worker.place(each[1][0].tensors[0].items[0]))
+    found = write_all(
+        worker.write, [files for _, files in groups], worker.stopping, processes=processes
+    )
     writer.flush()
-    found = {item.tensor.name: each for item, each in zip(ordered, problems, strict=True)}
-    return [problem for item in plan.tensors for problem in found[item.tensor.name]]
+    problems = {number: each for (number, _), each in zip(groups, found, strict=True)}
+    return [problem for number in sorted(problems) for problem in problems[number]]
 
 
 def write_all(
@@ -111,10 +125,13 @@ def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
 
 
 @dataclass(frozen=True)
-class SourceValues:
-    """The stored values that the tensors of a plan are made of."""
+class _Worker:
+    """What all workers of a conversion share: each writes one group of files after the other."""
 
     plan: ConversionPlan
+    writer: FTWriter
+    counter: Counter
+    stopping: threading.Event = field(default_factory=threading.Event)
 
     def place(self, item: TensorPlan) -> tuple[str, int]:
         """Return the file and offset at which a tensor begins in the source."""
@@ -128,7 +145,7 @@ class SourceValues:
             for piece in pieces[:1] if cut is None else pieces:
                 yield from ((key, stored) for stored in piece.stored)
 
-    def damage(self, item: TensorPlan) -> list[str]:
+    def _damage(self, item: TensorPlan) -> list[str]:
         """Return a problem for everything read for a tensor that differs from its checksum."""
         name = item.tensor.name
         maps = self.plan.facts.maps
@@ -141,17 +158,17 @@ class SourceValues:
             if not self.plan.request.allows(name) and not maps.is_intact(piece)
         ]
 
-    def forget(self, item: TensorPlan) -> None:
+    def _forget(self, item: TensorPlan) -> None:
         """Drop the source's pages, which keeps memory independent of the model's size."""
         for _, piece in self._read(item):
             self.plan.facts.maps.forget(piece)
 
-    def problem(self, name: str, items: Sequence[TensorPlan], kind: str) -> str:
+    def _problem(self, name: str, items: Sequence[TensorPlan], kind: str) -> str:
         """Return the problem of a tensor, made of some of the plan's, with infinities or NaN."""
         extents = []
         for item in items:
             extents.append(_source_extent(build_parts(self.plan, item)))
-            self.forget(item)
+            self._forget(item)
         largest, bad = max(each for each, _ in extents), sum(count for _, count in extents)
         if bad:
             return (
@@ -163,22 +180,7 @@ class SourceValues:
             f"largest is {LARGEST_FINITE[kind]:.6g}; convert to bf16 or fp32"
         )
 
-
-@dataclass(frozen=True)
-class Worker:
-    """State that all workers of a conversion share."""
-
-    plan: ConversionPlan
-    writer: FTWriter
-    counter: Counter
-    stopping: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def values(self) -> SourceValues:
-        """The stored values of the source."""
-        return SourceValues(self.plan)
-
-    def counted(self, chunk: memoryview) -> memoryview:
+    def _counted(self, chunk: memoryview) -> memoryview:
         """Return a chunk that is about to be written.
 
         Raises:
@@ -189,63 +191,86 @@ class Worker:
         self.counter.add(len(chunk))
         return chunk
 
+    def write(self, files: Sequence[WrittenFile]) -> list[str]:
+        """Write the missing ones of some files; return the problems of their values.
 
-class _TensorWorker(Worker):
-    """A worker that writes the files of one tensor after the other."""
-
-    def write(self, item: TensorPlan) -> list[str]:
-        """Write the missing files of one tensor; return the problems of its values."""
-        tp_size = self.plan.config.tensor_para_size
-        kind = item.tensor.dtype or self.plan.config.weight_data_type
-        size = item.tensor.file_bytes(tp_size, kind)
-        whole = ValueRange()
-        missing: list[tuple[int, str]] = []
-        for tp_rank, name in enumerate(item.tensor.file_names(tp_size)):
-            if self.writer.is_done(name):
-                self.counter.add(size, written=False)
-                whole.include(recorded_range(self.writer.records[name]))
+        What the tensors of a file are made of is kept for the next file if that has the same.
+        """
+        ranges: dict[str, ValueRange] = {}
+        damaged: dict[str, list[str]] = {}
+        built: _Built = {}
+        for file in files:
+            own = {tensor.key: ValueRange() for tensor in file.tensors}
+            if self.writer.is_done(file.name):
+                self.counter.add(file.size_bytes, written=False)
+                own = {key: _recorded_range(self.writer.records[file.name], key) for key in own}
             else:
-                missing.append((tp_rank, name))
-        if missing:
-            if damaged := self.values.damage(item):
-                return damaged
-            parts = build_parts(self.plan, item)
-            shape, axis = local_fine_shape(parts, item.tensor, tp_size)
-            for tp_rank, name in missing:
-                found = ValueRange()
-                chunks = self._chunks(file_chunks(parts, shape, axis, tp_rank, kind), found)
-                facts = _range_recorder(item.tensor.name, found)
-                self.writer.write(name, size, chunks, facts=facts)
-                whole.include(found)
-            del parts
-            self.values.forget(item)
-        if whole.finite or self.plan.request.allows(item.tensor.name):
+                pieces = self._pieces(file, own, damaged, built)
+                chunks = file_chunks(pieces, file.data_type, file.size_bytes, file.header)
+                facts = functools.partial(_record, file, own)
+                chunks = map(self._counted, chunks)
+                self.writer.write(file.name, file.size_bytes, chunks, facts=facts)
+            for key, found in own.items():
+                ranges.setdefault(key, ValueRange()).include(found)
+        self._keep(built, ())
+        return [
+            problem
+            for tensor in files[0].tensors
+            for problem in damaged.get(tensor.key)
+            or self._problems(tensor, ranges[tensor.key], files[0].data_type)
+        ]
+
+    def _problems(self, tensor: WrittenTensor, found: ValueRange, kind: str) -> list[str]:
+        names = (tensor.key, *(item.tensor.name for item in tensor.items))
+        if found.finite or any(map(self.plan.request.allows, names)):
             return []
-        return [self.values.problem(item.tensor.name, (item,), kind)]
+        return [self._problem(tensor.key, tensor.items, kind)]
 
-    def _chunks(
-        self, chunks: Iterator[tuple[memoryview, ValueRange]], found: ValueRange
-    ) -> Iterator[memoryview]:
-        for chunk, values in chunks:
-            found.include(values)
-            yield self.counted(chunk)
+    def _pieces(
+        self,
+        file: WrittenFile,
+        ranges: Mapping[str, ValueRange],
+        damaged: dict[str, list[str]],
+        built: _Built,
+    ) -> Iterator[tuple[Parts, Window, ValueRange]]:
+        """Yield what follows each other in a file, and note the damage of each tensor."""
+        for tensor in file.tensors:
+            self._keep(built, tensor.items)
+            for item in tensor.items:
+                if item.tensor.name not in built:
+                    damaged.setdefault(tensor.key, []).extend(self._damage(item))
+                    built[item.tensor.name] = item, build_parts(self.plan, item)
+            for item, view in tensor.pieces:
+                _, parts = built[item.tensor.name]
+                if view is not None:
+                    parts = taken(parts, view)
+                    window = rank_window(parts.shape, -1, 0)
+                else:
+                    tp_size = self.plan.config.tensor_para_size
+                    shape, axis = local_fine_shape(parts, item.tensor, tp_size)
+                    window = rank_window(shape, axis, file.tp_rank)
+                yield parts, window, ranges[tensor.key]
+                del parts
+
+    def _keep(self, built: _Built, items: Sequence[TensorPlan]) -> None:
+        """Forget what is no longer needed."""
+        for name in built.keys() - {item.tensor.name for item in items}:
+            item, _ = built.pop(name)
+            self._forget(item)
 
 
-def _range_recorder(tensor: str, found: ValueRange) -> Callable[[], Mapping[str, Any]]:
-    def record() -> Mapping[str, Any]:
-        return {"tensor": tensor, **range_record(found)}
-
-    return record
-
-
-def range_record(found: ValueRange) -> Mapping[str, str]:
-    """Return the record of a range of values; JSON has no infinities."""
-    return {"min": repr(found.smallest), "max": repr(found.largest)}
+def _record(file: WrittenFile, ranges: Mapping[str, ValueRange]) -> Mapping[str, Any]:
+    """Return a file's record; JSON has no infinities."""
+    found = {
+        key: {"min": repr(each.smallest), "max": repr(each.largest)} for key, each in ranges.items()
+    }
+    return {"tensors": found} | ({} if file.header else {"tensor": file.tensors[0].key})
 
 
-def recorded_range(record: Mapping[str, Any]) -> ValueRange:
-    """Return the range of values that a file's record holds."""
-    low, high = float(record["min"]), float(record["max"])
+def _recorded_range(record: Mapping[str, Any], key: str) -> ValueRange:
+    """Return the range of a tensor's values that a file's record holds."""
+    own = record.get("tensors", {key: record})[key]
+    low, high = float(own["min"]), float(own["max"])
     return ValueRange(low, high, math.isfinite(low) and math.isfinite(high))
 
 
@@ -266,37 +291,28 @@ def _source_extent(parts: Parts) -> tuple[float, int]:
     return largest, bad
 
 
-def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, Any]:
+def tensor_records(
+    plan: ConversionPlan | HuggingFacePlan, writer: FTWriter
+) -> dict[str, dict[str, Any]]:
     """Return the manifest's record of each tensor: shape, type, sources, range of values."""
-    out: dict[str, Any] = {}
-    for item in plan.tensors:
-        whole = ValueRange()
-        for name in item.tensor.file_names(plan.config.tensor_para_size):
-            whole.include(recorded_range(writer.records[name]))
-        kind = item.tensor.dtype or plan.config.weight_data_type
-        out[item.tensor.name] = {
-            "split": item.tensor.split,
-            **tensor_record((item,), item.tensor.shape, kind, whole),
-        }
+    out: dict[str, dict[str, Any]] = {}
+    for files in plan.files:
+        for tensor in files[0].tensors:
+            whole = ValueRange()
+            for file in files:
+                whole.include(_recorded_range(writer.records[file.name], tensor.key))
+            item, view = tensor.pieces[0]
+            reads = (key.format(**it.index) for it in tensor.items for key, _ in it.source.reads)
+            out[tensor.key] = {
+                **({} if view else {"split": item.tensor.split}),
+                "shape": list(tensor.shape),
+                "dtype": files[0].data_type,
+                "source": [*dict.fromkeys(reads)],
+                "min": _json_number(whole.smallest),
+                "max": _json_number(whole.largest),
+                "abs_max": _json_number(whole.largest_magnitude),
+            }
     return out
-
-
-def tensor_record(
-    items: Sequence[TensorPlan], shape: Sequence[int], kind: str, found: ValueRange
-) -> dict[str, Any]:
-    """Return the record of a tensor, made of some of a plan's, in a shape and a type."""
-    return {
-        "shape": list(shape),
-        "dtype": kind,
-        "source": [
-            *dict.fromkeys(
-                key.format(**item.index) for item in items for key, _ in item.source.reads
-            )
-        ],
-        "min": _json_number(found.smallest),
-        "max": _json_number(found.largest),
-        "abs_max": _json_number(found.largest_magnitude),
-    }
 
 
 def _json_number(value: float) -> float | str:

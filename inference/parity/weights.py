@@ -14,7 +14,7 @@ import torch
 from export_scripts.checkpoints import recognise_format
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
-from export_scripts.conversion.sharding import ValueRange, file_chunks
+from export_scripts.conversion.sharding import ValueRange, file_chunks, rank_window
 from export_scripts.conversion.tensor_plan import TensorPlan, local_fine_shape
 from export_scripts.conversion.write import build_parts
 from export_scripts.errors import CheckpointMismatchError
@@ -154,7 +154,8 @@ def _differences(
     shape, axis = local_fine_shape(parts, item.tensor, reader.tp_size)
     computed = isinstance(item.source, (Adjusted, Compute))
     for rank, file in enumerate(item.tensor.file_names(reader.tp_size)):
-        chunks = file_chunks(parts, shape, axis, rank, kind)
+        pieces = [(parts, rank_window(shape, axis, rank), ValueRange())]
+        chunks = file_chunks(pieces, kind, item.tensor.file_bytes(reader.tp_size, kind))
         differing, max_abs, largest = _compare_file(reader.path / file, chunks, torch_dtype(kind))
         if differing and not (computed and max_abs <= _ROUNDING[kind] * largest):
             yield FileDifference(
@@ -168,7 +169,7 @@ def _differences(
 
 
 def _compare_file(
-    path: Path, chunks: Iterable[tuple[memoryview, ValueRange]], dtype: torch.dtype
+    path: Path, chunks: Iterable[memoryview], dtype: torch.dtype
 ) -> tuple[int, float, float]:
     """Return how many values differ, by how much at most, and the largest one expected.
 
@@ -176,7 +177,7 @@ def _compare_file(
     """
     differing, max_abs, largest = 0, 0.0, 0.0
     with path.open("rb") as file:
-        for chunk, _ in chunks:
+        for chunk in chunks:
             stored = bytearray(file.read(len(chunk)))
             if np.array_equal(np.frombuffer(stored, np.uint8), np.frombuffer(chunk, np.uint8)):
                 continue

@@ -15,7 +15,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from export_scripts.conversion import safetensors
+from export_scripts.conversion import sharding, write
 from export_scripts.conversion.convert import (
     ConversionRequest,
     check_conversion,
@@ -426,8 +426,9 @@ def test_a_head_that_begins_in_a_chunk_ends_in_it(
 ) -> None:
     source, ids = wide_heads(tmp_path / "core.nemo"), (("start_id", "1"), ("end_id", "2"))
     expected = way_out(source, tmp_path / "whole", given=ids) / "model.safetensors"
-    monkeypatch.setattr(safetensors, "CHUNK_BYTES", 1 << 12)
-    monkeypatch.setattr(safetensors, "BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(sharding, "workspace", lambda: sharding.Workspace(1 << 12))
+    monkeypatch.setattr(sharding, "BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(sharding, "LARGE_BYTES", 1 << 12)
     found = way_out(source, tmp_path / "cut", given=ids) / "model.safetensors"
     assert found.read_bytes() == expected.read_bytes()
 
@@ -438,14 +439,14 @@ def test_an_interrupted_folder_is_continued(
     source = write_model("gptj", tmp_path / "original")
     options = {"max_shard_bytes": 20_000, "processes": 1}
     expected = tensors_of(way_out(source, tmp_path / "whole", **options))
-    calls = iter(range(30))
+    calls = iter(range(15))
 
     def taken(*arguments: Any) -> Any:
         if next(calls, None) is None:
             raise KeyboardInterrupt
         return views.taken(*arguments)
 
-    monkeypatch.setattr(safetensors, "taken", taken)
+    monkeypatch.setattr(write, "taken", taken)
     with pytest.raises(KeyboardInterrupt):
         way_out(source, tmp_path, **options)
     assert not (tmp_path / "huggingface").exists()

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from export_scripts.conversion import sharding
-from export_scripts.conversion.sharding import file_chunks, value_range
+from export_scripts.conversion.sharding import ValueRange, file_chunks, rank_window, value_range
 from export_scripts.families.mapping.sources import Parts
-from export_scripts.numeric.dtypes import torch_dtype
+from export_scripts.numeric.dtypes import item_size, torch_dtype
 from tests.arrays import as_array
 
 TYPES = ["fp32", "fp16", "bf16"]
@@ -68,7 +68,9 @@ def test_ranges_agree_with_torch_on_random_values(data_type: str) -> None:
 
 
 def written(parts: Parts, shape: tuple[int, ...], axis: int, rank: int, kind: str) -> torch.Tensor:
-    data = b"".join(bytes(chunk) for chunk, _ in file_chunks(parts, shape, axis, rank, kind))
+    pieces = [(parts, rank_window(shape, axis, rank), ValueRange())]
+    size = math.prod(shape) * item_size(kind)
+    data = b"".join(bytes(chunk) for chunk in file_chunks(pieces, kind, size))
     return torch.frombuffer(bytearray(data), dtype=torch_dtype(kind)).view(shape)
 
 
@@ -88,6 +90,8 @@ def test_any_cut_any_split_any_order_of_axes(
     monkeypatch.setattr(sharding, "_TILE_COLUMNS", 8)
     monkeypatch.setattr(sharding, "_TILE_ROWS", 5)
     monkeypatch.setattr(sharding, "_SMALL", 1)
+    monkeypatch.setattr(sharding, "LARGE_BYTES", 1)
+    monkeypatch.setattr(sharding, "BLOCK_BYTES", 8)
     space = sharding.Workspace(chunk_bytes=1500)
     monkeypatch.setattr(sharding, "workspace", lambda: space)
     shape = (14, 6, 4, 10)
@@ -103,6 +107,8 @@ def test_any_cut_any_split_any_order_of_axes(
 
 
 def test_a_row_larger_than_a_chunk_is_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "LARGE_BYTES", 1)
+    monkeypatch.setattr(sharding, "BLOCK_BYTES", 8)
     space = sharding.Workspace(chunk_bytes=100)
     monkeypatch.setattr(sharding, "workspace", lambda: space)
     tensor = torch.randn(3, 500)
@@ -110,14 +116,35 @@ def test_a_row_larger_than_a_chunk_is_written_whole(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_chunk_stays_until_the_next_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "LARGE_BYTES", 1)
+    monkeypatch.setattr(sharding, "BLOCK_BYTES", 8)
     space = sharding.Workspace(chunk_bytes=8)
     monkeypatch.setattr(sharding, "workspace", lambda: space)
     values = np.arange(6, dtype=np.float32).reshape(3, 2)
-    chunks = (chunk for chunk, _ in file_chunks(Parts(0, (values,)), (3, 2), -1, 0, "fp32"))
+    chunks = file_chunks([(Parts(0, (values,)), [(0, 3), (0, 2)], ValueRange())], "fp32", 24)
     first = next(chunks)
     second = next(chunks)
     assert bytes(first) == values[0].tobytes()
     assert bytes(second) == values[1].tobytes()
+
+
+def test_small_files_leave_the_last_chunk_of_a_large_one_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may still be on its way to the disk when the next files are filled."""
+    space = sharding.Workspace(chunk_bytes=1 << 20)
+    monkeypatch.setattr(sharding, "workspace", lambda: space)
+
+    def chunks(values: np.ndarray) -> list[memoryview]:
+        window = rank_window(values.shape, -1, 0)
+        return list(
+            file_chunks([(Parts(0, (values,)), window, ValueRange())], "fp32", values.nbytes)
+        )
+
+    *_, last = chunks(np.ones((1 << 19,), np.float32))
+    for _ in range(3):
+        chunks(np.zeros((8,), np.float32))
+    assert set(last.cast("B").cast("f")) == {1.0}
 
 
 def test_buffers_lie_in_private_memory_from_a_large_page_on() -> None:
