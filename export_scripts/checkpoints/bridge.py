@@ -59,22 +59,20 @@ def open_bridge(path: Path) -> CheckpointReader:
     tokenizer = run.get("tokenizer")
     tokenizer = tokenizer if isinstance(tokenizer, Mapping) else {}
     found = read_distributed(container)
-    return CheckpointReader(
-        format="bridge",
-        path=path,
-        config={
+    kind = tokenizer.get("tokenizer_type")
+    vocabulary = {} if kind == _TIKTOKEN else huggingface_files(container, _TOKENIZER)
+    return found.reader(
+        "bridge",
+        path,
+        {
             **settings,
             "model_class": str(model.get("_target_") or "none").rpartition(".")[2],
-            "tokenizer": {"type": tokenizer.get("tokenizer_type")},
+            "tokenizer": {"type": kind},
             "peft": run.get("peft"),
         },
-        tensors=found.tensors,
         files=tuple(sorted({*found.files, root / CONFIG_NAME})),
-        tokenizer=()
-        if tokenizer.get("tokenizer_type") == _TIKTOKEN
-        else tuple(huggingface_files(container, _TOKENIZER).values()),
+        tokenizer=tuple(vocabulary.values()),
         remarks=remarks,
-        is_distributed=True,
     )
 
 

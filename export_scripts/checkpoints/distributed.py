@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import Piece, json_table
+from export_scripts.checkpoints.base import CheckpointReader, Piece, json_table
 from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.dcp import INDEX_NAME, TorchDistFolder
@@ -50,6 +50,19 @@ class Distributed:
     # single piece.
     tensors: Mapping[str, tuple[Piece, ...]]
     files: tuple[Path, ...]  # the files that the model consists of
+
+    def reader(
+        self, kind: str, path: Path, config: Mapping[str, Any], **more: Any
+    ) -> CheckpointReader:
+        """Return the index of a checkpoint of some format with a model's configuration."""
+        files = (path,) if path.is_file() else self.files
+        facts: dict[str, Any] = {
+            "format": kind,
+            "path": path,
+            "config": config,
+            "files": files,
+        } | more
+        return CheckpointReader(**facts, tensors=self.tensors, is_distributed=True)
 
 
 def is_distributed(path: Path) -> bool:

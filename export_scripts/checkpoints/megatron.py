@@ -90,16 +90,7 @@ def _open_distributed(path: Path, root: Path, remarks: tuple[str, ...]) -> Check
         raise CheckpointMismatchError(
             f"{root} does not state its model's sizes: expected Megatron-LM's args in it"
         )
-    return CheckpointReader(
-        format="megatron",
-        path=path,
-        config=config,
-        tensors=found.tensors,
-        files=found.files,
-        tokenizer=_tokenizer_files(root),
-        remarks=remarks,
-        is_distributed=True,
-    )
+    return found.reader("megatron", path, config, tokenizer=_tokenizer_files(root), remarks=remarks)
 
 
 def iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:

@@ -116,16 +116,13 @@ def _open_distributed(
     found = read_distributed(container, folder)
     if config is None:
         config = _config_of_checkpoint(found.common, container.path)
-    return CheckpointReader(
-        format="nemo",
-        path=container.path,
-        config=config,
-        tensors=found.tensors,
-        files=(container.path,) if container.path.is_file() else found.files,
+    return found.reader(
+        "nemo",
+        container.path,
+        config,
         tokenizer=nemo_files(container, config),
         remarks=tuple(remarks),
         kept=container.kept,
-        is_distributed=True,
     )
 
 

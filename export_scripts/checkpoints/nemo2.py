@@ -46,22 +46,19 @@ def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> Checkpoin
     if not isinstance(config, Mapping):
         raise CheckpointMismatchError(f"{container.path}: {_MODEL} has no config of a model")
     found = read_distributed(container, WEIGHTS)
-    return CheckpointReader(
-        format="nemo2",
-        path=container.path,
-        config={
+    return found.reader(
+        "nemo2",
+        container.path,
+        {
             **config,
             "model_class": _class_name(model),
             "config_class": _class_name(config),
             "tokenizer": model.get("tokenizer") or {},
             "peft": model.get("model_transform"),
         },
-        tensors=found.tensors,
-        files=(container.path,) if container.path.is_file() else found.files,
         tokenizer=_tokenizer_files(container, model.get("tokenizer")),
         remarks=remarks,
         kept=container.kept,
-        is_distributed=True,
     )
 
 

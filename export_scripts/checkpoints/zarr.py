@@ -9,13 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from export_scripts.checkpoints.base import StoredTensor
 from export_scripts.checkpoints.chunks import Chunk, ChunkedTensor
 from export_scripts.checkpoints.containers import Container
-from export_scripts.checkpoints.pt_archive import Region
 from export_scripts.errors import listed, refuse
 from export_scripts.files.json_content import json_object
 from export_scripts.numeric.dtypes import SOURCE_TYPES
@@ -38,19 +36,6 @@ _EXPECTED: Mapping[str, tuple[Any, ...]] = {
     "dimension_separator": (".", "/", None),
     "dtype": tuple(_TYPES),
 }
-
-
-@dataclass(frozen=True)
-class _Array:
-    """The header of an array."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunk: tuple[int, ...]
-    separator: str
-
-
-_NOTHING = _Array("fp32", (0,), (1,), ".")
 
 
 def zarr_tensors(
@@ -83,54 +68,36 @@ def zarr_tensors(
 
 def _read(container: Container, folder: str, problems: list[str]) -> ChunkedTensor:
     """Return an array, without chunks if it has a problem."""
-    array = _header(container, folder + _HEADER_NAME, problems)
-    full_bytes = math.prod(array.chunk) * SOURCE_TYPES[array.dtype][0]
+    name = folder + _HEADER_NAME
+    try:
+        header = json_object(container.read(name, limit_bytes=_MAX_HEADER_BYTES), name)
+        found = _oddities(header, name)
+    except ValueError as error:
+        found = [str(error)]
+    if found:
+        problems += found
+        return ChunkedTensor("fp32", (0,), ())
+    dtype, whole, step = _TYPES[header["dtype"]], tuple(header["shape"]), tuple(header["chunks"])
+    separator = header.get("dimension_separator") or "."
+    full_bytes = math.prod(step) * SOURCE_TYPES[dtype][0]
+    # The last chunk of an axis is stored whole and reaches beyond its end.
+    stride = tuple(math.prod(step[axis + 1 :]) for axis in range(len(step)))
     chunks: list[Chunk] = []
-    counts = (-(-size // step) for size, step in zip(array.shape, array.chunk, strict=True))
+    counts = (-(-size // each) for size, each in zip(whole, step, strict=True))
     for place in itertools.product(*map(range, counts)):
-        name = folder + (array.separator.join(map(str, place)) or "0")
+        name = folder + (separator.join(map(str, place)) or "0")
+        begin = tuple(i * each for i, each in zip(place, step, strict=True))
+        shape = tuple(min(c, n - b) for c, n, b in zip(step, whole, begin, strict=True))
         region = container.find(name)
         if region is None:
             problems.append(f"{name} is missing")
         elif region.size != full_bytes:
             problems.append(f"{name} has {region.size} bytes; expected {full_bytes}")
         else:
-            chunks.append(_chunk(array, place, region))
-    return ChunkedTensor(array.dtype, array.shape, tuple(chunks))
-
-
-def _chunk(array: _Array, place: tuple[int, ...], region: Region) -> Chunk:
-    """Return a chunk; the last one of an axis is stored whole and reaches beyond its end."""
-    begin = tuple(i * step for i, step in zip(place, array.chunk, strict=True))
-    shape = tuple(
-        min(step, size - b) for step, size, b in zip(array.chunk, array.shape, begin, strict=True)
-    )
-    stride = tuple(math.prod(array.chunk[axis + 1 :]) for axis in range(len(shape)))
-    return Chunk(
-        begin,
-        StoredTensor(
-            path=region.path,
-            offset=region.offset,
-            dtype=array.dtype,
-            shape=shape,
-            stride=None if shape == array.chunk else stride,
-        ),
-    )
-
-
-def _header(container: Container, name: str, problems: list[str]) -> _Array:
-    """Return the parsed header, or an empty array if megatron-core writes no such header."""
-    try:
-        header = json_object(container.read(name, limit_bytes=_MAX_HEADER_BYTES), name)
-        found = _oddities(header, name)
-    except ValueError as error:
-        found = [str(error)]
-    problems += found
-    if found:
-        return _NOTHING
-    separator = header.get("dimension_separator") or "."
-    shape, chunk = tuple(header["shape"]), tuple(header["chunks"])
-    return _Array(_TYPES[header["dtype"]], shape, chunk, separator)
+            own = None if shape == step else stride
+            values = StoredTensor(region.path, region.offset, dtype, shape, own)
+            chunks.append(Chunk(begin, values))
+    return ChunkedTensor(dtype, whole, tuple(chunks))
 
 
 def _oddities(header: Mapping[str, Any], name: str) -> list[str]:
