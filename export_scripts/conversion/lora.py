@@ -118,8 +118,7 @@ def with_adapters(
     """
     if not paths:
         return reader
-    names = _Names(reader.tensors)
-    tensors = {key: tuple(reader.tensors[key]) for key in reader.tensors}
+    tensors = dict(reader.tensors)
     updates: dict[str, list[Update]] = {}
     problems: list[str] = []
     adapters: list[Adapter] = []
@@ -130,14 +129,15 @@ def with_adapters(
             problems += error.problems
             continue
         adapters.append(adapter)
-        found = _resolved(adapter, names)
-        problems += found.problems
-        problems += _tied_problems(adapter, found, reader)
-        for key, pieces in found.replaced.items():
+        added = _by_key(adapter, ((u.keys, u) for u in adapter.updates), tensors, problems)
+        named = (((name,), pieces) for name, pieces in adapter.replaced.items())
+        replaced = _by_key(adapter, named, tensors, problems)
+        problems += _tied_problems(adapter, added, replaced, reader)
+        for key, pieces in replaced.items():
             problems += _replacement_problems(adapter, key, tensors[key], pieces)
             tensors[key] = pieces
             updates.pop(key, None)
-        for key, update in found.updates.items():
+        for key, update in added.items():
             updates.setdefault(key, []).append(update)
     shares: dict[str, tuple[_Share, ...]] = {}
     for key, several in updates.items():
@@ -165,72 +165,57 @@ def with_adapters(
     )
 
 
-class _Names:
-    """The names of a model's tensors, found with and without what wraps the model."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._keys = frozenset(keys)
-
-    def find(self, *names: str) -> str | None:
-        """Return the only tensor that has one of the names, or one with more or less before it."""
-        for name in names:
-            if name in self._keys:
-                return name
-            found = [
-                key for key in self._keys if key.endswith(f".{name}") or name.endswith(f".{key}")
-            ]
-            if len(found) == 1:
-                return found[0]
-        return None
+def _named(keys: Iterable[str], names: Sequence[str]) -> str | None:
+    """Return the only key that has one of the names, or one with more or less before it."""
+    for name in names:
+        if name in keys:
+            return name
+        found = [key for key in keys if key.endswith(f".{name}") or name.endswith(f".{key}")]
+        if len(found) == 1:
+            return found[0]
+    return None
 
 
-@dataclass(frozen=True)
-class _Resolved:
-    updates: Mapping[str, Update]
-    replaced: Mapping[str, tuple[Piece, ...]]
-    problems: list[str]
-
-
-def _resolved(adapter: Adapter, names: _Names) -> _Resolved:
-    """Return an adapter's updates and replacements by the model's names."""
-    problems: list[str] = []
-    unknown: list[str] = []
-
-    def by_key(named: Iterable[tuple[tuple[str, ...], _Change]]) -> dict[str, _Change]:
-        found: dict[str, _Change] = {}
-        for wanted, change in named:
-            key = names.find(*wanted)
-            if key is None:
-                unknown.append(wanted[0])
-            elif key in found:
-                problems.append(
-                    f"{adapter.path} changes {key} twice, once as {wanted[0]}: "
-                    "expected one change of each matrix"
-                )
-            else:
-                found[key] = change
-        return found
-
-    updates = by_key((each.keys, each) for each in adapter.updates)
-    replaced = by_key(((name,), pieces) for name, pieces in adapter.replaced.items())
+def _by_key(
+    adapter: Adapter,
+    changes: Iterable[tuple[Sequence[str], _Change]],
+    keys: Iterable[str],
+    problems: list[str],
+) -> dict[str, _Change]:
+    """Return an adapter's changes by the model's names."""
+    found: dict[str, _Change] = {}
+    unknown = []
+    for names, change in changes:
+        key = _named(keys, names)
+        if key is None:
+            unknown.append(names[0])
+        elif key in found:
+            problems.append(
+                f"{adapter.path} changes {key} twice, once as {names[0]}: "
+                "expected one change of each matrix"
+            )
+        else:
+            found[key] = change
     if unknown:
         problems.append(
             f"{adapter.path} changes {first_names(unknown)}, which the model does not have: "
             "expected an adapter of this model, in its format"
         )
-    return _Resolved(updates, replaced, problems)
+    return found
 
 
 def _shapes(pieces: Sequence[Piece]) -> str:
     return " + ".join(str(list(piece.shape)) for piece in pieces)
 
 
-def _tied_problems(adapter: Adapter, found: _Resolved, reader: CheckpointReader) -> list[str]:
+def _tied_problems(
+    adapter: Adapter, added: Iterable[str], replaced: Iterable[str], reader: CheckpointReader
+) -> list[str]:
     """Return a reason if an adapter changes one of a shared embedding and head alone."""
     has_head = any(key.endswith(_HEADS) for key in reader.tensors)
     if reader.format != "huggingface" or not reader.config.get("tie_word_embeddings", not has_head):
         return []
-    changed = {*found.replaced, *(found.updates if has_head else ())}
+    changed = {*replaced, *(added if has_head else ())}
     return [
         f"{adapter.path} changes {key}, which the model uses as embedding and as head: load it "
         "with peft, merge_and_unload, and convert what save_pretrained leaves"
@@ -271,7 +256,8 @@ def _shares(
     for axis in (0, 1):
         sums = (_size(pieces, 0, cut=axis == 0), _size(pieces, 1, cut=axis == 1))
         is_gated = axis == 0 and _is_gated(key, tensors)
-        if sums == (rows, columns) and not (is_gated and _is_odd((*pieces, *update.up))):
+        is_odd = any(piece.shape[0] % 2 for piece in (*pieces, *update.up))
+        if sums == (rows, columns) and not (is_gated and is_odd):
             sizes = [piece.shape[axis] // (1 + is_gated) for piece in pieces]
             ends = itertools.accumulate(sizes)
             return tuple(
@@ -287,10 +273,6 @@ def _size(pieces: Sequence[Piece], axis: int, *, cut: bool) -> int | None:
     if cut:
         return sum(sizes)
     return sizes[0] if len(set(sizes)) == 1 else None
-
-
-def _is_odd(pieces: Sequence[Piece]) -> bool:
-    return any(piece.shape[0] % 2 for piece in pieces)
 
 
 def _is_gated(key: str, tensors: Mapping[str, tuple[Piece, ...]]) -> bool:
