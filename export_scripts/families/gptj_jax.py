@@ -86,11 +86,6 @@ def _warnings(facts: Facts, config: GPTJConfig) -> list[str]:
     ]
 
 
-def _rounded(values: Any, _: GPTJConfig) -> Any:
-    """Return values rounded to fp16, as the released converter did."""
-    return rounded(values, "fp16")
-
-
 def _from_first(config: GPTJConfig, joined: Any, *, rest: float | None, what: str) -> Any:
     """Return shard 0's vector (h,) of S joined ones, after checking the others."""
     shards = float32(joined).reshape(-1, config.hidden)  # (S, h)
@@ -111,12 +106,11 @@ def _replicated(config: GPTJConfig, joined: Any) -> Any:
     return rounded(first * (joined.shape[0] // config.hidden), "fp16")
 
 
-def _norm_scale(config: GPTJConfig, joined: Any) -> Any:
-    return rounded(_from_first(config, joined, rest=1.0, what="layernorm weight"), "fp16")
+def _norm(name: str, kind: str, rest: float) -> TensorSource:
+    def first(config: GPTJConfig, joined: Any) -> Any:
+        return rounded(_from_first(config, joined, rest=rest, what=f"layernorm {kind}"), "fp16")
 
-
-def _norm_bias(config: GPTJConfig, joined: Any) -> Any:
-    return rounded(_from_first(config, joined, rest=0.0, what="layernorm bias"), "fp16")
+    return Compute(first, (f"{name}.{kind}",), cuts=(0,))
 
 
 def _embedding(config: GPTJConfig, table: Any, bias: Any) -> Any:
@@ -127,28 +121,29 @@ def _embedding(config: GPTJConfig, table: Any, bias: Any) -> Any:
 _H = "h.{layer}."
 
 
-def _on_every_shard(function: Any, key: str) -> TensorSource:
-    return Compute(function, (key,), cuts=(0,))
+def _copied(source: TensorSource) -> TensorSource:
+    """Return a source rounded to fp16, as the released converter did."""
+    return Adjusted(source, lambda values, _: rounded(values, "fp16"))
 
 
 WEIGHTS: Mapping[str, TensorSource] = {
     "model.wte": Compute(_embedding, ("wte.weight", "wte.bias"), cuts=(0, 0)),
-    LAYER + "input_layernorm.weight": _on_every_shard(_norm_scale, _H + "ln_1.weight"),
-    LAYER + "input_layernorm.bias": _on_every_shard(_norm_bias, _H + "ln_1.bias"),
+    LAYER + "input_layernorm.weight": _norm(_H + "ln_1", "weight", 1.0),
+    LAYER + "input_layernorm.bias": _norm(_H + "ln_1", "bias", 0.0),
     LAYER + "attention.query_key_value.weight": Compute(
         lambda _, *parts: rounded(stacked(parts, 1), "fp16"),
         tuple(f"{_H}{part}.weight" for part in "qkv"),
         cuts=(1, 1, 1),
     ),
-    LAYER + "attention.dense.weight": Adjusted(Copy(_H + "out_proj.weight", cut=0), _rounded),
-    LAYER + "mlp.dense_h_to_4h.weight": Adjusted(Copy(_H + "c_fc.weight", cut=1), _rounded),
-    LAYER + "mlp.dense_h_to_4h.bias": Adjusted(Copy(_H + "c_fc.bias", cut=0), _rounded),
-    LAYER + "mlp.dense_4h_to_h.weight": Adjusted(Copy(_H + "c_proj.weight", cut=0), _rounded),
-    LAYER + "mlp.dense_4h_to_h.bias": _on_every_shard(_replicated, _H + "c_proj.bias"),
-    "model.final_layernorm.weight": _on_every_shard(_norm_scale, "ln_f.weight"),
-    "model.final_layernorm.bias": _on_every_shard(_norm_bias, "ln_f.bias"),
-    "model.lm_head.weight": Adjusted(transposed("lm_head.weight", cut=1), _rounded),
-    "model.lm_head.bias": Adjusted(Copy("lm_head.bias", cut=0), _rounded),
+    LAYER + "attention.dense.weight": _copied(Copy(_H + "out_proj.weight", cut=0)),
+    LAYER + "mlp.dense_h_to_4h.weight": _copied(Copy(_H + "c_fc.weight", cut=1)),
+    LAYER + "mlp.dense_h_to_4h.bias": _copied(Copy(_H + "c_fc.bias", cut=0)),
+    LAYER + "mlp.dense_4h_to_h.weight": _copied(Copy(_H + "c_proj.weight", cut=0)),
+    LAYER + "mlp.dense_4h_to_h.bias": Compute(_replicated, (_H + "c_proj.bias",), cuts=(0,)),
+    "model.final_layernorm.weight": _norm("ln_f", "weight", 1.0),
+    "model.final_layernorm.bias": _norm("ln_f", "bias", 0.0),
+    "model.lm_head.weight": _copied(transposed("lm_head.weight", cut=1)),
+    "model.lm_head.bias": _copied(Copy("lm_head.bias", cut=0)),
     **PROMPT_SOURCES,
 }
 

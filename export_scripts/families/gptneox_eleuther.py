@@ -36,7 +36,10 @@ _START_ID, _END_ID = 0, 2
 def _config(facts: Facts) -> GPTNeoXConfig:
     """Return the config of a release: sizes from its tensors, the rest from configs/*.yml."""
     settings = Settings(facts.config, label="configs/*.yml")
-    _refuse_other_models(settings)
+    for name, (value, why) in _EXPECTED.items():
+        settings.expect(name, value, why=why)
+    stated_heads = settings.source.get("num-attention-heads")
+    settings.expect("num-kv-heads", None, stated_heads, why="FT has one key/value head per head")
     assumed = not _is_whole(settings.source)
     hidden = facts.size(WTE, 1)
     vocab_size = facts.rows(WTE)
@@ -76,17 +79,15 @@ def _is_whole(config: Mapping[str, Any]) -> bool:
     return "pos-emb" in config
 
 
-def _refuse_other_models(settings: Settings) -> None:
-    settings.expect("pos-emb", "rotary", why="FT's GPT-NeoX has rotary positions")
-    settings.expect("norm", "layernorm", why="FT's GPT-NeoX has layernorm")
-    settings.expect("activation", "gelu", why="FT computes GPT-NeoX with gelu")
-    settings.expect("rotary-emb-base", FT_BASE, why=f"FT's rotary base is {FT_BASE:g}")
-    settings.expect(
-        "gpt-j-tied", False, why="FT's GPT-NeoX has a norm for attention and one for MLP"
-    )
-    settings.expect("use-qk-layernorm", False, why="FT does not normalise queries and keys")
-    heads = settings.source.get("num-attention-heads")
-    settings.expect("num-kv-heads", None, heads, why="FT has one key/value head per head")
+# Settings -> the value that FT's GPT-NeoX has, and why no other.
+_EXPECTED: Mapping[str, tuple[Any, str]] = {
+    "pos-emb": ("rotary", "FT's GPT-NeoX has rotary positions"),
+    "norm": ("layernorm", "FT's GPT-NeoX has layernorm"),
+    "activation": ("gelu", "FT computes GPT-NeoX with gelu"),
+    "rotary-emb-base": (FT_BASE, f"FT's rotary base is {FT_BASE:g}"),
+    "gpt-j-tied": (False, "FT's GPT-NeoX has a norm for attention and one for MLP"),
+    "use-qk-layernorm": (False, "FT does not normalise queries and keys"),
+}
 
 
 def _rotary_dims(facts: Facts, settings: Settings, size_per_head: int) -> int:
@@ -105,14 +106,10 @@ def _rotary_dims(facts: Facts, settings: Settings, size_per_head: int) -> int:
     return int(size_per_head * settings.number("rotary-pct", default=1.0))
 
 
-def _per_rank(joined: Any, config: GPTNeoXConfig) -> list[Any]:
-    """Return each training rank's vector (h,) of joined ones (S * h,)."""
-    ranks = float32(joined).reshape(-1, config.hidden)  # (S, h)
-    return [ranks[rank] for rank in range(ranks.shape[0])]
-
-
 def _sum(config: GPTNeoXConfig, joined: Any) -> Any:
-    return functools.reduce(operator.add, _per_rank(joined, config))
+    """Return the sum (h,) of the vectors of all training ranks, joined to (S * h,)."""
+    ranks = float32(joined).reshape(-1, config.hidden)  # (S, h)
+    return functools.reduce(operator.add, (ranks[rank] for rank in range(ranks.shape[0])))
 
 
 def _output_bias(config: GPTNeoXConfig, joined: Any) -> Any:
@@ -122,8 +119,7 @@ def _output_bias(config: GPTNeoXConfig, joined: Any) -> Any:
 
 
 def _mean(config: GPTNeoXConfig, joined: Any) -> Any:
-    ranks = _per_rank(joined, config)
-    return functools.reduce(operator.add, ranks) / len(ranks)
+    return _sum(config, joined) / (joined.shape[0] // config.hidden)
 
 
 def _divided_sum(config: GPTNeoXConfig, *joined: Any) -> Any:

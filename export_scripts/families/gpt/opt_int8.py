@@ -7,6 +7,7 @@ as the loader reads them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,17 +52,10 @@ def check_ranges(ranges: Ranges, num_layer: int) -> None:
 
 def int8_weights(ranges: Ranges) -> dict[str, PerIndex]:
     """Return the sources of the int8 weights and their scales."""
-    return {
-        f"{LAYER}{name}.{suffix}": PerIndex(_chooser(modules, ranges, suffix))
-        for name, modules in _MODULES.items()
-        for suffix in _VALUES
-    }
 
-
-def _chooser(modules: tuple[str, ...], ranges: Ranges, suffix: str) -> Any:
-    keys = tuple(f"{_L}{module}.weight" for module in modules)
-
-    def choose(index: Mapping[str, int | str]) -> TensorSource:
+    def source(
+        modules: tuple[str, ...], suffix: str, index: Mapping[str, int | str]
+    ) -> TensorSource:
         entries = [ranges[_L.format(**index) + module] for module in modules]
 
         def compute(config: GPTConfig, *weights: Any) -> Any:
@@ -73,9 +67,13 @@ def _chooser(modules: tuple[str, ...], ranges: Ranges, suffix: str) -> Any:
             is_wide = suffix == "scale_inter" and parts > 1
             return ShapeTensor((parts, config.local_hidden) if is_wide else (parts,))
 
-        return Compute(compute, keys)
+        return Compute(compute, tuple(f"{_L}{module}.weight" for module in modules))
 
-    return choose
+    return {
+        f"{LAYER}{name}.{suffix}": PerIndex(functools.partial(source, modules, suffix))
+        for name, modules in _MODULES.items()
+        for suffix in _VALUES
+    }
 
 
 def _side_by_side(parts: list[Any]) -> Any:
