@@ -147,7 +147,25 @@ def text_models(
     files: TokenizerFiles,
 ) -> list[ModelFolder]:
     """Return the models between text and tokens, and the ensemble of all, which takes text."""
-    builder = _TextModels(request, config, files)
+    tokens = {"start_id": _token_id(config, *_START), "end_id": end_id(config)}
+    common = {
+        "tokenizer_type": files.kind,
+        "tokenizer_path": ".",
+        **{name: str(token) for name, token in tokens.items() if token is not None},
+        **({"interactive": "1"} if request.interactive else {}),
+    }
+
+    def with_tokenizer(name: str, tensors: ModelSignature, more: Mapping[str, str]) -> ModelFolder:
+        config = TritonModelConfig(
+            name=name,
+            backend="python",
+            max_batch_size=request.max_batch_size,
+            signature=signature.with_leading_axis(tensors) if request.interactive else tensors,
+            parameters={**common, **more},
+        )
+        own = {path.name: path for path in files.all_files}
+        return ModelFolder(config, {**own, _SCRIPT: _SCRIPTS / name / _SCRIPT})
+
     has_encoder = model_type in (*signature.ENCODERS, *_ENCODER_DECODERS)
     append_end = int(has_encoder and files.kind in _PLAIN_TOKENIZERS)
     before = {"append_end_id": str(append_end)}
@@ -160,7 +178,7 @@ def text_models(
             steps=text_encoder_steps(model, model_name=request.model_dir.name),
         )
         return [
-            builder.folder(TOKENIZER, signature.TOKENIZER, before),
+            with_tokenizer(TOKENIZER, signature.TOKENIZER, before),
             ModelFolder(around_encoder, {"README": _KEEP}),
         ]
     after = {
@@ -178,36 +196,10 @@ def text_models(
         steps=ensemble_steps(model, model_name=request.model_dir.name, decoupled=request.decoupled),
     )
     return [
-        builder.folder(PREPROCESSING, signature.PREPROCESSING, before),
-        builder.folder(POSTPROCESSING, signature.postprocessing(model), after),
+        with_tokenizer(PREPROCESSING, signature.PREPROCESSING, before),
+        with_tokenizer(POSTPROCESSING, signature.postprocessing(model), after),
         ModelFolder(ensemble, {"README": _KEEP}),
     ]
-
-
-class _TextModels:
-    """Builds the models that hold the tokenizer."""
-
-    def __init__(self, request: RepositoryRequest, config: FTConfig, files: TokenizerFiles) -> None:
-        self._max_batch_size = request.max_batch_size
-        self._files = {path.name: path for path in files.all_files}
-        tokens = {"start_id": _token_id(config, *_START), "end_id": end_id(config)}
-        self._keeps_sessions = request.interactive
-        self._parameters = {
-            "tokenizer_type": files.kind,
-            "tokenizer_path": ".",
-            **{name: str(token) for name, token in tokens.items() if token is not None},
-            **({"interactive": "1"} if request.interactive else {}),
-        }
-
-    def folder(self, name: str, tensors: ModelSignature, more: Mapping[str, str]) -> ModelFolder:
-        config = TritonModelConfig(
-            name=name,
-            backend="python",
-            max_batch_size=self._max_batch_size,
-            signature=signature.with_leading_axis(tensors) if self._keeps_sessions else tensors,
-            parameters=self._parameters | dict(more),
-        )
-        return ModelFolder(config, {**self._files, _SCRIPT: _SCRIPTS / name / _SCRIPT})
 
 
 def end_id(config: FTConfig) -> int | None:

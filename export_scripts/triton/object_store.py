@@ -112,11 +112,19 @@ def publish_repository(
                 "set overwrite=true to replace them, or choose another prefix."
             )
         total = sum(path.stat().st_size for path in changes.send.values())
-        count = _Progress(progress, total=total)
+        done, lock = 0, threading.Lock()
+
+        def count(sent_bytes: int) -> None:  # from several threads
+            nonlocal done
+            with lock:
+                done += sent_bytes
+                if progress is not None:
+                    progress(done, max(total, done))
+
         store.delete(changes.delete)
         store.send({n: p for n, p in changes.send.items() if not _is_config(n)}, count)
         store.send({n: p for n, p in changes.send.items() if _is_config(n)}, count)
-    return PublishSummary(location.triton_url, len(files), len(changes.send), count.done)
+    return PublishSummary(location.triton_url, len(files), len(changes.send), done)
 
 
 @dataclass(frozen=True)
@@ -155,22 +163,6 @@ def _files(repository: Path, without: Sequence[str]) -> dict[str, Path]:
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
             found[name.as_posix()] = path
     return found
-
-
-class _Progress:
-    """Adds up bytes from several threads."""
-
-    def __init__(self, callback: Callable[[int, int], None] | None, *, total: int) -> None:
-        self.done = 0
-        self._total = total
-        self._callback = callback
-        self._lock = threading.Lock()
-
-    def __call__(self, count: int) -> None:
-        with self._lock:
-            self.done += count
-            if self._callback is not None:
-                self._callback(self.done, max(self._total, self.done))
 
 
 class _Store:
@@ -215,7 +207,7 @@ class _Store:
         head = self._client.head_object(Bucket=self._location.bucket, Key=self._location.key(name))
         return bool(head["Metadata"].get(_DIGEST) == sha256_of(path))
 
-    def send(self, files: dict[str, Path], progress: _Progress) -> None:
+    def send(self, files: dict[str, Path], progress: Callable[[int], None]) -> None:
         """Send files, several at a time."""
 
         def one(item: tuple[str, Path]) -> None:
