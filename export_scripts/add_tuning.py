@@ -8,21 +8,20 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, FileMaps, Piece
+from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.checkpoints.nemo import open_nemo
 from export_scripts.commands import command_parser, run_command, say
 from export_scripts.conversion.tensor_plan import values_of
 from export_scripts.errors import CheckpointMismatchError, refuse
-from export_scripts.families.layout.config import FTConfig, Index
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.prompts import added_tensors, prompt_fields, prompt_tensors
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.families.mapping.sources import TensorSource, join
+from export_scripts.families.mapping.sources import join
 from export_scripts.families.t5.tuning import (
     find_scalers,
     ia3_reasons,
@@ -34,13 +33,8 @@ from export_scripts.ft.validation import validate_directory
 from export_scripts.numeric.arrays import to_float32
 from export_scripts.synthesize import whole_folder, write_values
 
-
-@dataclass(frozen=True)
-class Addition:
-    """The config of a folder with something added, and the values of the added tensors, whole."""
-
-    config: FTConfig
-    tensors: Mapping[str, Any]
+# The config of a folder with something added, and the values of the added tensors, whole.
+Addition = tuple[FTConfig, Mapping[str, Any]]
 
 
 def add_tuning(
@@ -67,14 +61,14 @@ def add_tuning(
     added: dict[str, Any] = {}
     for archives, addition in ((prompts, _added_prompts), (ia3, _added_ia3)):
         if archives:
-            found = addition(family, config, tuple(open_nemo(path) for path in archives))
-            config = found.config
-            added |= found.tensors
-    tensors = tensor_table(family, config)
-    if wrong := [name for name in added if tuple(added[name].shape) != tuple(tensors[name].shape)]:
+            opened = tuple(open_nemo(path) for path in archives)
+            config, tensors = addition(family, config, opened)
+            added |= tensors
+    table = tensor_table(family, config)
+    if wrong := [name for name in added if tuple(added[name].shape) != tuple(table[name].shape)]:
         raise ValueError(
             "\n".join(
-                f"{name} is {list(added[name].shape)}; {ft_dir} needs {list(tensors[name].shape)}"
+                f"{name} is {list(added[name].shape)}; {ft_dir} needs {list(table[name].shape)}"
                 for name in wrong
             )
         )
@@ -85,7 +79,7 @@ def add_tuning(
             if file.name != CONFIG_NAME:
                 _link(file, staging / file.name)
         for name, values in added.items():
-            write_values(staging, tensors[name], values, config)
+            write_values(staging, table[name], values, config)
         write_config(staging, config)
     return final
 
@@ -102,11 +96,11 @@ def _added_prompts(
         extra=tables,
     )
     fields = prompt_fields(facts, start_id=int(config.vocab_size))  # type: ignore[attr-defined]
-    added = {
-        PROMPT_TABLE.format(task=task.task_name): _loaded(tables, task.task_name)
-        for task in fields["tasks"]
-    }
-    return Addition(_with_tasks(config, fields), added)
+    added = {}
+    for task in fields["tasks"]:
+        (piece,) = tables[f"prompt:{task.task_name}"]
+        added[PROMPT_TABLE.format(task=task.task_name)] = piece.load(facts.maps)
+    return _with_tasks(config, fields), added
 
 
 def _added_ia3(
@@ -139,14 +133,10 @@ def _added_ia3(
         missing += [f"{key} is missing (needed for {tensor.name})" for key in keys
                     if not facts.has(key)]  # fmt: skip
         if not missing:
-            added[tensor.name] = _built(sources[spec.name], facts, index, made)
+            parts = sources[spec.name].build(values_of(facts, index), made)
+            added[tensor.name] = join([to_float32(each) for each in parts.tensors], parts.axis)
     refuse(missing)
-    return Addition(made, added)
-
-
-def _built(source: TensorSource, facts: Facts, index: Index, config: FTConfig) -> Any:
-    parts = source.build(values_of(facts, index), config)
-    return join([to_float32(part) for part in parts.tensors], parts.axis)
+    return made, added
 
 
 def _with_tasks(config: FTConfig, fields: Mapping[str, Any]) -> FTConfig:
@@ -160,11 +150,6 @@ def _with_tasks(config: FTConfig, fields: Mapping[str, Any]) -> FTConfig:
     if config.tasks:
         changes["prompt_learning_start_id"] = config.prompt_learning_start_id
     return dataclasses.replace(config, **changes)
-
-
-def _loaded(tables: Mapping[str, Sequence[Piece]], task: str) -> Any:
-    (piece,) = tables[f"prompt:{task}"]
-    return piece.load(FileMaps())
 
 
 def _link(source: Path, target: Path) -> None:

@@ -399,7 +399,10 @@ def divisibility_problems(
     problems = []
     tp_size, pp_size = request.tp_size, request.pp_size
     model = f"{mapping.family.name} model {Path(request.checkpoint_path).name}"
-    sizes = {_ini_key(name): config.dim(name, {}) for name in mapping.family.divisible}
+    # A folder may store heads more often than a model has them.
+    sizes = {
+        name.removeprefix("stored_"): config.dim(name, {}) for name in mapping.family.divisible
+    }
     odd = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
     if odd:
         problems.append(
@@ -414,11 +417,6 @@ def divisibility_problems(
                 f"use {_listing([n for n in range(1, size + 1) if size % n == 0], 'or')}"
             )
     return problems
-
-
-def _ini_key(name: str) -> str:
-    """Return a size's key in config.ini: a folder may store heads more often than it has them."""
-    return name.removeprefix("stored_")
 
 
 def _listing(items: Sequence[object], conjunction: str) -> str:

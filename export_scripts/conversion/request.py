@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import os
 from collections.abc import Mapping
@@ -77,26 +78,17 @@ class ConversionRequest:
 
 # Names of a request's fields in messages; callers with other names pass their own.
 OPTION_NAMES: Mapping[str, str] = {
-    "checkpoint_path": "--checkpoint-path",
-    "checkpoint_name": "--checkpoint-name",
-    "output_dir": "--output-dir",
+    **{
+        field.name: f"--{field.name.replace('_', '-')}"
+        for field in dataclasses.fields(ConversionRequest)
+    },
     "tp_size": "--tensor-model-parallel-size",
     "pp_size": "--pipeline-model-parallel-size",
-    "weight_data_type": "--weight-data-type",
-    "processes": "--processes",
-    "model_type": "--model-type",
     "prompt_checkpoints": "--prompt-checkpoint",
     "ia3_checkpoints": "--ia3-checkpoint",
-    "ia3_in_place": "--ia3-in-place",
     "adapter_checkpoints": "--adapter-checkpoint",
     "lora_checkpoints": "--lora",
-    "activation_ranges": "--activation-ranges",
-    "vocab_path": "--vocab-path",
-    "merges_path": "--merges-path",
     "given": "--set",
-    "allow": "--allow",
-    "overwrite": "--overwrite",
-    "output_format": "--output-format",
     "max_shard_bytes": "--max-shard-size",
     "for_text": "for_text",  # not an option: this command does not serve
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from export_scripts.checkpoints.base import FLOATING_TYPES
+from export_scripts.checkpoints.base import FLOATING_TYPES, Piece
 from export_scripts.conversion.request import ConversionRequest
 from export_scripts.errors import listed
 from export_scripts.families.layout.config import FTConfig, Index
@@ -155,8 +157,9 @@ def _shape_problems(
             )
     if problems:
         return problems
+    shapes = values_of(facts, plan.index, lambda piece: ShapeTensor(piece.shape))
     try:
-        parts = plan.source.build(shapes_of(plan, facts), config)
+        parts = plan.source.build(shapes, config)
         local_fine_shape(parts, plan.tensor, tp_size)
     except (ValueError, IndexError, ZeroDivisionError) as error:
         stored = ", ".join(f"{key} {list(facts.pieces(key)[0].shape)}" for key, _ in keys)
@@ -165,21 +168,14 @@ def _shape_problems(
     return []
 
 
-def values_of(facts: Facts, index: Index) -> Get:
-    """Return the reader of pieces that `TensorSource.build` gets for the tensor of an index."""
-    return lambda key, cut=None, unit=1: [
-        slab.load(facts.maps)
-        for piece in facts.pieces(key.format(**index))
-        for slab in piece.slabs(cut, unit)
-    ]
+def values_of(facts: Facts, index: Index, read: Callable[[Piece], Any] | None = None) -> Get:
+    """Return the reader of pieces that `TensorSource.build` gets for the tensor of an index.
 
-
-def shapes_of(plan: TensorPlan, facts: Facts) -> Get:
-    """Return the reader of pieces that `TensorSource.build` gets when only shapes are needed."""
+    It gives their values, or what `read` makes of them.
+    """
+    read = read or (lambda piece: piece.load(facts.maps))
     return lambda key, cut=None, unit=1: [
-        ShapeTensor(slab.shape)
-        for piece in facts.pieces(key.format(**plan.index))
-        for slab in piece.slabs(cut, unit)
+        read(slab) for piece in facts.pieces(key.format(**index)) for slab in piece.slabs(cut, unit)
     ]
 
 
