@@ -103,7 +103,9 @@ def open_nemo(
             where=path,
             layer_offset=_layer_offset({**depths, **config}, path) if depths else None,
         ),
-        files=_source_files(container, weights),
+        files=(container.path,)
+        if container.path.is_file()
+        else tuple(sorted({region.path for region in weights.values()})),
         tokenizer=nemo_files(container, config),
         remarks=tuple(remarks),
         kept=container.kept,
@@ -310,9 +312,3 @@ def _layer_offset(config: Mapping[str, Any], path: Path) -> LayerOffset:
         return pp_rank * (depth("encoder") // split)
 
     return offset
-
-
-def _source_files(container: Container, weights: Mapping[str, Region]) -> tuple[Path, ...]:
-    if container.path.is_file():
-        return (container.path,)
-    return tuple(sorted({region.path for region in weights.values()}))

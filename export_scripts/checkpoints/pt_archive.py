@@ -144,7 +144,9 @@ def _read_zip(region: Region, stream: io.BufferedReader) -> Any:
                         "which torch.save never does"
                     )
             prefix = _zip_prefix(members, region)
-        _check_byte_order(region, stream, members.get(f"{prefix}byteorder"))
+        order = members.get(f"{prefix}byteorder")
+        if order is not None and _member(region, stream, order) != b"little":
+            raise CheckpointMismatchError(f"{region} was saved on a big-endian machine")
         data = _member(region, stream, members[f"{prefix}data.pkl"])
     except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError) as error:
         raise truncated(region.path, f"{region.name or 'the zip archive'}: {error}") from error
@@ -164,11 +166,6 @@ def _zip_prefix(members: Mapping[str, zipfile.ZipInfo], region: Region) -> str:
             f"{region} is a zip archive, but not of torch.save: it holds {len(pickles)} data.pkl"
         )
     return pickles[0].removesuffix("data.pkl")
-
-
-def _check_byte_order(region: Region, stream: BinaryIO, info: zipfile.ZipInfo | None) -> None:
-    if info is not None and _member(region, stream, info) != b"little":
-        raise CheckpointMismatchError(f"{region} was saved on a big-endian machine")
 
 
 def _member(region: Region, stream: BinaryIO, info: zipfile.ZipInfo) -> bytes:
@@ -328,7 +325,10 @@ class _PlainData:
         if isinstance(value, Inert):
             return self._inert(value)
         if isinstance(value, Mapping):
-            return {_plain_key(k): self(v) for k, v in value.items()}
+            return {
+                key if isinstance(key, (str, int)) else repr(key): self(item)
+                for key, item in value.items()
+            }
         return [self(item) for item in value]
 
     def _inert(self, value: Inert) -> Any:
@@ -345,7 +345,3 @@ class _PlainData:
         if value.elements:
             return self(value.elements)
         return self(value.args[0]) if len(value.args) == 1 else None
-
-
-def _plain_key(key: Any) -> Any:
-    return key if isinstance(key, (str, int)) else repr(key)

@@ -61,9 +61,8 @@ def special_ids(files: Sequence[TokenizerFile]) -> SpecialIds | None:
     if "tokenizer.model" in by_name:
         return _sentencepiece_ids(by_name["tokenizer.model"])
     if "vocab.json" in by_name:
-        vocabulary = _json_vocabulary(by_name["vocab.json"])
-        token = vocabulary.get(_END_OF_TEXT)
-        return None if token is None else SpecialIds(token, token)
+        token = _table_in(by_name["vocab.json"]).get(_END_OF_TEXT)
+        return SpecialIds(token, token) if isinstance(token, int) else None
     if "vocab.txt" in by_name:
         lines = by_name["vocab.txt"].read().decode(errors="replace").split("\n")
         ids = {line.rstrip("\r"): i for i, line in reversed(list(enumerate(lines)))}
@@ -102,10 +101,6 @@ def _added_ids(tokenizer: TokenizerFile, settings: TokenizerFile) -> SpecialIds 
 
 def _table_in(file: TokenizerFile) -> dict[str, Any]:
     return json_table(file.read(), f"{file.path}: {file.name}")
-
-
-def _json_vocabulary(file: TokenizerFile) -> dict[str, int]:
-    return {k: v for k, v in _table_in(file).items() if isinstance(v, int)}
 
 
 def _sentencepiece_ids(file: TokenizerFile) -> SpecialIds:

@@ -270,16 +270,12 @@ def _pending(storage: Any, dtype: str, offset: Any, shape: Any, stride: Any) -> 
     return PendingTensor(storage, dtype, offset, sizes, steps)
 
 
-def _rebuild_parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
 _REBUILDERS: dict[str, Callable[..., Any]] = {
     "_rebuild_tensor": _rebuild,
     "_rebuild_tensor_v2": _rebuild,
     "_rebuild_tensor_v3": _rebuild_typed,
-    "_rebuild_parameter": _rebuild_parameter,
-    "_rebuild_parameter_with_state": _rebuild_parameter,
+    "_rebuild_parameter": lambda data, *_: data,
+    "_rebuild_parameter_with_state": lambda data, *_: data,
 }
 
 

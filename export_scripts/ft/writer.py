@@ -136,19 +136,6 @@ class WriteBehind:
         self._thread.shutdown(wait=True)
 
 
-class AtOnce:
-    """The synchronous counterpart of `WriteBehind` for small files: every step runs at once."""
-
-    def run(self, step: Step) -> None:
-        """Run a step."""
-        step()
-
-    run_next = run
-
-    def settle(self) -> None:
-        """Return at once; no step is pending."""
-
-
 class FTWriter:
     """The files of one folder while they are written. Use within a `FolderLock`.
 
@@ -236,20 +223,23 @@ class FTWriter:
         Raises:
             ValueError: The disk is full.
         """
-        queue = self._queue() if size >= LARGE_BYTES else AtOnce()
+        queue = self._queue() if size >= LARGE_BYTES else None
+        run = queue.run if queue else run_now
         checksum = Checksum()
         with disk_full_as_value_error(self.paths.staging, f"writing {name}", size):
             file = _PartialFile(self.paths.staging, name, size)
             try:
                 for chunk in chunks:
-                    queue.run(functools.partial(file.append, chunk))
+                    run(functools.partial(file.append, chunk))
                     checksum.add(chunk)
                 record = {"file": name, "size_bytes": size, "crc32": checksum.text(), **facts()}
             except BaseException:
-                queue.settle()
+                if queue:
+                    queue.settle()
                 file.close()
                 raise
-        queue.run_next(functools.partial(self._complete, file, record))
+        run = queue.run_next if queue else run_now
+        run(functools.partial(self._complete, file, record))
 
     def _complete(self, file: _PartialFile, record: dict[str, Any]) -> None:
         file.finish()
@@ -283,7 +273,8 @@ class FTWriter:
             CheckpointMismatchError: The folder differs from the journal.
         """
         paths = self.paths
-        found = set(_files(paths.staging))
+        staging = paths.staging
+        found = {path.relative_to(staging).as_posix() for path in files_below(staging)}
         if found != set(self.records):
             odd = sorted(found ^ set(self.records))
             raise CheckpointMismatchError(f"{paths.staging} changed while converting: {odd}")
@@ -371,8 +362,9 @@ def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     temporary.rename(path)
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    return {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
+def run_now(step: Step) -> None:
+    """Run a step at once: of a small file, which is worth no thread."""
+    step()
 
 
 def _remove(path: Path) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from export_scripts.ft.writer import AtOnce, WriteBehind
+from export_scripts.ft.writer import WriteBehind, run_now
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def test_settling_hides_a_failure_that_is_known(queue: WriteBehind) -> None:
 
 def test_a_step_at_once_has_run_or_raised_when_it_returns() -> None:
     done: list[int] = []
-    AtOnce().run(lambda: done.append(1))
-    AtOnce().run_next(lambda: done.append(2))
+    run_now(lambda: done.append(1))
+    run_now(lambda: done.append(2))
     assert done == [1, 2]
     with pytest.raises(OSError, match="broken"):
-        AtOnce().run(fail)
+        run_now(fail)
