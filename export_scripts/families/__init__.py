@@ -10,12 +10,13 @@ from export_scripts.families.bert import BERT, BERT_HUGGINGFACE
 from export_scripts.families.dense.core import DENSE_CORE_MAPPINGS
 from export_scripts.families.dense.families import DENSE_HUGGINGFACE
 from export_scripts.families.dense.layout import DENSE
-from export_scripts.families.gpt.bloom import BLOOM_HUGGINGFACE
-from export_scripts.families.gpt.core import GPT_CORE_MAPPINGS
-from export_scripts.families.gpt.gpt2 import GPT2_HUGGINGFACE
+from export_scripts.families.gpt.huggingface import (
+    BLOOM_HUGGINGFACE,
+    GPT2_HUGGINGFACE,
+    OPT_HUGGINGFACE,
+)
 from export_scripts.families.gpt.layout import GPT
-from export_scripts.families.gpt.megatron import GPT_MEGATRON_MAPPINGS
-from export_scripts.families.gpt.opt import OPT_HUGGINGFACE
+from export_scripts.families.gpt.megatron import GPT_CORE_MAPPINGS, GPT_MEGATRON_MAPPINGS
 from export_scripts.families.gptj import GPTJ, GPTJ_HUGGINGFACE
 from export_scripts.families.gptj_jax import GPTJ_JAX
 from export_scripts.families.gptneox import GPTNEOX, GPTNEOX_HUGGINGFACE

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from export_scripts.families.gpt.gpt2 import GPT2_SIZES
+from export_scripts.families.gpt.huggingface import GPT2_SIZES
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec

@@ -21,8 +21,13 @@ from export_scripts.families.dense.huggingface import (
     stated_window,
 )
 from export_scripts.families.dense.layout import LAYOUT, DenseConfig, dense_architecture
-from export_scripts.families.gpt.core import CORE_LAYER, core_names, core_traits, is_core
-from export_scripts.families.gpt.megatron import assumed_tokens_warning
+from export_scripts.families.gpt.megatron import (
+    CORE_LAYER,
+    assumed_tokens_warning,
+    core_names,
+    core_traits,
+    is_core,
+)
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec

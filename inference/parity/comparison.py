@@ -19,7 +19,7 @@ from export_scripts.conversion.ft_source import is_ft_folder
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.request import ConversionRequest
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.gpt.core import is_core
+from export_scripts.families.gpt.megatron import is_core
 from export_scripts.ft.reader import FTReader
 from inference.parity.activations import (
     ActivationDifference,

@@ -21,7 +21,7 @@ from torch.distributed import destroy_process_group, init_process_group
 from torch.nn import functional
 
 from export_scripts.conversion.plan import ConversionPlan
-from export_scripts.families.gpt.core import core_traits
+from export_scripts.families.gpt.megatron import core_traits
 from export_scripts.families.mapping.megatron_traits import MegatronTraits
 from export_scripts.numeric.arrays import to_float32
 from inference.parity.activations import ModelInputs, Place, Source, watch_layers

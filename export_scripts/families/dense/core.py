@@ -12,20 +12,23 @@ from typing import Any
 
 from export_scripts.families.dense.huggingface import GATED
 from export_scripts.families.dense.layout import DENSE, DenseConfig
-from export_scripts.families.gpt.core import (
+from export_scripts.families.gpt.megatron import (
     CORE_LAYER,
     CORE_WTE,
     GPT_CORE_MAPPINGS,
+    common_fields,
     core_is_tied,
     core_names,
     core_traits,
     is_core,
 )
-from export_scripts.families.gpt.megatron import common_fields
 from export_scripts.families.layout.spec import WeightSpec
-from export_scripts.families.mapping.megatron_traits import MegatronTraits, foreign_settings
+from export_scripts.families.mapping.megatron_traits import (
+    MegatronTraits,
+    foreign_settings,
+    unknown_model,
+)
 from export_scripts.families.mapping.names import completed, named_sources
-from export_scripts.families.mapping.nemo2_traits import unknown_model
 from export_scripts.families.mapping.rotary import scaling_fields
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping

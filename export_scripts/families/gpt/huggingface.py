@@ -1,0 +1,267 @@
+"""The GPT layout from Hugging Face: GPT-2, OPT, and BLOOM with ALiBi and an early layernorm."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
+from export_scripts.families.gpt.opt_int8 import check_ranges, int8_weights
+from export_scripts.families.mapping.huggingface import HEAD, HuggingFaceDecoder, key
+from export_scripts.families.mapping.names import in_layers
+from export_scripts.families.mapping.settings import Settings, stored_head
+from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.families.mapping.sources import (
+    Compute,
+    Constant,
+    Copy,
+    Get,
+    Parts,
+    PerIndex,
+    TensorSource,
+    Views,
+    same,
+)
+from export_scripts.families.mapping.tensors import float32
+
+GPT2_SIZES = (
+    key("head_num", "n_head", "num_attention_heads"),
+    key("hidden", "n_embd", "hidden_size"),
+    key("inter_size", "n_inner", default=lambda known: 4 * known["hidden"]),
+    key("num_layer", "n_layer", "num_hidden_layers"),
+    key("vocab_size", "vocab_size"),
+    key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
+)
+
+GPT2_HUGGINGFACE = HuggingFaceDecoder(
+    model_type="gpt2",
+    model="GPT2LMHeadModel",
+    title="GPT-2",
+    name="gpt",
+    family=GPT,
+    keys=(
+        *GPT2_SIZES,
+        key("max_pos_seq_len", "n_positions", "max_position_embeddings"),
+        key("activation_type", "activation_function", kind="activation", default="gelu_new"),
+    ),
+    names={
+        "model.wte": "transformer.wte",
+        "model.wpe": "transformer.wpe",
+        "model.final_layernorm": "transformer.ln_f",
+        "model.lm_head": "lm_head",
+        **in_layers(
+            "transformer.h.{layer}.",
+            {
+                "input_layernorm": "ln_1",
+                "attention.query_key_value": "attn.c_attn",
+                "attention.dense": "attn.c_proj",
+                "post_attention_layernorm": "ln_2",
+                "mlp.dense_h_to_4h": "mlp.c_fc",
+                "mlp.dense_4h_to_h": "mlp.c_proj",
+            },
+        ),
+    },
+    in_out=True,  # matrices are Conv1D's
+    expected={
+        "scale_attn_weights": ((True,), "FT scales attention scores"),
+        "scale_attn_by_inverse_layer_idx": ((False,), "FT scales every layer's scores alike"),
+    },
+    is_tied=True,
+    bos=50256,
+    eos=50256,
+    ignored=("*.attn.bias", "*.attn.masked_bias"),  # masks kept as buffers
+    prefix="transformer.",
+).mapping()
+
+_POST = "apply_residual_connection_post_layernorm"
+
+
+def _read_bloom(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    post = settings.flag(_POST, default=False)
+    return {
+        "inter_size": 4 * values["head_num"] * values["size_per_head"],
+        "layernorm_type": "post_layernorm" if post else "pre_layernorm",
+        "model_variant": "bloom-post" if post else "bloom-pre",
+    }
+
+
+BLOOM_HUGGINGFACE = HuggingFaceDecoder(
+    model_type="bloom",
+    model="BloomForCausalLM",
+    title="BLOOM",
+    family=GPT,
+    keys=(
+        key("head_num", "n_head", "num_attention_heads"),
+        key("hidden", "hidden_size", "n_embed", "n_embd"),
+        key("num_layer", "n_layer", "num_hidden_layers"),
+        key("vocab_size", "vocab_size"),
+        key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
+    ),
+    fixed={
+        "has_positional_encoding": False,
+        "has_pre_decoder_layernorm": True,
+        "use_attention_linear_bias": True,
+    },
+    names={
+        "model.wte": "transformer.word_embeddings",
+        "model.pre_decoder_layernorm": "transformer.word_embeddings_layernorm",
+        "model.final_layernorm": "transformer.ln_f",
+        "model.lm_head": "lm_head",
+        **in_layers(
+            "transformer.h.{layer}.",
+            {
+                "input_layernorm": "input_layernorm",
+                "attention.query_key_value": "self_attention.query_key_value",
+                "attention.dense": "self_attention.dense",
+                "post_attention_layernorm": "post_attention_layernorm",
+                "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",
+                "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
+            },
+        ),
+    },
+    read=_read_bloom,
+    written=lambda config: {_POST: config.model_variant == "bloom-post"},
+    is_tied=True,
+    bos=1,
+    eos=2,
+    prefix="transformer.",
+).mapping()
+
+# OPT has no key for it; transformers takes torch's default.
+_OPT_EPS = 1e-5
+# The table of positions begins with two unused rows.
+_POSITION_OFFSET = 2
+
+_OPT_EMBEDDING = "model.decoder.embed_tokens.weight"
+_PROJECT_IN = "model.decoder.project_in.weight"
+_PROJECT_OUT = "model.decoder.project_out.weight"
+
+
+def _read_opt(settings: Settings, _: Any) -> dict[str, Any]:
+    norm_before = settings.flag("do_layer_norm_before", default=True)
+    removed = settings.flag("_remove_final_layer_norm", default=False)
+    return {
+        "layernorm_type": "pre_layernorm" if norm_before else "post_layernorm",
+        "has_post_decoder_layernorm": norm_before and not removed,
+    }
+
+
+def _written_opt(config: GPTConfig) -> dict[str, Any]:
+    norm_before = config.layernorm_type == "pre_layernorm"
+    return {
+        "word_embed_proj_dim": config.hidden,
+        "do_layer_norm_before": norm_before,
+        "_remove_final_layer_norm": norm_before and not config.has_post_decoder_layernorm,
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+    }
+
+
+def _widened(_: GPTConfig, table: Any, project: Any) -> Any:
+    """Return (V, hidden) of a narrower table (V, w) and a projection (w, hidden)."""
+    return float32(table) @ float32(project)
+
+
+class _Positions(Copy):
+    """The table of positions without its unused rows."""
+
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return the rows in use."""
+        (table,) = super().build(get, config).tensors
+        return Parts(0, (table[_POSITION_OFFSET:],))
+
+    def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
+        """Return the table, whose unused rows are zeros."""
+        stored = (shape[0] + _POSITION_OFFSET, shape[1])
+        view = same(shape, stored=stored)
+        return [(self.key, dataclasses.replace(view, zero_rows=_POSITION_OFFSET))]
+
+
+def _neutral(facts: Facts) -> dict[str, TensorSource]:
+    """Return the biases and the norms' parameters of models that store none."""
+    bias = facts.config.get("enable_bias", True)
+    affine = facts.config.get("layer_norm_elementwise_affine", True)
+    return {
+        spec.name: Constant(spec.shape, float(spec.name.endswith(".weight")))
+        for spec in LAYOUT
+        if not (affine if "layernorm" in spec.name else bias or not spec.name.endswith(".bias"))
+    }
+
+
+def _opt_sources(facts: Facts, _: GPTConfig) -> Mapping[str, TensorSource | PerIndex]:
+    """Return what has no name of its own; opt-350m stores narrow tables, with projections."""
+    positions = "model.decoder.embed_positions.weight"
+    table: dict[str, TensorSource | PerIndex] = {
+        **_neutral(facts),
+        "model.wpe": _Positions(positions),
+    }
+    if facts.has(_PROJECT_IN):
+        table["model.wte"] = Compute(
+            lambda config, table, project: _widened(config, table, project.T),
+            (_OPT_EMBEDDING, _PROJECT_IN),
+        )
+    if facts.has(_PROJECT_OUT):
+        head = stored_head(facts, ("lm_head.weight",), _OPT_EMBEDDING, default=True)
+        table[HEAD] = Compute(_widened, (head, _PROJECT_OUT))
+    if facts.activation_ranges is not None:
+        table |= int8_weights(facts.activation_ranges)
+    return table
+
+
+_OPT = HuggingFaceDecoder(
+    model_type="opt",
+    model="OPTForCausalLM",
+    title="OPT",
+    family=GPT,
+    keys=(
+        key("head_num", "num_attention_heads"),
+        key("hidden", "hidden_size"),
+        key("inter_size", "ffn_dim"),
+        key("num_layer", "num_hidden_layers"),
+        key("vocab_size", "vocab_size"),
+        key("max_pos_seq_len", "max_position_embeddings"),
+        key("activation_type", "activation_function", kind="activation", default="relu"),
+    ),
+    # NVIDIA's converter always writes a separate head.
+    fixed={"layernorm_eps": _OPT_EPS, "tie_word_embeddings": False},
+    names={
+        "model.wte": "model.decoder.embed_tokens",
+        "model.final_layernorm": "model.decoder.final_layer_norm",
+        **in_layers(
+            "model.decoder.layers.{layer}.",
+            {
+                "input_layernorm": "self_attn_layer_norm",
+                "attention.query_key_value": (
+                    "self_attn.q_proj",
+                    "self_attn.k_proj",
+                    "self_attn.v_proj",
+                ),
+                "attention.dense": "self_attn.out_proj",
+                "post_attention_layernorm": "final_layer_norm",
+                "mlp.dense_h_to_4h": "fc1",
+                "mlp.dense_4h_to_h": "fc2",
+            },
+        ),
+    },
+    sources=_opt_sources,
+    read=_read_opt,
+    written=_written_opt,
+    is_tied=True,
+    stores_head=True,
+    bos=2,
+    eos=2,
+    ignored=("*decoder.version",),
+    accepts=("activation_ranges",),
+)
+
+
+def _opt_config(facts: Facts) -> GPTConfig:
+    config, ranges = _OPT.config(facts), facts.activation_ranges
+    assert isinstance(config, GPTConfig)
+    if ranges is not None:
+        check_ranges(ranges, config.num_layer)
+    return dataclasses.replace(config, int8=ranges is not None)
+
+
+OPT_HUGGINGFACE = dataclasses.replace(_OPT.mapping(), config=_opt_config)
