@@ -116,10 +116,6 @@ class ChunkedTensor(Piece):
         )
         return ChunkedTensor(self.dtype, self.shape[1:], chunks)
 
-    def simplest(self) -> Piece:
-        """Return the only chunk of a tensor that has one."""
-        return self.chunks[0].values if len(self.chunks) == 1 else self
-
 
 def concatenated(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:
     """Return two tensors of one type one after the other along their first axis."""

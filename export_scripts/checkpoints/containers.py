@@ -59,10 +59,6 @@ class Container:
         with region.open() as stream:
             return stream.read()
 
-    def top_level(self) -> set[str]:
-        """Return the names of the folders and files directly inside."""
-        return {name.split("/", 1)[0] for name in self.members}
-
 
 def read_yaml(container: Container, name: str) -> dict[str, Any]:
     """Return the table in a member.
@@ -88,7 +84,9 @@ def open_container(path: Path, *, scratch_dir: Path | None = None) -> Container:
         CheckpointMismatchError: The archive is damaged or unsafe.
     """
     if path.is_dir():
-        return Container(path, _folder_members(path))
+        files = {file.relative_to(path).as_posix(): file for file in files_below(path)}
+        regions = {name: Region(file, 0, file.stat().st_size) for name, file in files.items()}
+        return Container(path, regions)
     with path.open("rb") as file:
         is_gzip = file.read(2) == _GZIP_MAGIC
     if not is_gzip:
@@ -112,13 +110,6 @@ class _Scratch:
     def __init__(self, parent: Path | None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=".unpacked-", dir=parent))
         self.remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-
-
-def _folder_members(path: Path) -> dict[str, Region]:
-    return {
-        file.relative_to(path).as_posix(): Region(file, 0, file.stat().st_size)
-        for file in files_below(path)
-    }
 
 
 def _gunzip(path: Path, target: Path) -> None:

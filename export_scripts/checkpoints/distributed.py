@@ -178,4 +178,7 @@ def _as_pieces(tensors: Mapping[str, ChunkedTensor], where: str) -> dict[str, tu
         f"{name}: {problem}" for name, each in tensors.items() for problem in each.problems()
     ]
     refuse(listed(problems, f"{where}: "))
-    return {name: (tensor.simplest(),) for name, tensor in tensors.items()}
+    return {
+        name: (tensor.chunks[0].values if len(tensor.chunks) == 1 else tensor,)
+        for name, tensor in tensors.items()
+    }

@@ -204,7 +204,8 @@ def _find_weights(
     asked: str | None,
 ) -> tuple[list[RankName], dict[str, Region]]:
     """Return the rank folders and each one's weight file ("" is the root, rank 0)."""
-    ranks = [rank for name in container.top_level() if (rank := parse_rank_folder(name))]
+    folders = {name.partition("/")[0] for name in container.members}
+    ranks = [rank for name in folders if (rank := parse_rank_folder(name))]
     if not ranks:
         ranks = [RankName("", 0, 0)]
     name = _asked_name(container, ranks, asked) if asked else ""
@@ -261,7 +262,11 @@ def _weights_name(
         remarks.append(f"left {', '.join(averaged)}, the weights averaged over training")
     if len(found) == 1:
         return next(iter(found))
-    steps = {name: _step(name, region, trees) for name, region in found.items()}
+    steps = {}
+    for name, region in found.items():
+        step = _step_told(name)
+        step = trees(region).get("global_step") if step is None else step
+        steps[name] = step if isinstance(step, int) else -1
     newest = max(steps, key=lambda name: (steps[name], name))
     others = ", ".join(f"{name} of step {step}" for name, step in steps.items() if name != newest)
     remarks.append(
@@ -269,13 +274,6 @@ def _weights_name(
         f"(left: {others})"
     )
     return newest
-
-
-def _step(name: str, region: Region, trees: _Trees) -> int:
-    """Return the training step from a checkpoint's name, or from the file."""
-    step = _step_told(name)
-    step = trees(region).get("global_step") if step is None else step
-    return step if isinstance(step, int) else -1
 
 
 def _step_told(name: str) -> int | None:

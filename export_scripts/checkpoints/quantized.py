@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -128,7 +128,8 @@ def _wide_tensors(reader: CheckpointReader, form: _Form) -> dict[str, tuple[Piec
     for key in plain:
         name = key.removesuffix(form.value)
         ends = (form.value, *(end for end in form.companions if name + end in plain))
-        if name == key or not _is_quantised(plain[key], ends):
+        is_wide = len(ends) == 1 and plain[key][0].dtype not in ("fp8", "int32", "int8")
+        if name == key or is_wide:
             continue
         taken |= {name + end for end in ends}
         if missing := [e for e, needed in form.companions.items() if needed and e not in ends]:
@@ -146,10 +147,6 @@ def _wide_tensors(reader: CheckpointReader, form: _Form) -> dict[str, tuple[Piec
         if key not in taken and not key.endswith(_ACTIVATIONS)
     }
     return rest | tensors
-
-
-def _is_quantised(pieces: Sequence[Piece], ends: Sequence[str]) -> bool:
-    return len(ends) > 1 or pieces[0].dtype in ("fp8", "int32", "int8")
 
 
 def _widening() -> ModuleType:
