@@ -118,14 +118,6 @@ def _output_bias(config: GPTNeoXConfig, joined: Any) -> Any:
     return divided_bias_sum(config, whole) if config.use_gptj_residual else whole
 
 
-def _mean(config: GPTNeoXConfig, joined: Any) -> Any:
-    return _sum(config, joined) / (joined.shape[0] // config.hidden)
-
-
-def _divided_sum(config: GPTNeoXConfig, *joined: Any) -> Any:
-    return divided_bias_sum(config, *(_sum(config, bias) for bias in joined))
-
-
 def _everywhere(function: Any, *keys: str) -> TensorSource:
     return Compute(function, keys, cuts=(0,) * len(keys))
 
@@ -141,12 +133,21 @@ _NAMES = {
 
 WEIGHTS: Mapping[str, TensorSource] = {
     **{
-        name: _everywhere(_mean, source.reads[0][0]) if "layernorm" in name else source
+        name: _everywhere(
+            lambda config, joined: _sum(config, joined) / (joined.shape[0] // config.hidden),
+            source.reads[0][0],
+        )
+        if "layernorm" in name
+        else source
         for name, source in named_sources(_NAMES, GPTNEOX.layout).items()
     },
     LAYER + "attention.dense.bias": _everywhere(_output_bias, _ATTENTION_BIAS),
     LAYER + "mlp.dense_4h_to_h.bias": _everywhere(_output_bias, _MLP_BIAS),
-    LAYER + "mlp.attention.bias.sum": _everywhere(_divided_sum, _ATTENTION_BIAS, _MLP_BIAS),
+    LAYER + "mlp.attention.bias.sum": _everywhere(
+        lambda config, *joined: divided_bias_sum(config, *(_sum(config, each) for each in joined)),
+        _ATTENTION_BIAS,
+        _MLP_BIAS,
+    ),
     **PROMPT_SOURCES,
 }
 

@@ -114,20 +114,16 @@ class DenseDecoder(HuggingFaceDecoder):
         }
 
     def written_derived(self, config: DenseConfig) -> dict[str, Any]:
-        """Return the size of a head and rotary positions."""
-        return {"head_dim": config.size_per_head, **written_rotary(config)}
-
-
-def written_rotary(config: DenseConfig) -> dict[str, Any]:
-    """Return the rotary settings of config.json of which `rotary_fields` makes the config's."""
-    kind = config.rotary_scaling_type
-    fraction = rotary_fraction(config.rotary_embedding, config.size_per_head)
-    return {
-        "rope_theta": config.rotary_base,
-        "rope_local_base_freq": config.rotary_local_base,
-        **({} if fraction == 1 else {"partial_rotary_factor": fraction}),
-        "rope_scaling": None if kind is None else {"rope_type": kind, **config.rotary_scaling},
-    }
+        """Return the size of a head and rotary positions, of which `derived` makes the fields."""
+        kind = config.rotary_scaling_type
+        fraction = rotary_fraction(config.rotary_embedding, config.size_per_head)
+        return {
+            "head_dim": config.size_per_head,
+            "rope_theta": config.rotary_base,
+            "rope_local_base_freq": config.rotary_local_base,
+            **({} if fraction == 1 else {"partial_rotary_factor": fraction}),
+            "rope_scaling": None if kind is None else {"rope_type": kind, **config.rotary_scaling},
+        }
 
 
 def stated_window(

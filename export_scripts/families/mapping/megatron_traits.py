@@ -283,12 +283,8 @@ def in_use(source: Mapping[str, Any], settings: Mapping[str, str]) -> list[str]:
     return [
         f"{key} = {source[key]!r}: {what}, which the layout does not hold"
         for key, what in settings.items()
-        if _is_in_use(key, source.get(key))
+        if (source.get(key) not in (None, *_NEUTRAL[key]) if key in _NEUTRAL else source.get(key))
     ]
-
-
-def _is_in_use(key: str, value: Any) -> bool:
-    return value not in (None, *_NEUTRAL[key]) if key in _NEUTRAL else bool(value)
 
 
 def foreign_settings(traits: MegatronTraits, *, held: Collection[str] = ()) -> list[str]:

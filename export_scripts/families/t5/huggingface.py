@@ -178,17 +178,14 @@ def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
         }
     attention = DECODER + "layer.0.SelfAttention"
     names[f"{attention}.qkv"] = tuple(f"{attention}.{part}" for part in "qkv")
+    # One that is not stored is reported as missing.
+    has_own_head = facts.has(HEAD) or facts.config.get("tie_word_embeddings") is False
     return {
         **named_sources(names, LAYOUT),
         "shared.weight_T": Copy(_embedding_key(facts)),
         # Written for tied models too, which spares FT a rule.
-        HEAD: Copy(HEAD if _has_own_head(facts) else _embedding_key(facts)),
+        HEAD: Copy(HEAD if has_own_head else _embedding_key(facts)),
     }
-
-
-def _has_own_head(facts: Facts) -> bool:
-    """Return whether the head is not the embedding; one not stored is reported as missing."""
-    return facts.has(HEAD) or facts.config.get("tie_word_embeddings") is False
 
 
 _SHARED_IGNORED = (

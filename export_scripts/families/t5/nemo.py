@@ -277,7 +277,11 @@ def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
     pad = known.pad if pad is None else pad
     end = known.eos if end is None else end
     if start is None:
-        start = pad if _starts_with_pad(facts) else known.bos
+        # As in some p-tuned models.
+        found = (archive.config.get("data") for archive in facts.prompts)
+        tables = (data for data in found if isinstance(data, Mapping))
+        is_padding = any(data.get("decoder_starts_with_pad") for data in tables)
+        start = pad if is_padding else known.bos
     if start is None or end is None:
         raise ValueError(
             "decoder_start_token_id and eos_token_id are unknown: the checkpoint lacks "
@@ -285,12 +289,6 @@ def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
             "(--set decoder_start_token_id=.. --set eos_token_id=..)"
         )
     return start, end, pad
-
-
-def _starts_with_pad(facts: Facts) -> bool:
-    """Return whether the decoder's first token is padding, as in some p-tuned models."""
-    found = (archive.config.get("data") for archive in facts.prompts)
-    return any(isinstance(data, Mapping) and data.get("decoder_starts_with_pad") for data in found)
 
 
 _QKV, _KEY_VALUE = "self_attention.query_key_value", "inter_attention.key_value"
