@@ -93,7 +93,9 @@ def plan_huggingface(source: ConversionPlan) -> HuggingFacePlan:
     shards = _shards(tensors, kind, source.request.max_shard_bytes)
     files, remarks = _other_files(source, found)
     if len(shards) > 1:
-        files[INDEX_NAME] = _index(shards)
+        places = {tensor.key: shard.name for shard in shards for tensor in shard.tensors}
+        size = sum(shard.size_bytes - len(shard.header) for shard in shards)
+        files[INDEX_NAME] = _json({"metadata": {"total_size": size}, "weight_map": places})
     for adapter in peft_adapters(source):
         written = [WrittenTensor(key, ((item, view),)) for key, item, view in adapter.tensors]
         shards = (*shards, _shard(f"{adapter.folder}/adapter_model.safetensors", written, kind))
@@ -145,7 +147,8 @@ def _configurations(
         if mapping.family is not source.mapping.family or mapping.written is None:
             continue
         for written in mapping.written(source.config, is_tied):
-            whole = _typed(written, source.config.weight_data_type)
+            whole = {key: value for key, value in written.items() if value is not None}
+            whole["torch_dtype"] = SOURCE_TYPES[source.config.weight_data_type][1]
             rank = 0 if mapping.name == origin else 1
             if is_huggingface and mapping.name == origin:
                 rank = 0 if written["model_type"] == config.get("model_type") else 1
@@ -153,11 +156,6 @@ def _configurations(
             found.append((rank, mapping, whole))
     found.sort(key=lambda each: each[0])
     return [(mapping, written) for _, mapping, written in found]
-
-
-def _typed(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    stated = {key: value for key, value in config.items() if value is not None}
-    return stated | {"torch_dtype": SOURCE_TYPES[kind][1]}
 
 
 def _with_own_settings(written: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,12 +319,6 @@ def _shard(name: str, tensors: Sequence[WrittenTensor], kind: str) -> WrittenFil
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
     return WrittenFile(name, tuple(tensors), kind, len(header) + end, header)
-
-
-def _index(shards: Sequence[WrittenFile]) -> bytes:
-    places = {tensor.key: shard.name for shard in shards for tensor in shard.tensors}
-    size = sum(shard.size_bytes - len(shard.header) for shard in shards)
-    return _json({"metadata": {"total_size": size}, "weight_map": places})
 
 
 def _json(table: Mapping[str, Any]) -> bytes:

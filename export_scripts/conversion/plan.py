@@ -126,7 +126,11 @@ def plan_conversion(
         mapping, facts, config, request, tp_size=1 if problems else request.tp_size
     )
     problems += tensor_problems
-    text = "" if request.is_huggingface else _config_text(config, problems)
+    text = ""
+    try:
+        text = text if request.is_huggingface else config_text(config)
+    except ValueError as error:
+        problems += str(error).split("\n")
     problems += _tokenizer_problems(request, facts, names)
     refuse(problems)
     readers = (facts.reader, *facts.prompts, *facts.ia3, *facts.adapters)
@@ -209,14 +213,6 @@ def _tokenizer_problems(
         f"models need; name its files in {names['vocab_path']} and {names['merges_path']}, or "
         f"do without these models: {names['for_text']}=false"
     ]
-
-
-def _config_text(config: FTConfig, problems: list[str]) -> str:
-    try:
-        return config_text(config)
-    except ValueError as error:
-        problems += str(error).split("\n")
-        return ""
 
 
 def _open(

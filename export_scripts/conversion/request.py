@@ -94,6 +94,10 @@ OPTION_NAMES: Mapping[str, str] = {
 }
 
 
+_SOURCES = ("checkpoint_path", "prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints",
+            "lora_checkpoints", "activation_ranges", "vocab_path", "merges_path")  # fmt: skip
+
+
 def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> list[str]:
     """Return the problems of the request itself."""
     problems = [
@@ -120,8 +124,9 @@ def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> li
     problems += [
         f"{names[key]}={path} does not exist; check the spelling, and that this machine sees it"
         + (hub_advice(Path(path)) if key == "checkpoint_path" else "")
-        for key, paths in _source_paths(request).items()
-        for path in paths
+        for key in _SOURCES
+        for value in [getattr(request, key)]
+        for path in (value if isinstance(value, tuple) else (value,))
         if path is not None and not Path(path).exists()
     ]
     problems += _output_problems(Path(request.output_dir), names["output_dir"])
@@ -133,13 +138,6 @@ def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> li
             f"{did_you_mean(request.model_type, kinds)}; use {', '.join(kinds)}"
         )
     return problems
-
-
-def _source_paths(request: ConversionRequest) -> Mapping[str, tuple[Path | None, ...]]:
-    keys = ("checkpoint_path", "prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints",
-            "lora_checkpoints", "activation_ranges", "vocab_path", "merges_path")  # fmt: skip
-    values = {key: getattr(request, key) for key in keys}
-    return {key: each if isinstance(each, tuple) else (each,) for key, each in values.items()}
 
 
 def _output_problems(output_dir: Path, name: str) -> list[str]:

@@ -53,11 +53,6 @@ class ValueRange:
     largest: float = -math.inf
     finite: bool = True
 
-    @property
-    def largest_magnitude(self) -> float:
-        """Largest absolute value."""
-        return max(abs(self.smallest), abs(self.largest))
-
     def include(self, other: ValueRange) -> None:
         """Widen to another range."""
         self.smallest = min(self.smallest, other.smallest)

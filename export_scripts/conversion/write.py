@@ -126,7 +126,7 @@ def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
 
 @dataclass(frozen=True)
 class _Worker:
-    """What all workers of a conversion share: each writes one group of files after the other."""
+    """State that all workers of a conversion share; each writes one group of files at a time."""
 
     plan: ConversionPlan
     writer: FTWriter
@@ -310,7 +310,7 @@ def tensor_records(
                 "source": [*dict.fromkeys(reads)],
                 "min": _json_number(whole.smallest),
                 "max": _json_number(whole.largest),
-                "abs_max": _json_number(whole.largest_magnitude),
+                "abs_max": _json_number(max(abs(whole.smallest), abs(whole.largest))),
             }
     return out
 
