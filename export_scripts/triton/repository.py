@@ -6,7 +6,7 @@ config.pbtxt is written last and atomically: without it the server ignores the f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from export_scripts.families import FAMILIES
@@ -99,7 +99,11 @@ def check_repository(
         text = f"is unknown{hint}; use one of {', '.join(MODEL_SIGNATURES)}."
         found.append(problem("model_type", text))
     if request.engine == "pytorch":
-        found += [problem(key, text) for key, text in _beyond_our_engine(request, kind)]
+        mode = int(request.int8_mode)
+        if mode == 2:
+            found.append(problem("int8_mode", "needs engine=fastertransformer; use 0 or 1."))
+        if mode == 1 and "bert" in (request.model_type, kind):
+            found.append(problem("int8_mode", _NO_INT8))
         section = f"{name['parameters']}." if "parameters" in name else "parameter "
         found += [
             f"{section}{each}={request.parameters[each]} {text}"
@@ -112,14 +116,6 @@ def check_repository(
             if getattr(request, key) != needed
         ]
     return found
-
-
-def _beyond_our_engine(request: RepositoryRequest, kind: str | None) -> Iterator[tuple[str, str]]:
-    """Yield fields whose values Slipway's own engine does not serve, each with the reason."""
-    if int(request.int8_mode) == 2:
-        yield "int8_mode", "needs engine=fastertransformer; use 0 or 1."
-    if int(request.int8_mode) == 1 and "bert" in (request.model_type, kind):
-        yield "int8_mode", _NO_INT8
 
 
 def build_repository(request: RepositoryRequest) -> list[Path]:

@@ -380,16 +380,12 @@ def resolve(model: ModelSignature, *, data_type: str) -> ModelSignature:
         raise ValueError(f"data_type={data_type!r} is unknown; use one of {known}.")
 
     def filled(tensor: TensorSignature) -> TensorSignature:
-        is_open = tensor.dtype == DATA_TYPE
-        return replace(tensor, dtype=_concrete(tensor, data_type)) if is_open else tensor
+        if tensor.dtype != DATA_TYPE:
+            return tensor
+        is_wide = tensor.name == _PROMPT_EMBEDDING.name and data_type != "fp16"
+        return replace(tensor, dtype="FP32" if is_wide else _TRITON_DATA_TYPES[data_type])
 
     return _each(model, filled)
-
-
-def _concrete(tensor: TensorSignature, data_type: str) -> str:
-    if tensor.name == _PROMPT_EMBEDDING.name and data_type != "fp16":
-        return "FP32"
-    return _TRITON_DATA_TYPES[data_type]
 
 
 def hidden_state_types(model_type: str, *, data_type: str) -> dict[str, str]:
