@@ -165,7 +165,10 @@ class FTWriter:
         self._journal_fd = os.open(paths.journal, flags, 0o666)
         if os.fstat(self._journal_fd).st_size == 0:
             self._append({"identity": self._identity, "boot": _boot_id()})
-        self._drop_incomplete()
+        for path in paths.staging.rglob("*"):  # which does not enter linked folders
+            is_own = path.relative_to(paths.staging).as_posix() in self.records
+            if path.is_symlink() or (path.is_file() and not is_own):
+                path.unlink()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -184,13 +187,6 @@ class FTWriter:
             if _is_intact(self.paths.staging, record, trusted=trusted):
                 self.records[record["file"]] = record
         return True
-
-    def _drop_incomplete(self) -> None:
-        staging = self.paths.staging
-        for path in staging.rglob("*"):  # which does not enter linked folders
-            is_own = path.relative_to(staging).as_posix() in self.records
-            if path.is_symlink() or (path.is_file() and not is_own):
-                path.unlink()
 
     def _append(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(record, separators=(",", ":")) + "\n"
