@@ -11,33 +11,29 @@ from typing import Any
 
 from export_scripts.commands import command_parser, run_command, say
 from export_scripts.families import SOURCE_MAPPINGS
-from export_scripts.families.mapping.source_mapping import SourceMapping
 from export_scripts.tables import markdown_table, text_table
 from export_scripts.triton.model_folders import ENGINES
 
 
 def support_table() -> list[dict[str, Any]]:
     """Return one row per source: its family, add-ons, way back, ranks and engines."""
-    return [_support_row(mapping) for mapping in SOURCE_MAPPINGS]
-
-
-def _support_row(mapping: SourceMapping) -> dict[str, Any]:
-    return {
-        "source": mapping.title,
-        "format": mapping.format,
-        "family": mapping.family.name,
-        "model_type": mapping.family.model_type,
-        "adds": [kind.replace("_", " ") for kind in mapping.accepts],
-        "leaves": "yes" if mapping.written is not None else "",
-        "divisible": list(mapping.family.divisible) if mapping.family.has_shards else [],
-        "engines": [
-            name
-            for name in ENGINES
-            if mapping.family.has_shards
-            and (name != "fastertransformer" or mapping.family.ft_backend)
-        ]
-        or ["vllm"],
-    }
+    rows = []
+    for mapping in SOURCE_MAPPINGS:
+        family = mapping.family
+        engines = [name for name in ENGINES if name != "fastertransformer" or family.ft_backend]
+        rows.append(
+            {
+                "source": mapping.title,
+                "format": mapping.format,
+                "family": family.name,
+                "model_type": family.model_type,
+                "adds": [kind.replace("_", " ") for kind in mapping.accepts],
+                "leaves": "yes" if mapping.written is not None else "",
+                "divisible": list(family.divisible) if family.has_shards else [],
+                "engines": engines if family.has_shards else ["vllm"],
+            }
+        )
+    return rows
 
 
 def leaving_table() -> list[dict[str, Any]]:

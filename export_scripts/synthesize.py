@@ -118,7 +118,10 @@ def synthesize(
         write_config(staging, config)
         for tensor in family.tensors(config):
             if sparse and len(tensor.shape) > 1:
-                _write_holes(staging, tensor, config)
+                size = tensor.file_bytes(config.tensor_para_size, config.weight_data_type)
+                for name in tensor.file_names(config.tensor_para_size):
+                    with (staging / name).open("wb") as file:
+                        file.truncate(size)
             else:
                 write_values(staging, tensor, _values(tensor, seed), config)
     return final
@@ -141,13 +144,6 @@ def whole_folder(final: Path) -> Iterator[Path]:
         staging.rename(final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _write_holes(folder: Path, tensor: FTTensor, config: FTConfig) -> None:
-    size = tensor.file_bytes(config.tensor_para_size, config.weight_data_type)
-    for name in tensor.file_names(config.tensor_para_size):
-        with (folder / name).open("wb") as file:
-            file.truncate(size)
 
 
 def write_values(folder: Path, tensor: FTTensor, whole: Array, config: FTConfig) -> None:
