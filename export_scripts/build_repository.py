@@ -62,13 +62,10 @@ def _parser() -> argparse.ArgumentParser:
         """,
         "exit status: 0 when built, 1 with every problem listed.",
     )
-    parser.add_argument(
-        "model_dir",
-        type=Path,
-        metavar="MODEL_DIR",
-        help="<repository>/<model name>, with the weights at 1/<ranks>-gpu inside",
-    )
-    numbers = (
+    add = parser.add_argument
+    add("model_dir", type=Path, metavar="MODEL_DIR",
+        help="<repository>/<model name>, with the weights at 1/<ranks>-gpu inside")  # fmt: skip
+    for name, default, text in (
         ("tp_size", 1, "ranks that share each layer"),
         ("pp_size", 1, "groups of layers"),
         ("max_batch_size", 1, "most sequences of one request"),
@@ -76,46 +73,26 @@ def _parser() -> argparse.ArgumentParser:
         ("enable_custom_all_reduce", 0, "0 or 1; the C++ backend's own reduction"),
         ("instance_count", 1, "instances of the model"),
         ("max_queue_delay_us", None, "switch the server's batcher on, with this delay"),
-    )
-    for name, default, text in numbers:
-        parser.add_argument(
-            _FLAGS[name], dest=name, type=int, default=default, metavar="N", help=text
-        )
-    parser.add_argument("--data-type", default="fp16", help=f"one of {', '.join(DATA_TYPES)}")
-    parser.add_argument("--engine", default="pytorch", help=f"one of {', '.join(ENGINES)}")
-    parser.add_argument(
-        "--ensemble",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="also write the text models and their ensemble",
-    )
-    switches = (
+    ):
+        add(_FLAGS[name], dest=name, type=int, default=default, metavar="N", help=text)
+    add("--data-type", default="fp16", help=f"one of {', '.join(DATA_TYPES)}")
+    add("--engine", default="pytorch", help=f"one of {', '.join(ENGINES)}")
+    add("--ensemble", action=argparse.BooleanOptionalAction, default=True,
+        help="also write the text models and their ensemble")  # fmt: skip
+    for flag, text in (
         ("--decoupled", "stream: one response per token"),
         ("--answer-only", "leave the prompt out of the ensemble's text"),
         ("--interactive", "keep conversations between requests; needs --max-batch-size 1"),
         ("--overwrite", "replace a repository of another configuration"),
-    )
-    for flag, text in switches:
-        parser.add_argument(flag, action="store_true", help=text)
-    parser.add_argument(
-        "--absolute-path",
-        dest="portable",
-        action="store_false",
-        help="name the weights by their absolute path",
-    )
-    parser.add_argument(
-        "--publish", metavar="s3://BUCKET/PREFIX", help="then copy the repository to a store"
-    )
-    parser.add_argument(
-        "--endpoint-url", metavar="URL", help="server of an S3-compatible store, http://host:port"
-    )
-    parser.add_argument(
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="further parameter of the model; repeat for more",
-    )
+    ):
+        add(flag, action="store_true", help=text)
+    add("--absolute-path", dest="portable", action="store_false",
+        help="name the weights by their absolute path")  # fmt: skip
+    add("--publish", metavar="s3://BUCKET/PREFIX", help="then copy the repository to a store")
+    add("--endpoint-url", metavar="URL",
+        help="server of an S3-compatible store, http://host:port")  # fmt: skip
+    add("--parameter", action="append", default=[], metavar="KEY=VALUE",
+        help="further parameter of the model; repeat for more")  # fmt: skip
     return parser
 
 
