@@ -37,7 +37,7 @@ from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Compute, Copy, PerIndex, View, same
+from export_scripts.families.mapping.sources import Compute, Copy, View, same
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE
 from export_scripts.numeric.dtypes import SOURCE_TYPES, item_size
 
@@ -239,8 +239,7 @@ def _views(
         if is_adapted(spec.name):
             continue
         origin = table.get(spec.name)
-        origin = origin.choose(index) if isinstance(origin, PerIndex) else origin
-        views = [] if origin is None else origin.views(tensor.shape, source.config)
+        views = origin.at(index).views(tensor.shape, source.config) if origin else []
         if not views and not isinstance(origin, Compute):
             homeless[spec.name] = None
         for pattern, view in views:

@@ -12,7 +12,7 @@ from export_scripts.errors import listed
 from export_scripts.families.layout.config import FTConfig, Index
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Get, Parts, PerIndex, TensorSource, View
+from export_scripts.families.mapping.sources import Get, Parts, TensorSource, View
 from export_scripts.families.mapping.tensors import ShapeTensor
 
 _REMEDY = (
@@ -81,10 +81,7 @@ def plan_tensors(
     shapes: list[str] = []
     for spec, index, tensor in mapping.family.expand(config):
         assert spec.name in table, f"mapping {mapping.name} has no source for {spec.name}"
-        source = table[spec.name]
-        plan = TensorPlan(
-            tensor, source.choose(index) if isinstance(source, PerIndex) else source, index
-        )
+        plan = TensorPlan(tensor, table[spec.name].at(index), index)
         plans.append(plan)
         keys = [(key.format(**index), cut) for key, cut in plan.source.reads]
         used.update(name for key, _ in keys if (name := facts.resolve(key)))

@@ -18,7 +18,6 @@ from export_scripts.families.mapping.sources import (
     Copy,
     Get,
     Parts,
-    PerIndex,
     TensorSource,
     Views,
     same,
@@ -189,10 +188,10 @@ def _neutral(facts: Facts) -> dict[str, TensorSource]:
     }
 
 
-def _opt_sources(facts: Facts, _: GPTConfig) -> Mapping[str, TensorSource | PerIndex]:
+def _opt_sources(facts: Facts, _: GPTConfig) -> Mapping[str, TensorSource]:
     """Return what has no name of its own; opt-350m stores narrow tables, with projections."""
     positions = "model.decoder.embed_positions.weight"
-    table: dict[str, TensorSource | PerIndex] = {
+    table: dict[str, TensorSource] = {
         **_neutral(facts),
         "model.wpe": _Positions(positions),
     }

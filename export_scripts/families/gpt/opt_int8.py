@@ -50,7 +50,7 @@ def check_ranges(ranges: Ranges, num_layer: int) -> None:
     refuse(problems)
 
 
-def int8_weights(ranges: Ranges) -> dict[str, PerIndex]:
+def int8_weights(ranges: Ranges) -> dict[str, TensorSource]:
     """Return the sources of the int8 weights and their scales."""
 
     def source(

@@ -25,7 +25,7 @@ from export_scripts.families.mapping.settings import (
     stored_head,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, PerIndex, TensorSource
+from export_scripts.families.mapping.sources import Copy, TensorSource
 
 HEAD = "model.lm_head.weight"
 
@@ -124,7 +124,7 @@ class HuggingFaceDecoder:
     rows: str = "own"  # see `attention_heads`
     in_out: bool = False  # whether matrices are (in, out)
     # Of tensors that have none by their names, or another one.
-    sources: Callable[[Facts, Any], Mapping[str, TensorSource | PerIndex]] = lambda *_: {}
+    sources: Callable[[Facts, Any], Mapping[str, TensorSource]] = lambda *_: {}
     # Values that the layout holds, the library's default first, and why only these.
     expected: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
     # Further fields, from the settings and the values read before, and the way back.
@@ -205,7 +205,7 @@ class HuggingFaceDecoder:
             }
         ]
 
-    def weights(self, facts: Facts, config: Any) -> Mapping[str, TensorSource | PerIndex]:
+    def weights(self, facts: Facts, config: Any) -> Mapping[str, TensorSource]:
         """Return the source of each tensor."""
         layout = self.family.layout
         table = named_sources(self.names, layout, rows=self.rows, in_out=self.in_out)

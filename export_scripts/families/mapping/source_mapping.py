@@ -19,7 +19,7 @@ from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.sources import PerIndex, TensorSource
+from export_scripts.families.mapping.sources import TensorSource
 
 _MOST_MODULES = 1_000_000  # layers times experts
 
@@ -141,7 +141,7 @@ class SourceMapping:
     matches: Callable[[Facts], bool]  # whether a checkpoint is of this kind
     config: Callable[[Facts], FTConfig]
     # Of each layout record's name; asked once the config is known.
-    weights: Callable[[Facts, Any], Mapping[str, TensorSource | PerIndex]]
+    weights: Callable[[Facts, Any], Mapping[str, TensorSource]]
     unsupported: Callable[[Facts], list[str]] = lambda _: []  # why the layout cannot hold a model
     ignored: tuple[str, ...] = ()  # patterns of source tensors without anything to convert
     copies: Callable[[Facts, Any], tuple[str, ...]] = lambda *_: ()  # such as a tied head
