@@ -40,10 +40,33 @@ class Container:
     members: Mapping[str, Region]  # normalised relative name -> its byte range
     # Holds the scratch folder of an unpacked gzip while the container is in use.
     kept: tuple[Any, ...] = field(default=(), compare=False)
+    folder: str = ""  # of the archive, with a slash at the end, if it is of one of its folders
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.folder}" if self.folder else str(self.path)
+
+    def within(self, folder: str) -> Container:
+        """Return the members of a folder, whose name has a slash at the end."""
+        members = {
+            name.removeprefix(folder): region
+            for name, region in self.members.items()
+            if name.startswith(folder)
+        }
+        return Container(self.path, members, self.kept, self.folder + folder)
 
     def find(self, name: str) -> Region | None:
         """Return the member called `name`, or None."""
         return self.members.get(name)
+
+    def needed(self, name: str, why: str) -> Region:
+        """Return a member; `why` ends the message where it is missing.
+
+        Raises:
+            CheckpointMismatchError: It is missing.
+        """
+        if name not in self.members:
+            raise CheckpointMismatchError(f"{self.path} lacks {self.folder}{name}, {why}")
+        return self.members[name]
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """Return a small member's contents.

@@ -60,25 +60,17 @@ class _Shape:
 
 
 class TorchDistFolder:
-    """The index of a folder in an archive or on disk.
-
-    Args:
-        container: The archive or folder that contains it.
-        folder: Its name with a slash at the end; empty for the container itself.
+    """The index of an archive or a folder.
 
     Raises:
         CheckpointMismatchError: The index is missing, damaged or unsafe.
     """
 
-    def __init__(self, container: Container, folder: str) -> None:
+    def __init__(self, container: Container) -> None:
         self._container = container
-        self._folder = folder
-        region = container.find(folder + INDEX_NAME)
-        if region is None:
-            raise CheckpointMismatchError(
-                f"{container.path} lacks {folder}{INDEX_NAME}, the index of a distributed "
-                "checkpoint; copy it again with its hidden files"
-            )
+        region = container.needed(
+            INDEX_NAME, "the index of a distributed checkpoint; copy it again with its hidden files"
+        )
         self._source = str(region)
         with region.open() as stream:
             tree = unpickle(stream, source=self._source, storages={})
@@ -129,11 +121,11 @@ class TorchDistFolder:
                     held.setdefault(entry.file, []).append(entry)
         problems = listed(homeless, f"{self._source}: ")
         for file, entries in sorted(held.items()):
-            region = self._container.find(self._folder + file)
+            region = self._container.find(file)
             end = max(entry.offset + entry.size for entry in entries)
             if region is None:
                 problems.append(
-                    f"{self._container.path} lacks {self._folder}{file}, which holds "
+                    f"{self._container.path} lacks {self._container.folder}{file}, which holds "
                     f"{len(entries)} chunks of the model"
                 )
             elif region.size < end:
@@ -144,10 +136,10 @@ class TorchDistFolder:
         return problems
 
     def _region(self, entry: _Entry, name: str) -> Region:
-        file = self._container.find(self._folder + entry.file)
+        file = self._container.find(entry.file)
         if file is None or entry.offset + entry.size > file.size:
             raise CheckpointMismatchError(
-                f"{self._container.path} lacks {self._folder}{entry.file}, or its end"
+                f"{self._container.path} lacks {self._container.folder}{entry.file}, or its end"
             )
         shown = f"{file.name}:{name}" if file.name else name
         return Region(file.path, file.offset + entry.offset, entry.size, shown)

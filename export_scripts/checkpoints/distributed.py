@@ -70,37 +70,29 @@ def is_distributed(path: Path) -> bool:
     return (path / METADATA_NAME).is_file() or (path / INDEX_NAME).is_file()
 
 
-def read_distributed(container: Container, folder: str = "") -> Distributed:
-    """Return the distributed checkpoint in a folder of an archive or on disk.
-
-    Args:
-        container: The archive or folder that contains it.
-        folder: Its name with a slash at the end; empty for the container itself.
+def read_distributed(container: Container) -> Distributed:
+    """Return the distributed checkpoint that an archive or a folder is.
 
     Raises:
         CheckpointMismatchError: It is damaged, incomplete or unsafe.
     """
-    where = f"{container.path}:{folder}" if folder else str(container.path)
-    backend = _backend(container, folder)
+    where = str(container)
+    backend = _backend(container)
     common: Any = None
     if backend == "zarr":
-        found = zarr_tensors(container, folder, _is_of_model)
+        found = zarr_tensors(container, _is_of_model)
     else:
-        index = TorchDistFolder(container, folder)
+        index = TorchDistFolder(container)
         common = index.common()
         found = index.tensors(_is_of_model)
     if common is None:
-        region = container.find(folder + _COMMON_NAME)
-        if region is None:
-            raise CheckpointMismatchError(
-                f"{container.path} lacks {folder}{_COMMON_NAME}, the description of what was saved"
-            )
+        region = container.needed(_COMMON_NAME, "the description of what was saved")
         common = read_torch_file(region)
     if not isinstance(common, Mapping):
         raise CheckpointMismatchError(f"{where}: {_COMMON_NAME} does not hold a checkpoint")
     tensors = _as_pieces(_with_joined_halves(_layers(found, where)), where)
     stored = {values.path for (piece,) in tensors.values() for values in piece.stored}
-    own = (container.find(folder + n) for n in (METADATA_NAME, INDEX_NAME, _COMMON_NAME))
+    own = (container.find(n) for n in (METADATA_NAME, INDEX_NAME, _COMMON_NAME))
     files = stored | {region.path for region in own if region is not None}
     return Distributed(common, tensors, tuple(sorted(files)))
 
@@ -109,16 +101,16 @@ def _is_of_model(name: str) -> bool:
     return not _OPTIMIZER.match(name) and not name.endswith("._extra_state")
 
 
-def _backend(container: Container, folder: str) -> str:
+def _backend(container: Container) -> str:
     """Return the backend that `metadata.json` names."""
-    name = folder + METADATA_NAME
-    if container.find(name) is None:
+    name = container.folder + METADATA_NAME
+    if container.find(METADATA_NAME) is None:
         raise CheckpointMismatchError(
-            f"{container.path} has {folder}{INDEX_NAME} but no {name}: it was saved by "
+            f"{container.path} has {container.folder}{INDEX_NAME} but no {name}: it was saved by "
             "torch.distributed.checkpoint without megatron-core, or not to the end; save it with "
             "--ckpt-format torch_dist"
         )
-    content = container.read(name, limit_bytes=_MAX_METADATA_BYTES)
+    content = container.read(METADATA_NAME, limit_bytes=_MAX_METADATA_BYTES)
     backend = json_table(content, f"{container.path}: {name}").get("sharded_backend")
     if backend not in _BACKENDS:
         raise CheckpointMismatchError(

@@ -115,7 +115,7 @@ def open_nemo(
 def _open_distributed(
     container: Container, folder: str, config: dict[str, Any] | None, remarks: list[str]
 ) -> CheckpointReader:
-    found = read_distributed(container, folder)
+    found = read_distributed(container.within(folder))
     if config is None:
         config = _config_of_checkpoint(found.common, container.path)
     return found.reader(

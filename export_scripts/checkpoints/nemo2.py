@@ -45,7 +45,7 @@ def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> Checkpoin
     config = model.get("config")
     if not isinstance(config, Mapping):
         raise CheckpointMismatchError(f"{container.path}: {_MODEL} has no config of a model")
-    found = read_distributed(container, WEIGHTS)
+    found = read_distributed(container.within(WEIGHTS))
     return found.reader(
         "nemo2",
         container.path,

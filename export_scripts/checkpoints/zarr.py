@@ -38,31 +38,19 @@ _EXPECTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def zarr_tensors(
-    container: Container, folder: str, wanted: Callable[[str], bool]
-) -> dict[str, ChunkedTensor]:
-    """Return the tensors of a folder whose name is wanted.
-
-    Args:
-        container: The archive or folder that contains it.
-        folder: Its name with a slash at the end; empty for the container itself.
-        wanted: Whether to read a tensor of some name.
+def zarr_tensors(container: Container, wanted: Callable[[str], bool]) -> dict[str, ChunkedTensor]:
+    """Return the tensors of an archive or a folder whose name is wanted.
 
     Raises:
         CheckpointMismatchError: Chunks are missing, truncated or compressed.
     """
     end = f"/{_HEADER_NAME}"
-    names = [
-        name.removeprefix(folder).removesuffix(end)
-        for name in container.members
-        if name.startswith(folder) and name.endswith(end)
-    ]
+    names = [name.removesuffix(end) for name in container.members if name.endswith(end)]
     problems: list[str] = []
     tensors = {
-        name: _read(container, f"{folder}{name}/", problems)
-        for name in filter(wanted, sorted(names))
+        name: _read(container, f"{name}/", problems) for name in filter(wanted, sorted(names))
     }
-    refuse(listed(problems, f"{container.path}: "))
+    refuse(listed(problems, f"{container.path}: {container.folder}"))
     return tensors
 
 
