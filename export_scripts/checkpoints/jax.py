@@ -29,17 +29,9 @@ FORMAT = "jax"
 # come sorted as text: 0, 1, 10, 11, ..., 2, 20.
 _FIRST = ("wte.bias", "wte.weight")
 _LAYER = (
-    "q.weight",
-    "v.weight",
-    "k.weight",
-    "out_proj.weight",
-    "c_fc.bias",
-    "c_fc.weight",
-    "c_proj.bias",
-    "c_proj.weight",
-    "ln_1.bias",
-    "ln_1.weight",
-)
+    "q.weight", "v.weight", "k.weight", "out_proj.weight", "c_fc.bias", "c_fc.weight",
+    "c_proj.bias", "c_proj.weight", "ln_1.bias", "ln_1.weight",
+)  # fmt: skip
 _LAST = ("lm_head.bias", "lm_head.weight", "ln_f.bias", "ln_f.weight")
 
 # numpy knows no bfloat16 and writes its two bytes as a void type.

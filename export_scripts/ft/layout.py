@@ -9,21 +9,10 @@ from export_scripts.families.layout.spec import FTTensor, ModelFamily
 
 # Files that converters write next to the weights.
 EXTRA_FILES: tuple[str, ...] = (
-    "config.ini",
-    "args.txt",
-    "vocab.json",
-    "vocab.txt",
-    "vocab.bpe",
-    "encoder.json",
-    "merges.txt",
-    "tokenizer*",
-    "*.model",
-    "*.tiktoken",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-    "chat_template*",
-)
+    "config.ini", "args.txt", "vocab.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt",
+    "tokenizer*", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json",
+    "generation_config.json", "chat_template*",
+)  # fmt: skip
 
 
 def ft_directory(output_dir: Path, tp_size: int) -> Path:

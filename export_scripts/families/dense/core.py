@@ -45,13 +45,9 @@ _PRESENT = {
 
 # Settings that leave no trace in the tensors, and that the layout holds.
 _HELD = (
-    "apply_embedding_scaling",
-    "no_rope_freq",
-    "qk_layernorm",
-    "softmax_scale",
-    "window_attn_skip_freq",
-    "window_size",
-)
+    "apply_embedding_scaling", "no_rope_freq", "qk_layernorm", "softmax_scale",
+    "window_attn_skip_freq", "window_size",
+)  # fmt: skip
 
 # NeMo's scale_positional_embedding and Megatron-LM's use_rope_scaling are Llama 3.1's scaling: its
 # parameters, their names in either library, and their defaults.

@@ -32,17 +32,9 @@ _LENGTH = ("original_max_position_embeddings",)
 _COMPUTED = {"llama3": _LENGTH, "yarn": _LENGTH, "longrope": (*_LENGTH, "attention_factor")}
 # Parameters of rotary scaling, under Hugging Face's names and, after "rotary_", in config.ini.
 _SCALING = (
-    "factor",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "truncate",
-    "short_factor",
-    "long_factor",
-)
+    "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    "beta_fast", "beta_slow", "attention_factor", "truncate", "short_factor", "long_factor",
+)  # fmt: skip
 
 
 def _trait(default: Any) -> Any:

@@ -175,16 +175,9 @@ class T5Config(FTConfig):
 
 # Shared by both stacks: one embedding and, in FT's T5, one shape of layer.
 _SHARED_KEYS = (
-    "weight_data_type",
-    "tensor_para_size",
-    "vocab_size",
-    "d_model",
-    "d_kv",
-    "d_ff",
-    "num_heads",
-    "relative_attention_num_buckets_or_max_pos_seq_len",
-    "adapter_inter_size",
-)
+    "weight_data_type", "tensor_para_size", "vocab_size", "d_model", "d_kv", "d_ff", "num_heads",
+    "relative_attention_num_buckets_or_max_pos_seq_len", "adapter_inter_size",
+)  # fmt: skip
 _TOKEN_KEYS = ("decoder_start_token_id", "eos_token_id")
 # Keys of both sides -> those of [decoder] whose values they have.
 _COPIED_KEYS = {key: key for key in _TOKEN_KEYS} | {
