@@ -11,7 +11,13 @@ from typing import Any, ClassVar
 
 from export_scripts.families.gpt.huggingface import GPT2_SIZES
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
-from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
+from export_scripts.families.layout.decoder import (
+    LAYER,
+    NOT_ROTATED,
+    PROMPT_WEIGHTS,
+    DecoderConfig,
+    can_rotate,
+)
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.names import in_layers
@@ -66,12 +72,12 @@ GPTJ = ModelFamily(
 )
 
 
-def check_rotary(settings: Settings, name: str, dims: int, size_per_head: int) -> None:
-    """Note a problem unless `dims` dimensions of a head can be rotated, two at a time."""
-    if dims % 2 or dims > size_per_head:
-        settings.note(
-            f"{name} = {dims} is not an even number of at most the head size of {size_per_head}"
-        )
+def checked_rotary(settings: Settings, name: str, dims: int, size_per_head: int) -> int:
+    """Return the dimensions of a head that are rotated, or 0 after noting a problem."""
+    if can_rotate(dims, size_per_head):
+        return dims
+    settings.note(f"{name} = {dims} {NOT_ROTATED.format(size_per_head)}")
+    return 0
 
 
 # All that FT computes a GPT-J with.
@@ -85,7 +91,7 @@ def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     # transformers rotates whole heads where the key is null, and 64 dimensions where it is absent.
     usual = values["size_per_head"] if "rotary_dim" in settings.source else 64
     dims = settings.integer("rotary_dim", default=usual, least=2)
-    check_rotary(settings, "rotary_dim", dims, values["size_per_head"])
+    dims = checked_rotary(settings, "rotary_dim", dims, values["size_per_head"])
     return {"rotary_embedding": dims}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.gptj import GPTJ, GPTJConfig, check_rotary
+from export_scripts.families.gptj import GPTJ, GPTJConfig, checked_rotary
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
 from export_scripts.families.mapping.settings import Settings
@@ -42,13 +42,16 @@ def _config(facts: Facts) -> GPTJConfig:
             f"hidden size {hidden} does not divide by {head_num} heads: state --set head_num=.."
         )
     size_per_head = hidden // head_num
-    rotary = min(_stated(facts, settings, "rotary_embedding", "pe_rotary_dims"), size_per_head)
+    rotary = _stated(facts, settings, "rotary_embedding", "pe_rotary_dims")
     if "rotary_embedding" in facts.given or "pe_rotary_dims" in facts.config:
-        check_rotary(settings, "rotary_embedding (pe_rotary_dims)", rotary, size_per_head)
-    settings.finish()
+        name, rotary = "rotary_embedding (pe_rotary_dims)", min(rotary, size_per_head)
+        rotary = checked_rotary(settings, name, rotary, size_per_head)
+    else:
+        rotary = min(rotary, size_per_head // 2 * 2)
     ids, keys = facts.special_ids(), facts.keys()
     vocab_size = facts.rows("wte.weight")
-    return GPTJConfig(
+    return settings.built(
+        GPTJConfig,
         model_name="gptj-6B" if hidden == _RELEASED["hidden"] else "gptj",
         head_num=head_num,
         size_per_head=size_per_head,

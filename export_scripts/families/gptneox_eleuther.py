@@ -47,7 +47,8 @@ def _config(facts: Facts) -> GPTNeoXConfig:
     heads = given_heads if given_heads is not None else settings.integer("num-attention-heads")
     size_per_head = settings.divide(hidden, heads, "hidden size by heads")
     ids, keys = facts.special_ids(), facts.keys()
-    config = GPTNeoXConfig(
+    return settings.built(
+        GPTNeoXConfig,
         model_name="gptneox",
         head_num=heads,
         size_per_head=size_per_head,
@@ -65,8 +66,6 @@ def _config(facts: Facts) -> GPTNeoXConfig:
         tensor_para_size=facts.tp_size,
         **prompt_fields(facts, start_id=vocab_size),
     )
-    settings.finish()
-    return config
 
 
 def _is_whole(config: Mapping[str, Any]) -> bool:

@@ -20,6 +20,14 @@ PROMPT_TABLE = "model.prompt_table.{task}.weight"
 PREFIX_PROMPT = 2
 
 
+NOT_ROTATED = "is not an even number of at most the head size of {}"
+
+
+def can_rotate(dims: int, size_per_head: int) -> bool:
+    """Return whether so many dimensions of a head can be rotated, two at a time."""
+    return 0 <= dims <= size_per_head and dims % 2 == 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(FTConfig):
     """Keys that all decoders have; each family adds its own."""
@@ -32,6 +40,16 @@ class DecoderConfig(FTConfig):
     vocab_size: int
     start_id: int
     end_id: int
+
+    def __post_init__(self) -> None:
+        """Refuse rotated dimensions that no head has.
+
+        Raises:
+            ValueError: They are odd, or more than a head's.
+        """
+        dims, size = getattr(self, "rotary_embedding", 0), self.size_per_head
+        if not can_rotate(dims, size):
+            raise ValueError(f"rotary_embedding = {dims} {NOT_ROTATED.format(size)}")
 
     @property
     def hidden(self) -> int:

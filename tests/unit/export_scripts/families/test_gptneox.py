@@ -198,3 +198,13 @@ def test_other_architectures_in_layer_files_are_refused(release: Path, tmp_path:
     problems = "\n".join(check_conversion(ConversionRequest(release, tmp_path / "o", 1, "fp32")))
     assert "pos-emb = 'alibi'" in problems
     assert "norm = 'rmsnorm'" in problems
+
+
+@pytest.mark.parametrize("dims", ["7", "-2", "1000"])
+def test_stated_rotary_dimensions_that_a_head_lacks_are_refused(
+    release: Path, tmp_path: Path, dims: str
+) -> None:
+    request = ConversionRequest(
+        release, tmp_path / "out", 1, "fp32", given=(("rotary_embedding", dims),)
+    )
+    assert f"rotary_embedding = {dims} is not an even number" in check_conversion(request)[0]
