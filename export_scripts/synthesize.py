@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import re
 import shutil
 import sys
@@ -17,7 +16,7 @@ import numpy as np
 
 from export_scripts.commands import command_parser, parse_pair, run_command, say
 from export_scripts.families import FAMILIES
-from export_scripts.families.layout.config import FTConfig, parse_value
+from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
 from export_scripts.ft.config_ini import write_config
 from export_scripts.ft.layout import ft_directory, staging_directory
@@ -60,10 +59,11 @@ def synthetic_config(
     Raises:
         ValueError: The sizes do not divide, or a key is unknown; the message names it.
     """
-    if min(hidden, layers, heads, vocab) < 1 or hidden % (2 * heads):
+    if min(hidden, layers, heads, vocab, tensor_para_size) < 1 or hidden % (2 * heads):
         raise ValueError(
-            f"hidden={hidden}, layers={layers}, heads={heads}, vocab={vocab}: expected positive "
-            "numbers, and an even number of dimensions for each head"
+            f"hidden={hidden}, layers={layers}, heads={heads}, vocab={vocab}, "
+            f"tensor_para_size={tensor_para_size}: expected positive numbers, and an even number "
+            "of dimensions for each head"
         )
     size_per_head, inter = hidden // heads, inter_size or 4 * hidden
     name = f"synthetic-{family.name}"
@@ -82,7 +82,7 @@ def synthetic_config(
         "layernorm_eps": 1e-5,
         "weight_data_type": weight_data_type, "tensor_para_size": tensor_para_size,
     }  # fmt: skip
-    fields = {field.name for field in dataclasses.fields(family.config)}
+    fields = {field.name for field in ini_fields(family.config)}
     values = {key: value for key, value in values.items() if key in fields}
     hints = get_type_hints(family.config)
     for key, text in given:

@@ -36,9 +36,8 @@ def layer_directory(path: Path) -> Path | None:
     candidates = [path]
     latest = path / "latest"
     if latest.is_file():
-        candidates.append(
-            path / Path(latest.read_text(encoding="utf-8", errors="replace").strip()).name
-        )
+        name = read_small(latest).decode(errors="replace").strip()
+        candidates.append(path / Path(name).name)
     else:
         candidates += sorted(path.glob("global_step*"), key=_step, reverse=True)
     for folder in candidates:

@@ -13,6 +13,7 @@ from export_scripts.checkpoints.base import (
     TokenizerFile,
     json_file,
     json_table,
+    read_small,
     truncated,
 )
 from export_scripts.checkpoints.partitioned import flatten, without_wrappers
@@ -90,7 +91,7 @@ def snapshot_folder(path: Path) -> Path:
     found = snapshots(path)
     main = path / "refs" / "main"
     if found and main.is_file():
-        name = main.read_text(encoding="utf-8", errors="replace").strip()
+        name = read_small(main).decode(errors="replace").strip()
         found = [each for each in found if each.name == name] or found
     return found[0] if len(found) == 1 else path
 

@@ -29,7 +29,7 @@ from export_scripts.conversion.tensor_plan import (
 )
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
-from export_scripts.families.layout.config import FTConfig, parse_value
+from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.prompts import added_tensors, prompt_tensors
 from export_scripts.families.mapping.settings import (
@@ -368,7 +368,7 @@ def _stated_values(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the config.ini values the user states, and their problems."""
     hints = get_type_hints(config)
-    fields = {f.name for f in dataclasses.fields(config) if not f.metadata.get("skip")}
+    fields = {field.name for field in ini_fields(config)}
     values: dict[str, Any] = {}
     problems = []
     for key, text in request.given:

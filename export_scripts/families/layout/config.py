@@ -111,7 +111,7 @@ class FTConfig:
         """Return the sections and keys of config.ini, spelled for the loader."""
         names = [self.SECTION, *self.EXTRA_SECTIONS]
         out: Sections = {name: {} for name in names}
-        for field in _ini_fields(type(self)):
+        for field in ini_fields(type(self)):
             value = getattr(self, field.name)
             if value is None or (field.metadata.get("unless_default") and value == field.default):
                 continue
@@ -148,7 +148,7 @@ class FTConfig:
         problems: list[str] = []
         known = cls.absent_keys(sections, files)
         hints = get_type_hints(cls)
-        for field in _ini_fields(cls):
+        for field in ini_fields(cls):
             section = (field.metadata.get("sections") or (cls.SECTION,))[0]
             text = sections.get(section, {}).get(_key(field).lower())
             if text is None:
@@ -165,6 +165,10 @@ class FTConfig:
         if problems:
             raise ValueError("\n".join(problems))
         config = cls(**values, tasks=tasks)
+        if config.tensor_para_size < 1:
+            raise ValueError(
+                f"config.ini tensor_para_size = {config.tensor_para_size}; expected at least 1"
+            )
         if config.weight_data_type not in WEIGHT_DATA_TYPES:
             known_types = ", ".join(WEIGHT_DATA_TYPES)
             raise ValueError(
@@ -173,8 +177,8 @@ class FTConfig:
         return config
 
 
-def _ini_fields(cls: type[FTConfig]) -> list[dataclasses.Field[Any]]:
-    # Prompt tasks have sections of their own.
+def ini_fields(cls: type[FTConfig]) -> list[dataclasses.Field[Any]]:
+    """Return the fields that are keys of config.ini; prompt tasks have sections of their own."""
     return [f for f in dataclasses.fields(cls) if f.name != "tasks"]
 
 

@@ -62,6 +62,8 @@ def test_the_command_reports_problems_and_leaves_nothing(
     output = ["--vocab", "64", "--output-dir", str(tmp_path / "out")]
     assert main([*sizes, *output, "--tensor-model-parallel-size", "3"]) == 1
     assert "tensor_para_size=3 does not divide it; use 1, 2, 4" in capsys.readouterr().err
+    assert main([*sizes, *output, "--tensor-model-parallel-size", "0"]) == 1
+    assert "tensor_para_size=0: expected positive numbers" in capsys.readouterr().err
     assert main([*sizes, *output, "--set", "experts=8"]) == 1
     assert "--set experts=8: llama has no such key" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

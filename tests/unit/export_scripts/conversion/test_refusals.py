@@ -435,6 +435,11 @@ def test_an_unknown_stated_key_is_reported(tmp_path: Path) -> None:
     assert "--set hed_num=4: not a key of this model's config.ini" in text
 
 
+def test_prompt_tasks_are_no_key_that_a_user_states(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "a.nemo")
+    assert "--set tasks=1: not a key" in refusal(source, tmp_path, given=(("tasks", "1"),))
+
+
 def test_archives_that_a_source_cannot_take_are_refused(tmp_path: Path) -> None:
     source = write_nemo(tmp_path / "a.nemo")
     text = refusal(source, tmp_path, ia3_checkpoints=(source,))

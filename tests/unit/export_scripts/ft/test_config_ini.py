@@ -11,6 +11,7 @@ from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.gpt.layout import GPTConfig
 from export_scripts.families.layout.config import PromptTask, parse_integer
 from export_scripts.ft.config_ini import format_ini, parse_ini, read_config, write_config
+from export_scripts.ft.validation import validate_directory
 
 CONFIG = GPTConfig(
     model_name="gpt", weight_data_type="fp16", tensor_para_size=2, head_num=4, size_per_head=6,
@@ -118,6 +119,15 @@ def test_a_folder_named_for_another_size_is_reported(tmp_path: Path) -> None:
     write_config(folder, CONFIG)
     with pytest.raises(CheckpointMismatchError, match="= 2, but the folder is named 4-gpu"):
         read_config(folder)
+
+
+def test_a_folder_for_no_ranks_is_reported(tmp_path: Path) -> None:
+    folder = tmp_path / "0-gpu"
+    folder.mkdir()
+    write_config(folder, replace(CONFIG, tensor_para_size=0))
+    assert validate_directory(folder) == [
+        f"{folder / 'config.ini'}: config.ini tensor_para_size = 0; expected at least 1"
+    ]
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
