@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import math
 import sys
@@ -32,7 +31,7 @@ from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.files.json_content import json_object
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
-from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
+from export_scripts.ft.layout import TOKENIZER_FILES, expected_files, manifest_path
 from export_scripts.ft.validation import validate_directory
 
 
@@ -78,12 +77,7 @@ def _describe_folder(path: Path, *, tensors: bool) -> dict[str, Any]:
         "bytes": sum(files.values()),
         "config": config.sections(),
         "tokenizer": sorted(
-            {
-                entry.name
-                for pattern in EXTRA_FILES
-                for entry in path.glob(pattern)
-                if entry.name not in (CONFIG_NAME, "args.txt")
-            }
+            {entry.name for pattern in TOKENIZER_FILES for entry in path.glob(pattern)}
         ),
         "problems": problems,
         "can be": _served(family, config),
@@ -153,11 +147,10 @@ def _becomes(reader: CheckpointReader) -> dict[str, Any]:
             weight_data_type="fp16",
             tokenizer=tuple(reader.tokenizer),
         )
-        mapping = find_mapping(facts)
+        mapping, facts = find_mapping(facts)
     except CheckpointMismatchError as error:
         return {"cannot be converted": error.problems, "can be": []}
     out: dict[str, Any] = {"source": mapping.title, "family": mapping.family.name, "can be": []}
-    facts = dataclasses.replace(facts, prefix=mapping.prefix)
     try:
         refuse(mapping.reasons(facts))
         config = mapping.checked_config(facts)

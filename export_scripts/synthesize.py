@@ -42,19 +42,7 @@ def synthetic_config(
     tensor_para_size: int = 1,
     given: Sequence[tuple[str, str]] = (),
 ) -> FTConfig:
-    """Return the config of a model of the given sizes.
-
-    Args:
-        family: Its family.
-        hidden: Width of the residual stream.
-        layers: Layers; of a T5, those of each stack.
-        heads: Attention heads of hidden / heads dimensions.
-        vocab: Tokens.
-        inter_size: Width of the MLP, 4 * hidden by default.
-        positions: Longest sequence where the family has a limit.
-        weight_data_type: "fp32", "fp16" or "bf16".
-        tensor_para_size: Tensor-parallel ranks.
-        given: Further (key, value) pairs of config.ini.
+    """Return the config of a model of the given sizes, each as the command's option of its name.
 
     Raises:
         ValueError: The sizes do not divide, or a key is unknown; the message names it.

@@ -16,15 +16,13 @@ from export_scripts.families.layout.spec import FTTensor, ModelFamily
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
-from export_scripts.ft.layout import EXTRA_FILES
+from export_scripts.ft.layout import TOKENIZER_FILES
 from export_scripts.ft.validation import Manifest, read_manifest, validate_directory
 
 FT_FORMAT = "fastertransformer"
 _INT8_LEFT_OUT = (
     "static int8 weights and their scales are left out: the weights they were made of are written"
 )
-# Of EXTRA_FILES, those of other kinds than a tokenizer's.
-_OWN_FILES = (CONFIG_NAME, "args.txt")
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,7 @@ def open_ft_folder(path: Path) -> FTFolder:
         tokenizer=tuple(
             TokenizerFile(file.name, file)
             for file in sorted(path.iterdir())
-            if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in EXTRA_FILES)
-            and file.name not in _OWN_FILES
+            if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in TOKENIZER_FILES)
         ),
         family=family,
         ft_config=config,

@@ -114,8 +114,7 @@ def plan_conversion(
         ValueError: The path is not a known checkpoint.
     """
     facts = _open(request, scratch_dir, reader)
-    mapping = find_mapping(facts, request.model_type)
-    facts = dataclasses.replace(facts, prefix=mapping.prefix)
+    mapping, facts = find_mapping(facts, request.model_type)
     stated, problems = _stated_values(mapping.family.config, request, names)
     problems = [*_refused(request, facts, mapping, names), *problems]
     refuse(problems)
@@ -174,9 +173,7 @@ def source_config(
     request = ConversionRequest(
         path, path.parent, tp_size=1, weight_data_type="fp32", given=tuple(given)
     )
-    facts = _open(request, None)
-    mapping = find_mapping(facts)
-    facts = dataclasses.replace(facts, prefix=mapping.prefix)
+    mapping, facts = find_mapping(_open(request, None))
     refuse(mapping.reasons(facts))
     return mapping.family, mapping.checked_config(facts)
 
@@ -288,8 +285,8 @@ def _tokenizer(
     return (*given, *kept)
 
 
-def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
-    """Return the source mapping of a checkpoint.
+def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMapping, Facts]:
+    """Return the source mapping of a checkpoint, and the facts for it.
 
     Args:
         facts: The checkpoint.
@@ -299,7 +296,7 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
         CheckpointMismatchError: No mapping matches it.
     """
     if isinstance(facts.reader, FTFolder):
-        return ft_mapping(facts.reader)
+        return ft_mapping(facts.reader), facts
     for key in ("model_type", "target"):
         if not isinstance(value := facts.config.get(key), str | None):
             raise CheckpointMismatchError(
@@ -317,7 +314,8 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
     kinds = MODEL_TYPES.get(model_type or "", (model_type,))
     wanted = [mapping for mapping in fitting if mapping.family.name in kinds]
     if fitting:
-        return (wanted or fitting)[0]
+        mapping = (wanted or fitting)[0]
+        return mapping, dataclasses.replace(facts, prefix=mapping.prefix)
     if adapter := next((key for key in facts.reader.tensors if _ADAPTER.search(key)), None):
         raise CheckpointMismatchError(
             f"{facts.reader.path} is an adapter (it holds {adapter}): expected its model; an "

@@ -45,7 +45,6 @@ def gptj_architecture(config: GPTJConfig) -> DecoderArchitecture:
         rotary=Rotary(dims=config.rotary_embedding),
         norm_eps=config.layernorm_eps,
         residual="parallel_shared",
-        untied_head=True,
         head_bias=True,
     )
 

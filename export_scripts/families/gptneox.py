@@ -54,7 +54,6 @@ def gptneox_architecture(config: GPTNeoXConfig) -> DecoderArchitecture:
         norm_eps=config.layernorm_eps,
         residual="parallel" if config.use_gptj_residual else "sequential",
         fused_bias_sum=config.use_gptj_residual,
-        untied_head=True,
     )
 
 

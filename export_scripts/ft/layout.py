@@ -7,12 +7,13 @@ from pathlib import Path
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
 
-# Files that converters write next to the weights.
-EXTRA_FILES: tuple[str, ...] = (
-    "config.ini", "args.txt", "vocab.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt",
-    "tokenizer*", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json",
-    "generation_config.json", "chat_template*",
+# Files that converters write next to the weights: of the tokenizer, and others.
+TOKENIZER_FILES: tuple[str, ...] = (
+    "vocab.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt", "tokenizer*", "*.model",
+    "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+    "chat_template*",
 )  # fmt: skip
+EXTRA_FILES = ("config.ini", "args.txt", *TOKENIZER_FILES)
 
 
 def ft_directory(output_dir: Path, tp_size: int) -> Path:

@@ -133,11 +133,6 @@ class DenseConfig(DecoderConfig):
         return self.hidden_size
 
     @property
-    def untied_head(self) -> bool:
-        """True if the folder holds its own LM head."""
-        return not self.tie_word_embeddings
-
-    @property
     def is_gated(self) -> bool:
         """True if the MLP has a second matrix next to its first."""
         return activation_choice(self.activation_type)[1]

@@ -45,11 +45,6 @@ class GPTConfig(DecoderConfig):
         """Attention width of one tensor-parallel rank."""
         return self.hidden // self.tensor_para_size
 
-    @property
-    def untied_head(self) -> bool:
-        """True if the folder holds its own LM head."""
-        return not self.tie_word_embeddings
-
     @classmethod
     def absent_keys(
         cls,

@@ -63,6 +63,11 @@ class DecoderConfig(FTConfig):
         return DecoderArchitecture(**{"kv_head_num": self.head_num, **same, **own})
 
     @property
+    def untied_head(self) -> bool:
+        """True if the folder holds its own LM head."""
+        return not getattr(self, "tie_word_embeddings", False)
+
+    @property
     def has_prefix_prompts(self) -> bool:
         """True if the loaded prompts are keys and values of every layer."""
         return self.prompt_learning_type == PREFIX_PROMPT

@@ -193,7 +193,8 @@ def config_of(folder: Path) -> DenseConfig:
     reader = open_configuration(folder)
     assert reader is not None
     facts = Facts(reader=reader, tp_size=1, weight_data_type="bf16")
-    config = find_mapping(facts).config(facts)
+    mapping, facts = find_mapping(facts)
+    config = mapping.config(facts)
     assert isinstance(config, DenseConfig)
     return config
 
@@ -256,7 +257,8 @@ def test_a_falcon_is_tied_only_if_its_head_is_its_embedding(equal: bool, tmp_pat
     folder = write_config(tmp_path, FALCON_7B | sizes)
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     facts = Facts(reader=open_checkpoint(folder), tp_size=1, weight_data_type="fp32")
-    config = find_mapping(facts).config(facts)
+    mapping, facts = find_mapping(facts)
+    config = mapping.config(facts)
     assert isinstance(config, DenseConfig)
     assert config.tie_word_embeddings is equal
 
