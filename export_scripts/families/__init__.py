@@ -17,10 +17,8 @@ from export_scripts.families.gpt.huggingface import (
 )
 from export_scripts.families.gpt.layout import GPT
 from export_scripts.families.gpt.megatron import GPT_CORE_MAPPINGS, GPT_MEGATRON_MAPPINGS
-from export_scripts.families.gptj import GPTJ, GPTJ_HUGGINGFACE
-from export_scripts.families.gptj_jax import GPTJ_JAX
-from export_scripts.families.gptneox import GPTNEOX, GPTNEOX_HUGGINGFACE
-from export_scripts.families.gptneox_eleuther import GPTNEOX_ELEUTHER
+from export_scripts.families.gptj import GPTJ, GPTJ_HUGGINGFACE, GPTJ_JAX
+from export_scripts.families.gptneox import GPTNEOX, GPTNEOX_ELEUTHER, GPTNEOX_HUGGINGFACE
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.source_mapping import SourceMapping
 from export_scripts.families.mixture import MIXTURE_CORE_MAPPINGS, MIXTURE_HUGGINGFACE

@@ -19,8 +19,15 @@ from export_scripts.families.mapping.names import named_sources
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings, model_name
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource
-from export_scripts.families.t5.config import HEAD, T5Config
-from export_scripts.families.t5.layout import DECODER, LAYOUT, T5, T5_ENCODER, t5_warnings
+from export_scripts.families.t5.layout import (
+    DECODER,
+    HEAD,
+    LAYOUT,
+    T5,
+    T5_ENCODER,
+    T5Config,
+    t5_warnings,
+)
 
 _EMBEDDING = "shared.weight"
 # Copies of the embedding that a file may hold next to, or instead of, shared.weight.

@@ -1,4 +1,4 @@
-"""The T5 layout: T5, T5-v1.1, flan, mT5, UL2 and Megatron T5, whole or the encoder alone.
+"""The T5 layout and its config.ini: T5, T5-v1.1, flan, mT5, UL2 and Megatron T5, or encoders alone.
 
 Layout: FasterTransformer, models/t5/T5EncoderWeight.cc, T5DecodingWeight.cc and their layer
 weights (5.3 line). Encoder and decoder layers are numbered separately.
@@ -7,22 +7,241 @@ weights (5.3 line). Encoder and decoder layers are numbered separately.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from export_scripts.families.layout.spec import ModelFamily, WeightSpec, When
-from export_scripts.families.t5.config import (
-    FT_MAX_DISTANCE,
-    FT_NORM_EPS,
-    HEAD,
-    T5Config,
-    t5_architecture,
+from export_scripts.families.layout.architecture import (
+    EncoderDecoderArchitecture,
+    StackArchitecture,
+    activation_choice,
 )
+from export_scripts.families.layout.config import FTConfig, Sections, ini_field
+from export_scripts.families.layout.spec import ModelFamily, WeightSpec, When
+
+HEAD = "lm_head.weight"
+
+# Hard-wired in FasterTransformer's T5.
+FT_MAX_DISTANCE = 128
+FT_NORM_EPS = 1e-6
+
+_BOTH = ("encoder", "decoder")
+_DECODER = ("decoder",)
+_STRUCTURE = ("structure",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5Config(FTConfig):
+    """config.ini [encoder], [decoder] and [structure]; an encoder alone has no decoder layers.
+
+    Absent keys have the loader's defaults.
+    """
+
+    SECTION: ClassVar[str] = "encoder"
+    EXTRA_SECTIONS: ClassVar[tuple[str, ...]] = ("decoder", "structure")
+    INDICES: ClassVar[Mapping[str, str]] = {
+        "encoder_layer": "num_layers",
+        "decoder_layer": "num_decoder_layers",
+    }
+
+    name_or_path: str = ini_field(key="_name_or_path", sections=_BOTH)
+    weight_data_type: str = ini_field(sections=_BOTH)
+    tensor_para_size: int = ini_field(1, sections=_BOTH)
+    vocab_size: int = ini_field(sections=_BOTH)
+    d_model: int = ini_field(sections=_BOTH)
+    d_kv: int = ini_field(sections=_BOTH)
+    d_ff: int = ini_field(sections=_BOTH)
+    num_heads: int = ini_field(sections=_BOTH)
+    num_layers: int = ini_field(sections=("encoder",))
+    num_decoder_layers: int = ini_field(0, key="num_layers", sections=_DECODER)
+    feed_forward_proj: str = ini_field(sections=_BOTH)
+    relative_attention_num_buckets_or_max_pos_seq_len: int = ini_field(sections=_BOTH)
+    # Not read by FT, which has only these values; for engines that do.
+    relative_attention_max_distance: int = ini_field(FT_MAX_DISTANCE, sections=_BOTH)
+    layer_norm_epsilon: float = ini_field(FT_NORM_EPS, sections=_BOTH)
+    decoder_start_token_id: int | None = ini_field(None, sections=_DECODER)
+    eos_token_id: int | None = ini_field(None, sections=_DECODER)
+    pad_id: int | None = ini_field(None, sections=_DECODER)
+    # Without biases: whether the logits are divided by sqrt(d_model).
+    tie_word_embeddings: bool = ini_field(True, sections=_DECODER)
+    # Not an FT key: distinguishes a lost lm_head.weight.bin from a tied head.
+    has_lm_head: bool = ini_field(True, sections=_DECODER)
+    has_adapter: bool | None = ini_field(None, sections=_BOTH)
+    adapter_inter_size: int = ini_field(0, sections=_BOTH)
+    adapter_norm_position: str | None = ini_field(None, sections=_BOTH)
+    t5_with_bias: bool = ini_field(False, sections=_STRUCTURE)
+    use_gated_activation: bool = ini_field(False, sections=_STRUCTURE)
+    # Not an FT key: gelu by erf, as the source computes it, where FT takes the tanh form.
+    exact_gelu: bool = ini_field(False, sections=_STRUCTURE)
+    position_embedding_type: str = ini_field("relative", sections=_STRUCTURE)
+    ia3_num_tasks: int = ini_field(0, sections=_STRUCTURE)
+    ia3_adapted: bool | None = ini_field(None, sections=_STRUCTURE)
+    # Not read by a loader; NVIDIA's converter calls an mT5 t5, too.
+    model_type: str = ini_field("t5", sections=_BOTH)
+    dropout_rate: float | None = ini_field(None, sections=_BOTH)
+    initializer_factor: float | None = ini_field(None, sections=_BOTH)
+    n_positions: int | None = ini_field(None, sections=_BOTH)
+
+    def __post_init__(self) -> None:
+        """Refuse a relative bias of too few buckets: below, the formula of the far ones fails.
+
+        Raises:
+            ValueError: The distances that have a bucket of their own reach beyond the largest.
+        """
+        buckets, reach = self.positions, self.relative_attention_max_distance
+        if self.is_relative and not 4 <= buckets < 2 * reach:
+            raise ValueError(
+                f"relative_attention_num_buckets = {buckets} with relative_attention_max_distance "
+                f"= {reach} cannot be represented: expected at least 4 buckets, and fewer than "
+                "twice the distance"
+            )
+
+    @property
+    def inner(self) -> int:
+        """Attention width, which need not be d_model."""
+        return self.num_heads * self.d_kv
+
+    @property
+    def positions(self) -> int:
+        """Rows of the bias or position table."""
+        return self.relative_attention_num_buckets_or_max_pos_seq_len
+
+    @property
+    def is_relative(self) -> bool:
+        """True if positions are relative; the loader takes any other value as absolute."""
+        return self.position_embedding_type == "relative"
+
+    @property
+    def is_absolute(self) -> bool:
+        """True if there is a table of positions."""
+        return not self.is_relative
+
+    @property
+    def is_encoder_only(self) -> bool:
+        """True if the model is an encoder alone."""
+        return self.num_decoder_layers == 0
+
+    @property
+    def start_id(self) -> int | None:
+        """First decoder token."""
+        return self.decoder_start_token_id
+
+    @property
+    def end_id(self) -> int | None:
+        """Token that ends a sequence."""
+        return self.eos_token_id
+
+    def sections(self) -> Sections:
+        """Return the sections of config.ini; [decoder] stays empty for an encoder alone.
+
+        Each side has the whole model's settings that NVIDIA's clients read from it.
+        """
+        out = super().sections()
+        decoder = out["decoder"]
+        copied = {key: decoder[name] for key, name in _COPIED_KEYS.items() if name in decoder}
+        copied |= {"is_encoder_decoder": "False", "is_gated_act": str(self.use_gated_activation)}
+        for side in _BOTH:
+            is_decoder = str(side == "decoder")
+            out[side] |= copied | {"is_decoder": is_decoder, "use_cache": is_decoder}
+        if self.is_encoder_only:
+            out["decoder"] = {}
+            del out["encoder"]["num_decoder_layers"]
+        return out
+
+    @classmethod
+    def absent_keys(cls, sections: Sections, files: Collection[str]) -> dict[str, Any]:
+        """Return has_lm_head, from the files, and the tokens of an encoder alone."""
+        if sections.get("decoder"):
+            return {"has_lm_head": f"{HEAD}.bin" in files}
+        encoder = sections.get("encoder", {})
+        tokens = {key: int(encoder[key]) for key in _TOKEN_KEYS if encoder.get(key, "").isdecimal()}
+        return {"has_lm_head": False, **tokens}
+
+    @classmethod
+    def from_sections(cls, sections: Sections, files: Collection[str] = ()) -> T5Config:
+        """Build the config from parsed sections.
+
+        Raises:
+            ValueError: Keys missing or unreadable, or encoder and decoder disagree.
+        """
+        encoder, decoder = sections.get("encoder", {}), sections.get("decoder", {})
+        problems = [
+            f"config.ini {key} = {encoder[key]} in [encoder] but {decoder[key]} in [decoder]"
+            for key in _SHARED_KEYS
+            if key in encoder and key in decoder and encoder[key] != decoder[key]
+        ]
+        if decoder:
+            problems += [
+                f"config.ini [decoder] has no {key}" for key in _DECODER_KEYS if key not in decoder
+            ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return super().from_sections(sections, files)
+
+
+# Shared by both stacks: one embedding and, in FT's T5, one shape of layer.
+_SHARED_KEYS = (
+    "weight_data_type", "tensor_para_size", "vocab_size", "d_model", "d_kv", "d_ff", "num_heads",
+    "relative_attention_num_buckets_or_max_pos_seq_len", "adapter_inter_size",
+)  # fmt: skip
+_TOKEN_KEYS = ("decoder_start_token_id", "eos_token_id")
+# Keys of both sides -> those of [decoder] whose values they have.
+_COPIED_KEYS = {key: key for key in _TOKEN_KEYS} | {
+    "pad_token_id": "pad_id",
+    "num_decoder_layers": "num_layers",
+}
+_DECODER_KEYS = ("num_layers", "decoder_start_token_id", "eos_token_id", "weight_data_type")
+
+
+def t5_architecture(config: T5Config) -> EncoderDecoderArchitecture:
+    """Return the encoder-decoder, or encoder, a T5 config describes.
+
+    Raises:
+        ValueError: feed_forward_proj is one the loader aborts on, or disagrees with the gate.
+    """
+    activation, gated_spelling = activation_choice(config.feed_forward_proj)
+    if gated_spelling and not config.use_gated_activation:
+        raise ValueError(
+            f"feed_forward_proj = {config.feed_forward_proj} is gated, but "
+            "use_gated_activation is false in [structure]"
+        )
+    bias = config.t5_with_bias
+    encoder, decoder = (
+        StackArchitecture(
+            num_layer=depth,
+            head_num=config.num_heads,
+            size_per_head=config.d_kv,
+            inter_size=config.d_ff,
+        )
+        for depth in (config.num_layers, config.num_decoder_layers)
+    )
+    return EncoderDecoderArchitecture(
+        hidden=config.d_model,
+        vocab_size=config.vocab_size,
+        encoder=encoder,
+        decoder=None if config.is_encoder_only else decoder,
+        position="relative" if config.is_relative else "absolute",
+        num_buckets_or_max_pos_seq_len=config.positions,
+        max_distance=config.relative_attention_max_distance,
+        norm="layernorm" if bias else "rmsnorm",
+        norm_eps=config.layer_norm_epsilon,
+        bias=bias,
+        scale_attention=bias,
+        scale_logits=config.tie_word_embeddings and not bias,
+        activation=activation,
+        exact_gelu=config.exact_gelu,
+        gated=config.use_gated_activation,
+        untied_head=config.has_lm_head,
+        adapter_inter_size=config.adapter_inter_size,
+        ia3_num_tasks=config.ia3_num_tasks,
+    )
+
 
 ENCODER = "encoder.block.{encoder_layer}."
 DECODER = "decoder.block.{decoder_layer}."
 # Config fields that must be true for a tensor to exist; joined with +.
 _BIAS = ("t5_with_bias",)
-_DECODER = ("num_decoder_layers",)
+_HAS_DECODER = ("num_decoder_layers",)
 _RELATIVE = ("is_relative",)
 _GATED = ("use_gated_activation",)
 _ADAPTERS = ("adapter_inter_size",)
@@ -95,7 +314,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
     *_mlp(ENCODER + "layer.1.DenseReluDense"),
     *_adapters(ENCODER),
     *_norm("encoder.final_layer_norm"),
-    _relative_bias("decoder", _RELATIVE + _DECODER),
+    _relative_bias("decoder", _RELATIVE + _HAS_DECODER),
     *_norm(DECODER + "layer.0.layer_norm"),
     WeightSpec(f"{_SELF}.qkv.weight", ("d_model", 3, "inner"), split=2),
     WeightSpec(f"{_SELF}.qkv.bias", (3, "inner"), split=1, when=_BIAS),
@@ -107,9 +326,9 @@ LAYOUT: tuple[WeightSpec, ...] = (
     *_norm(DECODER + "layer.2.layer_norm"),
     *_mlp(DECODER + "layer.2.DenseReluDense"),
     *_adapters(DECODER),
-    *_norm("decoder.final_layer_norm", _DECODER),
-    WeightSpec(HEAD, ("vocab_size", "d_model"), when=("has_lm_head", *_DECODER)),
-    WeightSpec("shared.bias", ("vocab_size",), when=_BIAS + _DECODER),
+    *_norm("decoder.final_layer_norm", _HAS_DECODER),
+    WeightSpec(HEAD, ("vocab_size", "d_model"), when=("has_lm_head", *_HAS_DECODER)),
+    WeightSpec("shared.bias", ("vocab_size",), when=_BIAS + _HAS_DECODER),
     WeightSpec("model.prompt_table.{task}.weight", ("prompt_length", "d_model")),
 )
 

@@ -32,13 +32,16 @@ from export_scripts.families.mapping.sources import (
     transposed,
 )
 from export_scripts.families.mapping.tensors import constant
-from export_scripts.families.t5.config import FT_MAX_DISTANCE, FT_NORM_EPS, HEAD, T5Config
 from export_scripts.families.t5.layout import (
     DECODER,
     ENCODER,
+    FT_MAX_DISTANCE,
+    FT_NORM_EPS,
+    HEAD,
     LAYOUT,
     RELATIVE_BIAS,
     T5,
+    T5Config,
     t5_warnings,
 )
 from export_scripts.families.t5.tuning import (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from export_scripts.families.bert import BertConfig, bert_architecture
-from export_scripts.families.t5.config import T5Config, t5_architecture
+from export_scripts.families.t5.layout import T5Config, t5_architecture
 from export_scripts.ft.config_ini import config_text, family_of, parse_ini
 
 
