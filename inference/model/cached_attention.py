@@ -6,28 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from inference.model.kv_cache import KVCache
 from inference.model.step import AttentionGroup, AttentionRules
-
-if TYPE_CHECKING:
-    from inference.model.gpu.attention import PagedAttention
-
-
-@dataclass(frozen=True)
-class EncodedSlots:
-    """The encoder's output that each token of a decoder step reads, all of it.
-
-    `paged`, if given, does all of the attention in place of `groups`.
-    """
-
-    groups: tuple[AttentionGroup, ...] = ()
-    paged: PagedAttention | None = None
 
 
 def attend_cached(

@@ -4,7 +4,7 @@ The architecture record states the differences; a pipeline stage holds only its 
 linears know how tensors are divided among ranks.
 """
 
-# Shapes: N tokens of a step, n tokens whose logits are wanted, E hidden, V vocabulary
+# Shapes: N tokens of a step, E hidden
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from inference.model.layers import (
     Attention,
     Embedding,
     JointHalves,
-    Normalise,
     Sublayer,
     normalised,
 )
 from inference.model.rotary import AnglesOf, RotaryTable
+from inference.model.stage import GeneratorModel, Head
 from inference.model.step import AttentionRules, Step
-from inference.parallel.linear import AllReduce, VocabParallelHead
+from inference.model.weights import RankWeights
+from inference.parallel.linear import AllReduce
 
 
 @dataclass(frozen=True)
@@ -63,23 +64,14 @@ class DecoderLayer:
         return mlp(attention(x, step, layer=layer, angles=angles))
 
 
-@dataclass(frozen=True)
-class Head:
-    """The final norm and this rank's slice of the vocabulary."""
-
-    norm: Normalise | None
-    slice: VocabParallelHead
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return (n, slice) fp32, in `out` if given, for the last layer's output (n, E)."""
-        return self.slice(normalised(x, self.norm), out)
-
-
-class Decoder:
+class Decoder(GeneratorModel):
     """One rank's part of a decoder-only model; `decoder_weights.load_decoder` makes it."""
+
+    architecture: DecoderArchitecture
 
     def __init__(
         self,
+        weights: RankWeights,
         architecture: DecoderArchitecture,
         *,
         embedding: Embedding | None,
@@ -87,12 +79,10 @@ class Decoder:
         head: Head | None,
         rotary: Collection[RotaryTable],
         rules: AttentionRules,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         """Take the layers of a stage; the embedding is the first stage's, the head the last's."""
+        super().__init__(weights)
         self.architecture = architecture
-        self.dtype, self.device = dtype, device
         self.rules = rules
         self._embedding = embedding
         self.layers = list(layers)
@@ -106,23 +96,9 @@ class Decoder:
             step.ids, step.positions, has_virtual=step.has_virtual, embeddings=step.embeddings
         )
 
-    def empty_hidden(self, step: Step) -> torch.Tensor:
-        """Return an uninitialised (N, E) for the hidden states of the stage before."""
-        shape = (len(step.ids), self.architecture.hidden)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of this stage's last layer (N, E)."""
         angles = {table: table(step.positions) for table in self._rotary}
         for layer, run in enumerate(self.layers):
             x = run(x, step, layer=layer, angles=angles)
         return x
-
-    def logits(
-        self, x: torch.Tensor, step: Step, *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return this rank's slice of the logits of the wanted tokens, (n, slice) fp32."""
-        assert self.head is not None, "only the last stage has a head"
-        if len(step.output_rows) < len(x):
-            x = x.index_select(0, step.output_rows)
-        return self.head(x, out)

@@ -7,7 +7,7 @@ from dataclasses import fields
 import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
-from inference.model.decoder import Decoder, DecoderLayer, Head
+from inference.model.decoder import Decoder, DecoderLayer
 from inference.model.layers import (
     MLP,
     Attention,
@@ -20,6 +20,7 @@ from inference.model.layers import (
     alibi_slopes,
 )
 from inference.model.rotary import RotaryTable
+from inference.model.stage import Head
 from inference.model.step import AttentionRules
 from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.gemm import make_gemm
@@ -49,14 +50,13 @@ def load_decoder(
     check_decoder(architecture, layout.tp_size)
     loader = _Loader(weights, architecture, reduce, gemm)
     decoder = Decoder(
+        weights,
         architecture,
         embedding=loader.embedding() if layout.is_first_stage else None,
         layers=[loader.layer(layer) for layer in layout.layers(architecture.num_layer)],
         head=loader.head() if layout.is_last_stage else None,
         rotary=loader.tables,
         rules=loader.rules(),
-        dtype=weights.dtype,
-        device=weights.device,
     )
     weights.check()
     return decoder

@@ -15,6 +15,7 @@ import torch
 from export_scripts.families.layout.architecture import EncoderArchitecture
 from inference.model.layers import MLP, Normalise, RowAttention
 from inference.model.ragged import RaggedRows, RowMasks
+from inference.model.stage import StageModel
 from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.layout import undivided
 from inference.parallel.linear import AllReduce
@@ -35,8 +36,10 @@ class EncoderLayer:
         return self.mlp_norm(self.mlp(x), x)
 
 
-class Encoder:
+class Encoder(StageModel):
     """One rank's part of a BERT-like encoder."""
+
+    architecture: EncoderArchitecture
 
     def __init__(
         self, weights: RankWeights, architecture: EncoderArchitecture, *, reduce: AllReduce | None
@@ -48,21 +51,16 @@ class Encoder:
             CheckpointMismatchError: Tensors hold values that are not finite.
         """
         check_encoder(architecture, weights.layout.tp_size)
+        super().__init__(weights)
         self.architecture = architecture
-        self.dtype, self.device = weights.dtype, weights.device
-        self.layer_numbers = weights.layout.layers(architecture.num_layer)
+        numbers = weights.layout.layers(architecture.num_layer)
         parts = LayerLoader(weights, architecture, reduce)
-        self.layers = [_layer(parts, architecture, number) for number in self.layer_numbers]
+        self.layers = [_layer(parts, architecture, number) for number in numbers]
         weights.check()
 
-    def empty_hidden(self, tokens: int) -> torch.Tensor:
-        """Return an uninitialised (tokens, E) for hidden states."""
-        hidden = self.architecture.hidden
-        return torch.empty(tokens, hidden, dtype=self.dtype, device=self.device)
-
-    def run_layers(self, x: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
+    def run_layers(self, x: torch.Tensor, step: RaggedRows) -> torch.Tensor:
         """Return the output of this stage's last layer (N, E) for its first layer's input."""
-        masks = RowMasks(rows, None, self.dtype)
+        masks = RowMasks(step, None, self.dtype)
         for layer in self.layers:
             x = layer(x, masks)
         return x

@@ -4,7 +4,7 @@ Everything that differs among T5, T5-v1.1, flan, mT5, UL2 and Megatron T5 is rea
 architecture record. A pipeline stage holds its share of the layers of both stacks.
 """
 
-# Shapes: N tokens, E hidden, V vocabulary, H local heads
+# Shapes: N tokens, E hidden, H local heads
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
-from inference.model.cached_attention import EncodedSlots
 from inference.model.kv_cache import KVCache
-from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows, RowMasks
-from inference.model.step import AttentionRules, Segment, Step, attention_groups, make_step
+from inference.model.stage import GeneratorModel
+from inference.model.step import AttentionRules, EncodedSlots, Segment, Step, attention_groups
 from inference.model.t5_layers import T5DecoderLayer, T5Loader, check_t5
 from inference.model.weights import RankWeights
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
-from inference.parallel.linear import AllReduce, VocabParallelHead
+from inference.parallel.linear import AllReduce
 
 
 @dataclass(frozen=True)
@@ -49,48 +48,32 @@ class EncodedRow:
     task: int  # of IA3
 
 
-@dataclass(frozen=True)
-class DecoderStep:
-    """New tokens of some sequences, with the encoder's output that they read."""
-
-    step: Step
-    encoded: EncodedSlots
-    tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
-
-
-def make_decoder_step(
-    ids: torch.Tensor,
+def encoded_slots(
     segments: Sequence[Segment],
     encoded: Sequence[EncodedRow],
-    output_rows: torch.Tensor,
     *,
-    cache: KVCache,
     rules: AttentionRules,
     dtype: torch.dtype,
-    tasks: torch.Tensor | None = None,
-) -> DecoderStep:
-    """Lay out a decoder step, in which each segment reads its part of `encoded`.
+    cache: KVCache,
+) -> EncodedSlots:
+    """Return what the tokens of segments read, each segment its part of `encoded`.
 
-    Segments are in the order of their tokens, with ascending slots; `tasks` as in `DecoderStep`.
+    Segments are in the order of their tokens; `rules` are those of the decoder.
     """
-    step = make_step(ids, segments, output_rows, cache=cache, rules=rules, dtype=dtype)
-    groups = attention_groups(_reading(segments, encoded), rules.across, dtype, cache)
-    return DecoderStep(step, EncodedSlots(groups), tasks)
-
-
-def _reading(segments: Sequence[Segment], encoded: Sequence[EncodedRow]) -> list[Segment]:
-    """Return segments as the last tokens of what they read, one for all that read the same."""
-    found: list[Segment] = []
+    # As the last tokens of what they read, one segment for all that read the same.
+    reading: list[Segment] = []
     for segment, each in zip(segments, encoded, strict=True):
         count = segment.count
-        if found and found[-1].slot == each.slot:
-            count += found.pop().count
-        found.append(Segment(each.slot, each.length - count, count))
-    return found
+        if reading and reading[-1].slot == each.slot:
+            count += reading.pop().count
+        reading.append(Segment(each.slot, each.length - count, count))
+    return EncodedSlots(attention_groups(reading, rules.across, dtype, cache))
 
 
-class EncoderDecoder:
+class EncoderDecoder(GeneratorModel):
     """One rank's part of a T5 model; without a decoder where the folder has none."""
+
+    architecture: EncoderDecoderArchitecture
 
     def __init__(
         self,
@@ -110,34 +93,26 @@ class EncoderDecoder:
         """
         check_t5(architecture, weights.layout.tp_size)
         layout = weights.layout
+        super().__init__(weights)
         self.architecture = architecture
-        self.dtype, self.device = weights.dtype, weights.device
         self.encoder_layers = layout.layers(architecture.encoder.num_layer)
         loader = T5Loader(weights, architecture, reduce, gemm)
         self._embedding = loader.embedding() if layout.is_first_stage else None
         self.encoder = [loader.encoder_layer(number) for number in self.encoder_layers]
         self._encoder_bias = loader.relative_bias("encoder")  # (H, offsets)
         self._encoder_norm = loader.final_norm("encoder") if layout.is_last_stage else None
-        self.decoder_layers = range(0)
         self.decoder: list[T5DecoderLayer] = []
-        self.decoder_norm: Normalise | None = None
-        self.head: VocabParallelHead | None = None
+        self.head = None
         self.rules = AttentionRules()
         if architecture.decoder is not None:
-            self.decoder_layers = layout.layers(architecture.decoder.num_layer)
-            self.decoder = [loader.decoder_layer(number) for number in self.decoder_layers]
+            numbers = layout.layers(architecture.decoder.num_layer)
+            self.decoder = [loader.decoder_layer(number) for number in numbers]
             self.rules = AttentionRules(
                 distance_bias=loader.relative_bias("decoder"), scale=loader.score_scale
             )
             if layout.is_last_stage:
-                self.decoder_norm = loader.final_norm("decoder")
                 self.head = loader.head()
         weights.check()
-
-    def empty_hidden(self, tokens: int) -> torch.Tensor:
-        """Return an uninitialised (tokens, E) for hidden states."""
-        hidden = self.architecture.hidden
-        return torch.empty(tokens, hidden, dtype=self.dtype, device=self.device)
 
     def embed_rows(self, batch: EncoderBatch) -> torch.Tensor:
         """Return the first encoder layer's input (N, E)."""
@@ -197,22 +172,13 @@ class EncoderDecoder:
                 encoded, cache_rows, cache, layer=index, tasks=batch.tasks
             )
 
-    def embed_step(self, inputs: DecoderStep) -> torch.Tensor:
+    def embed(self, step: Step) -> torch.Tensor:
         """Return the first decoder layer's input (N, E)."""
         assert self._embedding is not None, "only the first stage embeds"
-        return self._embedding(inputs.step.ids, inputs.step.positions)
+        return self._embedding(step.ids, step.positions)
 
-    def run_decoder(self, x: torch.Tensor, inputs: DecoderStep) -> torch.Tensor:
+    def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of this stage's last decoder layer (N, E)."""
         for index, layer in enumerate(self.decoder):
-            x = layer(x, inputs.step, inputs.encoded, index, inputs.tasks)
+            x = layer(x, step, index)
         return x
-
-    def logits(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return this rank's slice of the logits (N, slice) fp32 for the last layer's output."""
-        assert self.decoder_norm is not None, "only the last stage has a head"
-        assert self.head is not None
-        x = self.decoder_norm(x)
-        if self.architecture.scale_logits:
-            x = x * self.architecture.hidden**-0.5
-        return self.head(x, out)

@@ -113,6 +113,17 @@ class AttentionGroup:
 
 
 @dataclass(frozen=True)
+class EncodedSlots:
+    """The encoder's output that each token of a decoder step reads, all of it.
+
+    `paged`, if given, does all of the attention in place of `groups`.
+    """
+
+    groups: tuple[AttentionGroup, ...] = ()
+    paged: Callable[..., torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
 class Step:
     """The inputs of one forward pass.
 
@@ -133,6 +144,8 @@ class Step:
     embeddings: torch.Tensor | None = None  # (rows, hidden)
     paged: Callable[..., torch.Tensor] | None = None
     places: Sequence[torch.Tensor] | None = None
+    encoded: EncodedSlots | None = None  # None without an encoder
+    tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
 
     def store(self, layer: int, keys_values: torch.Tensor) -> None:
         """Store the tokens' (N, 2 * K, D) keys and values of a local layer."""
@@ -154,6 +167,8 @@ def make_step(
     dtype: torch.dtype,
     has_virtual: bool = False,
     embeddings: torch.Tensor | None = None,
+    encoded: EncodedSlots | None = None,
+    tasks: torch.Tensor | None = None,
 ) -> Step:
     """Lay out a step. Segments come in the order of their tokens, with ascending slots."""
     slots, places = _places(segments, ids.device)
@@ -173,6 +188,8 @@ def make_step(
         has_virtual=has_virtual,
         embeddings=embeddings,
         places=direct,
+        encoded=encoded,
+        tasks=tasks,
     )
 
 

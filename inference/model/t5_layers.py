@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
-from inference.model.cached_attention import EncodedSlots, attend_cached
+from inference.model.cached_attention import attend_cached
 from inference.model.kv_cache import KVCache
 from inference.model.layers import (
     MLP,
@@ -28,12 +28,13 @@ from inference.model.layers import (
 )
 from inference.model.ragged import RowMasks
 from inference.model.relative_position import distance_bias
+from inference.model.stage import Head
 from inference.model.step import Step
 from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.gemm import Product
 from inference.parallel.gemm_options import GemmOptions
 from inference.parallel.layout import undivided
-from inference.parallel.linear import AllReduce, RowParallelLinear, VocabParallelHead
+from inference.parallel.linear import AllReduce, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -62,18 +63,18 @@ class CrossAttention:
     def __call__(
         self,
         x: torch.Tensor,
-        encoded: EncodedSlots,
-        cache: KVCache,
+        step: Step,
         *,
         layer: int,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return (N, E) for normalised x (N, E)."""
+        assert step.encoded is not None
         query = self.query(x).view(len(x), self.heads, -1)  # (N, H, D)
-        if encoded.paged is not None:
-            mixed = encoded.paged(query, cache, layer=layer)
+        if step.encoded.paged is not None:
+            mixed = step.encoded.paged(query, step.cache, layer=layer)
         else:
-            mixed = attend_cached(query, encoded.groups, cache, layer)
+            mixed = attend_cached(query, step.encoded.groups, step.cache, layer)
         return self.out(mixed, residual)
 
 
@@ -104,18 +105,11 @@ class T5DecoderLayer:
     cross: Sublayer[CrossAttention]
     mlp: Sublayer[MLP]
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        step: Step,
-        encoded: EncodedSlots,
-        layer: int,
-        tasks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step, layer: int) -> torch.Tensor:
         """Return (N, E) for x (N, E); `layer` numbers the layers of this stage."""
-        x = self.attention(x, step, layer=layer, tasks=tasks)
-        x = self.cross(x, encoded, step.cache, layer=layer)
-        return self.mlp(x, tasks=tasks)
+        x = self.attention(x, step, layer=layer, tasks=step.tasks)
+        x = self.cross(x, step, layer=layer)
+        return self.mlp(x, tasks=step.tasks)
 
 
 def check_t5(architecture: EncoderDecoderArchitecture, tp_size: int) -> None:
@@ -164,11 +158,16 @@ class T5Loader(LayerLoader):
             dtype=self.weights.dtype,
         )
 
-    def head(self) -> VocabParallelHead:
+    def head(self) -> Head:
         """Return the output side; without a head of its own the embedding serves."""
         choice = self._architecture
         table = "lm_head.weight" if choice.untied_head else "shared.weight_T"
-        return self.vocab_head(table, "shared.bias" if choice.bias else None, choice.vocab_size)
+        bias = "shared.bias" if choice.bias else None
+        return Head(
+            self.final_norm("decoder"),
+            self.vocab_head(table, bias, choice.vocab_size),
+            scale=choice.hidden**-0.5 if choice.scale_logits else 1.0,
+        )
 
     def relative_bias(self, side: str) -> torch.Tensor | None:
         """Return the bias by distance of this rank's heads, None with absolute positions."""

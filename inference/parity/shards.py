@@ -25,7 +25,7 @@ from inference.model.encoder_decoder import (
     EncodedRow,
     EncoderBatch,
     EncoderDecoder,
-    make_decoder_step,
+    encoded_slots,
 )
 from inference.model.kv_cache import CacheShape, KVCache, encoder_slot
 from inference.model.ragged import ragged_rows
@@ -138,21 +138,23 @@ class _Rank:
         no_task = model.architecture.ia3_num_tasks
         row = EncodedRow(encoder_slot([0], 1), length, no_task)
         model.cache_encoded(encoded, batch, [row.slot], cache)
-        step = make_decoder_step(
+        segments, rules, dtype = [Segment(0, 0, count)], model.rules, model.dtype
+        step = make_step(
             torch.tensor(inputs.decoder_ids),
-            [Segment(0, 0, count)],
-            [row],
+            segments,
             torch.arange(count),
             cache=cache,
-            rules=model.rules,
-            dtype=model.dtype,
+            rules=rules,
+            dtype=dtype,
+            encoded=encoded_slots(segments, [row], rules=rules, dtype=dtype, cache=cache),
         )
-        x = model.embed_step(step)
+        x = model.embed(step)
         self.notes.add(Place("decoder embedding"), x)
-        x = model.run_decoder(x, step)
-        assert model.decoder_norm is not None, "the whole model is one stage"
-        self.notes.add(Place("decoder final norm"), model.decoder_norm(x))
-        self._note_logits(model.logits(x), model.architecture.vocab_size)
+        x = model.run_layers(x, step)
+        assert model.head is not None, "the whole model is one stage"
+        assert model.head.norm is not None
+        self.notes.add(Place("decoder final norm"), model.head.norm(x))
+        self._note_logits(model.logits(x, step), model.architecture.vocab_size)
 
     def run_encoder(self, architecture: EncoderArchitecture, states: torch.Tensor) -> None:
         """Run a BERT over one row of hidden states (N, E)."""

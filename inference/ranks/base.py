@@ -8,9 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
 from torch.distributed.distributed_c10d import Store
 
@@ -20,8 +19,11 @@ from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
 )
 from export_scripts.ft.reader import FTReader
-from inference.model.kv_cache import CacheShape, KVCache, on_device
-from inference.model.token_feed import Chosen, TokenFeed, chosen_to_host
+from inference.model.kv_cache import CacheShape, KVCache
+from inference.model.ragged import RaggedRows
+from inference.model.stage import StageModel
+from inference.model.step import Step
+from inference.model.token_feed import Chosen
 from inference.model.weights import RankWeights
 from inference.parallel.epilogue import ordered_sum
 from inference.parallel.groups import RankGroups
@@ -31,10 +33,7 @@ from inference.ranks.device import compute_dtype, matrix_dtype, rank_device
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
 
-StepT = TypeVar("StepT")
-
-if TYPE_CHECKING:
-    from inference.model.gpu.decode_graph import DecodeGraph
+StepT = TypeVar("StepT", Step, RaggedRows)
 
 MOST_PROMPT_TOKENS = 8192  # of a step on a GPU; fewer would leave it idle
 
@@ -112,8 +111,8 @@ class RankBase(ABC):
     """One rank of a model; rank 0 sends the steps to the others."""
 
     architecture: Architecture
-    cache: KVCache  # of ranks that generate, as `_feed`
-    _feed: TokenFeed
+    model: StageModel
+    cache: KVCache  # of ranks that generate
 
     def __init__(self, settings: RankSettings) -> None:
         """Take a place and a device; subclasses load."""
@@ -189,54 +188,22 @@ class RankBase(ABC):
     def prepare(self) -> None:  # noqa: B027 - most ranks have nothing to prepare
         """Do the work that would slow down the first requests; all ranks do so at the same time."""
 
-    def _new_cache(
-        self,
-        architecture: DecoderArchitecture | EncoderDecoderArchitecture,
-        settings: RankSettings,
-        dtype: torch.dtype,
-        prefixes: Sequence[torch.Tensor] = (),
-    ) -> KVCache:
-        shape = cache_shape(
-            architecture,
-            self.layout,
-            slots=settings.slots,
-            max_len=settings.max_len,
-            block_tokens=settings.block_tokens,
-            blocks=settings.blocks,
-        )
-        return KVCache(shape, dtype=dtype, device=self.device, prefixes=prefixes)
-
-    def _token_feed(self, slots: int, vocab_size: int) -> TokenFeed:
-        layout = self.layout
-        gather = self._gather_stage if layout.tp_size > 1 else None
-        vocab = layout.vocab_rows(vocab_size)
-        return TokenFeed(slots, self.device, vocab=vocab, vocab_size=vocab_size, gather=gather)
-
     def _run_stage(
-        self,
-        micro_batches: Sequence[StepT],
-        *,
-        embed: Callable[[StepT], torch.Tensor],
-        empty_hidden: Callable[[StepT], torch.Tensor],
-        run_layers: Callable[[torch.Tensor, StepT], torch.Tensor],
+        self, micro_batches: Sequence[StepT], embed: Callable[[StepT], torch.Tensor]
     ) -> list[torch.Tensor]:
         """Return the last layer's output of each micro-batch on the last stage, elsewhere nothing.
 
-        While a stage works on one micro-batch, the next stage works on the one before.
-
-        Args:
-            micro_batches: Steps of the model.
-            embed: Returns the input of the model's first layer (N, E).
-            empty_hidden: Returns an uninitialised (N, E) for the input of this stage's first layer.
-            run_layers: Returns the output of this stage's last layer (N, E).
+        While a stage works on one micro-batch, the next stage works on the one before. `embed`
+        returns the input of the model's first layer (N, E).
         """
         outputs, sends = [], []
         for step in micro_batches:
             if self.layout.is_first_stage:
                 x = embed(step)
             else:
-                x = self.groups.receive(empty_hidden(step), self.layout.previous_rank)
-            x = run_layers(x, step)
+                room = self.model.empty_hidden(len(step.positions))
+                x = self.groups.receive(room, self.layout.previous_rank)
+            x = self.model.run_layers(x, step)
             if self.layout.is_last_stage:
                 outputs.append(x)
             else:
@@ -244,83 +211,6 @@ class RankBase(ABC):
         for sent in sends:
             sent.wait()
         return outputs
-
-    def _run_graph(self, graph: DecodeGraph, plan: StepPlan, vocab_size: int) -> StepResult | None:
-        """Run a graph between the stages before and after; return its result on rank 0."""
-        if graph.hidden is not None:
-            self.groups.receive(graph.hidden, self.layout.previous_rank)
-        graph.run()
-        if not self.layout.is_last_stage:
-            self.groups.send(graph.output, self.layout.next_rank).wait()
-            return self._result(None, plan, vocab_size=vocab_size)
-        count = len(plan.segments)
-        part, chosen = graph.output[:count], None
-        if plan.choices is not None:
-            assert graph.chosen is not None
-            chosen, numbers = graph.chosen[:count], graph.numbers[:, :count]
-            if plan.draws is not None:
-                chosen = self._choose(part, numbers[1], numbers[-1], plan)
-        return self._result(part, plan, vocab_size=vocab_size, chosen=chosen)
-
-    def _result(
-        self,
-        part: torch.Tensor | None,
-        plan: StepPlan,
-        *,
-        vocab_size: int,
-        pooled: torch.Tensor | None = None,
-        chosen: torch.Tensor | None = None,
-    ) -> StepResult | None:
-        """Return on rank 0 the tokens that a plan lets the ranks choose, or all logits, or both.
-
-        `part` is this rank's slice of the logits, (n, V / T or more), None without; `chosen` are
-        the tokens where they are known already.
-        """
-        count = len(plan.output_rows)
-        if plan.choices is not None and count and chosen is None:
-            assert part is not None, "stages of a pipeline choose no tokens"
-            slots, forbidden = on_device(np.array(plan.choices, np.int64).T.copy(), self.device)
-            slots = torch.where(slots < 0, self._feed.unread, slots)
-            chosen = self._choose(part, slots, forbidden, plan)
-        logits = None
-        if count and (chosen is None or plan.with_logits):
-            logits = self._first_rank_logits(part, count, vocab_size)
-        if self.layout.rank != 0:
-            return None
-        return StepResult(
-            torch.empty(0, vocab_size) if logits is None else logits,
-            pooled,
-            chosen=None if chosen is None else chosen_to_host(chosen),
-            done=self._done(),
-        )
-
-    def _choose(
-        self,
-        part: torch.Tensor,
-        slots: torch.Tensor,
-        forbidden: torch.Tensor,
-        plan: StepPlan,
-    ) -> torch.Tensor:
-        for slot, (seen, ids, bias) in plan.marks:
-            self._feed.mark(
-                slot,
-                np.asarray(seen, np.int64),
-                np.asarray(ids, np.int64),
-                np.asarray(bias, np.float32),
-            )
-        draws, penalties = (
-            None if numbers is None else on_device(np.array(numbers, np.float32), self.device)
-            for numbers in (plan.draws, plan.penalties)
-        )
-        return self._feed.choose(part, slots, forbidden, draws, penalties)
-
-    def _done(self) -> torch.cuda.Event | None:
-        """Return an event that is set when all work so far is done."""
-        if self.device.type == "cpu":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     def _reduce(
         self,
@@ -333,9 +223,6 @@ class RankBase(ABC):
             return ordered_sum(self.groups.gather_stage(x), bias=bias, residual=residual)
         return self.groups.all_reduce(x, bias=bias, residual=residual)
 
-    def _gather_stage(self, x: torch.Tensor) -> torch.Tensor:
-        return self.groups.gather_stage(x)
-
     def _share(self, rows: torch.Tensor | None, count: int, width: int) -> torch.Tensor | None:
         """Return on every rank the (count, width) fp32 rows that rank 0 holds, None for no rows."""
         if not count:
@@ -345,16 +232,6 @@ class RankBase(ABC):
         if self._groups is not None:
             rows = self._groups.share(rows)
         return rows.to(self.device)
-
-    def _first_rank_logits(
-        self, part: torch.Tensor | None, count: int, vocab_size: int
-    ) -> torch.Tensor | None:
-        """Return on rank 0 the logits (count, V or more), gathered from the last stage's slices."""
-        if self._groups is None:
-            return part
-        shape = (count, self.layout.vocab_rows_per_rank(vocab_size))
-        gathered = self._groups.gather(part, shape, ranks=self.layout.last_stage_ranks)
-        return torch.cat(gathered, dim=1) if gathered else None
 
     def _first_rank_copy(
         self, output: torch.Tensor | None, room: torch.Tensor

@@ -66,19 +66,14 @@ class EncoderRank(RankBase):
     def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
         lengths = [row.count for row in plan.encoder_rows]
         rows = ragged_rows(lengths, self.device, tiled=self._tiled)
-        output, empty = None, self.model.empty_hidden
+        output = None
         if self.layout.is_first_stage:
             assert embeddings is not None
             embeddings = embeddings.to(self.model.dtype)
             if self._graphs is not None:
                 output = self._graphs.run(embeddings, rows)  # None where no graph serves the rows
         if output is None:
-            hidden = self._run_stage(
-                [rows],
-                embed=lambda _: cast(torch.Tensor, embeddings),  # on the first stage
-                empty_hidden=lambda rows: empty(sum(rows.lengths)),
-                run_layers=self.model.run_layers,
-            )
+            hidden = self._run_stage([rows], lambda _: cast(torch.Tensor, embeddings))
             output = hidden[0] if hidden else None
-        output = self._first_rank_copy(output, empty(sum(lengths)))
+        output = self._first_rank_copy(output, self.model.empty_hidden(sum(lengths)))
         return None if output is None else StepResult(torch.empty(0, 0), hidden=output)

@@ -11,7 +11,7 @@ import torch
 
 from inference.model.gpu.attention_layout import paged_attention
 from inference.model.kv_cache import Array, KVCache, on_device
-from inference.model.step import AttentionRules, Segment, Step, segment_numbers
+from inference.model.step import AttentionRules, EncodedSlots, Segment, Step, segment_numbers
 from inference.model.token_feed import TokenFeed
 
 
@@ -26,6 +26,8 @@ def make_paged_step(
     feed: TokenFeed,
     has_virtual: bool = False,
     embeddings: torch.Tensor | None = None,
+    encoded: EncodedSlots | None = None,
+    tasks: torch.Tensor | None = None,
 ) -> Step:
     """Lay out a `Step` without waiting for the device.
 
@@ -46,4 +48,6 @@ def make_paged_step(
         has_virtual=has_virtual,
         embeddings=embeddings,
         paged=attention,
+        encoded=encoded,
+        tasks=tasks,
     )

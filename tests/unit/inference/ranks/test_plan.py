@@ -11,7 +11,7 @@ import pytest
 
 from inference.engine.step_budget import ChunkSize
 from inference.model.step import Segment
-from inference.ranks.decoder_rank import split_segments
+from inference.ranks.generator_rank import split_segments
 from inference.ranks.plan import Command, EncoderRow, StepPlan, pack_message, unpack_message
 
 PLAN = StepPlan(

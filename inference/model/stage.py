@@ -1,0 +1,69 @@
+"""One rank's part of a model of any kind."""
+
+# Shapes: N tokens of a step, n tokens whose logits are wanted, E hidden
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from export_scripts.families.layout.architecture import Architecture
+from inference.model.layers import Normalise, normalised
+from inference.model.step import AttentionRules, Step
+from inference.model.weights import RankWeights
+from inference.parallel.linear import VocabParallelHead
+
+
+class StageModel(ABC):
+    """One rank's part of a model: the layers of its stage."""
+
+    architecture: Architecture
+
+    def __init__(self, weights: RankWeights) -> None:
+        self.dtype, self.device = weights.dtype, weights.device
+
+    def empty_hidden(self, tokens: int) -> torch.Tensor:
+        """Return an uninitialised (tokens, E) for the hidden states of the stage before."""
+        hidden = self.architecture.hidden
+        return torch.empty(tokens, hidden, dtype=self.dtype, device=self.device)
+
+    @abstractmethod
+    def run_layers(self, x: torch.Tensor, step: Any) -> torch.Tensor:
+        """Return the output of this stage's last layer (N, E) for the input of its first."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The final norm and this rank's slice of the vocabulary."""
+
+    norm: Normalise | None
+    slice: VocabParallelHead
+    scale: float = 1.0  # on what the norm gives
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return (n, slice) fp32, in `out` if given, for the last layer's output (n, E)."""
+        x = normalised(x, self.norm)
+        return self.slice(x if self.scale == 1 else x * self.scale, out)
+
+
+class GeneratorModel(StageModel):
+    """One rank's part of a model that generates; only the first stage embeds."""
+
+    rules: AttentionRules
+    head: Head | None  # of the last stage
+
+    @abstractmethod
+    def embed(self, step: Step) -> torch.Tensor:
+        """Return the first layer's input (N, E)."""
+
+    def logits(
+        self, x: torch.Tensor, step: Step, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return this rank's slice of the logits of the wanted tokens, (n, slice) fp32."""
+        assert self.head is not None, "only the last stage has a head"
+        if len(step.output_rows) < len(x):
+            x = x.index_select(0, step.output_rows)
+        return self.head(x, out)

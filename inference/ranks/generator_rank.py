@@ -1,0 +1,309 @@
+"""A rank that generates: its cache, and the steps of its decoder.
+
+Decoder-only models and encoder-decoders differ in what else their tokens read than their own cache.
+"""
+
+# Shapes: N tokens of a step, n tokens whose logits are wanted, V vocabulary, E hidden
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from export_scripts.families.layout.architecture import (
+    DecoderArchitecture,
+    EncoderDecoderArchitecture,
+)
+from inference.model.kv_cache import KVCache, on_device
+from inference.model.stage import GeneratorModel
+from inference.model.step import EncodedSlots, Segment, Step, make_step
+from inference.model.token_feed import NEWEST, TokenFeed, chosen_to_host
+from inference.ranks.base import RankBase, StepResult, cache_shape
+from inference.ranks.device import on_gpu
+from inference.ranks.plan import StepPlan
+from inference.ranks.settings import RankSettings
+
+if TYPE_CHECKING:
+    from inference.model.gpu.decode_graph import DecodeGraphs
+
+# Fewest tokens for which a pipeline micro-batch is bound by computation, not by reading weights.
+_MICRO_BATCH_TOKENS = 128
+
+
+class GeneratorRank(RankBase):
+    """A rank that holds a part of a model that generates."""
+
+    architecture: DecoderArchitecture | EncoderDecoderArchitecture
+    model: GeneratorModel
+    group = 1  # query heads of a key/value head
+    _feed: TokenFeed
+    _graphs: DecodeGraphs | None = None
+
+    def _open_cache(
+        self, settings: RankSettings, dtype: torch.dtype, prefixes: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Allocate what steps keep: keys and values, and the newest tokens."""
+        layout, vocab_size = self.layout, self.architecture.vocab_size
+        shape = cache_shape(
+            self.architecture,
+            layout,
+            slots=settings.slots,
+            max_len=settings.max_len,
+            block_tokens=settings.block_tokens,
+            blocks=settings.blocks,
+        )
+        self.cache = KVCache(shape, dtype=dtype, device=self.device, prefixes=prefixes)
+        self._feed = TokenFeed(
+            settings.slots,
+            self.device,
+            vocab=layout.vocab_rows(vocab_size),
+            vocab_size=vocab_size,
+            gather=self._gather_stage if layout.tp_size > 1 else None,
+        )
+
+    def _gather_stage(self, x: torch.Tensor) -> torch.Tensor:
+        return self.groups.gather_stage(x)
+
+    def _record(self, warm_up: Iterable[int], idle: Sequence[int] = ()) -> None:
+        """Run steps of `warm_up` tokens once, and record the decoding graphs.
+
+        `idle` as for `DecodeGraphs`.
+        """
+        from inference.model.gpu.decode_graph import DecodeGraphs
+
+        for tokens in warm_up:
+            self._run_nothing(tokens)
+        self._graphs = DecodeGraphs(
+            *(self.model, self.cache, self._feed, self.layout), group=self.group, idle=idle
+        )
+        self._graphs.record()
+
+    def close(self) -> None:
+        """Close the connection to the other ranks."""
+        self._graphs = None  # they contain sums over the connection
+        super().close()
+
+    def _run_nothing(self, tokens: int) -> None:
+        """Run prompts of so many tokens in all, and a single token; discard their results."""
+        longest, slot = self.cache.shape.max_len, self.cache.scratch_slot
+        starts = range(0, tokens, longest)
+        segments = [Segment(slot, 0, min(tokens - start, longest)) for start in starts]
+        segments.append(Segment(slot, 0, 1))
+        step = self._step(torch.zeros(tokens + 1, dtype=torch.int64), segments, torch.tensor([0]))
+        first = self.layout.is_first_stage
+        x = self.model.embed(step) if first else self.model.empty_hidden(tokens + 1).zero_()
+        x = self.model.run_layers(x, step)
+        if self.layout.is_last_stage:
+            logits = self.model.logits(x, step)
+            if self.layout.pp_size == 1:
+                nowhere = torch.tensor([[self._feed.unread], [-1]], device=self.device)
+                self._feed.choose(logits, *nowhere)
+
+    def _run_steps(
+        self, plan: StepPlan, embeddings: torch.Tensor | None = None
+    ) -> tuple[list[torch.Tensor], list[Step]]:
+        """Return the last layer's output of each micro-batch, nothing before the last stage."""
+        steps = self._micro_batches(plan, embeddings)
+        return self._run_stage(steps, self.model.embed), steps
+
+    def _micro_batches(self, plan: StepPlan, embeddings: torch.Tensor | None) -> list[Step]:
+        parts = min(self.layout.pp_size, max(1, len(plan.ids) // _MICRO_BATCH_TOKENS))
+        ids, outputs = (
+            torch.tensor(each, dtype=torch.int64) for each in (plan.ids, plan.output_rows)
+        )
+        steps, first = [], 0
+        for segments in split_segments(plan.segments, parts):
+            stop = first + sum(segment.count for segment in segments)
+            mine = outputs
+            if parts > 1:
+                mine = outputs[(outputs >= first) & (outputs < stop)] - first
+            step = self._step(
+                ids[first:stop],
+                segments,
+                mine,
+                has_virtual=plan.has_virtual,
+                embeddings=embeddings,
+            )
+            steps.append(step)
+            first = stop
+        return steps
+
+    def _step(
+        self,
+        ids: torch.Tensor,
+        segments: Sequence[Segment],
+        outputs: torch.Tensor,
+        *,
+        has_virtual: bool = False,
+        embeddings: torch.Tensor | None = None,
+    ) -> Step:
+        """Lay out some tokens; `ids` and `outputs` are on the CPU."""
+        encoded, tasks = self._read_by(segments)
+        if on_gpu(self.device):
+            from inference.model.gpu.paged_step import make_paged_step
+
+            return make_paged_step(
+                ids.numpy(),
+                segments,
+                outputs.numpy(),
+                cache=self.cache,
+                rules=self.model.rules,
+                group=self.group,
+                feed=self._feed,
+                has_virtual=has_virtual,
+                embeddings=embeddings,
+                encoded=encoded,
+                tasks=tasks,
+            )
+        if NEWEST in ids.numpy():  # a tenth of the time of torch's search
+            slots = np.repeat([s.slot for s in segments], [s.count for s in segments])
+            ids = self._feed.ids(ids.to(self.device), on_device(slots, self.device))
+        return make_step(
+            ids.to(self.device),
+            segments,
+            outputs.to(self.device),
+            cache=self.cache,
+            rules=self.model.rules,
+            dtype=self.model.dtype,
+            has_virtual=has_virtual,
+            embeddings=embeddings,
+            encoded=encoded,
+            tasks=tasks,
+        )
+
+    def _read_by(
+        self, segments: Sequence[Segment]
+    ) -> tuple[EncodedSlots | None, torch.Tensor | None]:
+        """Return the encoder's output that tokens read, and their IA3 tasks."""
+        del segments
+        return None, None
+
+    def _logits(self, hidden: Sequence[torch.Tensor], steps: Sequence[Step]) -> torch.Tensor | None:
+        """Return this rank's slice of the logits (n, V / T or more), None without."""
+        pairs = zip(hidden, steps, strict=True) if hidden else ()
+        slices = [self.model.logits(x, step) for x, step in pairs if len(step.output_rows)]
+        if not slices:
+            return None
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
+
+    def _run_graph(
+        self, graphs: DecodeGraphs, plan: StepPlan, *more: Sequence[int]
+    ) -> StepResult | None:
+        """Run a graph between the stages before and after; return its result on rank 0.
+
+        `more` numbers of each sequence are those of `idle`.
+        """
+        segments, count = plan.segments, len(plan.segments)
+        numbers = np.empty((5 + len(more), count), np.int64)
+        numbers[0] = plan.ids
+        numbers[1] = [segment.slot for segment in segments]
+        numbers[2] = [segment.start for segment in segments]
+        numbers[3] = numbers[2] + [segment.shift for segment in segments]
+        for place, each in enumerate(more, 4):
+            numbers[place] = each
+        numbers[-1] = -1 if plan.choices is None else [banned for _, banned in plan.choices]
+        graph = graphs.graph(count)
+        graph.fill(numbers)
+        if graph.hidden is not None:
+            self.groups.receive(graph.hidden, self.layout.previous_rank)
+        graph.run()
+        if not self.layout.is_last_stage:
+            self.groups.send(graph.output, self.layout.next_rank).wait()
+            return self._result(None, plan)
+        part, chosen = graph.output[:count], None
+        if plan.choices is not None:
+            assert graph.chosen is not None
+            chosen, sent = graph.chosen[:count], graph.numbers[:, :count]
+            if plan.draws is not None:
+                chosen = self._choose(part, sent[1], sent[-1], plan)
+        return self._result(part, plan, chosen=chosen)
+
+    def _result(
+        self,
+        part: torch.Tensor | None,
+        plan: StepPlan,
+        *,
+        pooled: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
+    ) -> StepResult | None:
+        """Return on rank 0 the tokens that a plan lets the ranks choose, or all logits, or both.
+
+        `part` is this rank's slice of the logits, (n, V / T or more), None without; `chosen` are
+        the tokens where they are known already.
+        """
+        count = len(plan.output_rows)
+        if plan.choices is not None and count and chosen is None:
+            assert part is not None, "stages of a pipeline choose no tokens"
+            slots, forbidden = on_device(np.array(plan.choices, np.int64).T.copy(), self.device)
+            slots = torch.where(slots < 0, self._feed.unread, slots)
+            chosen = self._choose(part, slots, forbidden, plan)
+        logits = None
+        if count and (chosen is None or plan.with_logits):
+            logits = self._first_rank_logits(part, count)
+        if self.layout.rank != 0:
+            return None
+        done = None
+        if self.device.type != "cpu":
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return StepResult(
+            torch.empty(0, self.architecture.vocab_size) if logits is None else logits,
+            pooled,
+            chosen=None if chosen is None else chosen_to_host(chosen),
+            done=done,
+        )
+
+    def _choose(
+        self,
+        part: torch.Tensor,
+        slots: torch.Tensor,
+        forbidden: torch.Tensor,
+        plan: StepPlan,
+    ) -> torch.Tensor:
+        for slot, (seen, ids, bias) in plan.marks:
+            self._feed.mark(
+                slot,
+                np.asarray(seen, np.int64),
+                np.asarray(ids, np.int64),
+                np.asarray(bias, np.float32),
+            )
+        draws, penalties = (
+            None if numbers is None else on_device(np.array(numbers, np.float32), self.device)
+            for numbers in (plan.draws, plan.penalties)
+        )
+        return self._feed.choose(part, slots, forbidden, draws, penalties)
+
+    def _first_rank_logits(self, part: torch.Tensor | None, count: int) -> torch.Tensor | None:
+        """Return on rank 0 the logits (count, V or more), gathered from the last stage's slices."""
+        if self._groups is None:
+            return part
+        shape = (count, self.layout.vocab_rows_per_rank(self.architecture.vocab_size))
+        gathered = self._groups.gather(part, shape, ranks=self.layout.last_stage_ranks)
+        return torch.cat(gathered, dim=1) if gathered else None
+
+
+def split_segments(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:
+    """Split segments into at most `parts` runs of about as many tokens, in order.
+
+    A sequence may be split: a later run then holds its later tokens, which see the earlier ones.
+    """
+    total = sum(segment.count for segment in segments)
+    if parts == 1:
+        return [list(segments)]
+    size = -(-total // parts)
+    runs: list[list[Segment]] = [[]]
+    room = size
+    for segment in segments:
+        start, left = segment.start, segment.count
+        while left:
+            if not room:
+                runs.append([])
+                room = size
+            count = min(left, room)
+            runs[-1].append(replace(segment, start=start, count=count))
+            start, left, room = start + count, left - count, room - count
+    return runs
