@@ -90,7 +90,8 @@ def _parse_states(tensors: Mapping[str, Array], limits: EncoderLimits) -> Encodi
     known = {"input_hidden_state", "sequence_lengths"}
     if states is None:
         raise RequestError(["input_hidden_state: required input is missing"])
-    if states.ndim != 3 or states.shape[2] != limits.hidden or states.dtype.kind != "f":
+    is_batch = states.ndim == 3 and len(states) and states.shape[2] == limits.hidden
+    if not is_batch or states.dtype.kind != "f":
         raise RequestError(
             [
                 f"input_hidden_state: expected floating-point values of shape [B,S,"

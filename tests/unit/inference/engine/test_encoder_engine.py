@@ -153,11 +153,15 @@ def test_attentions_come_only_when_asked_for(t5: EncoderEngine) -> None:
         ({"sequence_lengths": np.array([[7], [5]], np.int32)}, "sequence_lengths[0]=7"),
         ({"sequence_lengths": None}, "sequence_lengths: required input is missing"),
         ({"input_hidden_state": random_states(2, 6)[:, :, :20]}, "[B,S,24]"),
+        ({"input_hidden_state": random_states(2, 6)[:0]}, "[B,S,24]"),
         ({"input_ids": np.zeros((2, 6), np.uint32)}, "input_ids: unknown input"),
         ({"input_hidden_state": np.full((2, 6, 24), np.nan, np.float32)}, "not finite"),
         ({"input_hidden_state": np.full((2, 6, 24), 1e300)}, "not finite"),
     ],
-    ids=["empty row", "too long", "no lengths", "wrong width", "ids for BERT", "nan", "overflow"],
+    ids=[
+        *("empty row", "too long", "no lengths", "wrong width", "no rows", "ids for BERT"),
+        *("nan", "overflow"),
+    ],
 )
 def test_bad_states_are_refused(bert: EncoderEngine, change: dict[str, Any], words: str) -> None:
     tensors = {
