@@ -35,7 +35,10 @@ def check_ranks(
     if placement.data_type not in WEIGHT_DATA_TYPES:
         types = ", ".join(WEIGHT_DATA_TYPES)
         problems.append(f"data_type={placement.data_type!r} must be one of {types}")
-    for check in _checks(architecture, placement.layout_of(0)):
+    sizes = {"tensor_para_size": placement.tp_size, "pipeline_para_size": placement.pp_size}
+    wrong = [f"{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
+    problems += wrong
+    for check in _checks(architecture, placement.layout_of(0)) if not wrong else ():
         problems += _problems(check)
     device, device_problems = _device(placement.device, needed_devices or placement.world_size)
     problems += device_problems

@@ -330,6 +330,8 @@ def test_unusable_logits_fail_one_row_and_nothing_else(
     [
         ({"tp_size": 3}, "tensor_para_size=3 does not divide head_num=4"),
         ({"pp_size": 3}, r"pipeline_para_size=3 does not divide num_layer=2; use 1, 2"),
+        ({"tp_size": 0}, "tensor_para_size=0 must be at least 1"),
+        ({"pp_size": -1}, "pipeline_para_size=-1 must be at least 1"),
         ({"data_type": "fp8"}, "data_type='fp8' must be one of fp32, fp16, bf16"),
         ({"int8_mode": 2}, "int8_mode=2 is not supported; use 0, or 1 for weights of 8 bits"),
         ({"int8_mode": 1, "fp8": True}, "int8_mode=1 and fp8=1 are two forms of the same matrices"),
