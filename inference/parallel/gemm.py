@@ -73,13 +73,12 @@ def make_gated_gemm(
     """
     gate, linear = weights
     if gate.device.type != "cpu" and gate.dtype.itemsize == 2 and has_gpu_kernels():
-        from inference.parallel.gemm_cuda import CudaGemm, CudaRoundedGemm
+        from inference.parallel.gemm_cuda import CudaGemm
 
-        kind = CudaRoundedGemm if options.int8 or options.fp8 else CudaGemm
         given = [gate.new_zeros(gate.shape[1]) if b is None else b.flatten() for b in biases]
         bias = None if biases == (None, None) else torch.stack(given, dim=1).flatten()
         weight = torch.stack(weights, dim=2).flatten(1)
-        return kind(weight, bias, activation, 0, options, gated=True)
+        return CudaGemm(weight, bias, activation, 0, options, gated=True)
     up = make_gemm(gate, biases[0], activation=activation, options=options)
     other = make_gemm(linear, biases[1], options=options)
     return lambda x: up(x).mul_(other(x))
@@ -93,12 +92,9 @@ def _gpu_gemm(
     options: GemmOptions,
 ) -> Gemm:
     if weight.numel() and weight.dtype.itemsize == 2 and has_gpu_kernels():
-        from inference.parallel.gemm_cuda import CudaGemm, CudaRoundedGemm
+        from inference.parallel.gemm_cuda import CudaGemm
 
-        rounded = options.int8 or options.fp8
-        return (CudaRoundedGemm if rounded else CudaGemm)(
-            weight, bias, activation, first_activated, options
-        )
+        return CudaGemm(weight, bias, activation, first_activated, options)
     assert not options.fp8, "FP8 needs Triton and 16 bits"
     assert not options.batch_invariant, "batch invariance needs Triton and 16 bits"
     kind = Int8Gemm if options.int8 and weight.numel() else _PlainGemm

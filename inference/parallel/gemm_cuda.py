@@ -529,40 +529,10 @@ def _larger(tile: dict[str, int], times: int) -> dict[str, int]:
 
 
 class CudaGemm:
-    """A product in 16 bits: few rows by the kernels above, more by cuBLAS."""
+    """A product in 16 bits: of few rows by the kernels above, of more by libraries.
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: GemmActivation | None,
-        first_activated: int,
-        options: GemmOptions,
-        *,
-        gated: bool = False,
-    ) -> None:
-        """Keep `weight` (I, O) with its inputs side by side, which cuBLAS reads as fast."""
-        self.weight = weight.t().contiguous()  # (O, I)
-        self.bias = bias
-        self.batch_invariant = options.batch_invariant
-        self._activation: dict[str, Any] = {
-            "activation": activation,
-            "first_activated": first_activated,
-            "gated": gated,
-        }
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return activation(x W + bias) + residual."""
-        options = {"bias": self.bias, "residual": residual, **self._activation}
-        if len(x) <= _MOST_ROWS[2] or self.batch_invariant:
-            return fused_gemm(x, self.weight, batch_invariant=self.batch_invariant, **options)
-        return _library_gemm(x, self.weight, **options)
-
-
-class CudaRoundedGemm:
-    """A product with weights of 8 bits: of few rows by the kernels above, of more by libraries.
-
-    Libraries take int8 weights widened to the type of x, and FP8 ones with rows of x in FP8.
+    Weights may have 8 bits. Libraries take int8 ones widened to the type of x, and FP8 ones with
+    rows of x in FP8.
     """
 
     def __init__(
@@ -575,13 +545,21 @@ class CudaRoundedGemm:
         *,
         gated: bool = False,
     ) -> None:
-        """Quantise `weight` (I, O); only the 8-bit copy is kept."""
-        self.weight, self.scale = quantise(weight) if options.int8 else quantise_fp8(weight)
+        """Keep `weight` (I, O), or its 8-bit copy, as (O, I), which cuBLAS reads as fast."""
+        self.scale: torch.Tensor | None = None
+        if options.int8:
+            self.weight, self.scale = quantise(weight)
+        elif options.fp8:
+            self.weight, self.scale = quantise_fp8(weight)
+        else:
+            self.weight = weight.t().contiguous()
         self.bias = bias
         self.batch_invariant = options.batch_invariant
-        # Those of FP8 take multiples of 16.
-        libraries_can = options.int8 or not any(size % 16 for size in self.weight.shape)
-        self._all_rows = options.batch_invariant or not libraries_can
+        self._is_fp8 = self.weight.dtype == torch.float8_e4m3fn
+        # FP8 products of libraries take multiples of 16.
+        libraries_cannot = self._is_fp8 and any(size % 16 for size in self.weight.shape)
+        self._all_rows = options.batch_invariant or libraries_cannot
+        self._most_rows = _MOST_ROWS[self.weight.dtype.itemsize]
         self._activation: dict[str, Any] = {
             "activation": activation,
             "first_activated": first_activated,
@@ -589,33 +567,26 @@ class CudaRoundedGemm:
         }
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return activation(x W + bias) + residual in the type of x, which is of 16 bits."""
-        if len(x) <= _MOST_ROWS[1] or self._all_rows:
+        """Return activation(x W + bias) + residual in the type of x."""
+        options = {"bias": self.bias, "residual": residual, **self._activation}
+        if len(x) <= self._most_rows or self._all_rows:
             return fused_gemm(
-                x,
-                self.weight,
-                scale=self.scale,
-                bias=self.bias,
-                residual=residual,
-                batch_invariant=self.batch_invariant,
-                **self._activation,
+                x, self.weight, scale=self.scale, batch_invariant=self.batch_invariant, **options
             )
-        if self.weight.dtype == torch.int8:
-            weight = widen(self.weight, self.scale, x.dtype)
-            return _library_gemm(x, weight, bias=self.bias, residual=residual, **self._activation)
-        y = self._of_fp8_rows(x)
-        if self._activation["gated"]:
-            return gate_pairs(y, self._activation["activation"])
-        activation, first = self._activation["activation"], self._activation["first_activated"]
-        return finish_rows(y, activation=activation, first_activated=first, residual=residual)
-
-    def _of_fp8_rows(self, x: torch.Tensor) -> torch.Tensor:
-        rounded, scale = round_rows(x, self.weight.dtype)
+        if self.scale is None:
+            return _library_gemm(x, self.weight, **options)
+        if not self._is_fp8:
+            return _library_gemm(x, widen(self.weight, self.scale, x.dtype), **options)
+        rounded, row_scale = round_rows(x, self.weight.dtype)
         y = torch._scaled_mm(
             rounded[0],
             self.weight.t(),
-            scale_a=scale.unsqueeze(1),
+            scale_a=row_scale.unsqueeze(1),
             scale_b=self.scale.unsqueeze(0),
             out_dtype=torch.bfloat16,  # the only one with scales of rows
         ).to(x.dtype)
-        return y if self.bias is None else y.add_(self.bias)
+        y = y if self.bias is None else y.add_(self.bias)
+        activation, first = self._activation["activation"], self._activation["first_activated"]
+        if self._activation["gated"]:
+            return gate_pairs(y, activation)
+        return finish_rows(y, activation=activation, first_activated=first, residual=residual)
