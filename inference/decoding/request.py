@@ -7,13 +7,20 @@ All problems of a request are reported together; each message starts with the te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from inference.decoding.options import BIAS, BIAS_IDS, RowOptions, read_options
-from inference.decoding.prompts import prompt_source, read_prompts
+from inference.decoding.prompts import (
+    EMBEDDING,
+    LENGTHS,
+    TASK_IDS,
+    TYPE,
+    prompt_source,
+    read_prompts,
+)
 from inference.decoding.rows import (
     P_TUNING,
     GenerationRequest,
@@ -35,53 +42,26 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class _Names:
+class _Names(NamedTuple):
     """Names of a model kind's required inputs, and its optional ones."""
 
     input_lengths: str
     output_len: str
-    optional: frozenset[str]
+    optional: Collection[str]
 
 
-_COMMON = frozenset(
-    [
-        "runtime_top_k",
-        "runtime_top_p",
-        "beam_search_diversity_rate",
-        "temperature",
-        "len_penalty",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        BIAS_IDS,
-        BIAS,
-        "min_length",
-        "random_seed",
-        "is_return_log_probs",
-        "beam_width",
-        "start_id",
-        "end_id",
-        "bad_words_list",
-        "stop_words_list",
-        "prompt_learning_task_name_ids",
-        "top_p_decay",
-        "top_p_min",
-        "top_p_reset_ids",
-        "request_prompt_embedding",
-        "request_prompt_lengths",
-        "ia3_tasks",
-    ]
-)
+_COMMON = f"""
+    runtime_top_k runtime_top_p beam_search_diversity_rate temperature len_penalty
+    repetition_penalty presence_penalty frequency_penalty {BIAS_IDS} {BIAS} min_length random_seed
+    is_return_log_probs beam_width start_id end_id bad_words_list stop_words_list {TASK_IDS}
+    top_p_decay top_p_min top_p_reset_ids {EMBEDDING} {LENGTHS} ia3_tasks
+""".split()
+_OF_DECODERS = f"""
+    {TYPE} session_len memory_len is_return_context_cum_log_probs is_return_context_embeddings
+    num_log_probs num_prompt_log_probs
+""".split()
 _NAMES = {
-    False: _Names(
-        "input_lengths",
-        "request_output_len",
-        _COMMON
-        | {"request_prompt_type", "session_len", "memory_len"}
-        | {"is_return_context_cum_log_probs", "is_return_context_embeddings"}
-        | {"num_log_probs", "num_prompt_log_probs"},
-    ),
+    False: _Names("input_lengths", "request_output_len", [*_COMMON, *_OF_DECODERS]),
     True: _Names("sequence_length", "max_output_len", _COMMON),
 }
 
@@ -143,7 +123,7 @@ class _Parser:
 
     def _check_names(self) -> None:
         required = {"input_ids", self.names.input_lengths, self.names.output_len}
-        known = required | self.names.optional
+        known = required.union(self.names.optional)
         if "input_ids" not in self.fields.tensors:
             self.problems.append("input_ids: required input is missing")
         self.fields.check_names(known)
