@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,15 +53,6 @@ class EncoderWork:
     layers: int = 0
     begins: bool = False
     tokens: int = 0
-
-
-class RankChoices(TypedDict, total=False):
-    """The fields of `StepPlan` that say what ranks choose; none where they choose nothing."""
-
-    choices: Sequence[tuple[int, int]]
-    draws: Sequence[Draw] | None
-    penalties: Sequence[Penalty] | None
-    marks: Sequence[tuple[int, Marks]]
 
 
 @dataclass(frozen=True)
@@ -112,7 +103,7 @@ def lay_out(
         encoder_ids += _with_sent(row, row.encoder_ids or [], sent, embedding_base)
     prompts = [each for each in work if each.is_prompt]
     needed = [each.needs_logits for each in work]
-    choices: RankChoices = _rank_choices(work) if ranks_choose and not all(needed) else {}
+    choices = _rank_choices(work) if ranks_choose and not all(needed) else {}
     plan = StepPlan(
         ids=ids,
         segments=tuple(segments),
@@ -139,7 +130,8 @@ def lay_out(
     return GeneratingStep(plan, embeddings, overlaps, tuple(work), prompt_tokens, encoding)
 
 
-def _rank_choices(work: Sequence[RowWork]) -> RankChoices:
+def _rank_choices(work: Sequence[RowWork]) -> dict[str, Any]:
+    """Return the fields of `StepPlan` that say what ranks choose."""
     choices: list[tuple[int, int]] = []
     draws: list[Draw] = []
     penalties: dict[int, Penalty] = {}  # by place among the choices
