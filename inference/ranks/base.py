@@ -16,7 +16,9 @@ from torch.distributed.distributed_c10d import Store
 from export_scripts.families.layout.architecture import (
     Architecture,
     DecoderArchitecture,
+    EncoderArchitecture,
     EncoderDecoderArchitecture,
+    StackArchitecture,
 )
 from export_scripts.ft.reader import FTReader
 from inference.model.kv_cache import CacheShape, KVCache
@@ -187,6 +189,21 @@ class RankBase(ABC):
 
     def prepare(self) -> None:  # noqa: B027 - most ranks have nothing to prepare
         """Do the work that would slow down the first requests; all ranks do so at the same time."""
+
+    def _parameters(
+        self,
+        stack: DecoderArchitecture | StackArchitecture | EncoderArchitecture,
+        *,
+        gated: bool = False,
+    ) -> int:
+        """Return this rank's share of a stack's matrices; their weights set which steps are graphs.
+
+        A pipeline has no such graphs.
+        """
+        key_heads = stack.kv_head_num if isinstance(stack, DecoderArchitecture) else stack.head_num
+        attention = 2 * (stack.head_num + key_heads) * stack.size_per_head
+        layer = self.architecture.hidden * (attention + (3 if gated else 2) * stack.inter_size)
+        return stack.num_layer * layer // self.layout.tp_size
 
     def _run_stage(
         self, micro_batches: Sequence[StepT], embed: Callable[[StepT], torch.Tensor]

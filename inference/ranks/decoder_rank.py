@@ -17,7 +17,7 @@ from inference.model.decoder_weights import load_decoder
 from inference.model.step import Step
 from inference.model.weights import RankWeights
 from inference.ranks.base import MOST_PROMPT_TOKENS, StepResult
-from inference.ranks.device import gemm_options, layer_parameters, on_gpu
+from inference.ranks.device import gemm_options, on_gpu
 from inference.ranks.generator_rank import GeneratorRank
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
@@ -63,23 +63,18 @@ class DecoderRank(GeneratorRank):
         with torch.inference_mode():
             self._record(_WARM_UP_TOKENS)
             if self.layout.pp_size == 1:
-                choice = self.architecture
-                heads = (choice.head_num, choice.kv_head_num, choice.size_per_head)
-                layer = layer_parameters(
-                    choice.hidden, heads, choice.inter_size, gated=choice.gated
-                )
                 self._prompt_graphs = PromptGraphs(
                     self.model,
                     self.cache,
                     self._feed,
                     group=self.group,
-                    parameters=choice.num_layer * layer // self.layout.tp_size,
+                    parameters=self._parameters(self.architecture, gated=self.architecture.gated),
                     most=_WARM_UP_TOKENS[-1] + self.cache.shape.slots,
                 )
                 self._prompt_graphs.record()
 
     def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
-        if self._graphs is not None and is_plain_decoding(plan):
+        if self._graphs is not None and plan.is_decoding and not (plan.has_virtual or plan.pool):
             return self._run_graph(self._graphs, plan)
         hidden, steps = self._layers(plan, embeddings)
         return self._result(
@@ -114,15 +109,6 @@ class DecoderRank(GeneratorRank):
         shape = (len(plan.segments), self.architecture.hidden)
         room = torch.empty(shape, dtype=torch.float32, device=self.device)
         return self._first_rank_copy(sums, room)
-
-
-def is_plain_decoding(plan: StepPlan) -> bool:
-    """Return whether a step is one real token per sequence, the logits of all of them wanted."""
-    return (
-        len(plan.output_rows) == len(plan.segments) == len(plan.ids)
-        and not plan.has_virtual
-        and not plan.pool
-    )
 
 
 def load_prefixes(weights: RankWeights, num_layer: int) -> list[torch.Tensor]:

@@ -51,17 +51,6 @@ def has_row_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return on_gpu(device) and dtype.itemsize == 2
 
 
-def layer_parameters(
-    hidden: int, heads: tuple[int, int, int], inter_size: int, *, gated: bool = False
-) -> int:
-    """Return the number of weights in one layer's matrices; they set which steps are graphs.
-
-    `heads` are query heads, key/value heads, and their size.
-    """
-    query, keys_values = heads[0] * heads[2], 2 * heads[1] * heads[2]
-    return hidden * (2 * query + keys_values + (3 if gated else 2) * inter_size)
-
-
 def compute_dtype(data_type: str, device: torch.device) -> torch.dtype:
     """Return the type a rank computes in.
 

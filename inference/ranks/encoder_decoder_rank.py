@@ -26,7 +26,7 @@ from inference.model.kv_cache import encoder_slot, on_device
 from inference.model.ragged import ragged_rows
 from inference.model.step import EncodedSlots, Segment
 from inference.ranks.base import StepResult
-from inference.ranks.device import gemm_options, has_row_kernels, layer_parameters, on_gpu
+from inference.ranks.device import gemm_options, has_row_kernels, on_gpu
 from inference.ranks.encoder_pass import EncoderPass
 from inference.ranks.generator_rank import GeneratorRank
 from inference.ranks.plan import EncoderRow, StepPlan
@@ -83,14 +83,10 @@ class EncoderDecoderRank(GeneratorRank):
     def _record_encoder(self) -> None:
         from inference.model.gpu.encoder_graph import EncoderGraphs
 
-        stack = self.architecture.encoder
-        heads = (stack.head_num, stack.head_num, stack.size_per_head)
-        hidden, gated = self.architecture.hidden, self.architecture.gated
-        layer = layer_parameters(hidden, heads, stack.inter_size, gated=gated)
         self._encoder_graphs = EncoderGraphs(
             self.model.encode,
             lambda tokens: torch.zeros(tokens, dtype=torch.int64, device=self.device),
-            parameters=stack.num_layer * layer // self.layout.tp_size,
+            parameters=self._parameters(self.architecture.encoder, gated=self.architecture.gated),
             device=self.device,
         )
         self._encoder_graphs.record()
@@ -102,7 +98,7 @@ class EncoderDecoderRank(GeneratorRank):
             self._encode(plan.encoder_layers or self.architecture.encoder.num_layer)
         if self.architecture.decoder is None:
             return self._encoder_result()
-        if self._graphs is not None and _is_decoding(plan):
+        if self._graphs is not None and plan.is_decoding:
             encoded = [self._encoded[segment.slot] for segment in plan.segments]
             numbers = [(each.slot, each.length - 1, each.task) for each in encoded]
             return self._run_graph(self._graphs, plan, *zip(*numbers, strict=True))
@@ -200,28 +196,14 @@ class EncoderDecoderRank(GeneratorRank):
         assert done is not None, "an encoder's step ends its pass"
         room = self.model.empty_hidden(len(done.batch.ids))
         hidden = self._first_rank_copy(done.output, room)
-        attentions = done.attentions
+        attentions = done.attentions  # (rows, stage's layers, heads, S, S)
         if attentions is not None and self._groups is not None:
-            ranks = range(self.layout.world_size)
+            ranks, tp_size = range(self.layout.world_size), self.layout.tp_size
             shape, dtype = attentions.shape, attentions.dtype
             parts = self._groups.gather(attentions, shape, ranks=ranks, dtype=dtype)
-            attentions = self._joined(parts)
+            starts = range(0, len(parts), tp_size)
+            stages = [torch.cat(parts[first : first + tp_size], dim=2) for first in starts]
+            attentions = torch.cat(stages, dim=1) if stages else None
         if hidden is None:
             return None
         return StepResult(torch.empty(0, 0), hidden=hidden, attentions=attentions)
-
-    def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor | None:
-        """Return (rows, layers, heads, S, S) of the parts of all ranks."""
-        if not parts:
-            return None
-        tp_size = self.layout.tp_size
-        stages = [
-            torch.cat(parts[first : first + tp_size], dim=2)
-            for first in range(0, len(parts), tp_size)
-        ]
-        return torch.cat(stages, dim=1)
-
-
-def _is_decoding(plan: StepPlan) -> bool:
-    """Return whether a step has one token for each sequence, the logits of all of them wanted."""
-    return 0 < len(plan.output_rows) == len(plan.segments) == len(plan.ids)

@@ -35,7 +35,12 @@ class EncoderPass:
     ) -> None:
         """Begin before the first layer; `graphs` are those of whole passes, if there are any."""
         self.batch = batch
-        self.attentions = _room_for_attentions(model, batch, layout) if with_attentions else None
+        self.attentions: torch.Tensor | None = None  # (rows, stage's layers, H, S, S)
+        if with_attentions:
+            width = max(batch.rows.lengths)
+            heads = model.architecture.encoder.head_num // layout.tp_size
+            shape = (len(batch.rows.lengths), len(model.encoder_layers), heads, width, width)
+            self.attentions = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.output: torch.Tensor | None = None  # (N, E) on the last stage, once done
         self._model = model
         self._layout = layout
@@ -78,24 +83,11 @@ class EncoderPass:
                 self._x, self.batch, self._masks, layers=layers, attentions=self.attentions
             )
         if start < mine.stop <= stop:
-            self._hand_on()
+            assert self._x is not None
+            if layout.is_last_stage:
+                self.output = self._model.finish_encoder(self._x)
+            else:
+                assert self._groups is not None
+                self._groups.send(self._x, layout.next_rank).wait()
+            self._x = None
         self._next = stop
-
-    def _hand_on(self) -> None:
-        assert self._x is not None
-        if self._layout.is_last_stage:
-            self.output = self._model.finish_encoder(self._x)
-        else:
-            assert self._groups is not None
-            self._groups.send(self._x, self._layout.next_rank).wait()
-        self._x = None
-
-
-def _room_for_attentions(
-    model: EncoderDecoder, batch: EncoderBatch, layout: ParallelLayout
-) -> torch.Tensor:
-    """Return zeros (rows, stage's layers, H, S, S)."""
-    width = max(batch.rows.lengths)
-    heads = model.architecture.encoder.head_num // layout.tp_size
-    shape = (len(batch.rows.lengths), len(model.encoder_layers), heads, width, width)
-    return torch.zeros(shape, dtype=model.dtype, device=model.device)

@@ -12,7 +12,7 @@ from export_scripts.families.layout.architecture import EncoderArchitecture
 from inference.model.encoder import Encoder
 from inference.model.ragged import ragged_rows
 from inference.ranks.base import RankBase, StepResult
-from inference.ranks.device import has_row_kernels, layer_parameters
+from inference.ranks.device import has_row_kernels
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
 
@@ -46,14 +46,11 @@ class EncoderRank(RankBase):
             return
         from inference.model.gpu.encoder_graph import EncoderGraphs
 
-        choice = self.architecture
-        heads = (choice.head_num, choice.head_num, choice.size_per_head)
-        layer = layer_parameters(choice.hidden, heads, choice.inter_size)
         with torch.inference_mode():
             self._graphs = EncoderGraphs(
                 self.model.run_layers,
                 self.model.empty_hidden,
-                parameters=choice.num_layer * layer // self.layout.tp_size,
+                parameters=self._parameters(self.architecture),
                 device=self.device,
             )
             self._graphs.record()

@@ -82,6 +82,11 @@ class StepPlan:
     attentions: bool = False
     encoder_layers: int = 0
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it has one token for each sequence, the logits of all of them wanted."""
+        return 0 < len(self.output_rows) == len(self.segments) == len(self.ids)
+
 
 _encode = json.JSONEncoder(
     separators=(",", ":"),
