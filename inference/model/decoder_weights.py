@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
@@ -25,7 +23,6 @@ from inference.model.step import AttentionRules
 from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.gemm import make_gemm
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
-from inference.parallel.layout import undivided
 from inference.parallel.linear import AllReduce, RowParallelLinear
 
 # Of attention and MLP: the norms before and after, and the adapter.
@@ -47,7 +44,6 @@ def load_decoder(
         CheckpointMismatchError: Tensors hold values that are not finite.
     """
     layout = weights.layout
-    check_decoder(architecture, layout.tp_size)
     loader = _Loader(weights, architecture, reduce, gemm)
     decoder = Decoder(
         weights,
@@ -60,34 +56,6 @@ def load_decoder(
     )
     weights.check()
     return decoder
-
-
-def check_decoder(architecture: DecoderArchitecture, tp_size: int) -> None:
-    """Check that this runtime can compute the architecture.
-
-    Raises:
-        ValueError: with every problem found.
-    """
-    sizes = {
-        "head_num": architecture.head_num,
-        "kv_head_num": architecture.kv_head_num,
-        "inter_size": architecture.inter_size,
-        "adapter_inter_size": architecture.adapter_inter_size,
-    }
-    problems = undivided(tp_size, sizes)
-    defaults = {field.name: field.default for field in fields(architecture)}
-    special = ("adapter_inter_size", "input_norms", "output_norms", "residual_scale")
-    given = [name for name in special if getattr(architecture, name) != defaults[name]]
-    if given and (
-        not architecture.norm_before
-        or architecture.residual_from_norm
-        or architecture.residual != "sequential"
-    ):
-        problems.append(f"{', '.join(given)}: supported with layernorm_type=pre_layernorm only")
-    if not (architecture.input_norms or architecture.output_norms):
-        problems.append("input_norms or output_norms must be set: a layer without is not supported")
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 class _Loader(LayerLoader):

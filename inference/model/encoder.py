@@ -17,7 +17,6 @@ from inference.model.layers import MLP, Normalise, RowAttention
 from inference.model.ragged import RaggedRows, RowMasks
 from inference.model.stage import StageModel
 from inference.model.weights import LayerLoader, RankWeights
-from inference.parallel.layout import undivided
 from inference.parallel.linear import AllReduce
 
 
@@ -50,7 +49,6 @@ class Encoder(StageModel):
             ValueError: The sizes do not divide among the ranks.
             CheckpointMismatchError: Tensors hold values that are not finite.
         """
-        check_encoder(architecture, weights.layout.tp_size)
         super().__init__(weights)
         self.architecture = architecture
         numbers = weights.layout.layers(architecture.num_layer)
@@ -64,17 +62,6 @@ class Encoder(StageModel):
         for layer in self.layers:
             x = layer(x, masks)
         return x
-
-
-def check_encoder(architecture: EncoderArchitecture, tp_size: int) -> None:
-    """Check that the sizes divide among the ranks.
-
-    Raises:
-        ValueError: with every size that does not.
-    """
-    sizes = {"head_num": architecture.head_num, "inter_size": architecture.inter_size}
-    if problems := undivided(tp_size, sizes):
-        raise ValueError("\n".join(problems))
 
 
 def _layer(parts: LayerLoader, architecture: EncoderArchitecture, number: int) -> EncoderLayer:

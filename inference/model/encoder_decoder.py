@@ -18,7 +18,7 @@ from inference.model.kv_cache import KVCache
 from inference.model.ragged import RaggedRows, RowMasks
 from inference.model.stage import GeneratorModel
 from inference.model.step import AttentionRules, EncodedSlots, Segment, Step, attention_groups
-from inference.model.t5_layers import T5DecoderLayer, T5Loader, check_t5
+from inference.model.t5_layers import T5DecoderLayer, T5Loader
 from inference.model.weights import RankWeights
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import AllReduce
@@ -91,7 +91,6 @@ class EncoderDecoder(GeneratorModel):
             ValueError: The sizes do not divide among the ranks.
             CheckpointMismatchError: Tensors hold values that are not finite.
         """
-        check_t5(architecture, weights.layout.tp_size)
         layout = weights.layout
         super().__init__(weights)
         self.architecture = architecture

@@ -33,7 +33,6 @@ from inference.model.step import Step
 from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.gemm import Product
 from inference.parallel.gemm_options import GemmOptions
-from inference.parallel.layout import undivided
 from inference.parallel.linear import AllReduce, RowParallelLinear
 
 
@@ -110,22 +109,6 @@ class T5DecoderLayer:
         x = self.attention(x, step, layer=layer, tasks=step.tasks)
         x = self.cross(x, step, layer=layer)
         return self.mlp(x, tasks=step.tasks)
-
-
-def check_t5(architecture: EncoderDecoderArchitecture, tp_size: int) -> None:
-    """Check that the sizes divide among the ranks.
-
-    Raises:
-        ValueError: with every size that does not.
-    """
-    stack = architecture.encoder
-    sizes = {
-        "num_heads": stack.head_num,
-        "d_ff": stack.inter_size,
-        "adapter_inter_size": architecture.adapter_inter_size,
-    }
-    if problems := undivided(tp_size, sizes):
-        raise ValueError("\n".join(problems))
 
 
 class T5Loader(LayerLoader):

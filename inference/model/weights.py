@@ -4,10 +4,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import torch
 
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.layout.architecture import Architecture, Norm
+from export_scripts.families.layout.architecture import (
+    Architecture,
+    DecoderArchitecture,
+    EncoderDecoderArchitecture,
+    Norm,
+)
 from export_scripts.ft.reader import FTReader
 from inference.model.layers import Normalise, make_norm
 from inference.parallel.epilogue import GemmActivation, gemm_activation
@@ -126,6 +134,42 @@ class RankWeights:
         return values.to(dtype)
 
 
+def check_architecture(architecture: Architecture, tp_size: int) -> None:
+    """Check that so many ranks can compute a model.
+
+    Raises:
+        ValueError: with every problem found.
+    """
+    stack: Any = architecture
+    keys: dict[str, str] = {}  # of config.ini, where the names differ
+    if isinstance(architecture, EncoderDecoderArchitecture):
+        stack, keys = architecture.encoder, {"head_num": "num_heads", "inter_size": "d_ff"}
+    names = [each for each in ("head_num", "kv_head_num", "inter_size") if hasattr(stack, each)]
+    sizes = {keys.get(name, name): getattr(stack, name) for name in names}
+    sizes["adapter_inter_size"] = getattr(architecture, "adapter_inter_size", 0)
+    problems = [
+        f"tensor_para_size={tp_size} does not divide {name}={size}"
+        for name, size in sizes.items()
+        if size % tp_size
+    ]
+    if isinstance(architecture, DecoderArchitecture):
+        defaults = {field.name: field.default for field in fields(architecture)}
+        special = ("adapter_inter_size", "input_norms", "output_norms", "residual_scale")
+        given = [name for name in special if getattr(architecture, name) != defaults[name]]
+        if given and (
+            not architecture.norm_before
+            or architecture.residual_from_norm
+            or architecture.residual != "sequential"
+        ):
+            problems.append(f"{', '.join(given)}: supported with layernorm_type=pre_layernorm only")
+        if not (architecture.input_norms or architecture.output_norms):
+            problems.append(
+                "input_norms or output_norms must be set: a layer without is not supported"
+            )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
 class LayerLoader:
     """Makes the parts of layers from one rank's tensors.
 
@@ -143,6 +187,8 @@ class LayerLoader:
         norm: Norm = "layernorm",
         norm_one_plus: bool = False,
     ) -> None:
+        """Check the architecture, see `check_architecture`."""
+        check_architecture(architecture, weights.layout.tp_size)
         self.weights = weights
         self.reduce = reduce
         self.gemm = gemm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -91,12 +90,3 @@ class ParallelLayout:
     def vocab_rows_per_rank(self, vocab_size: int) -> int:
         """Return the most rows any rank holds; slices of logits are this wide."""
         return -(-vocab_size // self.tp_size)
-
-
-def undivided(tp_size: int, sizes: Mapping[str, int]) -> list[str]:
-    """Return a problem for each of the named sizes that does not divide among the ranks."""
-    return [
-        f"tensor_para_size={tp_size} does not divide {name}={size}"
-        for name, size in sizes.items()
-        if size % tp_size
-    ]

@@ -12,10 +12,10 @@ from export_scripts.families.layout.architecture import (
     Architecture,
     DecoderArchitecture,
     EncoderArchitecture,
+    EncoderDecoderArchitecture,
 )
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
-from inference.model import encoder, t5_layers
-from inference.model.decoder_weights import check_decoder
+from inference.model.weights import check_architecture
 from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.layout import ParallelLayout
 from inference.ranks.settings import Placement
@@ -76,17 +76,12 @@ def _matrix_problems(architecture: Architecture, placement: Placement, device: s
 
 def _checks(architecture: Architecture, layout: ParallelLayout) -> list[Callable[[], object]]:
     """Return the checks that raise ValueError where the model does not divide among the ranks."""
-    check: Callable[[], object]
-    if isinstance(architecture, DecoderArchitecture):
-        check = partial(check_decoder, architecture, layout.tp_size)
-        depths = {architecture.num_layer}
-    elif isinstance(architecture, EncoderArchitecture):
-        check = partial(encoder.check_encoder, architecture, layout.tp_size)
-        depths = {architecture.num_layer}
-    else:
-        check = partial(t5_layers.check_t5, architecture, layout.tp_size)
+    if isinstance(architecture, EncoderDecoderArchitecture):
         stacks = (architecture.encoder, architecture.decoder)
         depths = {stack.num_layer for stack in stacks if stack is not None}
+    else:
+        depths = {architecture.num_layer}
+    check = partial(check_architecture, architecture, layout.tp_size)
     return [check, *(partial(layout.layers, depth) for depth in depths)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
-from inference.model.decoder_weights import check_decoder
+from inference.model.weights import check_architecture
 
 SIZES: dict[str, Any] = {
     "head_num": 4, "kv_head_num": 2, "size_per_head": 8, "hidden": 32, "inter_size": 56,
@@ -24,12 +24,12 @@ SIZES: dict[str, Any] = {
     ],
 )
 def test_each_problem_is_named(choices: dict[str, Any], problem: str) -> None:
-    check_decoder(DecoderArchitecture(**SIZES), tp_size=2)
+    check_architecture(DecoderArchitecture(**SIZES), tp_size=2)
     with pytest.raises(ValueError, match=problem):
-        check_decoder(DecoderArchitecture(**{**SIZES, **choices}), tp_size=2)
+        check_architecture(DecoderArchitecture(**{**SIZES, **choices}), tp_size=2)
 
 
 def test_all_problems_are_named_at_once() -> None:
     choices = {"input_norms": False, "norm_before": False, "inter_size": 55}
     with pytest.raises(ValueError, match=r"(?s)inter_size.*input_norms: supported.*must be set"):
-        check_decoder(DecoderArchitecture(**{**SIZES, **choices}), tp_size=2)
+        check_architecture(DecoderArchitecture(**{**SIZES, **choices}), tp_size=2)
