@@ -68,11 +68,7 @@ class _Loader(LayerLoader):
         reduce: AllReduce | None,
         gemm: GemmOptions,
     ) -> None:
-        super().__init__(
-            *(weights, architecture, reduce, gemm),
-            norm=architecture.norm,
-            norm_one_plus=architecture.norm_one_plus,
-        )
+        super().__init__(weights, architecture, reduce, gemm)
         self.architecture = architecture
         tp_size = weights.layout.tp_size
         # This rank's query heads, key/value heads, and their size.

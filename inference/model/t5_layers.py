@@ -121,7 +121,7 @@ class T5Loader(LayerLoader):
         reduce: AllReduce | None,
         gemm: GemmOptions,
     ) -> None:
-        super().__init__(weights, architecture, reduce, gemm, norm=architecture.norm)
+        super().__init__(weights, architecture, reduce, gemm)
         self._architecture = architecture
         stack = architecture.encoder
         self.score_scale = (

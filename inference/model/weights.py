@@ -183,9 +183,6 @@ class LayerLoader:
         architecture: Architecture,
         reduce: AllReduce | None,
         gemm: GemmOptions = PLAIN_GEMM,
-        *,
-        norm: Norm = "layernorm",
-        norm_one_plus: bool = False,
     ) -> None:
         """Check the architecture, see `check_architecture`."""
         check_architecture(architecture, weights.layout.tp_size)
@@ -195,7 +192,8 @@ class LayerLoader:
         self.activation = gemm_activation(
             architecture.activation, exact_gelu=architecture.exact_gelu
         )
-        self._norm_kind, self._one_plus = norm, norm_one_plus
+        self._norm_kind: Norm = getattr(architecture, "norm", "layernorm")
+        self._one_plus: bool = getattr(architecture, "norm_one_plus", False)
         self._norm_eps = architecture.norm_eps
 
     def norm(self, name: str, *, kind: Norm | None = None) -> Normalise:
