@@ -104,20 +104,13 @@ class BeamRow:
         """Return what to do to the logits of each running slot in this step."""
         o = self.options
         penalised = o.is_penalised and self.request.context_len + self.generated > 1
-        return [
-            LogitRules(
-                bias=self._biases(k),
-                temperature=o.temperature,
-                seen=np.concatenate([self._prompt_ids, self.tokens[k, : self.generated]])
-                if penalised
-                else None,
-                repetition_penalty=o.repetition_penalty,
-                presence_penalty=o.presence_penalty,
-                forbidden_id=o.end_id if self.generated < o.min_length else None,
-                divides=True,
-            )
-            for k in self.running
-        ]
+        forbidden_id = o.end_id if self.generated < o.min_length else None
+        rules = []
+        for k in self.running:
+            answer = self.tokens[k, : self.generated]
+            seen = np.concatenate([self._prompt_ids, answer]) if penalised else None
+            rules.append(LogitRules(o, self._biases(k), seen, forbidden_id))
+        return rules
 
     def _biases(self, k: int) -> tuple[Array, Array] | None:
         o, parts = self.options, [self._logit_bias] if self.options.logit_bias else []

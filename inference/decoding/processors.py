@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from inference.decoding.options import RowOptions
 from inference.decoding.rows import TokenScore
 from inference.decoding.tensor_fields import Array
 
@@ -28,17 +29,14 @@ class LogitRules:
     """Rules for the logits of one slot in this step.
 
     `bias` holds ids and what is added to their logits, as `join_bias` returns them. `seen` lists
-    the ids that `repetition_penalty` or `presence_penalty` act on; an id may occur more than once.
-    `forbidden_id` is the end id while the minimum length is not reached.
+    the ids that the penalties of `options` act on; an id may occur more than once. `forbidden_id`
+    is the end id while the minimum length is not reached.
     """
 
+    options: RowOptions
     bias: tuple[Array, Array] | None = None
-    temperature: float = 1.0
     seen: Array | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
     forbidden_id: int | None = None
-    divides: bool = False
 
 
 def process_logits(
@@ -82,17 +80,16 @@ def temperature_factor(temperature: float) -> float:
 
 def apply_temperature(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
     """Scale each row of `x` by its temperature: sampling multiplies, beam search divides."""
-    factors = [1.0 if r.divides else temperature_factor(r.temperature) for r in rules]
-    if any(factor != 1 for factor in factors):
-        x.mul_(_to(x, np.asarray(factors, np.float32))[:, None])
-    divisors = [
-        float(np.float32(r.temperature) + _TEMPERATURE_EPSILON)
-        if r.divides and r.temperature != 1
-        else 1.0
-        for r in rules
-    ]
-    if any(divisor != 1 for divisor in divisors):
-        x.div_(_to(x, np.asarray(divisors, np.float32))[:, None])
+    factors, divisors = np.ones(len(rules), np.float32), np.ones(len(rules), np.float32)
+    for nth, options in enumerate(rule.options for rule in rules):
+        if options.beam_width == 1:
+            factors[nth] = temperature_factor(options.temperature)
+        elif options.temperature != 1:
+            divisors[nth] = np.float32(options.temperature) + _TEMPERATURE_EPSILON
+    if (factors != 1).any():
+        x.mul_(_to(x, factors)[:, None])
+    if (divisors != 1).any():
+        x.div_(_to(x, divisors)[:, None])
 
 
 def apply_penalty(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
@@ -104,8 +101,8 @@ def apply_penalty(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
     which = [i for i, _ in where]
     rows = _to(x, np.repeat(np.asarray(which, np.int64), sizes))
     ids = _to(x, np.concatenate([seen for _, seen in where]).astype(np.int64))
-    repetition = np.asarray([rules[i].repetition_penalty for i in which], np.float32)
-    presence = np.asarray([rules[i].presence_penalty for i in which], np.float32)
+    repetition = np.asarray([rules[i].options.repetition_penalty for i in which], np.float32)
+    presence = np.asarray([rules[i].options.presence_penalty for i in which], np.float32)
     r, a = _to(x, np.repeat(repetition, sizes)), _to(x, np.repeat(presence, sizes))
     old = x[rows, ids]  # an id that occurs twice is read twice before it is written
     x[rows, ids] = torch.where(old < 0, old * r, old / r) - a

@@ -136,18 +136,10 @@ class SamplingRow:
 
     def rules(self) -> list[LogitRules]:
         """Return what to do to the row's logits in this step."""
-        o, generated = self.options, self.generated
-        penalised = self._penalises(generated)
-        return [
-            LogitRules(
-                bias=self._biases(self._history),
-                temperature=o.temperature,
-                seen=self._seen.ids(generated) if self._seen and penalised else None,
-                repetition_penalty=o.repetition_penalty,
-                presence_penalty=o.presence_penalty,
-                forbidden_id=self.forbidden_id,
-            )
-        ]
+        generated = self.generated
+        seen = self._seen.ids(generated) if self._seen and self._penalises(generated) else None
+        bias = self._biases(self._history)
+        return [LogitRules(self.options, bias, seen, self.forbidden_id)]
 
     def draw_uniform(self) -> None:
         """Draw the random number of this step."""

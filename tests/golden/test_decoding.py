@@ -68,7 +68,7 @@ def test_temperature_scales_the_real_vocabulary(case: Case) -> None:
     processed = process_logits(
         torch.tensor(case["logits"]),
         slots=range(len(temperatures)),
-        rules=[LogitRules(temperature=t) for t in temperatures],
+        rules=[LogitRules(RowOptions(0, temperature=t)) for t in temperatures],
         vocab_size=case["vocab"],
     )
     # A row at exactly 1 is left alone whatever its neighbours; the recorded mixed batches scale
@@ -84,7 +84,8 @@ def test_penalty_acts_once_on_each_id_seen(case: Case) -> None:
     x = torch.tensor([case["logits"]])
     seen = np.asarray(case["padded_prompt"][: case["input_length"]] + case["generated"])
     assert sorted(set(seen.tolist())) == case["penalised"]
-    apply_penalty(x, [LogitRules(seen=seen, **{f"{case['kind']}_penalty": case["value"]})])
+    options = RowOptions(0, **{f"{case['kind']}_penalty": case["value"]})
+    apply_penalty(x, [LogitRules(options, seen=seen)])
     np.testing.assert_allclose(x[0].numpy(), np.float32(case["expected"]), rtol=1e-6)
 
 

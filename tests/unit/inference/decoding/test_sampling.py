@@ -108,7 +108,7 @@ def test_minimum_length_is_harmless_where_the_end_id_is_outside_the_vocabulary()
 
 def test_minimum_length_of_a_model_without_an_end_id_bars_no_token() -> None:
     logits = torch.zeros(1, ALIGNMENT)
-    rules = [LogitRules(forbidden_id=-1)]
+    rules = [LogitRules(RowOptions(0), forbidden_id=-1)]
     assert torch.equal(process_logits(logits, slots=[0], rules=rules, vocab_size=ALIGNMENT), logits)
 
 
