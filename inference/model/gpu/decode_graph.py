@@ -92,7 +92,7 @@ class DecodeGraphs:
         if largest.chosen is not None:  # the kernels of sampled rows are compiled now, too
             numbers = largest.numbers
             draws = torch.ones(self._sizes[-1], 6, device=numbers.device)
-            for penalties in (None, torch.ones(self._sizes[-1], 2, device=numbers.device)):
+            for penalties in (None, torch.ones(self._sizes[-1], 3, device=numbers.device)):
                 self._feed.choose(largest.output, numbers[1], numbers[-1], draws, penalties)
 
     def graph(self, sequences: int) -> DecodeGraph:
