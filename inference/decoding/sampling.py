@@ -59,12 +59,7 @@ class SamplingRow:
     running = (0,)
 
     def __init__(
-        self,
-        request: RowRequest,
-        *,
-        vocab_size: int,
-        full_log_probs: bool,
-        include_boundary: bool,
+        self, request: RowRequest, *, vocab_size: int, full_log_probs: bool, include_boundary: bool
     ) -> None:
         self.request = request
         self.options = o = request.options
@@ -290,12 +285,7 @@ def _choose_from_all(row: SamplingRow, candidates: Candidates, i: int) -> Choice
 
 
 def _choice(
-    row: SamplingRow,
-    candidates: Candidates,
-    i: int,
-    token: int,
-    value: float,
-    log_kept: float,
+    row: SamplingRow, candidates: Candidates, i: int, token: int, value: float, log_kept: float
 ) -> Choice:
     if not row.options.return_log_probs:
         return Choice(token)

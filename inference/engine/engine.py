@@ -20,21 +20,11 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
-from inference.decoding.request import (
-    GenerationRequest,
-    ModelLimits,
-    RequestError,
-    RowRequest,
-)
+from inference.decoding.request import GenerationRequest, ModelLimits, RequestError, RowRequest
 from inference.decoding.rows import PREFIX_PROMPT, SessionTurn
 from inference.engine.base import EngineBase, rank_settings
 from inference.engine.blocks import BlockPool
-from inference.engine.capacity import (
-    Capacity,
-    generator_of,
-    model_limits,
-    plan_capacity,
-)
+from inference.engine.capacity import Capacity, generator_of, model_limits, plan_capacity
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.load import EngineLoad
 from inference.engine.options import EngineOptions

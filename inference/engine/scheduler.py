@@ -24,12 +24,7 @@ from inference.engine.load import EngineLoad
 from inference.engine.planned_step import GeneratingStep, lay_out
 from inference.engine.queued_request import StepScheduler
 from inference.engine.row_cache import RowCache
-from inference.engine.running import (
-    GenerationResult,
-    GenerationStep,
-    RunningRequest,
-    RunningRow,
-)
+from inference.engine.running import GenerationResult, GenerationStep, RunningRequest, RunningRow
 from inference.engine.sessions import Sessions
 from inference.engine.step_budget import ChunkSize, EncoderProgress, decoding_work, prompt_work
 from inference.engine.step_results import StepResults

@@ -14,14 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
-from inference.model.layers import (
-    MLP,
-    Attention,
-    Embedding,
-    JointHalves,
-    Sublayer,
-    normalised,
-)
+from inference.model.layers import MLP, Attention, Embedding, JointHalves, Sublayer, normalised
 from inference.model.rotary import AnglesOf, RotaryTable
 from inference.model.stage import GeneratorModel, Head
 from inference.model.step import AttentionRules, Step

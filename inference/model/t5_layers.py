@@ -60,12 +60,7 @@ class CrossAttention:
         cache.write(layer, cache_rows, scaled(both, self.scalers, tasks))
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        step: Step,
-        *,
-        layer: int,
-        residual: torch.Tensor | None = None,
+        self, x: torch.Tensor, step: Step, *, layer: int, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return (N, E) for normalised x (N, E)."""
         assert step.encoded is not None

@@ -114,8 +114,5 @@ class _PlainGemm:
         else:
             y = torch.addmm(self.bias, x, self.weight)
         return finish(
-            y,
-            activation=self.activation,
-            first_activated=self.first_activated,
-            residual=residual,
+            y, activation=self.activation, first_activated=self.first_activated, residual=residual
         )

@@ -127,12 +127,7 @@ def _finished(
 
 
 @triton.jit
-def _gated(
-    y,
-    OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-):
+def _gated(y, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr):
     """Return (OUTPUTS / 2, ROWS): activation(gate) * linear of their outputs, which alternate."""
     pairs = tl.permute(tl.reshape(y, (OUTPUTS // 2, 2, ROWS)), (0, 2, 1))
     gate, linear = tl.split(pairs)
@@ -435,12 +430,7 @@ def _finish_rows(
 
 @triton.jit
 def _gate_pairs(
-    pairs_at,
-    y_at,
-    count,
-    OUTPUTS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    EARLY: tl.constexpr,
+    pairs_at, y_at, count, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr
 ):
     let_next_begin(EARLY)
     first = tl.program_id(0).to(tl.int64) * OUTPUTS

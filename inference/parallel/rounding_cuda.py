@@ -104,14 +104,7 @@ def round_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
 
 
 @triton.jit
-def _widen(
-    weight_at,
-    scale_at,
-    wide_at,
-    inputs,
-    INPUTS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
+def _widen(weight_at, scale_at, wide_at, inputs, INPUTS: tl.constexpr, NATIVE: tl.constexpr):
     output = tl.program_id(0)
     scale = tl.load(scale_at + output)
     place = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)

@@ -16,12 +16,7 @@ import numpy as np
 import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
-from inference.model.encoder_decoder import (
-    EncodedRow,
-    EncoderBatch,
-    EncoderDecoder,
-    encoded_slots,
-)
+from inference.model.encoder_decoder import EncodedRow, EncoderBatch, EncoderDecoder, encoded_slots
 from inference.model.kv_cache import encoder_slot, on_device
 from inference.model.ragged import ragged_rows
 from inference.model.step import EncodedSlots, Segment

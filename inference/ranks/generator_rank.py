@@ -122,11 +122,7 @@ class GeneratorRank(RankBase):
             if parts > 1:
                 mine = outputs[(outputs >= first) & (outputs < stop)] - first
             step = self._step(
-                ids[first:stop],
-                segments,
-                mine,
-                has_virtual=plan.has_virtual,
-                embeddings=embeddings,
+                ids[first:stop], segments, mine, has_virtual=plan.has_virtual, embeddings=embeddings
             )
             steps.append(step)
             first = stop
@@ -258,11 +254,7 @@ class GeneratorRank(RankBase):
         )
 
     def _choose(
-        self,
-        part: torch.Tensor,
-        slots: torch.Tensor,
-        forbidden: torch.Tensor,
-        plan: StepPlan,
+        self, part: torch.Tensor, slots: torch.Tensor, forbidden: torch.Tensor, plan: StepPlan
     ) -> torch.Tensor:
         for slot, (seen, ids, bias) in plan.marks:
             self._feed.mark(

@@ -17,15 +17,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _turned(
-    at,
-    inside,
-    cos_at,
-    sin_at,
-    d,
-    R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+def _turned(at, inside, cos_at, sin_at, d, R: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Return heads' values at `at` + `d`, the first R dimensions of each rotated.
 
     `at`, `cos_at` and `sin_at` point to the beginnings of heads and of their tokens' angles, and
@@ -516,15 +508,7 @@ def flash_decode_grouped(  # noqa: C901 - constants choose
 
 @triton.jit
 def _cached(
-    keys_at,
-    values_at,
-    table_at,
-    token,
-    stop,
-    d,
-    block_stride,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    keys_at, values_at, table_at, token, stop, d, block_stride, D: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Return one head's keys and values of cached tokens, zeros from `stop` on."""
     block = tl.load(table_at + token // BLOCK, mask=token < stop, other=0).to(tl.int64)

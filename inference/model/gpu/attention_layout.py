@@ -102,11 +102,7 @@ def _sent_together(arrays: Sequence[Array], device: torch.device) -> list[torch.
 
 
 def single_tokens(
-    slots: torch.Tensor,
-    places: torch.Tensor,
-    *,
-    rules: AttentionRules,
-    group: int,
+    slots: torch.Tensor, places: torch.Tensor, *, rules: AttentionRules, group: int
 ) -> PagedAttention:
     """Return the attention of a graph's step of one new token for each sequence.
 

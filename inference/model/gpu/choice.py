@@ -122,14 +122,7 @@ def _number(order):
 
 
 @triton.jit
-def _sums(
-    at,
-    count,
-    best,
-    cuts,
-    COUNTS: tl.constexpr,
-    PART: tl.constexpr,
-):
+def _sums(at, count, best, cuts, COUNTS: tl.constexpr, PART: tl.constexpr):
     """Return for each cut the mass of the logits at or above it, or with COUNTS their number.
 
     The additions have the same order for every cut: a lower cut never gives a smaller sum.
@@ -146,29 +139,14 @@ def _sums(
 
 
 @triton.jit
-def _sum(
-    at,
-    count,
-    best,
-    cut,
-    COUNTS: tl.constexpr,
-    PART: tl.constexpr,
-    CUTS: tl.constexpr,
-):
+def _sum(at, count, best, cut, COUNTS: tl.constexpr, PART: tl.constexpr, CUTS: tl.constexpr):
     cuts = tl.zeros((CUTS,), tl.int32) + cut.to(tl.int32)
     return tl.max(_sums(at, count, best, cuts, COUNTS, PART), 0)
 
 
 @triton.jit
 def _reach(
-    at,
-    count,
-    best,
-    target,
-    lowest,
-    COUNTS: tl.constexpr,
-    PART: tl.constexpr,
-    CUTS: tl.constexpr,
+    at, count, best, target, lowest, COUNTS: tl.constexpr, PART: tl.constexpr, CUTS: tl.constexpr
 ):
     """Return the highest cut from which on the logits' sum reaches `target`, at least `lowest`."""
     low = lowest.to(tl.int64)
@@ -184,16 +162,7 @@ def _reach(
 
 
 @triton.jit
-def _crossing(
-    at,
-    count,
-    best,
-    target,
-    lowest,
-    limit,
-    PART: tl.constexpr,
-    CUTS: tl.constexpr,
-):
+def _crossing(at, count, best, target, lowest, limit, PART: tl.constexpr, CUTS: tl.constexpr):
     """Return the order of the logit with which the masses' sum reaches `target`.
 
     Also which of the logits that are equal to it, and the sum up to that one. Only `limit` logits
@@ -237,15 +206,7 @@ def _total(at, count, best, IDS: tl.constexpr):
 
 
 @triton.jit
-def _list(
-    at,
-    count,
-    lowest,
-    listed_at,
-    ids_at,
-    IDS: tl.constexpr,
-    LISTED: tl.constexpr,
-):
+def _list(at, count, lowest, listed_at, ids_at, IDS: tl.constexpr, LISTED: tl.constexpr):
     """List the logits from the order `lowest` on, and their ids; return their number.
 
     Those beyond the first LISTED are left out.

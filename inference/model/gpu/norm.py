@@ -79,13 +79,7 @@ def norm(
 
 @triton.jit
 def _mean_squares(
-    heads_at,
-    stride,
-    mean_at,
-    query_size,
-    key_size,
-    WIDTH: tl.constexpr,
-    EARLY: tl.constexpr,
+    heads_at, stride, mean_at, query_size, key_size, WIDTH: tl.constexpr, EARLY: tl.constexpr
 ):
     let_next_begin(EARLY)
     row, part = tl.program_id(0), tl.program_id(1)
