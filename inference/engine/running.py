@@ -95,6 +95,7 @@ class PromptOutputs:
         keeps_logits: Whether the logits themselves are the request's answer.
         wants_logits: Whether the logits of every prompt token are needed.
         wants_pooled: Whether the sum of the prompt's hidden states is needed.
+        pooled: That sum (E,) fp32 of the last ones; None if it was not asked for.
         is_final: Whether the whole prompt has been computed.
     """
 
@@ -115,7 +116,7 @@ class PromptOutputs:
         self._log_prob = 0.0
         self._scores: list[TokenScore] = []
         self._logits: list[torch.Tensor] = []
-        self._pooled: torch.Tensor | None = None
+        self.pooled: torch.Tensor | None = None
 
     def add_logits(self, logits: torch.Tensor, next_ids: Sequence[int], *, vocab_size: int) -> None:
         """Take the next chunk's logits (n, V) and the prompt tokens that follow each place."""
@@ -131,7 +132,7 @@ class PromptOutputs:
 
     def add_pooled(self, pooled: torch.Tensor) -> None:
         """Take the sum (E,) of the next chunk's hidden states."""
-        self._pooled = pooled if self._pooled is None else self._pooled + pooled
+        self.pooled = pooled if self.pooled is None else self.pooled + pooled
 
     def commit(self) -> None:
         """Make the outputs final: the whole prompt has been computed."""
@@ -142,11 +143,6 @@ class PromptOutputs:
     def scores(self) -> PromptScores:
         """The scores of the prompt's tokens, from the second token on."""
         return PromptScores(self._log_prob, tuple(self._scores))
-
-    @property
-    def pooled(self) -> torch.Tensor | None:
-        """The sum (E,) fp32 of the prompt's last hidden states; None if it was not asked for."""
-        return self._pooled
 
     @property
     def logits(self) -> torch.Tensor | None:

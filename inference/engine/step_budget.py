@@ -61,7 +61,7 @@ def prompt_work(rows: Sequence[RunningRow], room: int) -> list[RowWork]:
     among the others: no short prompt waits for a long one, and no long one for ever.
     """
     work: list[RowWork] = []
-    behind = {id(row.owner) for row in rows if row.owner.lock_step and _has_more(row)}
+    behind = {id(row.owner) for row in rows if row.owner.lock_step and _missing(row) > 1}
     reserved = min(room // 2, _missing(rows[0])) if rows else 0
     for row in [*sorted(rows[1:], key=_missing), *rows[:1]]:
         if row is rows[0]:
@@ -97,10 +97,6 @@ def _piece(row: RunningRow, room: int, *, fellows_are_behind: bool) -> RowWork |
 
 def _missing(row: RunningRow) -> int:
     return row.prompt_len - row.cached
-
-
-def _has_more(row: RunningRow) -> bool:
-    return _missing(row) > 1
 
 
 class EncoderProgress:

@@ -134,19 +134,14 @@ def _group(start: int, lengths: list[int], device: torch.device) -> RowGroup:
     width = max(lengths)
     if min(lengths) == width:
         return RowGroup(tokens, tuple(lengths), None, None, None, width)
-    hidden = _hidden(lengths, width, device)
+    counts = torch.tensor(lengths, device=device).unsqueeze(1)
+    hidden = torch.arange(width, device=device) >= counts  # (B, S): beyond the row's length
     scatter = (~hidden).flatten().nonzero().squeeze(1)  # (tokens,)
     # Padding repeats its own row's first token: a NaN of another row would spoil it, masked or not.
     starts = [0, *itertools.accumulate(lengths)][:-1]
     gather = torch.tensor(starts, device=device).repeat_interleave(width)
     gather[scatter] = torch.arange(len(scatter), device=device)
     return RowGroup(tokens, tuple(lengths), gather, scatter, hidden[:, None, None, :], width)
-
-
-def _hidden(lengths: Sequence[int], width: int, device: torch.device) -> torch.Tensor:
-    """Return (B, S): whether a place lies beyond its row's length."""
-    counts = torch.tensor(lengths, device=device).unsqueeze(1)
-    return torch.arange(width, device=device) >= counts
 
 
 def attend(
