@@ -20,7 +20,7 @@ from export_scripts.families.layout.architecture import (
 )
 from inference.model.kv_cache import KVCache, on_device
 from inference.model.stage import GeneratorModel
-from inference.model.step import EncodedSlots, Segment, Step, make_step
+from inference.model.step import EncodedSlots, Segment, Step, make_step, segment_numbers
 from inference.model.token_feed import NEWEST, TokenFeed, chosen_to_host
 from inference.ranks.base import RankBase, StepResult, cache_shape
 from inference.ranks.device import on_gpu
@@ -140,18 +140,28 @@ class GeneratorRank(RankBase):
         """Lay out some tokens; `ids` and `outputs` are on the CPU."""
         encoded, tasks = self._read_by(segments)
         if on_gpu(self.device):
-            from inference.model.gpu.paged_step import make_paged_step
+            from inference.model.gpu.attention_layout import paged_attention
 
-            return make_paged_step(
-                ids.numpy(),
-                segments,
-                outputs.numpy(),
-                cache=self.cache,
+            # Everything is sent without waiting for the device.
+            numbers, count = segment_numbers(segments), len(ids)
+            attention = paged_attention(
+                numbers,
                 rules=self.model.rules,
                 group=self.group,
-                feed=self._feed,
+                device=self.device,
+                cache=self.cache,
+            )
+            shifts = np.repeat([segment.shift for segment in segments], numbers[:, 2])
+            sent = np.concatenate((ids.numpy(), shifts, outputs.numpy())).astype(np.int32)
+            integers = on_device(sent, self.device)
+            return Step(
+                ids=self._feed.ids(integers[:count], attention.slots),
+                positions=attention.places + integers[count : 2 * count],
+                cache=self.cache,
+                output_rows=integers[2 * count :],
                 has_virtual=has_virtual,
                 embeddings=embeddings,
+                paged=attention,
                 encoded=encoded,
                 tasks=tasks,
             )
