@@ -363,6 +363,7 @@ def drawn_tokens(
         bias: (slots, V) fp32, from which the frequency penalty is subtracted there.
     """
     rows, device = len(logits), logits.device
+    assert penalties is None or penalties.shape == (rows, 3)  # the kernel would read beyond
     chosen = torch.empty(rows, 2, dtype=torch.int32, device=device)
     listed = torch.empty(rows, _LISTED, dtype=torch.float32, device=device)
     _drawn_token[(rows,)](
