@@ -72,7 +72,9 @@ def test_products_equal_those_of_single_precision(
         for added in (None, residual):
             y = gemm(x.cuda(), None if added is None else added.cuda()).float().cpu()
             whole = expected if added is None else expected + added.float()
-            torch.testing.assert_close(y, whole, rtol=rounding, atol=rounding)
+            # A sum may be far smaller than the numbers that were rounded.
+            largest = torch.maximum(expected.abs(), whole.abs())
+            assert ((y - whole).abs() <= rounding * (1 + largest)).all()
 
     check(0)
     check(20)
