@@ -7,6 +7,7 @@ numpy is not imported.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,19 +79,19 @@ class ConversionPlan:
         """The plan of the family's tensors, which this is."""
         return self
 
-    @property
+    @functools.cached_property
     def files(self) -> tuple[tuple[WrittenFile, ...], ...]:
         """The files of each tensor."""
-        tp_size = self.config.tensor_para_size
+        return tuple(map(self._files_of, self.tensors))
+
+    def _files_of(self, item: TensorPlan) -> tuple[WrittenFile, ...]:
+        tensor, tp_size = item.tensor, self.config.tensor_para_size
+        kind = tensor.dtype or self.config.weight_data_type
+        written = WrittenTensor(tensor.name, ((item, None),))
+        size = tensor.file_bytes(tp_size, kind)
         return tuple(
-            tuple(
-                WrittenFile(name, (written,), kind, size, tp_rank=rank)
-                for rank, name in enumerate(item.tensor.file_names(tp_size))
-            )
-            for item in self.tensors
-            for written in [WrittenTensor(item.tensor.name, ((item, None),))]
-            for kind in [item.tensor.dtype or self.config.weight_data_type]
-            for size in [item.tensor.file_bytes(tp_size, kind)]
+            WrittenFile(name, (written,), kind, size, tp_rank=rank)
+            for rank, name in enumerate(tensor.file_names(tp_size))
         )
 
 
@@ -127,7 +128,8 @@ def plan_conversion(
     problems += tensor_problems
     text = ""
     try:
-        text = text if request.is_huggingface else config_text(config)
+        if not request.is_huggingface:
+            text = config_text(config)
     except ValueError as error:
         problems += str(error).split("\n")
     problems += _tokenizer_problems(request, facts, names)
