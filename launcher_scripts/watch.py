@@ -45,8 +45,6 @@ from stages.base import fingerprint
 REPORT_JSON = "report.json"
 # Where several servers may share a node, each takes ports of its own.
 _PORTS = ("deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0")
-
-
 _OWN_KEYS = ("action=", "export.model.checkpoint_", "export.run.results_dir=")
 
 
@@ -210,7 +208,7 @@ class Watch:
     def _start_one(self, each: Watched) -> None:
         results = self._folder / f"step_{each.step:07d}"
         overrides = [
-            *(each for each in self._words if not each.lstrip("+").startswith(_OWN_KEYS)),
+            *(word for word in self._words if not word.lstrip("+").startswith(_OWN_KEYS)),
             *_PORTS,
             f"export.model.checkpoint_path={hydra_text(each.path)}",
             f"export.run.results_dir={hydra_text(str(results))}",
