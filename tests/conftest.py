@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,9 +21,18 @@ _KEPT = ROOT / "tests" / "reference"
 SHARED = Path(os.environ.get("SLIPWAY_SHARED", _LARGER if _LARGER.is_dir() else _KEPT))
 SAMPLE_MODEL = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
-
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A shell ignores it for what it runs in the background, and every command would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Take back the handlers of a command's `main`, which every later process would inherit."""
+    before = {each: signal.getsignal(each) for each in _STOPS}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
 
 
 @pytest.fixture(scope="session")
