@@ -26,7 +26,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
@@ -78,40 +78,32 @@ def arrival_times(count: int, *, rate: float) -> list[float]:
     return list(accumulate(draw.expovariate(rate) for _ in range(count)))
 
 
-class _Slipway:
+class Slipway:
     """This project's engine in this process."""
 
-    def __init__(self, model: Model, args: argparse.Namespace) -> None:
+    def __init__(self, model: Model, *, top_p: float | None = None, **given: Any) -> None:
+        """Start the engine; `given` are fields of its placement and of its options."""
         from inference.engine.engine import Engine, EngineOptions
         from inference.process_memory import keep_loaded
         from inference.ranks.settings import Placement
 
-        options = EngineOptions(
-            max_seq_len=args.max_seq_len,
-            max_lanes=args.max_sequences,
-            share_prefixes=bool(args.shared),  # else sent again, to be computed again
-        )
-        placement = Placement(
-            data_type=args.data_type,
-            int8_mode=int(args.int8),
-            fp8=args.fp8,
-            batch_invariant=args.batch_invariant,
-            device=args.device,
-            tp_size=args.tp,
-        )
+        names = {each.name for each in fields(EngineOptions)}
+        options = EngineOptions(**{key: given.pop(key) for key in names & given.keys()})
+        placement = Placement(**given)
         self._engine = Engine(model.ft_dir, placement, options=options)
         self._engine.start()
         keep_loaded()
-        self._top_p = args.top_p
+        self._top_p = top_p
         self._futures: list[Any] = []
 
     def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
+        """Send a request, which is answered meanwhile; its seed is its number."""
         from inference.decoding.options import RowOptions
         from inference.decoding.request import GenerationRequest, RowRequest
 
         never = self._engine.limits.vocab_size + 1
         ids = tuple(request.prompt)
-        sampling = {} if self._top_p is None else {"top_k": 0, "top_p": self._top_p}
+        sampling: dict[str, Any] = {} if self._top_p is None else {"top_k": 0, "top_p": self._top_p}
         options = RowOptions(end_id=never, random_seed=number, **sampling)
         row = RowRequest(ids, request.output_len, options, context_ids=ids)
         listener = None
@@ -128,12 +120,30 @@ class _Slipway:
         self._futures.append(future)
 
     def wait(self) -> None:
+        """Wait for the answers to all requests so far."""
         waiting, self._futures = self._futures, []
         for future in waiting:
             future.result()
 
     def close(self) -> None:
+        """Stop the engine."""
         self._engine.stop()
+
+
+def _slipway(model: Model, args: argparse.Namespace) -> Slipway:
+    return Slipway(
+        model,
+        top_p=args.top_p,
+        max_seq_len=args.max_seq_len,
+        max_lanes=args.max_sequences,
+        share_prefixes=bool(args.shared),  # else sent again, to be computed again
+        data_type=args.data_type,
+        int8_mode=int(args.int8),
+        fp8=args.fp8,
+        batch_invariant=args.batch_invariant,
+        device=args.device,
+        tp_size=args.tp,
+    )
 
 
 class _Vllm:
@@ -186,7 +196,7 @@ class _Vllm:
 
 # `submit` begins to answer a request before the next step; `wait` returns once all requests are
 # answered, while others may be submitted.
-Server = _Slipway | _Vllm
+Server = Slipway | _Vllm
 
 
 def timed(server: Server, requests: Sequence[Request]) -> float:
@@ -311,7 +321,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         raise SystemExit(
             "--arrivals: they are the mixed requests, of which --requests 0 sends none"
         )
-    contenders: dict[str, Any] = {"slipway": _Slipway}
+    contenders: dict[str, Any] = {"slipway": _slipway}
     if not args.no_vllm and importlib.util.find_spec("vllm") is not None:
         contenders = {"vLLM": _Vllm, **contenders}
     for name, make in contenders.items():

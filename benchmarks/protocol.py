@@ -1,0 +1,238 @@
+"""OpenAI's protocol with streaming clients: through our server, in process, and through vLLM's.
+
+    python -m benchmarks.protocol --work-dir DIR --device cuda --model llama-8b --clients 1 16 64
+
+Each client sends one request after the other, of random token ids. "First token" and "between
+events" are times at the client; an event has one token or more. The engine in process answers the
+same requests without a protocol: what a server costs is the difference. Each contender is alone on
+the machine, and all serve the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks import throughput
+from benchmarks.models import SIZES, Model, huggingface_folder, sized_model
+from benchmarks.program import Cell, own_process, percentile, run
+from benchmarks.served import OURS, Served, build
+from inference.front.access import OpenAIOptions
+from inference.ports import FREE_PORTS, pick_free_ports
+from inference.server.server import TritonServer
+
+_MODEL = "decoder"
+_START_LIMIT_S = 600.0
+# Receives a request, and returns the seconds from its start to each of its events.
+Ask = Callable[[throughput.Request], Coroutine[Any, Any, list[float]]]
+
+
+def tokenizer_folder(work_dir: Path, vocab_size: int) -> Path:
+    """Write a byte-level tokenizer of some size, without merges."""
+    words = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words += [f"Ġ{number:x}" for number in range(vocab_size - len(words))]
+    tokenizer = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    folder = work_dir / f"tokenizer_{vocab_size}"
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
+async def closed_loop(
+    ask: Ask, requests: Sequence[throughput.Request], clients: int
+) -> list[list[float]]:
+    """Let each client send one request after the other; return the events of each request."""
+    waiting = iter(requests)
+
+    async def client() -> list[list[float]]:
+        return [await ask(request) for request in waiting]
+
+    return list(chain(*await asyncio.gather(*(client() for _ in range(clients)))))
+
+
+@contextlib.asynccontextmanager
+async def _over_http(url: str, more: Mapping[str, Any]) -> AsyncIterator[Ask]:
+    limits = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=limits, raise_for_status=True) as session:
+
+        async def ask(request: throughput.Request) -> list[float]:
+            length = {"max_tokens": request.output_len, **more}
+            body = {"model": _MODEL, "prompt": request.prompt, "temperature": 0, "stream": True}
+            began = time.perf_counter()
+            async with session.post(f"{url}/completions", json=body | length) as response:
+                return [
+                    time.perf_counter() - began
+                    async for line in response.content
+                    if line.startswith(b"data: {")
+                ]
+
+        yield ask
+
+
+@contextlib.asynccontextmanager
+async def _in_process(engine: throughput.Server) -> AsyncIterator[Ask]:
+    loop = asyncio.get_running_loop()
+
+    async def ask(request: throughput.Request) -> list[float]:
+        began, done = time.perf_counter(), asyncio.Event()
+        seen: dict[int, float] = {}  # by the tokens so far
+
+        def note(number: int, tokens: int) -> None:
+            del number
+            seen.setdefault(tokens, time.perf_counter() - began)
+            if tokens == request.output_len:
+                loop.call_soon_threadsafe(done.set)
+
+        engine.submit(0, request, note)
+        await done.wait()
+        return list(seen.values())
+
+    yield ask
+
+
+def rows(
+    asking: Callable[[], contextlib.AbstractAsyncContextManager[Ask]],
+    model: Model,
+    args: argparse.Namespace,
+) -> Iterator[tuple[str, str]]:
+    """Yield the rows of one contender."""
+    lengths = (args.input_len,) * 2, (args.output_len,) * 2
+
+    async def load(clients: int, seed: int) -> tuple[float, list[list[float]]]:
+        count = clients * args.rounds
+        vocab_size = model.vocab_size - 300
+        requests = throughput.random_requests(count, *lengths, vocab_size=vocab_size, seed=seed)
+        async with asking() as ask:
+            began = time.perf_counter()
+            events = await closed_loop(ask, requests, clients)
+            return time.perf_counter() - began, events
+
+    for clients in args.clients:
+        asyncio.run(load(clients, seed=0))
+        seconds, events = asyncio.run(load(clients, seed=clients))
+        title, tokens = f"{clients} in flight", args.output_len * len(events)
+        yield title, f"{tokens / seconds:.0f} tokens/s"
+        yield f"{title}, events", f"{sum(map(len, events)) / tokens:.2f} a token"
+        kinds = {
+            "first token": [each[0] for each in events],
+            "between events": [b - a for each in events for a, b in pairwise(each)],
+        }
+        for name, values in kinds.items():
+            for percent in (50, 99):
+                yield f"{title}, {name} p{percent}", f"{percentile(values, percent) * 1e3:.1f} ms"
+
+
+def _through_ours(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    parameters = {"device": args.device, "max_seq_len": str(args.max_seq_len)}
+    more = {"parameters": parameters, "decoupled": True}
+    served = Served(model.ft_dir, args.data_type, more)
+    repository = build(args.work_dir / f"streamed_{args.model}", OURS, {_MODEL: served})
+    options = OpenAIOptions(0, tokenizer_folder(args.work_dir, model.vocab_size))
+    log_path = args.work_dir / "tritonserver.log"
+    with TritonServer(repository, ports=FREE_PORTS, log_path=log_path, openai=options) as triton:
+        triton.start(timeout_s=_START_LIMIT_S)
+        url = str(triton.openai_url)
+        # The end token is only kept away: unlike vLLM's `ignore_eos`, no answer goes on after it.
+        yield from rows(lambda: _over_http(url, {"min_tokens": args.output_len}), model, args)
+
+
+def _through_vllm(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    (port,) = pick_free_ports("127.0.0.1", 1)
+    words = {
+        "model": huggingface_folder(model),
+        "tokenizer": tokenizer_folder(args.work_dir, model.vocab_size),
+        "served-model-name": _MODEL,
+        "dtype": {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[args.data_type],
+        "max-model-len": args.max_seq_len,
+        "port": port,
+    }
+    given = [f"--{name}={value}" for name, value in words.items()]
+    command = [*shlex.split(args.vllm), *given, "--no-enable-prefix-caching"]
+    with (args.work_dir / "vllm.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_ready(f"{url}/health", process)
+        yield from rows(lambda: _over_http(f"{url}/v1", {"ignore_eos": True}), model, args)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + _START_LIMIT_S
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise SystemExit(f"vLLM ended with status {process.returncode}; see vllm.log")
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1.0):
+            return
+        time.sleep(0.5)
+    raise SystemExit(f"vLLM was not ready within {_START_LIMIT_S:g} s; see vllm.log")
+
+
+_found: Iterator[tuple[str, str]]  # of the process that has the engine
+
+
+def _begin(model: Model, args: argparse.Namespace) -> None:
+    global _found
+    engine = throughput.Slipway(
+        model, data_type=args.data_type, device=args.device, max_seq_len=args.max_seq_len
+    )
+    _found = rows(lambda: _in_process(engine), model, args)
+
+
+def _next() -> tuple[str, str] | None:
+    return next(_found, None)
+
+
+def _engine(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    with own_process(_begin, model, args) as process:
+        while (row := process.submit(_next).result()) is not None:
+            yield row
+
+
+def measure(args: argparse.Namespace) -> Iterator[Cell]:
+    """Yield the rows of each contender."""
+    contenders = {"slipway": _through_ours, "slipway in process": _engine}
+    if args.vllm or importlib.util.find_spec("vllm") is not None:
+        args.vllm = args.vllm or f"{sys.executable} -m vllm.entrypoints.openai.api_server"
+        contenders = {"vLLM": _through_vllm, **contenders}
+    model = sized_model(SIZES[args.model], args.work_dir)
+    for name, contend in contenders.items():
+        for row, value in contend(model, args):
+            yield row, name, value
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    run(
+        measure,
+        __doc__,
+        common=("work_dir", "device"),
+        model={"choices": tuple(SIZES), "default": "llama-8b"},
+        data_type={"default": "fp16"},
+        clients={"type": int, "nargs": "+", "default": [1, 16, 64, 192]},
+        input_len={"default": 512},
+        output_len={"default": 200},
+        rounds={"type": int, "default": 3, "help": "requests of each client"},
+        max_seq_len={"type": int, "default": 1024},
+        vllm={"help": "command that starts vLLM's server, if not this Python's"},
+    )
