@@ -106,22 +106,12 @@ class TritonServer(ServedProcess):
         return f"{scheme}://{self.address('openai')}/v1"
 
     @property
-    def http_url(self) -> str:
-        """`host:port` for HTTP clients on this machine."""
-        return self.address("http")
-
-    @property
-    def grpc_url(self) -> str:
-        """`host:port` for gRPC clients on this machine."""
-        return self.address("grpc")
-
-    @property
     def control_address(self) -> str:
         """Target of gRPC at which the server answers only its owner.
 
         It offers all of Triton's API, including the loading and unloading of models.
         """
-        return self.grpc_url if self._sockets is None else f"unix:{self._sockets.grpc}"
+        return self.address("grpc") if self._sockets is None else f"unix:{self._sockets.grpc}"
 
     @property
     def admin(self) -> Admin:
@@ -232,7 +222,7 @@ class TritonServer(ServedProcess):
                 return loss
             if not self._is_silent(patience_s):
                 return None
-            return f"tritonserver does not answer on {self.http_url}: {error}"
+            return f"tritonserver does not answer on {self.address('http')}: {error}"
         self._silent_since = None
         if lost:
             return self._lost() or "; ".join(f"model {name} is not ready" for name in lost)
