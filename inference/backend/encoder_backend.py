@@ -27,14 +27,8 @@ class EncoderModel(EngineModel):
     """Serves one converted model that answers with hidden states."""
 
     served_by: ClassVar = {"bert": ("bert",), "T5-Encoder": ("T5-Encoder", "T5")}
+    engine_class = "inference.engine.encoder_engine:EncoderEngine"
     engine: EncoderEngine
-
-    @staticmethod
-    def engine_class() -> type[EncoderEngine]:
-        """See `EngineModel`."""
-        from inference.engine.encoder_engine import EncoderEngine
-
-        return EncoderEngine
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request, see `EngineModel`."""

@@ -27,14 +27,8 @@ _CONTROLS = ("START", "END")
 class GenerationModel(EngineModel):
     """Serves one converted model that answers with tokens."""
 
+    engine_class = "inference.engine.engine:Engine"
     engine: Engine
-
-    @staticmethod
-    def engine_class() -> type[Engine]:
-        """See `EngineModel`."""
-        from inference.engine.engine import Engine
-
-        return Engine
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request, see `EngineModel`."""
