@@ -458,7 +458,7 @@ class TritonServer(ServedProcess):
         if front is None or sockets is None:
             return
         if not self._has_successor:
-            front.finish()
+            front.terminate()
         while front.serves(sockets.folder) and time.monotonic() < deadline:
             if self._ended_within(_POLL_S):
                 return
