@@ -289,9 +289,20 @@ class TritonServer(ServedProcess):
         """Return the command line of this start, with new sockets, and its environment."""
         installation = find_triton(own_backends=not self._is_old)
         program = [*self._prefix, str(installation.program), *installation.arguments()]
-        self._sockets = None if self._is_old else new_sockets()
+        if self._is_old:
+            known = installation.known_options()
+            options = old_server_options(
+                self._repository.path, self._ports, host=self.host, known=known
+            )
+        else:
+            self._sockets = new_sockets()
+            options = server_options(
+                self._repository.path,
+                self._sockets,
+                completes_configs=leaves_types_to_the_backend(self.model_repository),
+            )
         segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
-        return [*program, *self._arguments(), segments], installation.environment()
+        return [*program, *options, segments], installation.environment()
 
     def can_have_a_successor(self) -> bool:
         """Return whether another server can take over: it has a front, and keeps no sessions."""
@@ -321,18 +332,6 @@ class TritonServer(ServedProcess):
             time.sleep(_POLL_S)
         self._front, self._former = front, None
         former._has_successor = True
-
-    def _arguments(self) -> list[str]:
-        if self._sockets is None:
-            known = find_triton(own_backends=False).known_options()
-            return old_server_options(
-                self._repository.path, self._ports, host=self.host, known=known
-            )
-        return server_options(
-            self._repository.path,
-            self._sockets,
-            completes_configs=leaves_types_to_the_backend(self.model_repository),
-        )
 
     def _await_ready(
         self,
