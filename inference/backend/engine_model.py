@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import queue
 import threading
 import time
@@ -99,9 +100,11 @@ class Exchange:
 class EngineModel:
     """Base of the models with an engine; they add `engine_class` and `submit`.
 
-    `served_by` has the types of weights that can serve a model_type, where that is not its own.
+    `engine_class` is `module:class`; the module imports torch. `served_by` has the types of weights
+    that can serve a model_type, where that is not its own.
     """
 
+    engine_class: ClassVar[str]
     served_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     engine: EngineBase[Any]
 
@@ -183,18 +186,13 @@ class EngineModel:
         rendezvous = open_rendezvous(
             settings.placement.world_size, timeout_s=settings.engine.rank_timeout_s
         )
-        engine: EngineBase[Any] = self.engine_class()(
+        engine: EngineBase[Any] = pkgutil.resolve_name(self.engine_class)(
             settings.checkpoint_path,
             placement=settings.placement,
             options=settings.engine,
             rendezvous=rendezvous,
         )
         return engine
-
-    @staticmethod
-    def engine_class() -> type[Any]:
-        """Return the class of the engine; its module imports torch."""
-        raise NotImplementedError
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request in the engine; return its future and the function that sends its result.

@@ -10,10 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from inference.backend.engine_model import EngineModel, Exchange
-from inference.backend.triton_model import (
-    request_tensors,
-    response,
-)
+from inference.backend.triton_model import request_tensors, response
 from inference.decoding.outputs import FrameStream
 from inference.decoding.request import RequestError, parse_request
 from inference.decoding.rows import SessionTurn
@@ -30,14 +27,8 @@ _CONTROLS = ("START", "END")
 class GenerationModel(EngineModel):
     """Serves one converted model that answers with tokens."""
 
+    engine_class = "inference.engine.engine:Engine"
     engine: Engine
-
-    @staticmethod
-    def engine_class() -> type[Engine]:
-        """See `EngineModel`."""
-        from inference.engine.engine import Engine
-
-        return Engine
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request, see `EngineModel`."""

@@ -117,7 +117,7 @@ def test_the_scores_of_an_echoed_prompt_add_up_to_the_servers_own(
     prompt = greedy_cases[0]["input_ids"]
     flag = np.array([[True]])
     with TritonClient(
-        server.grpc_url, timeout_s=60, credentials=Credentials(token_file=token_file)
+        server.address("grpc"), timeout_s=60, credentials=Credentials(token_file=token_file)
     ) as triton:
         outputs = triton.infer(
             WHOLE,

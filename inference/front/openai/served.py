@@ -19,7 +19,7 @@ from export_scripts.ft.config_ini import read_config
 from inference.backend.text_models import pad_rows
 from inference.front.guard import RejectedError
 from inference.front.openai.answers import Array, Candidate
-from inference.front.openai.prepare import GenerationJob, ModelFacts
+from inference.front.openai.prepare import ModelFacts
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL, without_internal_names
 from inference.front.upstream import Cancellations
 
@@ -37,7 +37,6 @@ _STATUS = {
 }
 # What begins an error on a stream, which carries no status; without it the request is wrong.
 _ON_STREAMS = ("UNAVAILABLE", "CANCELLED", "INTERNAL")
-_REQUIRED = {"request_output_len": "input_lengths", "max_output_len": "sequence_length"}
 _SCORES = ("token_log_probs", "top_token_ids", "top_token_log_probs")
 
 
@@ -52,16 +51,21 @@ class TritonModel:
         self._stream = channel.stream_stream(STREAM_CALL)
         self._cancellations = cancellations
 
-    async def generate(self, job: GenerationJob) -> AsyncGenerator[Sequence[Candidate], None]:
+    async def generate(self, job: Mapping[str, Array]) -> AsyncGenerator[Sequence[Candidate], None]:
         """Yield the candidates as they grow; the last time, whole. Closing it cancels the job.
 
-        Raises RejectedError if the model refuses the request, or cannot answer.
+        `job` holds the inputs. Raises RejectedError if the model refuses the request, or cannot
+        answer.
         """
-        request = self._request(job).SerializeToString()
+        wanted = ["output_ids", "sequence_length"]
+        wanted += _SCORES if "num_log_probs" in job else ()
+        wanted += ["cum_log_probs"] if "is_return_log_probs" in job else ()
+        request = infer_request(self.facts.name, job, wanted).SerializeToString()
+        prompt_len = 0 if self.facts.encoder_decoder else job["input_ids"].shape[1]
         try:
             if not self.facts.streams:
                 answer = schema.ModelInferResponse.FromString(await self._infer(request))
-                yield self._candidates(job, answer)
+                yield _candidates(answer, prompt_len)
                 return
             call = self._stream()
             try:
@@ -71,7 +75,7 @@ class TritonModel:
                     answer = schema.ModelStreamInferResponse.FromString(reply)
                     if answer.error_message:
                         raise stream_error(answer.error_message)
-                    yield self._candidates(job, answer.infer_response)
+                    yield _candidates(answer.infer_response, prompt_len)
             finally:
                 if not call.done():  # the client has left, or has what it wanted
                     self._cancellations.add(call)
@@ -94,31 +98,18 @@ class TritonModel:
         norms = np.linalg.norm(means, axis=1, keepdims=True)
         return np.asarray(means / np.maximum(norms, np.finfo(np.float32).tiny))
 
-    def _request(self, job: GenerationJob) -> Any:
-        rows = job.candidates
-        output_name = "max_output_len" if self.facts.encoder_decoder else "request_output_len"
-        tensors = {
-            "input_ids": np.tile(np.array(job.prompt, np.uint32), (rows, 1)),  # (n, S)
-            _REQUIRED[output_name]: np.full((rows, 1), len(job.prompt), np.uint32),
-            output_name: np.full((rows, 1), job.output_len, np.uint32),
-            **job.tensors,
-        }
-        wanted = ["output_ids", "sequence_length", *(_SCORES if job.scores else ())]
-        wanted += ["cum_log_probs"] if job.ranks else []
-        return infer_request(self.facts.name, tensors, wanted)
 
-    def _candidates(self, job: GenerationJob, answer: Any) -> list[Candidate]:
-        outputs = output_arrays(answer)
-        ids, lengths = outputs["output_ids"], outputs["sequence_length"]  # (n, 1, L), (n, 1)
-        first = 0 if self.facts.encoder_decoder else len(job.prompt)
-        scores = [outputs[name] for name in _SCORES] if job.scores else []
-        found = []
-        for row in range(job.candidates):
-            own, top_ids, top = (each[row, 0] for each in scores) if scores else (None,) * 3
-            total = float(outputs["cum_log_probs"][row, 0]) if job.ranks else 0.0
-            tokens = ids[row, 0, first : int(lengths[row, 0])]
-            found.append(Candidate(tokens, own, top_ids, top, total))
-        return found
+def _candidates(answer: Any, prompt_len: int) -> list[Candidate]:
+    """Return the candidates of a ModelInferResponse, which returns so many tokens of the prompt."""
+    outputs = output_arrays(answer)
+    ids, lengths = outputs["output_ids"], outputs["sequence_length"]  # (n, 1, L), (n, 1)
+    found = []
+    for row in range(len(ids)):
+        own, top_ids, top = (outputs[n][row, 0] if n in outputs else None for n in _SCORES)
+        total = float(outputs["cum_log_probs"][row, 0]) if "cum_log_probs" in outputs else 0.0
+        tokens = ids[row, 0, prompt_len : int(lengths[row, 0])]
+        found.append(Candidate(tokens, own, top_ids, top, total))
+    return found
 
 
 def infer_request(model: str, tensors: Mapping[str, Array], wanted: Sequence[str]) -> Any:
