@@ -263,7 +263,8 @@ def _gated(
         baseline = write_baseline(updated, report, chain(*(run.predictions for run in runs)))
     if baseline is None:
         return report
-    return replace(report, baseline=baseline.metrics, baseline_source=baseline.source)
+    source = baseline.source if updated is None else f"this run, recorded in {updated}"
+    return replace(report, baseline=baseline.metrics, baseline_source=source)
 
 
 def _with_own_facts(facts: RunFacts, weights_dir: Path | None, seconds: float) -> RunFacts:

@@ -10,9 +10,9 @@ A reference is either a past report.json, next to its predictions.jsonl, or a re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from export_scripts.files.json_content import json_object
 from inference.evaluation.paired import Values, compare_metric
@@ -21,12 +21,22 @@ from inference.evaluation.record import (
     ReferenceComparison,
     RequestStatistics,
     TaskReport,
+    from_json,
 )
 from inference.evaluation.report.files import read_run
 from inference.evaluation.run.task_run import TaskRun
 from inference.evaluation.task import Dataset, Score
 
-_SCHEMA_VERSION = 1
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A recorded file."""
+
+    schema_version: Literal[1]
+    source: str
+    dataset_sha256: str
+    metrics: Mapping[str, float]
+    per_sample: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,33 +74,22 @@ def read_reference(path: Path, *, task: str) -> Reference:
     Raises:
         ValueError: the file is neither, or says nothing of this task.
     """
-    remedy = "expected a report or recorded file."
-    values = json_object(path.read_bytes(), f"reference {path}", remedy=remedy)
-    if "tasks" in values:
+    content, remedy = path.read_bytes(), "expected a report or recorded file."
+    if "tasks" in json_object(content, f"reference {path}", remedy=remedy):
         return _from_report(path, task)
-    return _from_recorded(path, values)
-
-
-def _from_recorded(path: Path, values: Mapping[str, Any]) -> Reference:
     try:
-        if values["schema_version"] != _SCHEMA_VERSION:
-            raise ValueError(f"schema_version {values['schema_version']}")
-        rows: dict[int, dict[str, float]] = {}
-        for name, column in values.get("per_sample", {}).items():
-            for index, value in enumerate(column):
-                rows.setdefault(index, {})[name] = float(value)
-        return Reference(
-            source=str(values["source"]),
-            dataset_sha256=str(values["dataset_sha256"]),
-            metrics={name: float(value) for name, value in values["metrics"].items()},
-            per_sample=rows,
-        )
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        recorded = from_json(_Recorded, content)
+    except ValueError as error:
         raise ValueError(
-            f"reference {path} is not of schema_version {_SCHEMA_VERSION} with source, "
+            f"reference {path} is not of schema_version 1 with source, "
             "dataset_sha256, metrics by name, and per_sample, where it is given, as lists of "
-            f"numbers: {error!r}"
+            f"numbers: {error}"
         ) from error
+    rows: dict[int, dict[str, float]] = {}
+    for name, column in recorded.per_sample.items():
+        for index, value in enumerate(column):
+            rows.setdefault(index, {})[name] = value
+    return Reference(recorded.source, recorded.dataset_sha256, recorded.metrics, rows)
 
 
 def _from_report(path: Path, task: str) -> Reference:
