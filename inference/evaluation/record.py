@@ -283,7 +283,7 @@ def from_json(kind: type[_Record], content: bytes | str) -> _Record:
     from pydantic import ValidationError
 
     try:
-        found: _Record = _reader(kind).validate_json(content, strict=True)
+        found: _Record = _reader(kind).validate_json(content, strict=True)  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the text"
