@@ -18,8 +18,7 @@ from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import Metric, Sample, Score
 from inference.evaluation.tasks.datasets import (
     DataSource,
-    boolq_rows,
-    nli_rows,
+    labelled_rows,
     squad_rows,
     summarization_rows,
     translation_rows,
@@ -116,6 +115,8 @@ _BOOLQ = DataSource(
     "853fbe7922f70c59629f06a39e8d9ca440c3d740e760fd3b87a5ddf3dcba2436",
     member="BoolQ/val.jsonl",
 )
+_TRUTH = {"0": "false", "1": "true"}
+_INFERENCE = {"0": "entailment", "1": "neutral", "2": "contradiction"}
 _ACCURACY = Measure("accuracy", "acc", "share of answers that equal the right one", equal)
 
 
@@ -131,7 +132,7 @@ def _from_hub(name: str, split: str, file: str, *, config: str = "") -> str:
 _KINDS = (
     TextTaskKind(
         "boolq",
-        lambda path, _: boolq_rows(path),
+        lambda path, _: labelled_rows(path, "passage", "question", labels=_TRUTH),
         (_ACCURACY,),
         template="{passage}{question}",
         output_len=10,
@@ -141,7 +142,7 @@ _KINDS = (
     ),
     TextTaskKind(
         "mnli",
-        lambda path, _: nli_rows(path),
+        lambda path, _: labelled_rows(path, "premise", "hypothesis", labels=_INFERENCE),
         (_ACCURACY,),
         template="mnli hypothesis: {hypothesis} premise: {premise}",
         output_len=10,
@@ -150,7 +151,7 @@ _KINDS = (
     ),
     TextTaskKind(
         "xnli",
-        lambda path, _: nli_rows(path),
+        lambda path, _: labelled_rows(path, "premise", "hypothesis", labels=_INFERENCE),
         (_ACCURACY,),
         template="xnli: premise: {premise} hypothesis: {hypothesis}",
         output_len=10,
