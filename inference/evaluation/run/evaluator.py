@@ -242,18 +242,17 @@ def _gated(
     gate = apply_gate(
         report.metrics,
         bounds,
-        baseline=None if baseline is None else baseline.metrics,
+        baseline={} if baseline is None else baseline.metrics,
         pairs={} if baseline is None else ChainMap(*(baseline.pairs(run) for run in runs)),
         moved=moved,
         advisory={
             metric.name
-            for task in report.tasks
-            if task.name in options.advisory
-            for metric in task.metrics
+            for run in runs
+            if run.task.name in options.advisory
+            for metric in run.metrics
         },
     )
-    tasks = known_tasks(options)
-    remedies = {name: task.remedy() for task in tasks for name in task.metric_names}
+    remedies = {metric.name: run.task.remedy() for run in runs for metric in run.metrics}
     verdicts = [
         replace(each, remedy=remedies.get(each.metric, "") if each.status == BREACHED else "")
         for each in gate.verdicts
