@@ -68,14 +68,11 @@ class HarnessTask(Task):
     def __init__(self, name: str, options: EvaluationOptions) -> None:
         super().__init__(options)
         self.name, self.own_name = name, name.removeprefix(PREFIX)
+        # The beginning of every metric; the rest is known when the task was loaded.
+        self.metric_names = (name.replace(PREFIX, "harness_", 1).replace("-", "_"),)
         self._lock = threading.Lock()
         self._outcome: Future[dict[str, Any]] = Future()  # the results, or why there are none
         self._loaded: dict[str, Any] = {}  # the harness's tasks by name
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """The beginning of every metric; the rest is known when the task was loaded."""
-        return (self.name.replace(PREFIX, "harness_", 1).replace("-", "_"),)
 
     def problems(self) -> list[str]:
         """Return that the harness, the endpoint it asks or a folder is missing."""

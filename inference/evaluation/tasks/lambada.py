@@ -97,10 +97,9 @@ class Lambada(Task):
 
     name = "lambada"
 
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """The metrics of evaluate.lambada.metrics."""
-        return tuple(self.options.lambada.metrics)
+    def __init__(self, options: EvaluationOptions) -> None:
+        super().__init__(options)
+        self.metric_names = tuple(options.lambada.metrics)
 
     def problems(self) -> list[str]:
         """Return unknown metrics, and files that do not exist."""
@@ -143,7 +142,7 @@ class Lambada(Task):
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Measure the configured metrics on one passage."""
-        wanted = self.options.lambada.metrics
+        wanted = self.metric_names
         values: dict[str, float] = {}
         answer = ""
         context_log_prob: float | None = None
@@ -186,7 +185,7 @@ class Lambada(Task):
             if name in _PARTS
             else mean_metric(name, scores, key=_KEYS[name], method=self._method(name))
             for name in LAMBADA_METRICS
-            if name in self.options.lambada.metrics
+            if name in self.metric_names
         )
 
     @property

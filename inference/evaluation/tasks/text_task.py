@@ -91,11 +91,6 @@ class TextTaskKind:
     recipe: str = ""
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics over all samples."""
-        return tuple(self.corpus) or tuple(f"{self.name}_{each.name}" for each in self.measures)
-
-    @property
     def without_data(self) -> str:
         """The problem of a task that has no data file."""
         return (
@@ -121,18 +116,15 @@ class TextTask(Task):
         super().__init__(options)
         self.kind, self.name, self.grouped = kind, kind.name, kind.grouped
         self.own = options.text_tasks[kind.name]
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """The metrics of this kind of task."""
-        return self.kind.metrics
+        names = tuple(f"{self.name}_{each.name}" for each in kind.measures)
+        self.metric_names = tuple(kind.corpus) or names
 
     def needs(self) -> dict[str, str]:
         """Return what its way of asking needs, for every metric."""
         if self.own.method == "log_likelihood":
-            return dict.fromkeys(self.kind.metrics, LOG_PROBS)
+            return dict.fromkeys(self.metric_names, LOG_PROBS)
         if self.prompt.length or self.prompt.append_ids:
-            return dict.fromkeys(self.kind.metrics, TENSORS)
+            return dict.fromkeys(self.metric_names, TENSORS)
         return {}
 
     def problems(self) -> list[str]:
