@@ -41,7 +41,7 @@ from inference.evaluation.run.preparation import (
     with_source,
     within_abilities,
 )
-from inference.evaluation.run.reference import compare_with_reference, with_reference_values
+from inference.evaluation.run.reference import compare_with_reference
 from inference.evaluation.run.task_run import (
     EvaluationProgress,
     Movement,
@@ -133,12 +133,14 @@ def _publish(
     baseline: Baseline | None,
 ) -> None:
     predictions = [
-        each
+        replace(
+            each,
+            reference={} if own.reference is None else own.reference.values(each),
+            baseline={} if baseline is None else baseline.values(each),
+        )
         for run, own in zip(runs, prepared, strict=True)
-        for each in with_reference_values(run.predictions, own.reference)
+        for each in run.predictions
     ]
-    if baseline is not None:
-        predictions = [replace(each, baseline=baseline.values(each)) for each in predictions]
     output_dir = Path(options.output_dir)
     write_report(output_dir, report, predictions)
     if options.history_dir is not None:
