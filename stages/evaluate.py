@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import OPENAI, EvaluationOptions
@@ -85,7 +86,12 @@ class EvaluateStage(Stage):
                 "to use the pipeline's own server."
             )
         if server is not None and self.config.options.protocol == OPENAI:
-            problems += _tokenizer_problems(self.config.options.tokenizer)
+            folder = self.config.options.tokenizer
+            if folder is None or find_tokenizer(Path(folder)) is None:
+                problems.append(
+                    f"evaluate.tokenizer={folder} holds no tokenizer; for evaluate.protocol=openai "
+                    "name the folder of the served model's, with tokenizer.json or tokenizer.model."
+                )
         if server is None and self.config.endpoint_path is None:
             problems += check_deploy(self.config.deploy)
         return problems
@@ -268,17 +274,6 @@ def _set_aside(folder: Path) -> None:
     while (kept := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     folder.rename(kept)
-
-
-def _tokenizer_problems(folder: str | None) -> list[str]:
-    from export_scripts.ft.tokenizer_files import find_tokenizer
-
-    if folder is not None and find_tokenizer(Path(folder)) is not None:
-        return []
-    return [
-        f"evaluate.tokenizer={folder} holds no tokenizer; for evaluate.protocol=openai name the "
-        "folder of the served model's, with tokenizer.json or tokenizer.model."
-    ]
 
 
 def _is_address(text: str, protocol: str) -> bool:
