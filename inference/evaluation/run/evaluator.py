@@ -7,7 +7,7 @@ import string
 import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -33,6 +33,7 @@ from inference.evaluation.run.baseline import Baseline, write_baseline
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.environment import describe_environment, describe_weights
 from inference.evaluation.run.latency import measure_latency
+from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.run.preparation import (
     Prepared,
     check_bounds_of_groups,
@@ -42,6 +43,7 @@ from inference.evaluation.run.preparation import (
     within_abilities,
 )
 from inference.evaluation.run.reference import compare_with_reference
+from inference.evaluation.run.served_model import connect
 from inference.evaluation.run.task_run import (
     EvaluationProgress,
     Movement,
@@ -79,8 +81,6 @@ def evaluate(
         raise ValueError("\n".join(problems))
     output_dir = Path(options.output_dir)
     if options.protocol == OPENAI and model is None:
-        from inference.evaluation.run.openai_model import open_model
-
         with _junit_on_failure(output_dir):
             options = within_abilities(options, open_model(options)[1].lacks)
     tasks = known_tasks(options)
@@ -98,7 +98,8 @@ def evaluate(
         output_dir.mkdir(parents=True, exist_ok=True)
         for name in FILE_NAMES:  # two reports are never mixed
             (output_dir / name).unlink(missing_ok=True)
-        with nullcontext(model) if model is not None else _server(options, progress) as asked:
+        progress(EvaluationProgress("connect", done=0, total=1))
+        with nullcontext(model) if model is not None else connect(options) as asked:
             ask = partial(run_task, model=asked, concurrency=options.concurrency, progress=progress)
             runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
             repeats = [movement(run, asked, bounds) for run in runs]
@@ -161,15 +162,6 @@ def _junit_on_failure(output_dir: Path) -> Iterator[None]:
         output_dir.mkdir(parents=True, exist_ok=True)
         replace_file(output_dir / JUNIT, junit_error_text(str(error)))
         raise
-
-
-def _server(
-    options: EvaluationOptions, progress: ProgressCallback
-) -> AbstractContextManager[TextGenerator]:
-    from inference.evaluation.run.served_model import connect
-
-    progress(EvaluationProgress("connect", done=0, total=1))
-    return connect(options)
 
 
 def _latency(

@@ -81,7 +81,14 @@ def read_reference(path: Path, *, task: str) -> Reference:
     """
     content, remedy = path.read_bytes(), "expected a report or recorded file."
     if "tasks" in json_object(content, f"reference {path}", remedy=remedy):
-        return _from_report(path, task)
+        report, predictions = read_run(path)
+        names = [each.name for each in report.tasks]
+        if task not in names:
+            known = ", ".join(names) or "none"
+            raise ValueError(f"report {path} has no task {task}; it has {known}.")
+        own = [each for each in predictions if each.task == task]
+        found = report.tasks[names.index(task)]
+        return reference_of(found, own, source=f"run {report.run_id}")
     try:
         recorded = from_json(_Recorded, content)
     except ValueError as error:
@@ -95,16 +102,6 @@ def read_reference(path: Path, *, task: str) -> Reference:
         for index, value in enumerate(column):
             rows.setdefault(index, {})[name] = value
     return Reference(recorded.source, recorded.dataset_sha256, recorded.metrics, rows)
-
-
-def _from_report(path: Path, task: str) -> Reference:
-    report, predictions = read_run(path)
-    found = [each for each in report.tasks if each.name == task]
-    if not found:
-        names = ", ".join(each.name for each in report.tasks)
-        raise ValueError(f"report {path} has no task {task}; it has {names or 'none'}.")
-    own = [each for each in predictions if each.task == task]
-    return reference_of(found[0], own, source=f"run {report.run_id}")
 
 
 def reference_of(
