@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,8 +149,9 @@ class EvaluateStage(Stage):
             StageError: a bound is breached, or more samples are needed to show that none is; the
                 report is complete.
         """
-        if self.marker_path().exists():
-            _set_aside(self._output_dir)
+        if self.marker_path().exists():  # an earlier report is kept under the first free name
+            free = (self._output_dir.with_name(f"{self._output_dir.name}.{n}") for n in count(1))
+            self._output_dir.rename(next(each for each in free if not each.exists()))
         try:
             with self._server(progress) as (url, openai_url, ready_at):
                 options = replace(self.config.options, url=url, openai_url=openai_url)
@@ -266,14 +268,6 @@ def _timing(record: JobRecord, ready_at: str) -> StageTiming:
         ready = datetime.fromisoformat(ready_at)
         seconds = (ready - datetime.fromisoformat(record.started_at)).total_seconds()
     return StageTiming(record.stage, record.state, seconds)
-
-
-def _set_aside(folder: Path) -> None:
-    """Keep an earlier report under the first free name `<folder>.<n>`."""
-    number = 1
-    while (kept := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(kept)
 
 
 def _is_address(text: str, protocol: str) -> bool:

@@ -287,8 +287,9 @@ class Task(abc.ABC):
         """Return what a person does about a breach, in a few words."""
         return ""
 
+    @property
     def needs(self) -> Mapping[str, str]:
-        """Return the ability that each metric needs of a model, for those that need one."""
+        """The ability that each metric needs of a model, for those that need one."""
         return {}
 
     def reduced(

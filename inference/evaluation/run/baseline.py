@@ -196,24 +196,21 @@ def read_baseline(path: Path) -> Baseline:
     content = path.read_bytes()
     values = json_object(content, f"baseline {path}", remedy=_REMEDY)
     if "tasks" in values:
-        return _of_report(path)
+        report, predictions = read_run(path)
+        if not predictions:
+            raise ValueError(
+                f"{path} cannot be a baseline without {PREDICTIONS} next to it; {_REMEDY}"
+            )
+        try:
+            return _baseline_of(report, predictions)
+        except KeyError as error:
+            raise ValueError(
+                f"{path.with_name(PREDICTIONS)} has a sample without {error}, of which {path} has "
+                f"a metric; {_REMEDY}"
+            ) from error
     if values.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"baseline {path} is not of schema_version {SCHEMA_VERSION}; {_REMEDY}")
     try:
         return from_json(Baseline, content)
     except ValueError as error:
         raise ValueError(f"{path} is not a baseline ({error}); {_REMEDY}") from error
-
-
-def _of_report(path: Path) -> Baseline:
-    """Return the baseline that a report is. Raises ValueError where its predictions are not."""
-    report, predictions = read_run(path)
-    if not predictions:
-        raise ValueError(f"{path} cannot be a baseline without {PREDICTIONS} next to it; {_REMEDY}")
-    try:
-        return _baseline_of(report, predictions)
-    except KeyError as error:
-        raise ValueError(
-            f"{path.with_name(PREDICTIONS)} has a sample without {error}, of which {path} has a "
-            f"metric; {_REMEDY}"
-        ) from error

@@ -30,7 +30,7 @@ def within_abilities(options: EvaluationOptions, lacks: Mapping[str, str]) -> Ev
     left_out: dict[str, str] = {}
     found = replace(options, lacks=tuple(lacks))
     for task in known_tasks(found):
-        needs, names = task.needs(), task.metric_names
+        needs, names = task.needs, task.metric_names
         missing = {name: lacks[needs[name]] for name in names if needs.get(name) in lacks}
         rest = tuple(name for name in names if name not in missing)
         reduced = task.reduced(found, rest)

@@ -96,6 +96,7 @@ class Lambada(Task):
     """The task `lambada`; stateless, so threads may share it."""
 
     name = "lambada"
+    needs = _NEEDS
 
     def __init__(self, options: EvaluationOptions) -> None:
         super().__init__(options)
@@ -113,10 +114,6 @@ class Lambada(Task):
             problems.append(f"evaluate.lambada.metrics is empty; choose from {known}.")
         files = {"data_path": lambada.data_path, "reference_path": lambada.reference_path}
         return [*problems, *missing_files("lambada", files)]
-
-    def needs(self) -> dict[str, str]:
-        """Return what metrics need other than text."""
-        return _NEEDS
 
     def reduced(self, options: EvaluationOptions, metrics: tuple[str, ...]) -> EvaluationOptions:
         """Return options with only some of the metrics."""

@@ -47,14 +47,13 @@ def exact_match(answer: str, targets: Sequence[str]) -> float:
 
 def token_f1(answer: str, targets: Sequence[str]) -> float:
     """Return the best F1 of the words that answer and target share, 0 to 1."""
-    return max(_f1(_normalised(answer), _normalised(target)) for target in targets)
+    return max(_f1(Counter(_normalised(answer)), Counter(_normalised(t))) for t in targets)
 
 
-def _f1(answer: Sequence[str], target: Sequence[str]) -> float:
+def _f1(answer: Counter[str], target: Counter[str]) -> float:
     if not answer or not target:
         return float(answer == target)
-    shared = sum((Counter(answer) & Counter(target)).values())
-    return 2 * shared / (len(answer) + len(target))
+    return 2 * (answer & target).total() / (answer.total() + target.total())
 
 
 def rouge(kind: str, answer: str, targets: Sequence[str]) -> float:

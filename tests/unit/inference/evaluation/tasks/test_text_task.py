@@ -143,7 +143,7 @@ def test_a_table_that_the_model_lacks_is_refused(tmp_path):
         boolq=TextTaskOptions(prompt=PromptOptions(task_id=2)),
     )
     with pytest.raises(ValueError, match=r"prompt\.task_id=2: .* lists no such prompt table"):
-        TASKS["boolq"](options).needs()
+        _ = TASKS["boolq"](options).needs
 
 
 def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
