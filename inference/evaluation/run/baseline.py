@@ -54,7 +54,7 @@ class Baseline:
 
     @property
     def source(self) -> str:
-        """Where its figures come from, in words."""
+        """The run that its figures come from, in words."""
         return f"run {self.run_id} of {self.started_at}"
 
     def check(self, task: str, version: int, dataset: Dataset, samples: Sequence[Sample]) -> None:

@@ -121,7 +121,7 @@ class TextTask(Task):
 
     @property
     def needs(self) -> dict[str, str]:
-        """What its way of asking needs, for every metric."""
+        """The ability that its way of asking needs, for every metric."""
         if self.own.method == "log_likelihood":
             return dict.fromkeys(self.metric_names, LOG_PROBS)
         if self.prompt.length or self.prompt.append_ids:
