@@ -291,7 +291,10 @@ SHARED_NAMES = {
 # Modules of one folder, its __init__ left out.
 MOST_MODULES = 20
 
-HEAVY = ("torch", "transformers", "numpy", "tritonclient", "grpc", "matplotlib", "sentencepiece")
+HEAVY = (
+    "torch", "transformers", "numpy", "pydantic", "tritonclient", "grpc", "matplotlib",
+    "sentencepiece",
+)  # fmt: skip
 COMMANDS = {
     "--help": ["--help"],
     "--cfg job": ["export=gpt3/sample", "--cfg", "job"],
