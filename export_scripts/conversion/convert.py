@@ -17,7 +17,7 @@ from export_scripts import __version__
 from export_scripts.checkpoints import recognise_format
 from export_scripts.checkpoints.base import fingerprint_files
 from export_scripts.checkpoints.huggingface import is_huggingface
-from export_scripts.conversion.huggingface import HuggingFacePlan, plan_huggingface
+from export_scripts.conversion.huggingface import plan_huggingface
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
@@ -31,7 +31,6 @@ from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, recove
 __all__ = ["ConversionRequest", "ConversionSummary", "check_conversion", "convert"]
 
 Progress = Callable[[int, int], None]
-Plan = ConversionPlan | HuggingFacePlan
 
 # A gzip archive must be unpacked to be read; a quick check skips larger ones.
 _QUICK_GZIP_BYTES = 32 << 20
@@ -159,7 +158,7 @@ def convert(
 
 def _planned(
     request: ConversionRequest, names: Mapping[str, str], scratch_dir: Path | None = None
-) -> Plan:
+) -> ConversionPlan:
     plan = plan_conversion(request, names=names, scratch_dir=scratch_dir)
     return plan_huggingface(plan) if request.is_huggingface else plan
 
@@ -211,7 +210,7 @@ def _is_finished(paths: WorkPaths, identity: str) -> bool:
     return is_ours and not folder_problems(paths.final, checksums=False)
 
 
-def _run(plan: Plan, paths: WorkPaths, identity: str, progress: Progress | None) -> int:
+def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progress | None) -> int:
     """Execute a plan; return the bytes of weights written."""
     from export_scripts.conversion.write import Counter, tensor_records, write_files
 
@@ -223,7 +222,7 @@ def _run(plan: Plan, paths: WorkPaths, identity: str, progress: Progress | None)
             if not writer.records:
                 writer.discard()
             raise ValueError(problem)
-        problems = write_files(plan, writer, counter, processes=plan.source.request.processes)
+        problems = write_files(plan, writer, counter, processes=plan.request.processes)
         if problems:
             writer.discard()
             raise CheckpointMismatchError(listed(problems))
@@ -238,8 +237,8 @@ def _run(plan: Plan, paths: WorkPaths, identity: str, progress: Progress | None)
     return counter.written
 
 
-def _manifest(plan: Plan, writer: FTWriter, identity: str) -> dict[str, Any]:
-    source, request = plan.source, plan.source.request
+def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str, Any]:
+    reader, request = plan.facts.reader, plan.request
     files = {
         name: {key: record[key] for key in ("size_bytes", "crc32", "tensor") if key in record}
         for name, record in sorted(writer.records.items())
@@ -251,9 +250,9 @@ def _manifest(plan: Plan, writer: FTWriter, identity: str) -> dict[str, Any]:
         "command": sys.argv,
         "source": {
             "path": str(Path(request.checkpoint_path).absolute()),
-            "format": source.facts.reader.format,
-            "origin": source.mapping.name,
-            "files": [str(path.absolute()) for path in source.facts.reader.files],
+            "format": reader.format,
+            "origin": plan.mapping.name,
+            "files": [str(path.absolute()) for path in reader.files],
             "fingerprint": _source_print(Path(request.checkpoint_path)),
         },
         "lora": [

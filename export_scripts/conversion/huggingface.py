@@ -64,24 +64,8 @@ _TOKENIZERS = {
 }
 
 
-@dataclass(frozen=True)
-class HuggingFacePlan:
-    """A Hugging Face folder checked in everything but the values."""
-
-    source: ConversionPlan  # how the source becomes the family's tensors, on one rank
-    mapping: SourceMapping  # the mapping whose inverse is written
-    shards: tuple[WrittenFile, ...]  # the files of weights
-    remarks: tuple[str, ...]  # warnings to report
-    extra_files: Mapping[str, bytes]  # contents of all other files
-
-    @property
-    def files(self) -> tuple[tuple[WrittenFile, ...], ...]:
-        """The files of weights, each on its own."""
-        return tuple((shard,) for shard in self.shards)
-
-
-def plan_huggingface(source: ConversionPlan) -> HuggingFacePlan:
-    """Return the plan of the folder that a planned source becomes.
+def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
+    """Return the plan of the Hugging Face folder that a planned source becomes.
 
     Raises:
         CheckpointMismatchError: Hugging Face has no model like it; every reason is listed.
@@ -101,7 +85,12 @@ def plan_huggingface(source: ConversionPlan) -> HuggingFacePlan:
         shards = (*shards, _shard(f"{adapter.folder}/adapter_model.safetensors", written, kind))
         files[f"{adapter.folder}/adapter_config.json"] = _json(adapter.config)
         remarks = (*remarks, f"{adapter.folder} is a PEFT adapter")
-    return HuggingFacePlan(source, found.mapping, shards, (*source.remarks, *remarks), files)
+    return dataclasses.replace(
+        source,
+        files=tuple((shard,) for shard in shards),
+        extra_files=files,
+        remarks=(*source.remarks, *remarks),
+    )
 
 
 @dataclass(frozen=True)

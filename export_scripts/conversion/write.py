@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from export_scripts.checkpoints.base import StoredTensor
-from export_scripts.conversion.huggingface import HuggingFacePlan
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.sharding import ValueRange, Window, file_chunks, rank_window
 from export_scripts.conversion.tensor_plan import (
@@ -63,10 +62,10 @@ class Counter:
 
 
 def write_files(
-    plan: ConversionPlan | HuggingFacePlan, writer: FTWriter, counter: Counter, *, processes: int
+    plan: ConversionPlan, writer: FTWriter, counter: Counter, *, processes: int
 ) -> list[str]:
     """Write every missing file; return the problems of the values."""
-    worker = _Worker(plan.source, writer, counter)
+    worker = _Worker(plan, writer, counter)
     # Source order: reads go forward, and a layer's small tensors come between its large ones,
     # which keeps the disk busy.
     groups = list(enumerate(plan.files))
@@ -291,9 +290,7 @@ def _source_extent(parts: Parts) -> tuple[float, int]:
     return largest, bad
 
 
-def tensor_records(
-    plan: ConversionPlan | HuggingFacePlan, writer: FTWriter
-) -> dict[str, dict[str, Any]]:
+def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, dict[str, Any]]:
     """Return the manifest's record of each tensor: shape, type, sources, range of values."""
     out: dict[str, dict[str, Any]] = {}
     for files in plan.files:
