@@ -277,20 +277,39 @@ def test_too_small_a_disk_is_reported_before_writing(
         convert(request(source, tmp_path))
 
 
-def test_a_full_disk_is_reported_and_finished_files_are_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [4, 1 << 20])
+def test_a_full_disk_is_reported_and_finished_files_are_kept(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = WorkPaths.of(ft_directory(tmp_path, 1))
+    write = os.write
 
-    def full() -> Any:
-        yield memoryview(b"ab")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(fd: int, data: bytes) -> int:
+        if bytes(data[:2]) == b"zz":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data)
 
+    monkeypatch.setattr(os, "write", full)
     with FTWriter(paths, "x") as writer:
         writer.write("one.bin", 2, [memoryview(b"ab")])
-        with pytest.raises(ValueError, match=r"the disk is full: writing two\.bin"):
-            writer.write("two.bin", 4, full())
+        with pytest.raises(ValueError, match=r"the disk is full: writing two\.bin"):  # noqa: PT012
+            writer.write("two.bin", size, [memoryview(b"z" * size)])
+            writer.flush()  # large files are written behind
     with FTWriter(paths, "x") as writer:
         assert writer.is_done("one.bin")
         assert not writer.is_done("two.bin")
+
+
+def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    def lost() -> Any:
+        yield memoryview(b"ab")
+        (tmp_path / "source.pt").open("rb")
+
+    with (
+        FTWriter(WorkPaths.of(ft_directory(tmp_path, 1)), "x") as writer,
+        pytest.raises(FileNotFoundError, match=r"source\.pt"),
+    ):
+        writer.write("one.bin", 4, lost())
 
 
 def test_an_exception_in_a_worker_ends_the_conversion(source: Path, tmp_path: Path) -> None:
