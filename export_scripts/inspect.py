@@ -110,7 +110,7 @@ def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> dict[str
         "bytes": sum(piece.span_bytes for each in pieces.values() for piece in each),
         "types": ", ".join(f"{name} ({count})" for name, count in types.most_common()),
         "quantised by": quantised and str(quantised.get("quant_method", "unknown")),
-        "tokenizer": [file.name for file in reader.tokenizer],
+        "tokenizer": list(reader.tokenizer),
         "notes": list(reader.remarks),
         "config": {k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))},
     }
@@ -141,12 +141,8 @@ def _describe_config(path: Path, problems: Sequence[str]) -> dict[str, Any]:
 def _becomes(reader: CheckpointReader) -> dict[str, Any]:
     """Return the family a checkpoint becomes, or every reason it cannot be converted."""
     try:
-        facts = Facts(
-            reader=with_plain_weights(reader),
-            tp_size=1,
-            weight_data_type="fp16",
-            tokenizer=tuple(reader.tokenizer),
-        )
+        plain = with_plain_weights(reader)
+        facts = Facts(plain, tp_size=1, weight_data_type="fp16", tokenizer=reader.tokenizer)
         mapping, facts = find_mapping(facts)
     except CheckpointMismatchError as error:
         return {"cannot be converted": error.problems, "can be": []}

@@ -7,6 +7,7 @@ every name and shape; `StoredTensor.load` maps the bytes when a conversion needs
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import mmap
 import os
@@ -223,20 +224,68 @@ class FileMaps:
 
 
 @dataclass(frozen=True)
-class TokenizerFile:
-    """A tokenizer file of a source: a byte range of a file, and its name in the FT folder."""
+class Region:
+    """A byte range of a file: the whole of it, or a member of a tar."""
 
-    name: str
     path: Path
     offset: int = 0
-    size: int | None = None  # None: to the end
-    is_outside: bool = False  # the checkpoint names it, and does not hold it
+    size: int = -1  # -1: to the end
+    name: str = ""
+
+    def open(self) -> io.BufferedReader:
+        """Return the range as a seekable stream."""
+        return io.BufferedReader(_RawRegion(self))
 
     def read(self) -> bytes:
         """Return the contents."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            return file.read() if self.size is None else file.read(self.size)
+        with self.open() as stream:
+            return stream.read()
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}" if self.name else str(self.path)
+
+
+class _RawRegion(io.RawIOBase):
+    def __init__(self, region: Region) -> None:
+        self._file = region.path.open("rb", buffering=0)
+        end = self._file.seek(0, io.SEEK_END)
+        self._start = region.offset
+        self._size = end - region.offset if region.size < 0 else region.size
+        if region.offset + self._size > end:
+            self._file.close()
+            raise truncated(region.path, f"{region.name or 'its contents'} would end at "
+                            f"{region.offset + self._size}, the file at {end}")  # fmt: skip
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = min(len(view), max(0, self._size - self._position))
+        if count == 0:
+            return 0
+        self._file.seek(self._start + self._position)
+        data = self._file.read(count)
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
 
 
 @dataclass(frozen=True)
@@ -253,7 +302,8 @@ class CheckpointReader:
     # Name -> its pieces in order of training tensor-parallel rank.
     tensors: Mapping[str, tuple[Piece, ...]]
     files: tuple[Path, ...]  # every file the checkpoint consists of
-    tokenizer: tuple[TokenizerFile, ...] = ()  # the tokenizer files that come with it
+    # The tokenizer files that come with it, by their names in the FT folder.
+    tokenizer: Mapping[str, Region] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()  # what to report, such as the choice among several files
     kept: tuple[Any, ...] = field(default=(), compare=False)  # objects that keep files alive
     # True if tensors are whole, with global layer numbers, not ranks' pieces.

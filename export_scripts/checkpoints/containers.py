@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import MAX_YAML_BYTES, truncated, yaml_table
-from export_scripts.checkpoints.pt_archive import Region
+from export_scripts.checkpoints.base import MAX_YAML_BYTES, Region, truncated, yaml_table
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.files.disk import disk_full_as_value_error
 from export_scripts.files.tree import files_below
@@ -79,8 +78,7 @@ class Container:
             raise CheckpointMismatchError(
                 f"{region} has {region.size} bytes, more than the {limit_bytes} such a file may"
             )
-        with region.open() as stream:
-            return stream.read()
+        return region.read()
 
 
 def read_yaml(container: Container, name: str) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from export_scripts.checkpoints.base import StoredTensor
+from export_scripts.checkpoints.base import Region, StoredTensor
 from export_scripts.checkpoints.chunks import Chunk, ChunkedTensor
 from export_scripts.checkpoints.containers import Container
-from export_scripts.checkpoints.pt_archive import Region, read_torch_file
+from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 

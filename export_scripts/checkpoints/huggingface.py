@@ -9,8 +9,8 @@ from typing import Any, TypeGuard
 
 from export_scripts.checkpoints.base import (
     CheckpointReader,
+    Region,
     StoredTensor,
-    TokenizerFile,
     json_file,
     json_table,
     read_small,
@@ -304,9 +304,9 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     )
 
 
-def _tokenizer_files(path: Path) -> tuple[TokenizerFile, ...]:
-    found: dict[str, TokenizerFile] = {}
+def _tokenizer_files(path: Path) -> dict[str, Region]:
+    found: dict[str, Region] = {}
     for name, target in HUGGINGFACE_FILES.items():
-        if (path / name).is_file() and target not in found:
-            found[target] = TokenizerFile(target, path / name)
-    return tuple(found.values())
+        if (path / name).is_file():
+            found.setdefault(target, Region(path / name))
+    return found

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, StoredTensor
+from export_scripts.checkpoints.base import CheckpointReader, Region, StoredTensor
 from export_scripts.checkpoints.containers import Container, is_tar, open_container, read_yaml
 from export_scripts.checkpoints.distributed import (
     METADATA_NAME,
@@ -29,7 +29,7 @@ from export_scripts.checkpoints.partitioned import (
     join_ranks,
     parse_rank_folder,
 )
-from export_scripts.checkpoints.pt_archive import Region, read_torch_file, read_torch_table
+from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
 from export_scripts.checkpoints.tokenizers import nemo_files
 from export_scripts.errors import CheckpointMismatchError
 

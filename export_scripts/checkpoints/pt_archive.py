@@ -11,11 +11,10 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from export_scripts.checkpoints.base import Record, StoredTensor, truncated
+from export_scripts.checkpoints.base import Record, Region, StoredTensor, truncated
 from export_scripts.checkpoints.unpickling import (
     Inert,
     PendingTensor,
@@ -36,66 +35,6 @@ _LOCAL_HEADER_BYTES = 30
 NO_CRC = 0
 # Of an object tree whose shared objects would be repeated.
 _MOST_VALUES = 20_000_000
-
-
-@dataclass(frozen=True)
-class Region:
-    """A byte range of a file: the whole of it, or a member of a tar."""
-
-    path: Path
-    offset: int = 0
-    size: int = -1  # -1: to the end
-    name: str = ""
-
-    def open(self) -> io.BufferedReader:
-        """Return the range as a seekable stream."""
-        return io.BufferedReader(_RawRegion(self))
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.name}" if self.name else str(self.path)
-
-
-class _RawRegion(io.RawIOBase):
-    def __init__(self, region: Region) -> None:
-        self._file = region.path.open("rb", buffering=0)
-        end = self._file.seek(0, io.SEEK_END)
-        self._start = region.offset
-        self._size = end - region.offset if region.size < 0 else region.size
-        if region.offset + self._size > end:
-            self._file.close()
-            raise truncated(region.path, f"{region.name or 'its contents'} would end at "
-                            f"{region.offset + self._size}, the file at {end}")  # fmt: skip
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = min(len(view), max(0, self._size - self._position))
-        if count == 0:
-            return 0
-        self._file.seek(self._start + self._position)
-        data = self._file.read(count)
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
 
 
 def read_torch_file(region: Region | Path) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Record, StoredTensor, TokenizerFile
+from export_scripts.checkpoints.base import CheckpointReader, Record, Region, StoredTensor
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
@@ -61,11 +61,11 @@ def open_ft_folder(path: Path) -> FTFolder:
         config={},
         tensors=tensors,
         files=(path / CONFIG_NAME, *(s.path for ps in tensors.values() for s in ps)),
-        tokenizer=tuple(
-            TokenizerFile(file.name, file)
+        tokenizer={
+            file.name: Region(file)
             for file in sorted(path.iterdir())
             if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in TOKENIZER_FILES)
-        ),
+        },
         family=family,
         ft_config=config,
         origin=manifest.origin,

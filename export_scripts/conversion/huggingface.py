@@ -20,7 +20,6 @@ from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     CheckpointReader,
     StoredTensor,
-    TokenizerFile,
     json_table,
 )
 from export_scripts.conversion.ft_source import FTFolder
@@ -338,16 +337,12 @@ def _other_files(
 
 def _tokenizer(source: ConversionPlan) -> dict[str, bytes]:
     """Return the tokenizer's files, named as transformers looks for them."""
-    files = {_tokenizer_name(file, source): file.read() for file in source.facts.tokenizer}
+    is_t5 = source.mapping.family.name.startswith("t5")
+    names = {"tokenizer.model": "spiece.model"} if is_t5 else {}
+    files = {names.get(name, name): file.read() for name, file in source.facts.tokenizer.items()}
     settings = json_table(files[SETTINGS_FILE], SETTINGS_FILE) if SETTINGS_FILE in files else {}
     kind = next((kind for name, kind in _TOKENIZERS.items() if name in files), None)
     if kind is not None and "tokenizer_class" not in settings:
         own = {"add_bos_token": False} if kind == "LlamaTokenizer" and not settings else {}
         files[SETTINGS_FILE] = _json({**settings, "tokenizer_class": kind, **own})
     return files
-
-
-def _tokenizer_name(file: TokenizerFile, source: ConversionPlan) -> str:
-    if file.name == "tokenizer.model" and source.mapping.family.name.startswith("t5"):
-        return "spiece.model"
-    return file.name

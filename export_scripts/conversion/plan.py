@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from export_scripts.checkpoints import open_addition, open_checkpoint
-from export_scripts.checkpoints.base import CheckpointReader, TokenizerFile, json_table
+from export_scripts.checkpoints.base import CheckpointReader, Region, json_table
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.checkpoints.quantized import with_plain_weights
 from export_scripts.checkpoints.tokenizers import check_outside_files, given_files
@@ -117,7 +117,7 @@ def plan_conversion(
         mapping, facts, config, request, tp_size=1 if problems else request.tp_size
     )
     problems += tensor_problems
-    extra_files = {file.name: file.read() for file in facts.tokenizer}
+    extra_files = {name: file.read() for name, file in facts.tokenizer.items()}
     try:
         if not request.is_huggingface:
             extra_files[CONFIG_NAME] = config_text(config).encode()
@@ -185,10 +185,9 @@ def _tokenizer_problems(
     """Return a problem if the folder would lack the tokenizer that text models need."""
     # One may have been added by hand to an existing folder.
     there = request.folder.glob("*")
-    carried = [file.name for file in facts.tokenizer]
     if (
         not request.for_text
-        or makes_tokenizer(carried)
+        or makes_tokenizer(facts.tokenizer)
         or makes_tokenizer(path.name for path in there)
     ):
         return []
@@ -224,7 +223,7 @@ def _open(
         tp_size=request.tp_size,
         weight_data_type=request.weight_data_type,
         given=dict(request.given),
-        tokenizer=_tokenizer(request, reader.tokenizer),
+        tokenizer=_tokenizer(request, reader),
         prompts=prompts,
         ia3=ia3,
         ia3_in_place=request.ia3_in_place,
@@ -262,14 +261,12 @@ def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
     return read_torch_table(path, "a table of activation ranges")
 
 
-def _tokenizer(
-    request: ConversionRequest, found: Sequence[TokenizerFile]
-) -> tuple[TokenizerFile, ...]:
+def _tokenizer(request: ConversionRequest, reader: CheckpointReader) -> dict[str, Region]:
     given = given_files(request.vocab_path, request.merges_path)
-    names = [file.name for file in given]
-    kept = [file for file in found if not is_replaced(file.name, names)]
-    check_outside_files(kept)
-    return (*given, *kept)
+    found = reader.tokenizer.items()
+    kept = {name: file for name, file in found if not is_replaced(name, list(given))}
+    check_outside_files(kept, reader.path)
+    return {**given, **kept}
 
 
 def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMapping, Facts]:
