@@ -20,7 +20,7 @@ from typing import Any
 
 from export_scripts.checkpoints.base import MAX_YAML_BYTES, Region, truncated, yaml_table
 from export_scripts.errors import CheckpointMismatchError, refuse
-from export_scripts.files.disk import disk_full_as_value_error
+from export_scripts.files.disk import full_disk
 from export_scripts.files.tree import files_below
 
 _COPY_BYTES = 1 << 22
@@ -115,10 +115,7 @@ def open_container(path: Path, *, scratch_dir: Path | None = None) -> Container:
     scratch = _Scratch(scratch_dir)
     plain = scratch.folder / "archive.tar"
     try:
-        with disk_full_as_value_error(
-            scratch.folder, f"unpacking {path.name}", path.stat().st_size
-        ):
-            _gunzip(path, plain)
+        _gunzip(path, plain)
         return Container(path, _tar_members(plain, path), (scratch,))
     except BaseException:
         scratch.remove()
@@ -148,6 +145,10 @@ def _gunzip(path: Path, target: Path) -> None:
                 out.write(chunk)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise truncated(path, f"gzip stream: {error}") from error
+    except OSError as error:
+        if problem := full_disk(error, target):
+            raise ValueError(f"unpacking {path}: {problem}") from error
+        raise
 
 
 def _tar_members(tar: Path, shown: Path) -> dict[str, Region]:

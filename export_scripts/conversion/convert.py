@@ -130,7 +130,8 @@ def convert(
 
     Raises:
         CheckpointMismatchError: The source cannot be converted; every reason is listed.
-        ValueError: The request is wrong, the output folder is taken, or the disk is full.
+        ValueError: The request is wrong, the output folder is taken, or the disk is too small.
+        OSError: A file cannot be written.
     """
     started = time.monotonic()
     names = {**OPTION_NAMES, **(names or {})}

@@ -35,8 +35,7 @@ class SequentialFile:
         size_bytes: Its size.
 
     Raises:
-        ValueError: The disk is full, here and in every method.
-        OSError: The file cannot be written.
+        OSError: The file cannot be written, here and in every method; the error names it.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -56,12 +55,13 @@ class SequentialFile:
     @contextlib.contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
         """Name the file in an error, after which it is not written further."""
-        with disk_full_as_value_error(self._path.parent, f"writing {self._path.name}", self._size):
-            try:
-                yield
-            except BaseException:
-                self.close()
-                raise
+        try:
+            yield
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                error.filename = str(self._path)
+            raise
 
     def _set_direct(self, wanted: bool) -> None:
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_O_DIRECT
@@ -118,26 +118,6 @@ def _reserve(fd: int, size_bytes: int) -> None:
     call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     if call(fd, 0, 0, size_bytes) != 0 and ctypes.get_errno() in _FULL:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-@contextlib.contextmanager
-def disk_full_as_value_error(folder: Path, what: str, needed_bytes: int) -> Iterator[None]:
-    """Turn a full disk into an error that names what was being written and the space it needs.
-
-    Raises:
-        ValueError: The disk, or the user's share of it, is full.
-        OSError: Any other error; the message names what was being written.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise OSError(error.errno, f"{what} under {folder}: {error.strerror}") from error
-        free = shutil.disk_usage(folder).free
-        raise ValueError(
-            f"the disk is full: {what} under {folder} needs {needed_bytes} bytes, {free} are free; "
-            "free space and run again; finished files are kept"
-        ) from error
 
 
 def full_disk(error: OSError, nearby: Path) -> str | None:

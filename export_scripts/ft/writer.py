@@ -178,7 +178,7 @@ class FTWriter:
             facts: Called after the last chunk; returns further facts for the record.
 
         Raises:
-            ValueError: The disk is full.
+            OSError: A file cannot be written.
         """
         queue = self._queue() if size >= LARGE_BYTES else None
         run = queue.run if queue else run_now
@@ -217,7 +217,7 @@ class FTWriter:
         """Wait until every file is complete and renamed. No thread may be writing.
 
         Raises:
-            ValueError: The disk is full.
+            OSError: A file cannot be written.
         """
         for queue in self._queues:
             queue.wait()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.files.disk import full_disk
 from export_scripts.files.lock import FolderLock
 from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.validation import validate_directory
@@ -292,9 +293,10 @@ def test_a_full_disk_is_reported_and_finished_files_are_kept(
     monkeypatch.setattr(os, "write", full)
     with FTWriter(paths, "x") as writer:
         writer.write("one.bin", 2, [memoryview(b"ab")])
-        with pytest.raises(ValueError, match=r"the disk is full: writing two\.bin"):  # noqa: PT012
+        with pytest.raises(OSError, match=r"No space .*two\.bin") as caught:  # noqa: PT012
             writer.write("two.bin", size, [memoryview(b"z" * size)])
             writer.flush()  # large files are written behind
+    assert "is full: " in str(full_disk(caught.value, tmp_path))
     with FTWriter(paths, "x") as writer:
         assert writer.is_done("one.bin")
         assert not writer.is_done("two.bin")
