@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints import open_addition, open_checkpoint, recognise_format
+from export_scripts.checkpoints import open_checkpoint, recognise_format
 from export_scripts.checkpoints.base import CheckpointReader, Piece, json_file
 from export_scripts.checkpoints.huggingface import index_tensors
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
@@ -112,11 +112,8 @@ def open_adapter(path: Path, *, base: CheckpointReader, scratch_dir: Path | None
     """
     if (path / _PEFT_CONFIG).is_file():
         return _open_peft(path, base)
-    found = recognise_format(path)
-    if found == "bridge":
-        reader = open_checkpoint(path)
-    else:
-        reader = open_addition(path, base=base, scratch_dir=scratch_dir)
+    own_base = None if recognise_format(path) == "bridge" else base
+    reader = open_checkpoint(path, base=own_base, scratch_dir=scratch_dir)
     if reader.format == "nemo":
         return _open_nemo(path, reader)
     return _open_core(path, reader)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from export_scripts.checkpoints import open_addition, open_checkpoint
+from export_scripts.checkpoints import open_checkpoint
 from export_scripts.checkpoints.base import CheckpointReader, Region, json_table
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.checkpoints.quantized import with_plain_weights
@@ -211,7 +211,7 @@ def _open(
         reader = with_adapters(with_plain_weights(reader), request.lora_checkpoints, scratch_dir)
 
     def opened(paths: Sequence[Path]) -> tuple[Any, ...]:
-        return tuple(open_addition(path, base=reader, scratch_dir=scratch_dir) for path in paths)
+        return tuple(open_checkpoint(path, base=reader, scratch_dir=scratch_dir) for path in paths)
 
     prompts, ia3, adapters = (
         opened(request.prompt_checkpoints),
