@@ -22,10 +22,9 @@ from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 from export_scripts.files.disk import check_space
-from export_scripts.files.json_content import json_object
 from export_scripts.files.lock import FolderLock
 from export_scripts.files.tree import files_below
-from export_scripts.ft.validation import manifest_problems, validate_directory
+from export_scripts.ft.validation import manifest_problems, read_manifest, validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, recover
 
 __all__ = ["ConversionRequest", "ConversionSummary", "check_conversion", "convert"]
@@ -204,10 +203,9 @@ def _is_finished(paths: WorkPaths, identity: str) -> bool:
     if is_interrupted(paths, identity) or not paths.final.is_dir():
         return False
     try:
-        manifest = json_object(paths.manifest.read_bytes(), paths.manifest)
-    except (OSError, ValueError):
+        is_ours = read_manifest(paths.final).get("identity") == identity
+    except CheckpointMismatchError:
         return False
-    is_ours = manifest.get("identity") == identity
     return is_ours and not folder_problems(paths.final, checksums=False)
 
 
@@ -271,7 +269,7 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str
 
 def _summary(paths: WorkPaths, started: float, *, written_bytes: int | None) -> ConversionSummary:
     """Return the summary of a finished folder; `written_bytes` is None if it already existed."""
-    manifest = json.loads(paths.manifest.read_bytes())
+    manifest = read_manifest(paths.final)
     return ConversionSummary(
         ft_dir=paths.final,
         family=manifest["family"],
