@@ -263,24 +263,16 @@ class _RawRegion(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = min(len(view), max(0, self._size - self._position))
-        if count == 0:
-            return 0
-        self._file.seek(self._start + self._position)
-        data = self._file.read(count)
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+        view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
+        count = os.preadv(self._file.fileno(), [view], self._start + self._position)
+        self._position += count
+        return count
 
     def close(self) -> None:
         if not self.closed:
