@@ -13,7 +13,7 @@ import mmap
 import os
 import resource
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,6 +145,29 @@ class StoredTensor(Piece):
             for at in range(0, self.span_bytes, _COMPARED_BYTES)
             for size in (min(_COMPARED_BYTES, self.span_bytes - at),)
         )
+
+
+@dataclass(frozen=True)
+class ComputedPiece(Piece):
+    """Values in fp32 that are computed of stored tensors."""
+
+    dtype = "fp32"
+    shape: tuple[int, ...]
+    inputs: tuple[StoredTensor, ...]
+    compute: Callable[[FileMaps], Array]
+
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors that are read."""
+        return self.inputs
+
+    def load(self, maps: FileMaps) -> Array:
+        """Return the values, computed in memory."""
+        return self.compute(maps)
+
+    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:  # noqa: ARG002
+        """Return whether both are the same computation."""
+        return self == other
 
 
 class FileMaps:

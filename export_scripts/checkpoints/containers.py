@@ -7,11 +7,9 @@ folder. Member names that could leave their folder, links and devices are refuse
 from __future__ import annotations
 
 import gzip
-import shutil
 import stat
 import tarfile
 import tempfile
-import weakref
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -112,22 +110,16 @@ def open_container(path: Path, *, scratch_dir: Path | None = None) -> Container:
         is_gzip = file.read(2) == _GZIP_MAGIC
     if not is_gzip:
         return Container(path, _tar_members(path, path))
-    scratch = _Scratch(scratch_dir)
-    plain = scratch.folder / "archive.tar"
+    scratch = tempfile.TemporaryDirectory(
+        prefix=".unpacked-", dir=scratch_dir, ignore_cleanup_errors=True
+    )
+    plain = Path(scratch.name) / "archive.tar"
     try:
         _gunzip(path, plain)
         return Container(path, _tar_members(plain, path), (scratch,))
     except BaseException:
-        scratch.remove()
+        scratch.cleanup()
         raise
-
-
-class _Scratch:
-    """A temporary folder removed with its last user."""
-
-    def __init__(self, parent: Path | None) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix=".unpacked-", dir=parent))
-        self.remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
 
 def _gunzip(path: Path, target: Path) -> None:

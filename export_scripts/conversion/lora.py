@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, TypeVar
 from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     CheckpointReader,
+    ComputedPiece,
     FileMaps,
     Piece,
-    StoredTensor,
 )
 from export_scripts.checkpoints.huggingface import TIED_TABLES
 from export_scripts.conversion.adapters import Adapter, Update, open_adapter
@@ -49,57 +49,43 @@ class _Share:
     is_gated: bool
 
 
-@dataclass(frozen=True)
-class MergedPiece(Piece):
-    """A training rank's piece of a matrix, with low-rank updates added in order, in fp32."""
+def _merged(base: Piece, updates: Sequence[Update], share: _Share) -> Piece:
+    """Return a training rank's piece of a matrix, with updates added in order, in fp32."""
 
-    dtype = "fp32"
-    shape: tuple[int, ...]
-    base: Piece
-    updates: tuple[Update, ...]
-    share: _Share
-
-    @property
-    def stored(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors it consists of."""
-        factors = (piece for update in self.updates for piece in (*update.down, *update.up))
-        return tuple(part for piece in (self.base, *factors) for part in piece.stored)
-
-    def load(self, maps: FileMaps) -> Array:
-        """Return the sum, computed in memory."""
+    def compute(maps: FileMaps) -> Array:
         from export_scripts.numeric.arrays import to_float32
 
-        first, *others = self.updates
-        values: Array = to_float32(self.base.load(maps)) + self._delta(first, maps)
+        first, *others = updates
+        values: Array = to_float32(base.load(maps)) + _delta(first, share, maps)
         for update in others:
-            values += self._delta(update, maps)
+            values += _delta(update, share, maps)
         return values
 
-    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:  # noqa: ARG002
-        """Return whether both are the same sum."""
-        return self == other
+    factors = (piece for update in updates for piece in (*update.down, *update.up))
+    inputs = tuple(part for piece in (base, *factors) for part in piece.stored)
+    return ComputedPiece(base.shape, inputs, compute)
 
-    def _delta(self, update: Update, maps: FileMaps) -> Array:
-        """Return this piece's share of scale * up @ down."""
-        import numpy as np
 
-        from export_scripts.numeric.arrays import to_float32
+def _delta(update: Update, share: _Share, maps: FileMaps) -> Array:
+    """Return a piece's share of scale * up @ down."""
+    import numpy as np
 
-        down = np.concatenate(
-            [to_float32(piece.load(maps)) for piece in update.down], update.down_axis
-        )  # (r, in)
-        parts = [to_float32(piece.load(maps)) for piece in update.up]
-        share = self.share
-        taken = slice(share.begin, share.end)
-        if share.is_gated and share.axis == 0:
-            halves = np.concatenate([part.reshape(2, -1, part.shape[1]) for part in parts], 1)
-            up = halves[:, taken].reshape(-1, down.shape[0])
-        else:
-            up = np.concatenate(parts)  # (out, r)
-            up = up[taken] if share.axis == 0 else up
-        down = down if share.axis == 0 else down[:, taken]
-        delta: Array = (up @ down) * np.float32(update.scale)
-        return delta.T if update.is_transposed else delta
+    from export_scripts.numeric.arrays import to_float32
+
+    down = np.concatenate(
+        [to_float32(piece.load(maps)) for piece in update.down], update.down_axis
+    )  # (r, in)
+    parts = [to_float32(piece.load(maps)) for piece in update.up]
+    taken = slice(share.begin, share.end)
+    if share.is_gated and share.axis == 0:
+        halves = np.concatenate([part.reshape(2, -1, part.shape[1]) for part in parts], 1)
+        up = halves[:, taken].reshape(-1, down.shape[0])
+    else:
+        up = np.concatenate(parts)  # (out, r)
+        up = up[taken] if share.axis == 0 else up
+    down = down if share.axis == 0 else down[:, taken]
+    delta: Array = (up @ down) * np.float32(update.scale)
+    return delta.T if update.is_transposed else delta
 
 
 def with_adapters(
@@ -152,7 +138,7 @@ def with_adapters(
     refuse(listed(problems))
     for key, several in updates.items():
         tensors[key] = tuple(
-            MergedPiece(base.shape, base, tuple(several), share)
+            _merged(base, several, share)
             for base, share in zip(tensors[key], shares[key], strict=True)
         )
     files = (*reader.files, *(file for each in adapters for file in each.files))
