@@ -101,11 +101,11 @@ def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
     if not is_python:
         tensors = signature.as_sent_by_fastertransformer(tensors, model_type)
     elif is_generative(model_type):
-        tensors = signature.with_biases(tensors)
+        tensors += signature.BIASES
     if request.interactive:
         tensors = signature.interactive(tensors)
     elif is_python and is_generative(model_type) and model_type not in _ENCODER_DECODERS:
-        tensors = signature.with_scores(tensors)
+        tensors += signature.SCORES
     # The C++ backend joins a BERT's file names to its folder without a slash.
     end = "/" if model_type == "bert" and not is_python else ""
     parameters = {
