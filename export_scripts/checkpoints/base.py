@@ -32,6 +32,8 @@ _MOST_VALUES, _MOST_DIGITS = 1_000_000, 400
 FLOATING_TYPES = frozenset({"fp64", "fp32", "fp16", "bf16"})
 
 
+# Written by torch.serialization.set_crc32_options(False) in place of checksums.
+NO_CRC = 0
 # Checksums are computed piece by piece, so that a large record does not stay in memory.
 _CHECKED_BYTES = 64 << 20
 _COMPARED_BYTES = 1 << 18

@@ -74,7 +74,7 @@ def torch_dist_tensors(
         INDEX_NAME, "the index of a distributed checkpoint; copy it again with its hidden files"
     )
     with index.open() as stream:
-        tree = unpickle(stream, source=str(index), storages={})
+        tree = unpickle(stream, source=str(index))
     try:
         shapes = {name: shape for name, shape in _tensors(tree) if wanted(name)}
         entries = dict(_entries(tree))

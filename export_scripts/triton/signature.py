@@ -12,9 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-DATA_TYPE = (
-    "DATA_TYPE"  # stands for the type in which a model computes
-)
+DATA_TYPE = "DATA_TYPE"  # stands for the type in which a model computes
 
 _TRITON_DATA_TYPES = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16"}
 
