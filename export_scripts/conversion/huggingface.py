@@ -79,11 +79,10 @@ def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
         places = {tensor.key: shard.name for shard in shards for tensor in shard.tensors}
         size = sum(shard.size_bytes - len(shard.header) for shard in shards)
         files[INDEX_NAME] = _json({"metadata": {"total_size": size}, "weight_map": places})
-    for adapter in peft_adapters(source):
-        written = [WrittenTensor(key, ((item, view),)) for key, item, view in adapter.tensors]
-        shards = (*shards, _shard(f"{adapter.folder}/adapter_model.safetensors", written, kind))
-        files[f"{adapter.folder}/adapter_config.json"] = _json(adapter.config)
-        remarks = (*remarks, f"{adapter.folder} is a PEFT adapter")
+    for folder, settings, written in peft_adapters(source):
+        shards = (*shards, _shard(f"{folder}/adapter_model.safetensors", written, kind))
+        files[f"{folder}/adapter_config.json"] = _json(settings)
+        remarks = (*remarks, f"{folder} is a PEFT adapter")
     return dataclasses.replace(
         source,
         files=tuple((shard,) for shard in shards),
