@@ -46,6 +46,9 @@ def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[
     except ValueError as error:
         return {str(ft_dir): str(error)}
     found = {entry.name: entry for entry in ft_dir.iterdir()}
+    for _, _, tensor in family.expand(config):
+        if tensor.optional and (name := tensor.file_name()) in found:
+            expected[name] = tensor.file_bytes(1, config.weight_data_type)
     problems = {}
     for name, size in expected.items():
         entry = found.pop(name, None)
@@ -55,14 +58,7 @@ def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[
             problems[name] = f"{name} is not a regular file"
         elif (actual := entry.stat().st_size) != size:
             problems[name] = f"{name} has {actual} bytes, expected {size}"
-    optional = {t.file_name(): t for _, _, t in family.expand(config) if t.optional}
-    tolerated = (*EXTRA_FILES, *family.unread, *optional)
-    problems |= {
-        name: f"{name} has {found[name].stat().st_size} bytes, expected {size}"
-        for name, tensor in optional.items()
-        if name in found
-        and found[name].stat().st_size != (size := tensor.file_bytes(1, config.weight_data_type))
-    }
+    tolerated = (*EXTRA_FILES, *family.unread)
     return problems | {
         name: f"{name} is not expected in a {family.name} folder of {tp_size} ranks"
         for name in sorted(found)
