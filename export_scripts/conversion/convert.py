@@ -75,7 +75,7 @@ def check_conversion(
         return _under_key(error.problems, request, names)
     except ValueError as error:
         return _under_key(str(error).split("\n"), request, names)
-    paths = WorkPaths.of(request.folder)
+    paths = WorkPaths(request.folder)
     return _folder_problems(request, paths, _identity(request), names)
 
 
@@ -136,7 +136,7 @@ def convert(
     names = {**OPTION_NAMES, **(names or {})}
     problems = request_problems(request, names)
     refuse(problems)
-    paths = WorkPaths.of(request.folder)
+    paths = WorkPaths(request.folder)
     with FolderLock(paths.lock, f"another conversion is writing {paths.final}") as lock:
         recover(paths)
         shutil.rmtree(paths.scratch, ignore_errors=True)  # of a killed run, maybe a finished one

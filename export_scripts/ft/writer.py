@@ -7,13 +7,13 @@ journal next to it lists the complete ones.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import json
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +31,19 @@ from export_scripts.ft.layout import manifest_path, staging_directory
 Step = Callable[[], object]
 
 
-@dataclass(frozen=True)
 class WorkPaths:
-    """The folder, its manifest, and the hidden paths next to it during a conversion."""
+    """A folder, its manifest, and the hidden paths next to it during a conversion."""
 
-    final: Path
-    staging: Path
-    manifest: Path
-    journal: Path
-    lock: Path
-    replaced: Path
-    replaced_manifest: Path
-    scratch: Path
-
-    @classmethod
-    def of(cls, final: Path) -> WorkPaths:
-        """Return the paths for one folder."""
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self.manifest = manifest_path(final)
+        self.staging = staging_directory(final)
         hidden = final.with_name(f".{final.name}")
-        ends = (".journal", ".lock", ".replaced", ".replaced.json", ".unpacked")
-        paths = (hidden.with_suffix(end) for end in ends)
-        return cls(final, staging_directory(final), manifest_path(final), *paths)
+        self.journal = hidden.with_suffix(".journal")
+        self.lock = hidden.with_suffix(".lock")
+        self.replaced = hidden.with_suffix(".replaced")
+        self.replaced_manifest = hidden.with_suffix(".replaced.json")
+        self.scratch = hidden.with_suffix(".unpacked")
 
 
 class WriteBehind:
@@ -85,12 +78,6 @@ class WriteBehind:
             step()
 
         self._last = self._thread.submit(after)
-
-    def settle(self) -> None:
-        """Wait for all steps, failed ones included."""
-        last, self._last = self._last, None
-        if last is not None:
-            concurrent.futures.wait([last])
 
     def close(self) -> None:
         """Wait for all steps, failed ones included, and end the thread."""
@@ -181,7 +168,7 @@ class FTWriter:
             OSError: A file cannot be written.
         """
         queue = self._queue() if size >= LARGE_BYTES else None
-        run = queue.run if queue else run_now
+        run = queue.run if queue else _run_now  # small files are worth no thread
         found = 0
         file = SequentialFile(self.paths.staging / name, size)
         try:
@@ -190,11 +177,12 @@ class FTWriter:
                 found = crc32(chunk, found)
             record = {"file": name, "size_bytes": size, "crc32": f"{found:08x}", **facts()}
         except BaseException:
-            if queue:
-                queue.settle()
+            with contextlib.suppress(OSError):  # which the last step may have raised already
+                if queue:
+                    queue.wait()
             file.close()
             raise
-        run = queue.run_next if queue else run_now
+        run = queue.run_next if queue else _run_now
         run(functools.partial(self._complete, file, record))
 
     def _complete(self, file: SequentialFile, record: dict[str, Any]) -> None:
@@ -318,8 +306,7 @@ def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     temporary.rename(path)
 
 
-def run_now(step: Step) -> None:
-    """Run a step at once: of a small file, which is worth no thread."""
+def _run_now(step: Step) -> None:
     step()
 
 
