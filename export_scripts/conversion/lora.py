@@ -49,43 +49,33 @@ class _Share:
     is_gated: bool
 
 
-def _merged(base: Piece, updates: Sequence[Update], share: _Share) -> Piece:
-    """Return a training rank's piece of a matrix, with updates added in order, in fp32."""
+def _merged(base: Piece, update: Update, share: _Share) -> Piece:
+    """Return a training rank's piece of a matrix with its share of an update added, in fp32."""
 
     def compute(maps: FileMaps) -> Array:
+        import numpy as np
+
         from export_scripts.numeric.arrays import to_float32
 
-        first, *others = updates
-        values: Array = to_float32(base.load(maps)) + _delta(first, share, maps)
-        for update in others:
-            values += _delta(update, share, maps)
-        return values
+        down = np.concatenate(
+            [to_float32(piece.load(maps)) for piece in update.down], update.down_axis
+        )  # (r, in)
+        parts = [to_float32(piece.load(maps)) for piece in update.up]
+        taken = slice(share.begin, share.end)
+        if share.is_gated and share.axis == 0:
+            halves = np.concatenate([part.reshape(2, -1, part.shape[1]) for part in parts], 1)
+            up = halves[:, taken].reshape(-1, down.shape[0])
+        else:
+            up = np.concatenate(parts)  # (out, r)
+            up = up[taken] if share.axis == 0 else up
+        down = down if share.axis == 0 else down[:, taken]
+        delta: Array = (up @ down) * np.float32(update.scale)
+        values: Array = to_float32(base.load(maps))
+        return values + (delta.T if update.is_transposed else delta)
 
-    factors = (piece for update in updates for piece in (*update.down, *update.up))
-    inputs = tuple(part for piece in (base, *factors) for part in piece.stored)
+    pieces = (base, *update.down, *update.up)
+    inputs = tuple(part for piece in pieces for part in piece.stored)
     return ComputedPiece(base.shape, inputs, compute)
-
-
-def _delta(update: Update, share: _Share, maps: FileMaps) -> Array:
-    """Return a piece's share of scale * up @ down."""
-    import numpy as np
-
-    from export_scripts.numeric.arrays import to_float32
-
-    down = np.concatenate(
-        [to_float32(piece.load(maps)) for piece in update.down], update.down_axis
-    )  # (r, in)
-    parts = [to_float32(piece.load(maps)) for piece in update.up]
-    taken = slice(share.begin, share.end)
-    if share.is_gated and share.axis == 0:
-        halves = np.concatenate([part.reshape(2, -1, part.shape[1]) for part in parts], 1)
-        up = halves[:, taken].reshape(-1, down.shape[0])
-    else:
-        up = np.concatenate(parts)  # (out, r)
-        up = up[taken] if share.axis == 0 else up
-    down = down if share.axis == 0 else down[:, taken]
-    delta: Array = (up @ down) * np.float32(update.scale)
-    return delta.T if update.is_transposed else delta
 
 
 def with_adapters(
@@ -105,7 +95,6 @@ def with_adapters(
     if not paths:
         return reader
     tensors = dict(reader.tensors)
-    updates: dict[str, list[Update]] = {}
     problems: list[str] = []
     adapters: list[Adapter] = []
     for path in paths:
@@ -122,25 +111,17 @@ def with_adapters(
         for key, pieces in replaced.items():
             problems += _replacement_problems(adapter, key, tensors[key], pieces)
             tensors[key] = pieces
-            updates.pop(key, None)
         for key, update in added.items():
-            updates.setdefault(key, []).append(update)
-    shares: dict[str, tuple[_Share, ...]] = {}
-    for key, several in updates.items():
-        fits = [_shares(key, tensors, update) for update in several]
-        problems += [
-            f"{update.origin}: {key} is {_shapes(tensors[key])}, the adapter's factors are "
-            f"{_shapes(update.down)} and {_shapes(update.up)}; expected those of this model"
-            for update, fit in zip(several, fits, strict=True)
-            if fit is None
-        ]
-        shares[key] = fits[0] or ()
+            shares = _shares(key, tensors, update)
+            if shares is None:
+                problems.append(
+                    f"{path}: {key} is {_shapes(tensors[key])}, the adapter's factors are "
+                    f"{_shapes(update.down)} and {_shapes(update.up)}; expected those of this model"
+                )
+                continue
+            bases = zip(tensors[key], shares, strict=True)
+            tensors[key] = tuple(_merged(base, update, share) for base, share in bases)
     refuse(listed(problems))
-    for key, several in updates.items():
-        tensors[key] = tuple(
-            _merged(base, several, share)
-            for base, share in zip(tensors[key], shares[key], strict=True)
-        )
     files = (*reader.files, *(file for each in adapters for file in each.files))
     return dataclasses.replace(
         reader,
