@@ -238,10 +238,8 @@ def _is_negative(value: Any) -> bool:
 
 def _generation_config(facts: Facts) -> Mapping[str, Any]:
     """Return generation_config.json, which newer folders keep the token ids in."""
-    for file in facts.tokenizer:
-        if file.name == "generation_config.json":
-            return json_table(file.read(), file.path)
-    return {}
+    file = facts.tokenizer.get("generation_config.json")
+    return json_table(file.read(), file) if file else {}
 
 
 def huggingface_settings(source: Mapping[str, Any]) -> Settings:

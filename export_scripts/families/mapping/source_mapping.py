@@ -12,7 +12,7 @@ from export_scripts.checkpoints.base import (
     CheckpointReader,
     FileMaps,
     Piece,
-    TokenizerFile,
+    Region,
     same_values,
 )
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
@@ -32,7 +32,8 @@ class Facts:
     tp_size: int  # of the folder to write
     weight_data_type: str  # likewise
     given: Mapping[str, str] = field(default_factory=dict)  # config values that the user states
-    tokenizer: tuple[TokenizerFile, ...] = ()  # files that will lie in the folder
+    # Files that will lie in the folder, by their names there.
+    tokenizer: Mapping[str, Region] = field(default_factory=dict)
     prompts: tuple[CheckpointReader, ...] = ()  # opened archives of prompt learning, in order
     ia3: tuple[CheckpointReader, ...] = ()  # of IA3
     ia3_in_place: bool = False  # multiply IA3 scalers into the weights instead of storing them
@@ -106,7 +107,7 @@ class Facts:
 
     def special_ids(self) -> SpecialIds:
         """Return the special token ids in the tokenizer files, if any."""
-        return special_ids(self.tokenizer) or SpecialIds(None, None)
+        return special_ids(self.tokenizer)
 
     def with_paths(self, problems: Sequence[str]) -> list[str]:
         """Return problems, with the model's path before those that begin with no checkpoint's."""

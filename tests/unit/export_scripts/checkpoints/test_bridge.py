@@ -270,5 +270,5 @@ def test_tiktoken_s_vocabulary_is_not_taken_for_a_hugging_face_tokenizer(
     (source / "run_config.yaml").write_text(
         run_config(MODEL, tokenizer={"tokenizer_type": "TikTokenizer"})
     )
-    assert open_checkpoint(source).tokenizer == ()
+    assert open_checkpoint(source).tokenizer == {}
     assert "start_id and end_id are unknown" in refusal(source, tmp_path)

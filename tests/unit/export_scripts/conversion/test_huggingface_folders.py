@@ -426,7 +426,7 @@ def test_a_head_that_begins_in_a_chunk_ends_in_it(
 ) -> None:
     source, ids = wide_heads(tmp_path / "core.nemo"), (("start_id", "1"), ("end_id", "2"))
     expected = way_out(source, tmp_path / "whole", given=ids) / "model.safetensors"
-    monkeypatch.setattr(sharding, "workspace", lambda: sharding.Workspace(1 << 12))
+    monkeypatch.setattr(sharding, "_WORKSPACE", sharding.Workspace(1 << 12))
     monkeypatch.setattr(sharding, "BLOCK_BYTES", 1 << 10)
     monkeypatch.setattr(sharding, "LARGE_BYTES", 1 << 12)
     found = way_out(source, tmp_path / "cut", given=ids) / "model.safetensors"
