@@ -13,11 +13,8 @@ from typing import Any
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
 from export_scripts.families.mapping.megatron_traits import (
     MegatronTraits,
-    bridge_traits,
     foreign_settings,
-    megatron_traits,
-    nemo2_traits,
-    nemo_traits,
+    traits_of,
     unknown_model,
 )
 from export_scripts.families.mapping.names import (
@@ -213,14 +210,14 @@ def tuned_keys(facts: Facts) -> list[str]:
 
 def _traits(facts: Facts) -> MegatronTraits:
     """Return the traits; of Megatron-LM's version 0 from the tensors and the user."""
-    if facts.reader.format == "nemo":
-        return nemo_traits(facts.config)
-    if facts.config.get("num_layers") is not None:
-        return megatron_traits(facts.config)
+    source_format = facts.reader.format
+    if source_format == "nemo" or facts.config.get("num_layers") is not None:
+        return traits_of(source_format, facts.config)
     layer = f"{_stack(facts)}layers."
     keys = facts.keys()
     numbers = [int(m[1]) for k in keys if (m := re.match(rf"{layer}(\d+)\.", k))]
-    return megatron_traits(
+    return traits_of(
+        source_format,
         {
             "num_attention_heads": facts.given_int("head_num"),
             "hidden_size": facts.size(_embedding(facts), 1),
@@ -228,7 +225,7 @@ def _traits(facts: Facts) -> MegatronTraits:
             "num_layers": max(numbers, default=-1) + 1 or None,
             "max_position_embeddings": facts.size(_POSITIONS, 0),
             "layernorm_epsilon": 1e-6,
-        }
+        },
     )
 
 
@@ -289,14 +286,6 @@ GPT_MEGATRON_MAPPINGS: tuple[SourceMapping, ...] = tuple(
     )
 )
 
-# Format -> reader of its configuration.
-_TRAITS = {
-    "nemo": nemo_traits,
-    "megatron": megatron_traits,
-    "nemo2": nemo2_traits,
-    "bridge": bridge_traits,
-}
-
 CORE_LAYER = "model.decoder.layers.{layer}."
 CORE_WTE = "model.embedding.word_embeddings.weight"
 # Of Megatron Bridge's Gemma 2 and 3.
@@ -342,7 +331,7 @@ def is_core(facts: Facts) -> bool:
 
 def core_traits(facts: Facts) -> MegatronTraits:
     """Return the traits of a megatron-core checkpoint, saved by NeMo or by Megatron-LM."""
-    traits = _TRAITS[facts.reader.format](facts.config)
+    traits = traits_of(facts.reader.format, facts.config)
     if facts.reader.is_distributed:
         # Layers are numbered over all pipeline stages.
         return dataclasses.replace(traits, virtual_pp=1)
