@@ -50,11 +50,6 @@ class GPTNeoXConfig(DecoderConfig):
     layernorm_eps: float = FT_LAYERNORM_EPS
     exact_gelu: bool = False
 
-    @property
-    def has_sequential_residual(self) -> bool:
-        """True if the MLP follows attention instead of running parallel to it."""
-        return not self.use_gptj_residual
-
 
 def gptneox_architecture(config: GPTNeoXConfig) -> DecoderArchitecture:
     """Return the decoder a GPT-NeoX config describes."""
@@ -67,7 +62,7 @@ def gptneox_architecture(config: GPTNeoXConfig) -> DecoderArchitecture:
     )
 
 
-_SEQUENTIAL = ("has_sequential_residual",)
+_SEQUENTIAL = ("not use_gptj_residual",)
 
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
@@ -99,7 +94,7 @@ def _whole_biases(stored: GPTNeoXConfig, names: Collection[str]) -> dict[str, Te
 
     Where only their sum is left, it becomes the MLP's, and attention's zeros.
     """
-    if stored.has_sequential_residual:
+    if not stored.use_gptj_residual:
         return {}
     ranks = stored.tensor_para_size
 
@@ -144,7 +139,7 @@ def _sources(facts: Facts, config: GPTNeoXConfig) -> dict[str, TensorSource]:
     table: dict[str, TensorSource] = {
         _SUM: Compute(divided_bias_sum, (attention, mlp) if has_bias else (mlp,))
     }
-    if not config.has_sequential_residual and config.tensor_para_size > 1:
+    if config.use_gptj_residual and config.tensor_para_size > 1:
         table |= {
             name: Compute(_share, (key,))
             for name, key in zip(_SHARES, (attention, mlp), strict=True)

@@ -143,21 +143,6 @@ class DenseConfig(DecoderConfig):
         return self.has_input_norms and self.residual != "parallel_shared"
 
     @property
-    def has_norm_bias(self) -> bool:
-        """True if norms have a bias next to their scale."""
-        return self.norm_type == "layernorm"
-
-    @property
-    def has_head_norms(self) -> bool:
-        """True if each head of queries and keys is normalised."""
-        return self.query_key_norm == "head"
-
-    @property
-    def has_joint_norms(self) -> bool:
-        """True if all heads of the queries, and all of the keys, are normalised together."""
-        return self.query_key_norm == "all"
-
-    @property
     def attention_width(self) -> int:
         """Width of all query heads together."""
         return self.head_num * self.size_per_head
@@ -218,13 +203,13 @@ def _per_layer(config: DenseConfig, layers: tuple[int, ...] | None) -> tuple[boo
 def _heads_norm(name: str, width: str) -> tuple[WeightSpec, ...]:
     name = f"{LAYER}attention.{name}.weight"
     return (
-        WeightSpec(name, ("size_per_head",), when=("has_head_norms",)),
-        WeightSpec(name, (width,), split=0, when=("has_joint_norms",)),
+        WeightSpec(name, ("size_per_head",), when=("query_key_norm=head",)),
+        WeightSpec(name, (width,), split=0, when=("query_key_norm=all",)),
     )
 
 
 _INPUT, _OUTPUT, _MLP = ("has_input_norms",), ("has_output_norms",), ("has_mlp_bias",)
-_QKV, _NORM = ("has_qkv_bias",), ("has_norm_bias",)
+_QKV, _NORM = ("has_qkv_bias",), ("norm_type=layernorm",)
 
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
@@ -247,7 +232,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
     *WeightSpec.row(LAYER + "mlp.dense_4h_to_h", "inter_size", "hidden", bias=_MLP),
     *WeightSpec.norm(LAYER + "mlp_output_layernorm", when=_OUTPUT, bias=_NORM),
     *WeightSpec.norm("model.final_layernorm", bias=_NORM),
-    WeightSpec("model.lm_head.weight", ("vocab_size", "hidden"), when=("untied_head",)),
+    WeightSpec("model.lm_head.weight", ("vocab_size", "hidden"), when=("not tie_word_embeddings",)),
 )
 
 
@@ -268,7 +253,7 @@ def _whole_heads(stored: DenseConfig, names: Collection[str]) -> dict[str, Tenso
     copies = stored.stored_kv_head_num // stored.kv_head_num
     split = {"attention.key.weight": 1, "attention.key.bias": 0, "attention.value.weight": 1,
              "attention.value.bias": 0}  # fmt: skip
-    if stored.has_joint_norms:
+    if stored.query_key_norm == "all":
         split["attention.key_norm.weight"] = 0
     return {
         LAYER + name: _FirstCopies(LAYER + name, cut=axis, copies=copies)

@@ -126,7 +126,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
     *_adapter("after_attention_adapter"),
     *_adapter("after_ffn_adapter"),
     *WeightSpec.norm("model.final_layernorm", when=("has_post_decoder_layernorm",)),
-    WeightSpec(HEAD, ("vocab_size", "hidden"), when=("untied_head",)),
+    WeightSpec(HEAD, ("vocab_size", "hidden"), when=("not tie_word_embeddings",)),
     *PROMPT_WEIGHTS,
 )
 

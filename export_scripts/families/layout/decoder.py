@@ -72,14 +72,9 @@ class DecoderConfig(FTConfig):
         """True if the loaded prompts are keys and values of every layer."""
         return self.prompt_learning_type == PREFIX_PROMPT
 
-    @property
-    def has_prompt_tables(self) -> bool:
-        """True if the loaded prompts, if any, are tables of virtual tokens."""
-        return not self.has_prefix_prompts
-
 
 PROMPT_WEIGHTS = (
-    WeightSpec(PROMPT_TABLE, ("prompt_length", "hidden"), when=("has_prompt_tables",)),
+    WeightSpec(PROMPT_TABLE, ("prompt_length", "hidden"), when=("not has_prefix_prompts",)),
     # Keys (already rotated), then values, of every layer.
     WeightSpec(
         "model.prefix_prompt.{task}.weight",

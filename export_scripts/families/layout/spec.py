@@ -18,7 +18,8 @@ from export_scripts.families.layout.architecture import Architecture
 from export_scripts.families.layout.config import FTConfig, Index, Sections
 from export_scripts.numeric.dtypes import item_size
 
-# Config fields or properties that must all be true, or not zero.
+# Config fields or properties, which must all be true (with "not " before a name: false), or have
+# the value after "=".
 When = tuple[str, ...]
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -83,7 +84,7 @@ class WeightSpec:
 
     def expand(self, config: FTConfig) -> Iterator[tuple[Index, FTTensor]]:
         """Yield (index, tensor) for every tensor of a model that this record describes."""
-        if not all(getattr(config, name) for name in self.when):
+        if not all(_holds(config, condition) for condition in self.when):
             return
         names = self.placeholders
         for values in itertools.product(*(config.index_values(name) for name in names)):
@@ -121,6 +122,12 @@ class WeightSpec:
             WeightSpec(f"{name}.weight", (rows, columns), split=0, when=when),
             WeightSpec(f"{name}.bias", (columns,), when=when + bias),
         )
+
+
+def _holds(config: FTConfig, condition: str) -> bool:
+    name, _, value = condition.removeprefix("not ").partition("=")
+    found = getattr(config, name)
+    return bool(found == value if value else found) is not condition.startswith("not ")
 
 
 @dataclass(frozen=True)

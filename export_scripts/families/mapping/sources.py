@@ -251,7 +251,8 @@ def key_scales(key: str, cut: int | None) -> Rows:
     """Return scales of the keys' norm: those of all heads together are repeated like the heads."""
 
     def nesting(config: Any) -> Nesting:
-        times = config.stored_kv_head_num // config.kv_head_num if config.has_joint_norms else 1
+        is_joint = config.query_key_norm == "all"
+        times = config.stored_kv_head_num // config.kv_head_num if is_joint else 1
         return Nesting("nd", ("n", "d"), {"d": config.size_per_head}, times=times)
 
     return Rows(key, cut, nesting)

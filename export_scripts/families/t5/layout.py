@@ -112,11 +112,6 @@ class T5Config(FTConfig):
         return self.position_embedding_type == "relative"
 
     @property
-    def is_absolute(self) -> bool:
-        """True if there is a table of positions."""
-        return not self.is_relative
-
-    @property
     def is_encoder_only(self) -> bool:
         """True if the model is an encoder alone."""
         return self.num_decoder_layers == 0
@@ -306,7 +301,7 @@ _SELF = DECODER + "layer.0.SelfAttention"
 
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("shared.weight_T", ("vocab_size", "d_model")),
-    WeightSpec("shared.ape", ("positions", "d_model"), when=("is_absolute",)),
+    WeightSpec("shared.ape", ("positions", "d_model"), when=("not is_relative",)),
     _relative_bias("encoder", _RELATIVE),
     *_norm(ENCODER + "layer.0.layer_norm"),
     *_attention(ENCODER + "layer.0.SelfAttention"),
@@ -374,11 +369,7 @@ def t5_warnings(_: Any, config: T5Config) -> list[str]:
             "(answers of NaN or nonsense); convert with weight_data_type bf16 or fp32 and serve "
             "with data_type bf16 or fp32"
         )
-    if config.is_relative and config.relative_attention_max_distance != FT_MAX_DISTANCE:
-        warnings.append(
-            f"relative_attention_max_distance = {config.relative_attention_max_distance}: NVIDIA's "
-            f"FasterTransformer always takes {FT_MAX_DISTANCE}; serve with the pytorch engine"
-        )
+    warnings += [f"{limit}: serve with the pytorch engine" for limit in _ft_limits(config)]
     if config.layer_norm_epsilon != FT_NORM_EPS:
         warnings.append(
             f"layer_norm_epsilon = {config.layer_norm_epsilon}: NVIDIA's FasterTransformer always "
