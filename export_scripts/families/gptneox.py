@@ -22,7 +22,6 @@ from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, Decode
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, activation_name, key
 from export_scripts.families.mapping.names import in_layers, named_sources
-from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import (
     HUGGINGFACE_ACTIVATIONS,
@@ -243,19 +242,19 @@ def _eleuther_config(facts: Facts) -> GPTNeoXConfig:
     settings.expect("num-kv-heads", None, stated_heads, why="FT has one key/value head per head")
     assumed = not _is_whole(settings.source)
     hidden = facts.size(_WTE, 1)
-    vocab_size = facts.rows(_WTE)
     given_heads = facts.given_int("head_num")
     heads = given_heads if given_heads is not None else settings.integer("num-attention-heads")
     size_per_head = settings.divide(hidden, heads, "hidden size by heads")
     ids, keys = facts.special_ids(), facts.keys()
     return settings.built(
         GPTNeoXConfig,
+        facts,
         model_name="gptneox",
         head_num=heads,
         size_per_head=size_per_head,
         inter_size=facts.rows("layers.0.mlp.dense_h_to_4h.bias"),
         num_layer=sum(key.endswith(".input_layernorm.weight") for key in keys),
-        vocab_size=vocab_size,
+        vocab_size=facts.rows(_WTE),
         rotary_embedding=_rotary_dims(facts, settings, size_per_head),
         start_id=_START_ID if ids.bos is None else ids.bos,
         end_id=_END_ID if ids.eos is None else ids.eos,
@@ -263,9 +262,6 @@ def _eleuther_config(facts: Facts) -> GPTNeoXConfig:
         layernorm_eps=settings.number("layernorm-epsilon", default=1e-5),
         # The fused kernel computes the tanh form.
         exact_gelu=not settings.flag("bias-gelu-fusion", default=assumed),
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
-        **prompt_fields(facts, start_id=vocab_size),
     )
 
 
@@ -350,7 +346,6 @@ _ELEUTHER_WEIGHTS: Mapping[str, TensorSource] = {
         _ATTENTION_BIAS,
         _MLP_BIAS,
     ),
-    **PROMPT_SOURCES,
 }
 
 

@@ -115,6 +115,7 @@ def core_config(facts: Facts) -> DenseConfig:
         settings.note("no_rope_freq: it leaves no layer with rotary positions")
     return settings.built(
         DenseConfig,
+        facts,
         **fields,
         model_name="llama",
         kv_head_num=traits.query_groups,

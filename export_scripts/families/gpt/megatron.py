@@ -23,7 +23,6 @@ from export_scripts.families.mapping.names import (
     in_layers,
     named_sources,
 )
-from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
 
@@ -86,8 +85,6 @@ def common_fields(
         "end_id": end_id,
         "layernorm_eps": traits.norm_eps,
         "tie_word_embeddings": tied,
-        "weight_data_type": facts.weight_data_type,
-        "tensor_para_size": facts.tp_size,
     }
 
 
@@ -98,13 +95,14 @@ def gpt_config(facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: b
         ValueError: The special tokens are unknown, or an added archive contradicts itself.
     """
     adapter_size = int(traits.source.get("project_size") or 0)
-    return GPTConfig(
+    return traits.settings.built(
+        GPTConfig,
+        facts,
         model_name="gpt",
         **common_fields(facts, traits, vocab_size=vocab_size, tied=tied),
         activation_type=_ACTIVATIONS[traits.activation],
         has_adapters=adapter_size > 0,
         adapter_inter_size=adapter_size,
-        **prompt_fields(facts, start_id=vocab_size),
     )
 
 
@@ -150,7 +148,7 @@ def gpt_sources(
 ) -> dict[str, TensorSource]:
     """Return the source of each tensor of a GPT."""
     return completed(
-        {**named_sources(names, LAYOUT, order=order), **PROMPT_SOURCES},
+        named_sources(names, LAYOUT, order=order),
         LAYOUT,
         facts,
         lacks=lambda _: not traits.bias,

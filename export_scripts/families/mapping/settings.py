@@ -14,6 +14,7 @@ from typing import Any
 from export_scripts.checkpoints.base import json_table
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import MOST_LAYERS, ConfigT, FTConfig
+from export_scripts.families.mapping.prompts import prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts
 
 _REQUIRED = object()
@@ -202,13 +203,17 @@ class Settings:
             return None
         return value
 
-    def built(self, config: Callable[..., ConfigT], **fields: Any) -> ConfigT:
-        """Return a config.
+    def built(self, config: Callable[..., ConfigT], facts: Facts, **fields: Any) -> ConfigT:
+        """Return a config of the fields, and of those that are asked for and added.
 
         Raises:
             CheckpointMismatchError: Problems were noted, or the fields do not belong together; all
                 are listed.
         """
+        fields["weight_data_type"] = facts.weight_data_type
+        fields["tensor_para_size"] = facts.tp_size
+        if facts.prompts:
+            fields |= prompt_fields(facts, start_id=fields["vocab_size"])
         try:
             made = config(**fields)
         except ValueError as error:

@@ -21,7 +21,6 @@ from export_scripts.families.mapping.megatron_traits import (
     nemo_gelu_is_exact,
 )
 from export_scripts.families.mapping.names import completed, named_sources
-from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
@@ -253,13 +252,13 @@ def _reasons(facts: Facts) -> list[str]:
 
 def _config(facts: Facts) -> T5Config:
     start_id, end_id, pad_id = _special_ids(facts)
-    vocab_size = facts.rows(_EMBEDDING)
-    return T5Config(
+    traits = _traits(facts.config)
+    return traits.encoder.built(
+        T5Config,
+        facts,
         name_or_path="t5",
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
-        vocab_size=vocab_size,
-        **_traits(facts.config).fields,
+        vocab_size=facts.rows(_EMBEDDING),
+        **traits.fields,
         decoder_start_token_id=start_id,
         eos_token_id=end_id,
         pad_id=pad_id,
@@ -268,7 +267,6 @@ def _config(facts: Facts) -> T5Config:
         use_gated_activation=facts.has_any(_GATE),
         ia3_num_tasks=0 if facts.ia3_in_place else len(facts.ia3),
         ia3_adapted=True if facts.ia3_in_place and facts.ia3 else None,
-        **prompt_fields(facts, start_id=vocab_size),
         **adapter_fields(facts.adapters),
     )
 
@@ -370,7 +368,7 @@ def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
         is_one_plus=traits.words["normalization"] == "layernorm1p",
     )
     stored = {} if facts.ia3_in_place else ia3_sources(find_scalers(facts))
-    return {**table, **stored, **adapter_sources(facts), **PROMPT_SOURCES}
+    return {**table, **stored, **adapter_sources(facts)}
 
 
 def _scaled_queries(table: dict[str, TensorSource], factor: float) -> dict[str, TensorSource]:
