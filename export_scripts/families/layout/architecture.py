@@ -100,6 +100,9 @@ class DecoderArchitecture:
     activation: Activation = "gelu"
     exact_gelu: bool = False  # gelu by erf, as the source computes it, instead of tanh
     gated: bool = False  # act(x W1) * (x W3) before W2
+    expert_num: int = 0  # MLPs behind a router in each layer; 0: one MLP without
+    experts_per_token: int = 0
+    normalized_routing: bool = True  # the weights of a token's experts sum to 1
     pre_decoder_norm: bool = False
     post_decoder_norm: bool = True
     # attention.{query,key,value} instead of attention.query_key_value
