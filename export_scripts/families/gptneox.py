@@ -21,7 +21,7 @@ from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, activation_name, key
-from export_scripts.families.mapping.names import in_layers, named_sources
+from export_scripts.families.mapping.names import fused_layer, in_layers, named_sources
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import (
     HUGGINGFACE_ACTIVATIONS,
@@ -177,19 +177,6 @@ def _written(config: GPTNeoXConfig) -> dict[str, Any]:
 
 
 _L = "gpt_neox.layers.{layer}."
-# Modules that both the library and its ancestor name as the layout does.
-LAYER_MODULES = {
-    name: name
-    for name in (
-        "input_layernorm",
-        "attention.query_key_value",
-        "attention.dense",
-        "post_attention_layernorm",
-        "mlp.dense_h_to_4h",
-        "mlp.dense_4h_to_h",
-    )
-}
-
 GPTNEOX_HUGGINGFACE = HuggingFaceDecoder(
     model_type="gpt_neox",
     model="GPTNeoXForCausalLM",
@@ -208,7 +195,7 @@ GPTNEOX_HUGGINGFACE = HuggingFaceDecoder(
     names={
         "model.wte": "gpt_neox.embed_in",
         "model.final_layernorm": "gpt_neox.final_layer_norm",
-        **in_layers(_L, LAYER_MODULES),
+        **in_layers(_L, fused_layer()),
     },
     sources=_sources,
     read=_read,
@@ -324,7 +311,7 @@ _ELEUTHER_NAMES = {
     "model.wte": _WTE.removesuffix(".weight"),
     "model.final_layernorm": "final.norm",
     "model.lm_head": _HEAD.removesuffix(".weight"),
-    **in_layers(_E, LAYER_MODULES),
+    **in_layers(_E, fused_layer()),
 }
 
 _ELEUTHER_WEIGHTS: Mapping[str, TensorSource] = {

@@ -9,7 +9,7 @@ from typing import Any
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
 from export_scripts.families.gpt.opt_int8 import check_ranges, int8_weights
 from export_scripts.families.mapping.huggingface import HEAD, HuggingFaceDecoder, key
-from export_scripts.families.mapping.names import in_layers
+from export_scripts.families.mapping.names import fused_layer, in_layers
 from export_scripts.families.mapping.settings import Settings, stored_head
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import (
@@ -107,17 +107,7 @@ BLOOM_HUGGINGFACE = HuggingFaceDecoder(
         "model.pre_decoder_layernorm": "transformer.word_embeddings_layernorm",
         "model.final_layernorm": "transformer.ln_f",
         "model.lm_head": "lm_head",
-        **in_layers(
-            "transformer.h.{layer}.",
-            {
-                "input_layernorm": "input_layernorm",
-                "attention.query_key_value": "self_attention.query_key_value",
-                "attention.dense": "self_attention.dense",
-                "post_attention_layernorm": "post_attention_layernorm",
-                "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",
-                "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
-            },
-        ),
+        **in_layers("transformer.h.{layer}.", fused_layer("self_attention")),
     },
     read=_read_bloom,
     written=lambda config: {_POST: config.model_variant == "bloom-post"},

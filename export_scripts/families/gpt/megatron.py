@@ -20,6 +20,7 @@ from export_scripts.families.mapping.megatron_traits import (
 from export_scripts.families.mapping.names import (
     QUERY_KEY_VALUE,
     completed,
+    fused_layer,
     in_layers,
     named_sources,
 )
@@ -165,12 +166,7 @@ def _names(facts: Facts) -> dict[str, str]:
     attention = "self_attention" if facts.has_any("*.self_attention.*") else "attention"
     stack = _stack(facts)
     layer = {
-        "input_layernorm": "input_layernorm",
-        "attention.query_key_value": f"{attention}.query_key_value",
-        "attention.dense": f"{attention}.dense",
-        "post_attention_layernorm": "post_attention_layernorm",
-        "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",
-        "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
+        **fused_layer(attention),
         "after_attention_adapter.dense_h_to_4h": "adaptor1.dense_h_to_4h",
         "after_attention_adapter.dense_4h_to_h": "adaptor1.dense_4h_to_h",
         "after_ffn_adapter.dense_h_to_4h": "adaptor2.dense_h_to_4h",
