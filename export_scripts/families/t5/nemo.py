@@ -24,7 +24,6 @@ from export_scripts.families.mapping.names import completed, named_sources
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
-    Adjusted,
     Copy,
     TensorSource,
     split_qkv,
@@ -47,11 +46,11 @@ from export_scripts.families.t5.tuning import (
     adapter_fields,
     adapter_reasons,
     adapter_sources,
-    find_scalers,
     ia3_in_place,
     ia3_reasons,
     ia3_sources,
     rank_reasons,
+    scale,
 )
 
 # NeMo's activations -> the loader's spelling. The fast- variants fuse both halves of a gate into
@@ -102,7 +101,6 @@ class _Traits:
     words: Mapping[str, str]  # by the keys of _WORDS, as the source has them
     stages: tuple[int, int]  # of the pipeline: in all, and before the decoder
     bias: bool  # of the linears
-    legacy: bool  # fused projections are ordered parts first, then heads
     query_factor: float  # corrects FT's scaling of scores by t5_with_bias alone
 
 
@@ -158,7 +156,6 @@ def _traits(config: Mapping[str, Any]) -> _Traits:
             encoder.integer("pipeline_model_parallel_split_rank", default=0, least=0),
         ),
         bias=bool(encoder.value("bias", default=True)),
-        legacy=bool(encoder.source.get("megatron_legacy")),
         query_factor=1.0 if is_scaled == with_bias else root if with_bias else 1 / root,
     )
     encoder.problems += decoder.problems
@@ -352,14 +349,16 @@ def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
         "shared.weight_T": Copy(_EMBEDDING, cut=0),
         "shared.ape": Copy(_POSITIONS),
         **named_sources(_NAMES, LAYOUT),
-        **_attention("knd" if traits.legacy else "nkd"),
+        # In a legacy model all heads of a part follow each other, else the parts of a head.
+        **_attention("knd" if traits.encoder.source.get("megatron_legacy") else "nkd"),
         # Decided once for the whole model, not per stage.
         HEAD: Copy(_HEAD if facts.has(_HEAD) else _EMBEDDING, cut=0),
         "shared.bias": Copy(_HEAD_BIAS, cut=0),
     }
-    table = _scaled_queries(table, traits.query_factor)
+    if traits.query_factor != 1.0:
+        _scale_queries(table, traits.query_factor)
     if facts.ia3_in_place and facts.ia3:
-        table = ia3_in_place(table, find_scalers(facts))
+        ia3_in_place(table, facts)
     table = completed(
         table,
         LAYOUT,
@@ -367,31 +366,18 @@ def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
         lacks=lambda name: "norm" not in name and (not traits.bias or name == "shared.bias"),
         is_one_plus=traits.words["normalization"] == "layernorm1p",
     )
-    stored = {} if facts.ia3_in_place else ia3_sources(find_scalers(facts))
+    stored = {} if facts.ia3_in_place else ia3_sources(facts)
     return {**table, **stored, **adapter_sources(facts)}
 
 
-def _scaled_queries(table: dict[str, TensorSource], factor: float) -> dict[str, TensorSource]:
-    """Return the table with queries multiplied by the rest of FT's scaling of scores."""
-    if factor == 1.0:
-        return table
-
-    def scale(part: Any, _: Any) -> Any:
-        return part * factor
-
-    def scale_first(part: Any, _: Any) -> Any:  # (..., 3, heads, size)
-        return part * constant([factor, 1.0, 1.0]).reshape(3, 1, 1)
-
-    out = dict(table)
+def _scale_queries(table: dict[str, TensorSource], factor: float) -> None:
+    """Multiply the rest of FT's scaling of scores into the queries."""
+    encoder, decoder = ENCODER + "layer.0.SelfAttention", DECODER + "layer.0.SelfAttention"
+    first = constant([factor, 1.0, 1.0]).reshape(3, 1, 1)  # of (..., 3, heads, size)
     for kind in ("weight", "bias"):
-        for name in (
-            f"{ENCODER}layer.0.SelfAttention.q.{kind}",
-            f"{DECODER}layer.1.EncDecAttention.q.{kind}",
-        ):
-            out[name] = Adjusted(table[name], scale)
-        fused = f"{DECODER}layer.0.SelfAttention.qkv.{kind}"
-        out[fused] = Adjusted(table[fused], scale_first)
-    return out
+        for module in (f"{encoder}.q", f"{_CROSS}.q"):
+            scale(table, f"{module}.{kind}", lambda _: factor)
+        scale(table, f"{decoder}.qkv.{kind}", lambda _: first)
 
 
 T5_NEMO = SourceMapping(
