@@ -248,17 +248,13 @@ class _FirstCopies(Copy):
         return Parts(parts.axis, parts.tensors[:: self.copies])
 
 
-def _whole_heads(stored: DenseConfig, names: Collection[str]) -> dict[str, TensorSource]:
+def _whole_heads(stored: DenseConfig, _: Collection[str]) -> dict[str, TensorSource]:
     """Return the sources of keys and values where several ranks have the same head."""
     copies = stored.stored_kv_head_num // stored.kv_head_num
-    split = {"attention.key.weight": 1, "attention.key.bias": 0, "attention.value.weight": 1,
-             "attention.value.bias": 0}  # fmt: skip
-    if stored.query_key_norm == "all":
-        split["attention.key_norm.weight"] = 0
     return {
-        LAYER + name: _FirstCopies(LAYER + name, cut=axis, copies=copies)
-        for name, axis in split.items()
-        if copies > 1 and (LAYER + name).format(layer=0) in names
+        spec.name: _FirstCopies(spec.name, cut=spec.split, copies=copies)
+        for spec in LAYOUT
+        if copies > 1 and "kv_width" in spec.shape and any(spec.expand(stored))
     }
 
 

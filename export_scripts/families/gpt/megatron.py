@@ -325,11 +325,11 @@ def is_core(facts: Facts) -> bool:
 
 def core_traits(facts: Facts) -> MegatronTraits:
     """Return the traits of a megatron-core checkpoint, saved by NeMo or by Megatron-LM."""
-    traits = traits_of(facts.reader.format, facts.config)
+    config = facts.config
     if facts.reader.is_distributed:
         # Layers are numbered over all pipeline stages.
-        return dataclasses.replace(traits, virtual_pp=1)
-    return traits
+        config = {**config, "virtual_pipeline_model_parallel_size": None}
+    return traits_of(facts.reader.format, config)
 
 
 def core_is_tied(facts: Facts) -> bool:

@@ -18,18 +18,13 @@ Activation = Literal["gelu", "relu", "relu2", "silu"]
 # parallel: x + attention(norm1(x)) + mlp(norm2(x)); parallel_shared: one norm feeds both.
 Residual = Literal["sequential", "parallel", "parallel_shared"]
 
+_KINDS: tuple[Activation, ...] = ("gelu", "relu", "relu2", "silu")
 _ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
-    "gelu": ("gelu", False),
-    "relu": ("relu", False),
-    "relu2": ("relu2", False),
-    "silu": ("silu", False),
+    **{kind: (kind, False) for kind in _KINDS},
+    **{f"gated-{kind}": (kind, True) for kind in _KINDS},
     "geglu": ("gelu", True),
-    "gated-gelu": ("gelu", True),
     "reglu": ("relu", True),
-    "gated-relu": ("relu", True),
-    "gated-relu2": ("relu2", True),
     "siglu": ("silu", True),
-    "gated-silu": ("silu", True),
 }
 
 

@@ -77,16 +77,11 @@ class WeightSpec:
     dtype: str | None = None  # on disk, when it is not the folder's weight_data_type
     optional: bool = False  # written, though no loader reads it, so as to make the source again
 
-    @property
-    def placeholders(self) -> tuple[str, ...]:
-        """Names of the indices in `name`, such as layer."""
-        return tuple(_PLACEHOLDER.findall(self.name))
-
     def expand(self, config: FTConfig) -> Iterator[tuple[Index, FTTensor]]:
         """Yield (index, tensor) for every tensor of a model that this record describes."""
         if not all(_holds(config, condition) for condition in self.when):
             return
-        names = self.placeholders
+        names = _PLACEHOLDER.findall(self.name)
         for values in itertools.product(*(config.index_values(name) for name in names)):
             index: Index = dict(zip(names, values, strict=True))
             shape = tuple(config.dim(size, index) for size in self.shape)

@@ -51,10 +51,7 @@ class MegatronTraits:
     exact_gelu: bool  # gelu by erf
     bias: bool
     tied: bool
-    block_type: str
-    virtual_pp: int
     expert_num: int
-    qk_norm: bool
     rotary_base: float
     rotary_local_base: float | None  # of layers with a window, if another
     rotary_fraction: float
@@ -104,7 +101,6 @@ def traits_of(source_format: str, config: Mapping[str, Any]) -> MegatronTraits:
         return settings.number(_stated(config, *keys), default=default)
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
-    post = config.get("apply_residual_connection_post_layernorm")
     rotates = config.get("use_rotary_position_embeddings")
     # Megatron-LM states a number of groups even where no heads share one.
     is_grouped = config.get("group_query_attention", True)
@@ -133,12 +129,9 @@ def traits_of(source_format: str, config: Mapping[str, Any]) -> MegatronTraits:
         bias=bool(_first(config, "bias", "add_bias_linear", default=True)),
         tied=bool(_first(config, "share_embeddings_and_output_weights", default=True))
         and not config.get("untie_embeddings_and_output_weights"),
-        block_type="post_ln" if post else str(_first(config, "transformer_block_type") or "pre_ln"),
-        virtual_pp=size("virtual_pipeline_model_parallel_size", default=1),
         expert_num=max(experts, default=1)
         if isinstance(experts, list)
         else size("num_moe_experts", "num_experts", default=1),
-        qk_norm=bool(config.get("qk_layernorm")),
         rotary_base=number("rotary_base", default=10000),
         rotary_local_base=settings.optional("rotary_local_base"),
         rotary_fraction=number("rotary_percentage", "rotary_percent", default=1.0),
@@ -232,9 +225,14 @@ def nemo_gelu_is_exact(config: Mapping[str, Any]) -> bool:
     return word in ("gelu", "geglu") and not config.get("openai_gelu")
 
 
+NORMS_ELSEWHERE = "norms stand elsewhere"
+INTERLEAVED = "the interleaved schedule's order of layers is unknown"
 # Settings that change what a model computes and leave no trace in its tensors.
 # NeMo 1.x, megatron_gpt_model.py; megatron/core/transformer/transformer_config.py.
 _FOREIGN = {
+    "transformer_block_type": NORMS_ELSEWHERE,
+    "apply_residual_connection_post_layernorm": "the residual adds what is normalised",
+    "virtual_pipeline_model_parallel_size": INTERLEAVED,
     "apply_embedding_scaling": "the embedding is multiplied by sqrt(hidden_size)",
     "mcore_customization_config": "megatron-core's layers are changed",
     "drop_layers": "layers are left out",
@@ -266,7 +264,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_moe_experts": (0, 1),
     "virtual_pipeline_model_parallel_size": (0, 1),
 }
-INTERLEAVED = "the interleaved schedule's order of layers is unknown"
 
 
 def in_use(source: Mapping[str, Any], settings: Mapping[str, str]) -> list[str]:
@@ -296,16 +293,8 @@ def foreign_settings(traits: MegatronTraits, *, held: Collection[str] = ()) -> l
         for key, value in sizes.items()
         if not value
     ]
-    reasons += in_use(source, {key: what for key, what in _FOREIGN.items() if key not in held})
-    checks = {
-        f"virtual_pipeline_model_parallel_size = {traits.virtual_pp}: {INTERLEAVED}": (
-            traits.virtual_pp > 1
-        ),
-        f"transformer_block_type = {traits.block_type}: only pre_ln is converted": (
-            traits.block_type != "pre_ln"
-        ),
-    }
-    return reasons + [text for text, applies in checks.items() if applies]
+    foreign = {key: what for key, what in _FOREIGN.items() if key not in held}
+    return reasons + in_use(source, foreign)
 
 
 # The classes of a format whose models compute only what their configuration states, without the

@@ -15,6 +15,7 @@ from typing import Any
 
 from export_scripts.families.mapping.megatron_traits import (
     INTERLEAVED,
+    NORMS_ELSEWHERE,
     in_use,
     megatron_settings,
     nemo_fuses_activation,
@@ -67,7 +68,7 @@ _WORDS: Mapping[str, tuple[str, Collection[str]]] = {
     ),
 }  # fmt: skip
 _FOREIGN = {
-    "transformer_block_type": "norms stand elsewhere",
+    "transformer_block_type": NORMS_ELSEWHERE,
     "relative_position_bias_self_attention_only": "cross attention has a position bias",
     "headscale": "heads are scaled",
     "num_moe_experts": "the model is a mixture of experts",
