@@ -88,38 +88,27 @@ class DenseConfig(DecoderConfig):
     rotary_short_factor: tuple[float, ...] | None = None
     rotary_long_factor: tuple[float, ...] | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse traits that no runtime computes.
-
-        Raises:
-            ValueError: An unknown choice, or rotated dimensions that do not fit.
-        """
-        dims, size = self.rotary_embedding, self.size_per_head
-        problems = [
+    def problems(self) -> list[str]:
+        """Return traits that no runtime computes: unknown choices, numbers that do not fit."""
+        problems = super().problems() + [
             f"{name} = {getattr(self, name)}; known: {', '.join(map(str, known))}"
             for name, known in _CHOICES.items()
             if getattr(self, name) not in known
         ]
         if self.kv_head_num < 1:
             problems.append(f"kv_head_num = {self.kv_head_num}: expected at least 1")
-        if dims % 2 or dims > size:
-            problems.append(
-                f"rotary_embedding = {dims} of the head size {size} cannot be represented: "
-                "dimensions are rotated two at a time"
-            )
         kind = self.rotary_scaling_type or ""
         problems += [
             f"rotary_scaling_type = {kind} needs rotary_{name}"
             for name in (*ROTARY_SCALINGS.get(kind, ()), *_COMPUTED.get(kind, ()))
             if name not in self.rotary_scaling
         ]
-        problems += [
+        dims = self.rotary_embedding
+        return problems + [
             f"{name} has {len(factors)} factors for {dims} rotated dimensions: expected {dims // 2}"
             for name in ("rotary_short_factor", "rotary_long_factor")
             if (factors := getattr(self, name)) is not None and len(factors) != dims // 2
         ]
-        if problems:
-            raise ValueError("\n".join(problems))
 
     @property
     def rotary_scaling(self) -> dict[str, Any]:

@@ -77,6 +77,19 @@ class FTConfig:
     prompt_learning_type: int | None = None
     tasks: tuple[PromptTask, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Refuse values that do not belong together.
+
+        Raises:
+            ValueError: There are any; all problems are listed.
+        """
+        if problems := self.problems():
+            raise ValueError("\n".join(problems))
+
+    def problems(self) -> list[str]:
+        """Return what no runtime computes or no file holds."""
+        return []
+
     @property
     def prompt_length(self) -> Mapping[str, int]:
         """Virtual tokens of each prompt task by its name."""

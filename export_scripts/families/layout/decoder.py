@@ -41,15 +41,11 @@ class DecoderConfig(FTConfig):
     start_id: int
     end_id: int
 
-    def __post_init__(self) -> None:
-        """Refuse rotated dimensions that no head has.
-
-        Raises:
-            ValueError: They are odd, or more than a head's.
-        """
+    def problems(self) -> list[str]:
+        """Return a problem if no head has the rotated dimensions."""
         dims, size = getattr(self, "rotary_embedding", 0), self.size_per_head
-        if not can_rotate(dims, size):
-            raise ValueError(f"rotary_embedding = {dims} {NOT_ROTATED.format(size)}")
+        fits = can_rotate(dims, size)
+        return [] if fits else [f"rotary_embedding = {dims} {NOT_ROTATED.format(size)}"]
 
     @property
     def hidden(self) -> int:

@@ -82,19 +82,16 @@ class T5Config(FTConfig):
     initializer_factor: float | None = ini_field(None, sections=_BOTH)
     n_positions: int | None = ini_field(None, sections=_BOTH)
 
-    def __post_init__(self) -> None:
-        """Refuse a relative bias of too few buckets: below, the formula of the far ones fails.
-
-        Raises:
-            ValueError: The distances that have a bucket of their own reach beyond the largest.
-        """
+    def problems(self) -> list[str]:
+        """Return a problem if the formula of the far buckets of a relative bias fails."""
         buckets, reach = self.positions, self.relative_attention_max_distance
-        if self.is_relative and not 4 <= buckets < 2 * reach:
-            raise ValueError(
-                f"relative_attention_num_buckets = {buckets} with relative_attention_max_distance "
-                f"= {reach} cannot be represented: expected at least 4 buckets, and fewer than "
-                "twice the distance"
-            )
+        if not self.is_relative or 4 <= buckets < 2 * reach:
+            return []
+        return [
+            f"relative_attention_num_buckets = {buckets} with relative_attention_max_distance "
+            f"= {reach} cannot be represented: expected at least 4 buckets, and fewer than "
+            "twice the distance"
+        ]
 
     @property
     def inner(self) -> int:
