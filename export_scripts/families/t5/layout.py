@@ -30,6 +30,16 @@ _DECODER = ("decoder",)
 _STRUCTURE = ("structure",)
 
 
+def _token(key: str) -> Any:
+    """Return the field of a token, which an encoder alone has among its own keys."""
+
+    def of_encoder(sections: Sections, _: Collection[str]) -> int | None:
+        text = sections.get("encoder", {}).get(key, "")
+        return int(text) if text.isdecimal() else None
+
+    return ini_field(None, sections=_DECODER, absent=of_encoder)
+
+
 @dataclass(frozen=True, kw_only=True)
 class T5Config(FTConfig):
     """config.ini [encoder], [decoder] and [structure]; an encoder alone has no decoder layers.
@@ -59,13 +69,17 @@ class T5Config(FTConfig):
     # Not read by FT, which has only these values; for engines that do.
     relative_attention_max_distance: int = ini_field(FT_MAX_DISTANCE, sections=_BOTH)
     layer_norm_epsilon: float = ini_field(FT_NORM_EPS, sections=_BOTH)
-    decoder_start_token_id: int | None = ini_field(None, sections=_DECODER)
-    eos_token_id: int | None = ini_field(None, sections=_DECODER)
+    decoder_start_token_id: int | None = _token("decoder_start_token_id")
+    eos_token_id: int | None = _token("eos_token_id")
     pad_id: int | None = ini_field(None, sections=_DECODER)
     # Without biases: whether the logits are divided by sqrt(d_model).
     tie_word_embeddings: bool = ini_field(True, sections=_DECODER)
     # Not an FT key: distinguishes a lost lm_head.weight.bin from a tied head.
-    has_lm_head: bool = ini_field(True, sections=_DECODER)
+    has_lm_head: bool = ini_field(
+        True,
+        sections=_DECODER,
+        absent=lambda sections, files: bool(sections.get("decoder")) and f"{HEAD}.bin" in files,
+    )
     has_adapter: bool | None = ini_field(None, sections=_BOTH)
     adapter_inter_size: int = ini_field(0, sections=_BOTH)
     adapter_norm_position: str | None = ini_field(None, sections=_BOTH)
@@ -139,15 +153,6 @@ class T5Config(FTConfig):
             out["decoder"] = {}
             del out["encoder"]["num_decoder_layers"]
         return out
-
-    @classmethod
-    def absent_keys(cls, sections: Sections, files: Collection[str]) -> dict[str, Any]:
-        """Return has_lm_head, from the files, and the tokens of an encoder alone."""
-        if sections.get("decoder"):
-            return {"has_lm_head": f"{HEAD}.bin" in files}
-        encoder = sections.get("encoder", {})
-        tokens = {key: int(encoder[key]) for key in _TOKEN_KEYS if encoder.get(key, "").isdecimal()}
-        return {"has_lm_head": False, **tokens}
 
     @classmethod
     def from_sections(cls, sections: Sections, files: Collection[str] = ()) -> T5Config:
