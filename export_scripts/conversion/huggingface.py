@@ -214,7 +214,7 @@ def _views(
     source: ConversionPlan, mapping: SourceMapping, facts: Facts, is_tied: bool
 ) -> tuple[tuple[WrittenTensor, ...], list[str], tuple[str, ...]]:
     """Return the tensors as the mapping names them, reasons against it, and names without one."""
-    table = mapping.weights(facts, source.config)
+    table = mapping.sources(facts, source.config)
     own = source.facts if mapping is source.mapping else None
     written: dict[str, dict[int, tuple[TensorPlan, View]]] = {}
     homeless: dict[str, None] = {}

@@ -32,11 +32,7 @@ from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.prompts import added_tensors, prompt_tensors
-from export_scripts.families.mapping.settings import (
-    negative_token_warnings,
-    own_code_warnings,
-    token_warnings,
-)
+from export_scripts.families.mapping.settings import source_warnings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.ft.config_ini import CONFIG_NAME, config_text
 from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, is_replaced, makes_tokenizer
@@ -138,9 +134,7 @@ def plan_conversion(
         remarks=(
             *(note for reader in readers for note in reader.remarks),
             *mapping.warnings(facts, config),
-            *own_code_warnings(facts),
-            *token_warnings(facts, getattr(config, "end_id", None)),
-            *negative_token_warnings(facts, config),
+            *source_warnings(facts, config),
             *_special_token_warnings(config, names),
         ),
     )

@@ -27,9 +27,8 @@ from export_scripts.conversion.tensor_plan import (
     values_of,
 )
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.mapping.sources import Parts
+from export_scripts.families.mapping.sources import Parts, taken
 from export_scripts.families.mapping.tensors import ShapeTensor
-from export_scripts.families.mapping.views import taken
 from export_scripts.ft.writer import FTWriter
 from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE

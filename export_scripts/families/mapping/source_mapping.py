@@ -18,8 +18,9 @@ from export_scripts.checkpoints.base import (
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.sources import TensorSource
+from export_scripts.families.mapping.sources import Copy, TensorSource
 
 _MOST_MODULES = 1_000_000  # layers times experts
 
@@ -155,6 +156,10 @@ class SourceMapping:
     written: Callable[[Any, bool], Sequence[Mapping[str, Any]]] | None = None
     positions: str | None = None  # key of the longest sequence, where the config has none
     carried: tuple[str, ...] = ()  # ignored tensors that belong to the model nevertheless
+
+    def sources(self, facts: Facts, config: Any) -> dict[str, TensorSource]:
+        """Return the source of each tensor of the layout, by its name, added prompts included."""
+        return {PROMPT_TABLE: Copy("prompt:{task}"), **self.weights(facts, config)}
 
     def is_ignored(self, key: str) -> bool:
         """Return whether a source tensor has nothing to convert."""

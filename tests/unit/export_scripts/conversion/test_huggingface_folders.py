@@ -22,7 +22,7 @@ from export_scripts.conversion.convert import (
     convert,
     folder_problems,
 )
-from export_scripts.families.mapping import views
+from export_scripts.families.mapping import sources
 from inference.parity.comparison import ParityRequest, compare
 from tests.tiny import (
     TinyGPT,
@@ -444,7 +444,7 @@ def test_an_interrupted_folder_is_continued(
     def taken(*arguments: Any) -> Any:
         if next(calls, None) is None:
             raise KeyboardInterrupt
-        return views.taken(*arguments)
+        return sources.taken(*arguments)
 
     monkeypatch.setattr(write, "taken", taken)
     with pytest.raises(KeyboardInterrupt):

@@ -177,7 +177,7 @@ def test_an_unknown_tensor_is_left_out_where_it_is_allowed_by_name(tmp_path: Pat
         ({"num_query_groups": 2}, "num_query_groups = 2"),
         ({"multi_query_attention": True}, "multi_query_attention"),
         ({"qk_layernorm": True}, "qk_layernorm"),
-        ({"transformer_block_type": "post_ln"}, "transformer_block_type = post_ln"),
+        ({"transformer_block_type": "post_ln"}, "transformer_block_type = 'post_ln'"),
         ({"headscale": True}, "headscale"),
         ({"normalize_attention_scores": False}, "normalize_attention_scores"),
         ({"kv_channels": 8}, "6 heads of 8 do not make hidden_size = 30"),
