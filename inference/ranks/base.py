@@ -62,23 +62,6 @@ class StepResult:
             self.done.synchronize()
 
 
-def rank_weights(
-    reader: FTReader, layout: ParallelLayout, *, data_type: str, device: torch.device
-) -> RankWeights:
-    """Return a rank's view of a folder, in the types that implement `data_type` on the device.
-
-    Raises:
-        CheckpointMismatchError: The folder was split for another number of ranks.
-    """
-    return RankWeights(
-        reader,
-        layout,
-        dtype=compute_dtype(data_type, device),
-        device=device,
-        matrix_dtype=matrix_dtype(data_type, reader.weight_data_type, device),
-    )
-
-
 def cache_shape(
     architecture: DecoderArchitecture | EncoderDecoderArchitecture,
     layout: ParallelLayout,
@@ -135,8 +118,12 @@ class RankBase(ABC):
             CheckpointMismatchError: The folder is not exactly what its config.ini describes.
         """
         reader = FTReader(Path(settings.ft_dir))
-        weights = rank_weights(
-            reader, self.layout, data_type=settings.data_type, device=self.device
+        weights = RankWeights(
+            reader,
+            self.layout,
+            dtype=compute_dtype(settings.data_type, self.device),
+            device=self.device,
+            matrix_dtype=matrix_dtype(settings.data_type, reader.weight_data_type, self.device),
         )
         return weights, reader.family.architecture(reader.config)
 
