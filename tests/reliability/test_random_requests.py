@@ -714,7 +714,7 @@ def test_every_row_of_an_encoder_is_that_of_the_model_alone(
                 [chance.randrange(41) for _ in range(chance.randint(1, 28))]
                 for _ in range(chance.randint(1, 4))
             ]
-            request = parse_encoding(encoder_tensors(model, name, prompts), engine.limits)
+            request = parse_encoding(encoder_tensors(model, name, prompts), engine.architecture)
             sent.append((prompts, engine.submit(request)))
             if number % 5 == 4:
                 engine.cancel(chance.choice(sent)[1])
