@@ -53,7 +53,7 @@ class Encoder(StageModel):
         self.architecture = architecture
         numbers = weights.layout.layers(architecture.num_layer)
         parts = LayerLoader(weights, architecture, reduce)
-        self.layers = [_layer(parts, architecture, number) for number in numbers]
+        self.layers = [_layer(parts, number) for number in numbers]
         weights.check()
 
     def run_layers(self, x: torch.Tensor, step: RaggedRows) -> torch.Tensor:
@@ -64,8 +64,8 @@ class Encoder(StageModel):
         return x
 
 
-def _layer(parts: LayerLoader, architecture: EncoderArchitecture, number: int) -> EncoderLayer:
-    prefix = f"model.encoder.layer.{number}."
+def _layer(parts: LayerLoader[EncoderArchitecture], number: int) -> EncoderLayer:
+    prefix, architecture = f"model.encoder.layer.{number}.", parts.architecture
     projections = [prefix + f"attention.self.{name}" for name in ("query", "key", "value")]
     return EncoderLayer(
         attention=RowAttention(

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -170,7 +170,10 @@ def check_architecture(architecture: Architecture, tp_size: int) -> None:
         raise ValueError("\n".join(problems))
 
 
-class LayerLoader:
+ArchitectureT = TypeVar("ArchitectureT", bound=Architecture)
+
+
+class LayerLoader(Generic[ArchitectureT]):
     """Makes the parts of layers from one rank's tensors.
 
     `reduce` sums over the ranks of the stage, None for a single one; `gemm` goes for all matrices,
@@ -180,13 +183,14 @@ class LayerLoader:
     def __init__(
         self,
         weights: RankWeights,
-        architecture: Architecture,
+        architecture: ArchitectureT,
         reduce: AllReduce | None,
         gemm: GemmOptions = PLAIN_GEMM,
     ) -> None:
         """Check the architecture, see `check_architecture`."""
         check_architecture(architecture, weights.layout.tp_size)
         self.weights = weights
+        self.architecture = architecture
         self.reduce = reduce
         self.gemm = gemm
         self.activation = gemm_activation(
