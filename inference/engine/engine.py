@@ -16,7 +16,7 @@ import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from export_scripts.families.layout.config import FTConfig
-from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, ModelLimits, RequestError, RowRequest
 from inference.decoding.rows import PREFIX_PROMPT, SessionTurn
@@ -201,12 +201,10 @@ class Engine(EngineBase[RunningRequest]):
 
     def _make_scheduler(self) -> Scheduler:
         decoder = BatchDecoder(
-            DecodingConfig(
-                vocab_size=self.limits.vocab_size,
-                hypothesis_pool=self.limits.encoder_decoder,
-                output_log_probs_mode=self.options.output_log_probs_mode,
-                nucleus_include_boundary=self.options.nucleus_include_boundary,
-            )
+            self.limits.vocab_size,
+            hypothesis_pool=self.limits.encoder_decoder,
+            output_log_probs_mode=self.options.output_log_probs_mode,
+            nucleus_include_boundary=self.options.nucleus_include_boundary,
         )
         capacity, architecture = self.capacity, self.architecture
         encoder_layers = 0
