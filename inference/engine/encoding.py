@@ -184,7 +184,7 @@ class PlannedEncoding(PlannedStep[RunningEncoding]):
     @property
     def owners(self) -> list[RunningEncoding]:
         """Requests with rows in this step, each once."""
-        return list({id(owner): owner for owner, _ in self.work}.values())
+        return list(dict.fromkeys(owner for owner, _ in self.work))
 
 
 class EncodingScheduler(StepScheduler[RunningEncoding]):

@@ -13,7 +13,6 @@ from export_scripts.families.layout.architecture import DecoderArchitecture, Rot
 from inference.model.layers import (
     MLP,
     Attention,
-    Bottleneck,
     Embedding,
     JointHalves,
     PartT,
@@ -289,7 +288,6 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         up = self.up(name, name + "_2" if gated else None)
         return MLP(up, self.row_with(prefix + "dense_4h_to_h", out_bias, reduce))
 
-    def _adapter(self, prefix: str) -> Bottleneck:
-        return Bottleneck(
-            self._mlp(prefix, self.weights.tensor(prefix + "dense_4h_to_h.bias"), self.reduce)
-        )
+    def _adapter(self, prefix: str) -> Sublayer[MLP]:
+        bias = self.weights.tensor(prefix + "dense_4h_to_h.bias")
+        return Sublayer(self._mlp(prefix, bias, self.reduce), norm=None)

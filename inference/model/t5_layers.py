@@ -18,7 +18,6 @@ from inference.model.kv_cache import KVCache
 from inference.model.layers import (
     MLP,
     Attention,
-    Bottleneck,
     Embedding,
     Normalise,
     PartT,
@@ -210,13 +209,13 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         mlp = MLP(up, self.row(f"{name}.wo"), scalers=self._table(name))
         return self._sublayer(mlp, block, place, "after_ffn_adapter.")
 
-    def _adapter(self, prefix: str) -> Bottleneck | None:
+    def _adapter(self, prefix: str) -> Sublayer[MLP] | None:
         if not self.architecture.adapter_inter_size:
             return None
         # A LayerNorm and SiLU whatever the model itself has.
         up = self.column(prefix + "DenseSiluDense.wi", activation="silu")
         mlp = MLP(up, self.row(prefix + "DenseSiluDense.wo"))
-        return Bottleneck(mlp, self.norm(prefix + "layer_norm", kind="layernorm"))
+        return Sublayer(mlp, self.norm(prefix + "layer_norm", kind="layernorm"))
 
     def _scalers(self, attention: str, *, queries: bool = True) -> torch.Tensor | None:
         """Return the IA3 tables of keys and values, after ones for queries, (tasks + 1, 3H, D)."""

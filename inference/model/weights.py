@@ -108,10 +108,6 @@ class RankWeights:
             self._tables[key] = torch.cat((part, part.new_zeros(more, *part.shape[1:])))
         return self._tables[key]
 
-    def mapped(self, name: str) -> torch.Tensor:
-        """Return a whole table as it lies on disk, mapped and unchanged; nothing is read yet."""
-        return self.reader.read(name, 0)
-
     def check(self) -> None:
         """Check that all tensors read so far are finite.
 
@@ -254,7 +250,7 @@ class LayerLoader(Generic[ArchitectureT]):
         weights = self.weights
         if weights.device.type == "cpu":
             # The mapped table costs no memory of its own and is shared by the ranks of a node.
-            return VocabEmbedding(weights.mapped(name))
+            return VocabEmbedding(weights.reader.read(name, 0))
         rows = weights.layout.vocab_rows(vocab_size)
         table = weights.rows(name, rows)
         return VocabEmbedding(table, first_row=rows.start, reduce=self.reduce)

@@ -243,8 +243,7 @@ class RankBase(ABC):
         """Return on rank 0 the last stage's output; `room`, of its shape and type, receives it."""
         if self.layout.pp_size == 1:
             return output if self.layout.rank == 0 else None
-        source = self.layout.last_stage_ranks[0]
-        if self.layout.rank == source:
-            assert output is not None
-            self.groups.send(output, 0).wait()
-        return self.groups.receive(room, source) if self.layout.rank == 0 else None
+        source = self.layout.last_stage_ranks[:1]
+        part = output if self.layout.rank in source else None
+        found = self.groups.gather(part, room.shape, ranks=source, dtype=room.dtype)
+        return found[0] if found else None
