@@ -63,6 +63,7 @@ def run_shards(
     )
     every = [replace(settings, rank=rank) for rank in range(reader.tp_size)]
     architecture = reader.family.architecture(reader.config)
+    states = states if isinstance(architecture, EncoderArchitecture) else None
     plan = _plan(architecture, inputs, states)
     store = HashStore()
 
