@@ -15,7 +15,7 @@ from inference.model.decoder_layers import DecoderLoader
 from inference.model.stage import GeneratorModel
 from inference.model.step import Step
 from inference.model.weights import RankWeights
-from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
+from inference.parallel.epilogue import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import AllReduce
 
 

@@ -20,7 +20,7 @@ from inference.model.stage import GeneratorModel
 from inference.model.step import AttentionRules, EncodedSlots, Segment, Step, attention_groups
 from inference.model.t5_layers import T5DecoderLayer, T5Loader
 from inference.model.weights import RankWeights
-from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
+from inference.parallel.epilogue import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import AllReduce
 
 

@@ -18,9 +18,8 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.ft.reader import FTReader
 from inference.model.layers import Normalise, make_norm
-from inference.parallel.epilogue import GemmActivation, gemm_activation
+from inference.parallel.epilogue import PLAIN_GEMM, GemmActivation, GemmOptions, gemm_activation
 from inference.parallel.gemm import Product, make_gated_gemm, make_gemm
-from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.linear import (
     AllReduce,
