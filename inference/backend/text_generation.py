@@ -64,7 +64,7 @@ class TextService:
                 rows.append(self._submit(b, ids, options))
         except BaseException:
             for row in rows:
-                self._engine.cancel(row.future)
+                row.future.cancel()
             raise
         return rows
 

@@ -10,7 +10,6 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
@@ -203,10 +202,6 @@ class EngineBase(ABC, Generic[RequestT]):
     def load(self) -> EngineLoad:
         """Return how much waits and runs; may be called from any thread."""
         return EngineLoad(waiting=self.queued_rows)
-
-    def cancel(self, future: Future[Any]) -> None:
-        """Cancel a request: at the next step its work stops and its memory is freed."""
-        future.cancel()
 
     def _queue(self, request: RequestT) -> None:
         """Queue a request.
