@@ -13,7 +13,6 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -157,12 +156,7 @@ class EngineBase(ABC, Generic[RequestT]):
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:

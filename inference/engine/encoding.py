@@ -191,7 +191,6 @@ class EncodingScheduler(StepScheduler[RunningEncoding]):
     """The rows of all requests, in order of arrival."""
 
     def __init__(self, *, on_gpu: bool = False) -> None:
-        """Start without requests."""
         super().__init__()
         self._on_gpu = on_gpu
 

@@ -15,7 +15,7 @@ from inference.model.decoder_layers import DecoderLoader
 from inference.model.stage import GeneratorModel
 from inference.model.step import Step
 from inference.model.weights import RankWeights
-from inference.parallel.epilogue import PLAIN_GEMM, GemmOptions
+from inference.parallel.epilogue import GemmOptions
 from inference.parallel.linear import AllReduce
 
 
@@ -24,30 +24,14 @@ class Decoder(GeneratorModel):
 
     architecture: DecoderArchitecture
 
-    def __init__(
-        self,
-        weights: RankWeights,
-        architecture: DecoderArchitecture,
-        *,
-        reduce: AllReduce | None,
-        gemm: GemmOptions = PLAIN_GEMM,
-    ) -> None:
-        """Load the layers of this rank's stage; `reduce` and `gemm` as for `LayerLoader`.
-
-        Raises:
-            ValueError: The sizes do not divide among the ranks, or a choice is not supported.
-            CheckpointMismatchError: Tensors hold values that are not finite.
-        """
-        super().__init__(weights)
-        self.architecture = architecture
-        layout = weights.layout
+    def _load(self, weights: RankWeights, reduce: AllReduce | None, gemm: GemmOptions) -> None:
+        layout, architecture = weights.layout, self.architecture
         loader = DecoderLoader(weights, architecture, reduce, gemm)
         self._embedding = loader.embedding() if layout.is_first_stage else None
         self.layers = [loader.layer(number) for number in layout.layers(architecture.num_layer)]
         self.head = loader.head() if layout.is_last_stage else None
         self._rotary = loader.tables()
         self.rules = loader.rules()
-        weights.check()
 
     def embed(self, step: Step) -> torch.Tensor:
         """Return the first layer's input (N, E)."""

@@ -111,21 +111,21 @@ class RankBase(ABC):
         self._groups: RankGroups | None = None
         self._in_rank_order = settings.batch_invariant
 
-    def open_weights(self, settings: RankSettings) -> tuple[RankWeights, Architecture]:
-        """Return this rank's view of the folder, and the model's architecture.
+    def open_weights(self, settings: RankSettings) -> RankWeights:
+        """Return this rank's view of the folder, whose architecture is taken.
 
         Raises:
             CheckpointMismatchError: The folder is not exactly what its config.ini describes.
         """
         reader = FTReader(Path(settings.ft_dir))
-        weights = RankWeights(
+        self.architecture = reader.family.architecture(reader.config)
+        return RankWeights(
             reader,
             self.layout,
             dtype=compute_dtype(settings.data_type, self.device),
             device=self.device,
             matrix_dtype=matrix_dtype(settings.data_type, reader.weight_data_type, self.device),
         )
-        return weights, reader.family.architecture(reader.config)
 
     @property
     def groups(self) -> RankGroups:

@@ -35,17 +35,8 @@ class DecoderRank(GeneratorRank):
     model: Decoder
 
     def __init__(self, settings: RankSettings) -> None:
-        """Load this rank's part of the model.
-
-        Raises:
-            CheckpointMismatchError: The folder is not exactly what its config.ini describes.
-            ValueError: The model does not divide among the ranks, or is not a decoder-only model.
-        """
         super().__init__(settings)
-        weights, architecture = self.open_weights(settings)
-        if not isinstance(architecture, DecoderArchitecture):
-            raise ValueError(f"{settings.ft_dir} does not hold a decoder-only model")
-        self.architecture = architecture
+        weights, architecture = self.open_weights(settings), self.architecture
         gemm = gemm_options(settings)
         self.model = Decoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
         prefixes = load_prefixes(weights, architecture.num_layer)

@@ -54,18 +54,11 @@ class EncoderDecoderRank(GeneratorRank):
     model: EncoderDecoder
 
     def __init__(self, settings: RankSettings) -> None:
-        """Load this rank's part of the model.
-
-        Raises:
-            CheckpointMismatchError: The folder is not exactly what its config.ini describes.
-            ValueError: The model does not divide among the ranks.
-        """
         super().__init__(settings)
-        weights, architecture = self.open_weights(settings)
-        assert isinstance(architecture, EncoderDecoderArchitecture)
+        weights = self.open_weights(settings)
         if settings.encoder_only:
-            architecture = replace(architecture, decoder=None)
-        self.architecture = architecture
+            self.architecture = replace(self.architecture, decoder=None)
+        architecture = self.architecture
         gemm = gemm_options(settings)
         self.model = EncoderDecoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
         self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
