@@ -36,7 +36,7 @@ class EncoderModel(EngineModel):
         from inference.engine.encoding import parse_encoding
 
         tensors = request_tensors(exchange.request, bf16=self.bf16_inputs)
-        request = parse_encoding(tensors, self.engine.limits)
+        request = parse_encoding(tensors, self.engine.architecture)
         return self.engine.submit(request), lambda result: self._send(exchange, result)
 
     def _send(self, exchange: Exchange, result: EncodingResult) -> None:

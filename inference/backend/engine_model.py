@@ -314,7 +314,7 @@ class EngineModel:
         self._next_check = first + _ASKED_AT_ONCE
         for exchange, future in running[first : self._next_check]:
             if exchange.is_cancelled():
-                self.engine.cancel(future)
+                future.cancel()
 
     def _leave_service(self, reason: str) -> None:
         """End this process, and thereby the server, once every request has its answer.

@@ -15,8 +15,7 @@ import numpy as np
 from inference.backend.text_generation import RowRead, TextModel, column
 from inference.backend.text_models import row_texts, word_list_tensor
 from inference.backend.triton_model import Tensors
-from inference.decoding.prompts import TASK_IDS
-from inference.decoding.request import RequestError
+from inference.decoding.request import TASK_IDS, RequestError
 from inference.decoding.rows import P_TUNING
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from inference.decoding.candidates import Candidates, GroupKey
-from inference.decoding.draws import join_bias
+from inference.decoding.draws import RowBias, SeenIds, join_bias
 from inference.decoding.processors import LogitRules
 from inference.decoding.rows import FinishReason, PromptScores, RowRequest, RowResult
 from inference.decoding.tensor_fields import Array
@@ -80,10 +80,9 @@ class BeamRow:
         self._vocab_size = vocab_size
         self.prompt = PromptScores()
         self._tail = max((len(word) for word in o.bad_words + o.stop_words), default=0)
-        ids, bias = zip(*o.logit_bias, strict=True) if o.logit_bias else ((), ())
-        self._logit_bias = np.asarray(ids, np.int64), np.asarray(bias, np.float32)
-        prompt = np.unique(np.asarray(request.context_ids, np.int64))
-        self._prompt_ids = prompt[prompt < vocab_size]  # virtual tokens have no logit
+        # What all beams share; each has its own answer.
+        self._logit_bias = RowBias(o, output_len=0).arrays()
+        self._prompt_ids = SeenIds(request.context_ids, 0, vocab_size=vocab_size).ids(0)
 
     @property
     def is_finished(self) -> bool:

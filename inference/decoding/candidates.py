@@ -8,7 +8,6 @@ resolve to the lowest id.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -51,18 +50,15 @@ class GroupKey(NamedTuple):
     needs_norm: bool
 
 
-# Values, ids, norms and logits of `Candidates`, still being computed on the device.
-Pending = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
-
-
-def select(x: torch.Tensor, *, width: int, with_norm: bool) -> Pending:
-    """Queue the choice of the best `width` tokens of every row of `x` (n, X)."""
+def select(x: torch.Tensor, *, width: int, with_norm: bool) -> Candidates:
+    """Return the best `width` tokens of every row of `x` (n, X)."""
     values, ids = top_candidates(x, width=min(width, x.shape[1]))
     log_norms = None
     if with_norm:
         # log_softmax treats each row alone, in an order that depends on X only.
-        log_norms = -torch.log_softmax(x, dim=-1).gather(1, ids[:, :1])[:, 0]
-    return values, ids, log_norms, x
+        norms = -torch.log_softmax(x, dim=-1).gather(1, ids[:, :1])[:, 0]
+        log_norms = norms.cpu().numpy()
+    return Candidates(values.cpu().numpy(), ids.cpu().numpy(), log_norms, x)
 
 
 def top_candidates(x: torch.Tensor, *, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,35 +143,3 @@ def _top_by_key(
 def _flip(bits: torch.Tensor) -> torch.Tensor:
     """Map float bits to integers of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def fetch(pending: Sequence[Pending]) -> list[Candidates]:
-    """Bring all candidates of a step to the CPU in one transfer."""
-    parts = [t for *parts, _ in pending for t in parts if t is not None]
-    on_cpu = parts[0].device.type == "cpu"
-    arrays = iter([part.numpy() for part in parts] if on_cpu else unpack(pack(parts).cpu(), parts))
-    return [
-        Candidates(next(arrays), next(arrays), None if norms is None else next(arrays), logits)
-        for _, _, norms, logits in pending
-    ]
-
-
-def pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return fp32 and integer parts as one row of 32-bit words, into which each must fit."""
-    words = [
-        (p.contiguous().view(torch.int32) if p.dtype == torch.float32 else p.int()).flatten()
-        for p in parts
-    ]
-    return torch.cat(words)
-
-
-def unpack(words: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Array]:
-    """Undo `pack`; only the types and shapes of `parts` are read."""
-    arrays: list[Array] = []
-    start = 0
-    for part in parts:
-        flat = words[start : start + part.numel()]
-        start += part.numel()
-        typed = flat.view(torch.float32) if part.dtype == torch.float32 else flat
-        arrays.append(typed.reshape(part.shape).numpy())
-    return arrays

@@ -15,34 +15,13 @@ import numpy as np
 import torch
 
 from inference.decoding.beam_search import BeamRow, PooledBeamRow
-from inference.decoding.candidates import Candidates, GroupKey, fetch, select
+from inference.decoding.candidates import Candidates, GroupKey, select
 from inference.decoding.processors import pick_slots, process_logits, token_scores
 from inference.decoding.rows import RowRequest, RowStep
 from inference.decoding.sampling import SamplingRow, choose
 from inference.decoding.tensor_fields import Array
 
 UNUSABLE = "the model gave logits that are not finite; no token can be chosen"
-
-
-@dataclass(frozen=True)
-class DecodingConfig:
-    """Settings that hold for every row of a model.
-
-    `hypothesis_pool` selects the beam search of encoder-decoder models. `nucleus_include_boundary`
-    gives the token that crosses the nucleus boundary its whole mass.
-    """
-
-    vocab_size: int
-    hypothesis_pool: bool = False
-    output_log_probs_mode: Literal["renormalized", "full"] = "renormalized"
-    nucleus_include_boundary: bool = False
-
-    def __post_init__(self) -> None:
-        if self.output_log_probs_mode not in ("renormalized", "full"):
-            raise ValueError(
-                f"output_log_probs_mode={self.output_log_probs_mode!r} is unknown; "
-                "use renormalized or full"
-            )
 
 
 # One row, from its first token to its result.
@@ -61,21 +40,39 @@ class _Group:
 class BatchDecoder:
     """Chooses the tokens of the rows that it makes; a row occupies `beam_width` slots."""
 
-    def __init__(self, config: DecodingConfig) -> None:
-        self.config = config
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        hypothesis_pool: bool = False,
+        output_log_probs_mode: Literal["renormalized", "full"] = "renormalized",
+        nucleus_include_boundary: bool = False,
+    ) -> None:
+        """Take the settings that hold for every row of a model.
+
+        `hypothesis_pool` selects the beam search of encoder-decoder models.
+        `nucleus_include_boundary` gives the token that crosses the nucleus boundary its whole mass.
+        """
+        if output_log_probs_mode not in ("renormalized", "full"):
+            raise ValueError(
+                f"output_log_probs_mode={output_log_probs_mode!r} is unknown; "
+                "use renormalized or full"
+            )
+        self.vocab_size = vocab_size
+        self._beam_row = PooledBeamRow if hypothesis_pool else BeamRow
+        self._full_log_probs = output_log_probs_mode == "full"
+        self._include_boundary = nucleus_include_boundary
 
     def make_row(self, request: RowRequest) -> DecodedRow:
         """Return a row without tokens."""
-        config = self.config
-        if request.options.beam_width == 1:
-            return SamplingRow(
-                request,
-                vocab_size=config.vocab_size,
-                full_log_probs=config.output_log_probs_mode == "full",
-                include_boundary=config.nucleus_include_boundary,
-            )
-        kind = PooledBeamRow if config.hypothesis_pool else BeamRow
-        return kind(request, vocab_size=config.vocab_size)
+        if request.options.beam_width > 1:
+            return self._beam_row(request, vocab_size=self.vocab_size)
+        return SamplingRow(
+            request,
+            vocab_size=self.vocab_size,
+            full_log_probs=self._full_log_probs,
+            include_boundary=self._include_boundary,
+        )
 
     @torch.inference_mode()
     def step(self, rows: Sequence[DecodedRow], logits: torch.Tensor) -> list[RowStep]:
@@ -108,9 +105,7 @@ class BatchDecoder:
             return
         scored, slots, tokens = zip(*wanted, strict=True)
         top = max(row.options.num_log_probs for row in scored)
-        found = token_scores(
-            pick_slots(logits, slots), tokens, top=top, vocab_size=self.config.vocab_size
-        )
+        found = token_scores(pick_slots(logits, slots), tokens, top=top, vocab_size=self.vocab_size)
         for row, score in zip(scored, found, strict=True):
             row.scores.append(score)
 
@@ -127,19 +122,19 @@ class BatchDecoder:
             slot += row.slots
         shape = list(logits.shape)
         assert shape[0] == slot, f"logits {shape} for {slot} slots"
-        assert shape[1] >= self.config.vocab_size, f"logits {shape} miss some of the vocabulary"
+        assert shape[1] >= self.vocab_size, f"logits {shape} miss some of the vocabulary"
         return list(groups.values())
 
     def _candidates(self, groups: Sequence[_Group], logits: torch.Tensor) -> list[Candidates]:
-        """Process what needs processing at once, select per group, and fetch everything once."""
-        vocab_size = self.config.vocab_size
+        """Process what needs processing at once, and select per group."""
+        vocab_size = self.vocab_size
         changed = [group for group in groups if group.key.kind != "plain"]
         rules = [rule for group in changed for row in group.rows for rule in row.rules()]
         slots = [slot for group in changed for slot in group.slots]
         x = logits
         if changed:
             x = process_logits(logits, slots=slots, rules=rules, vocab_size=vocab_size)
-        pending, start = [], 0
+        found, start = [], 0
         for group in groups:
             if group.key.kind == "plain":
                 rows = pick_slots(logits[:, :vocab_size], group.slots)
@@ -147,8 +142,8 @@ class BatchDecoder:
                 rows = x[start : start + len(group.slots)]
                 start += len(group.slots)
             width = min(group.key.width, vocab_size)
-            pending.append(select(rows, width=width, with_norm=group.key.needs_norm))
-        return fetch(pending)
+            found.append(select(rows, width=width, with_norm=group.key.needs_norm))
+        return found
 
 
 def _sample(rows: Sequence[SamplingRow], candidates: Candidates) -> list[RowStep]:

@@ -8,6 +8,7 @@ not depend on the other slots, bit for bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -133,33 +134,28 @@ def _to(x: torch.Tensor, values: Array) -> torch.Tensor:
     return torch.from_numpy(values).to(x.device, non_blocking=True)
 
 
-@torch.inference_mode()
 def context_log_prob(logits: torch.Tensor, next_ids: Sequence[int], *, vocab_size: int) -> float:
     """Return the summed natural log probability of `next_ids` after their positions.
 
     `logits` are unprocessed, (T, V) or wider. Virtual tokens, whose ids are negative or outside the
     vocabulary, have no score.
     """
-    assert len(next_ids) == len(logits), f"{len(next_ids)} tokens for {len(logits)} positions"
-    scored = [t for t, token in enumerate(next_ids) if 0 <= token < vocab_size]
-    if not scored:
-        return 0.0
-    x = pad_vocabulary(logits[:, :vocab_size])  # (T, X)
-    rows = torch.tensor(scored, device=x.device)
-    ids = torch.tensor([next_ids[t] for t in scored], device=x.device)
-    return float(torch.log_softmax(x, dim=-1)[rows, ids].double().sum())
+    scores = token_scores(logits, next_ids, top=0, vocab_size=vocab_size)
+    pairs = zip(next_ids, scores, strict=True)
+    return math.fsum(score.log_prob for token, score in pairs if 0 <= token < vocab_size)
 
 
 @torch.inference_mode()
 def token_scores(
     logits: torch.Tensor, next_ids: Sequence[int], *, top: int, vocab_size: int
 ) -> list[TokenScore]:
-    """Return the score of each of `next_ids`, all of the vocabulary, with the `top` best tokens.
+    """Return the score of each of `next_ids` with the `top` best tokens.
 
-    `logits` are unprocessed, (T, V) or wider.
+    `logits` are unprocessed, (T, V) or wider. The score of an id outside the vocabulary means
+    nothing.
     """
     x = torch.log_softmax(pad_vocabulary(logits[:, :vocab_size]), dim=-1)  # (T, X)
-    ids = torch.tensor(list(next_ids), device=x.device)
+    ids = torch.tensor(list(next_ids), device=x.device).clamp(0, vocab_size - 1)
     own = x.gather(1, ids[:, None])[:, 0].tolist()
     best = x.topk(min(top, vocab_size), dim=-1)  # (T, W)
     columns = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)

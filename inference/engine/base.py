@@ -10,16 +10,15 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from export_scripts.families.layout.architecture import Architecture
+from export_scripts.ft.config_ini import read_config
 from inference.decoding.rows import RequestError
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.load import EngineLoad
@@ -61,7 +60,7 @@ EngineT = TypeVar("EngineT", bound="EngineBase[Any]")
 
 
 class EngineBase(ABC, Generic[RequestT]):
-    """Serves one FT folder; subclasses read its description and accept requests.
+    """Serves one FT folder; subclasses accept requests.
 
     The engine's own thread sets the futures; their callbacks must be quick.
 
@@ -70,29 +69,55 @@ class EngineBase(ABC, Generic[RequestT]):
         queued_rows: Rows of all requests that have not begun.
     """
 
+    architecture: Architecture
+
     def __init__(
         self,
-        settings: RankSettings,
-        options: EngineOptions,
+        ft_dir: Path | str,
+        placement: Placement | None = None,
         *,
-        warm_up: StepPlan,
-        warm_up_embeddings: torch.Tensor | None = None,
+        options: EngineOptions | None = None,
         rendezvous: Rendezvous | None = None,
     ) -> None:
-        """Prepare; nothing is loaded before `start`. `warm_up` makes ranks ready for requests.
+        """Read the folder's description; nothing is loaded before `start`.
+
+        Args:
+            ft_dir: The folder of weights, split for `placement.tp_size` ranks.
+            placement: Sizes, types and device of the ranks.
+            options: Budgets and bounds.
+            rendezvous: With the ranks that a launcher started, perhaps on several
+                nodes; None starts the other ranks on this node.
 
         Raises:
-            ValueError: `restart_failed_ranks` is set for ranks of a launcher.
+            ValueError: Sizes, types or budgets do not fit the model or the machine, the engine does
+                not serve such a model, or `restart_failed_ranks` is set for ranks of a launcher.
         """
+        self.options = options = options or EngineOptions()
         if rendezvous is not None and options.restart_failed_ranks:
             raise ValueError(
                 "restart_failed_ranks=True: only a launcher can start its processes again; set it "
                 "to False and have the launcher restart the whole run"
             )
         self._rendezvous = rendezvous
-        self._settings = settings
-        self.options = options
-        self._warm_up = (warm_up, warm_up_embeddings)
+        self.family, self.config = read_config(Path(ft_dir))
+        self.architecture = self._served_architecture()
+        launch = None if rendezvous is None else rendezvous.place
+        # Each process that a launcher started uses one device.
+        needed_devices = None if launch is None else 1
+        placement = check_ranks(
+            self.architecture, placement or Placement(), needed_devices=needed_devices
+        )
+        local_ranks = placement.world_size if launch is None else launch.local_size
+        settings = RankSettings(
+            **asdict(placement),
+            ft_dir=str(ft_dir),
+            rank=0,
+            threads=options.threads or threads_per_rank(local_ranks),
+            device_index=None if launch is None else launch.local_rank,
+            shared_memory=options.shared_memory,
+            rank_timeout_s=options.rank_timeout_s,
+        )
+        self._settings = self._fit(settings)
         self._wake = threading.Condition()
         self._inbox: deque[RequestT] = deque()
         self.steps = 0
@@ -108,6 +133,18 @@ class EngineBase(ABC, Generic[RequestT]):
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
 
     @abstractmethod
+    def _served_architecture(self) -> Architecture:
+        """Return the architecture of the folder; raise ValueError if it is not one to serve."""
+
+    @abstractmethod
+    def _fit(self, settings: RankSettings) -> RankSettings:
+        """Return the settings with what requests need; raise ValueError if that does not fit."""
+
+    @abstractmethod
+    def _warm_up(self) -> tuple[StepPlan, torch.Tensor | None]:
+        """Return a step of one token, which makes the ranks ready for requests."""
+
+    @abstractmethod
     def describe(self) -> str:
         """Return a description of the engine's capacity."""
 
@@ -119,12 +156,7 @@ class EngineBase(ABC, Generic[RequestT]):
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -164,10 +196,6 @@ class EngineBase(ABC, Generic[RequestT]):
     def load(self) -> EngineLoad:
         """Return how much waits and runs; may be called from any thread."""
         return EngineLoad(waiting=self.queued_rows)
-
-    def cancel(self, future: Future[Any]) -> None:
-        """Cancel a request: at the next step its work stops and its memory is freed."""
-        future.cancel()
 
     def _queue(self, request: RequestT) -> None:
         """Queue a request.
@@ -242,7 +270,7 @@ class EngineBase(ABC, Generic[RequestT]):
     def _begin(self, ranks: RankGroup) -> None:
         ranks.start()
         self.scheduler = self._make_scheduler()
-        ranks.run(*self._warm_up)
+        ranks.run(*self._warm_up())
         with self._wake:
             self._failure = None
         self._ready.set()
@@ -349,31 +377,3 @@ def _reason(ranks: RankGroup, error: Exception) -> str:
             return problem
         sleep(_WATCH_S)
     return str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
-
-
-def rank_settings(
-    ft_dir: Path | str,
-    architecture: Architecture,
-    placement: Placement | None,
-    options: EngineOptions,
-    rendezvous: Rendezvous | None,
-) -> RankSettings:
-    """Return the settings of rank 0, without a cache.
-
-    Raises:
-        ValueError: As `check_ranks`.
-    """
-    launch = None if rendezvous is None else rendezvous.place
-    # Each process that a launcher started uses one device.
-    needed_devices = None if launch is None else 1
-    placement = check_ranks(architecture, placement or Placement(), needed_devices=needed_devices)
-    local_ranks = placement.world_size if launch is None else launch.local_size
-    return RankSettings(
-        **asdict(placement),
-        ft_dir=str(ft_dir),
-        rank=0,
-        threads=options.threads or threads_per_rank(local_ranks),
-        device_index=None if launch is None else launch.local_rank,
-        shared_memory=options.shared_memory,
-        rank_timeout_s=options.rank_timeout_s,
-    )

@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from export_scripts.families.layout.architecture import (
+    EncoderArchitecture,
+    EncoderDecoderArchitecture,
+)
 from inference.decoding.request import RequestError
 from inference.decoding.tensor_fields import Array, TensorFields
 from inference.engine.queued_request import PlannedStep, QueuedRequest, StepScheduler
@@ -24,20 +28,6 @@ from inference.ranks.plan import EncoderRow, StepPlan
 # H200 in steps of 4096, 6.0 ms in one.
 _STEP_TOKENS = 4096
 _GPU_STEP_TOKENS = 16384
-
-
-@dataclass(frozen=True)
-class EncoderLimits:
-    """Limits of a request, all read from the model's `config.ini`.
-
-    `vocab_size` is None for a model that takes hidden states in place of token ids.
-    `max_pos_seq_len` is None without a table of positions.
-    """
-
-    hidden: int
-    vocab_size: int | None = None
-    max_pos_seq_len: int | None = None
-    ia3_num_tasks: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,28 +64,30 @@ class EncodingResult:
     attentions: torch.Tensor | None = None
 
 
-def parse_encoding(tensors: Mapping[str, Array], limits: EncoderLimits) -> EncodingRequest:
+def parse_encoding(
+    tensors: Mapping[str, Array], architecture: EncoderArchitecture | EncoderDecoderArchitecture
+) -> EncodingRequest:
     """Return the checked request of tensors by their contract's names, rows first.
 
     Raises:
         RequestError: with every problem found.
     """
-    if limits.vocab_size is None:
-        return _parse_states(tensors, limits)
-    return _parse_ids(tensors, limits, limits.vocab_size)
+    if isinstance(architecture, EncoderArchitecture):
+        return _parse_states(tensors, architecture.hidden)
+    return _parse_ids(tensors, architecture)
 
 
-def _parse_states(tensors: Mapping[str, Array], limits: EncoderLimits) -> EncodingRequest:
+def _parse_states(tensors: Mapping[str, Array], hidden: int) -> EncodingRequest:
     states = tensors.get("input_hidden_state")
     known = {"input_hidden_state", "sequence_lengths"}
     if states is None:
         raise RequestError(["input_hidden_state: required input is missing"])
-    is_batch = states.ndim == 3 and len(states) and states.shape[2] == limits.hidden
+    is_batch = states.ndim == 3 and len(states) and states.shape[2] == hidden
     if not is_batch or states.dtype.kind != "f":
         raise RequestError(
             [
                 f"input_hidden_state: expected floating-point values of shape [B,S,"
-                f"{limits.hidden}], got {states.dtype} {list(states.shape)}"
+                f"{hidden}], got {states.dtype} {list(states.shape)}"
             ]
         )
     with np.errstate(over="ignore"):  # what fp32 cannot hold is not finite, and refused below
@@ -116,7 +108,7 @@ def _parse_states(tensors: Mapping[str, Array], limits: EncoderLimits) -> Encodi
 
 
 def _parse_ids(
-    tensors: Mapping[str, Array], limits: EncoderLimits, vocab_size: int
+    tensors: Mapping[str, Array], architecture: EncoderDecoderArchitecture
 ) -> EncodingRequest:
     ids = tensors.get("input_ids")
     known = {"input_ids", "sequence_length", "is_return_attentions", "ia3_tasks"}
@@ -129,10 +121,10 @@ def _parse_ids(
     fields = TensorFields(tensors, len(ids))
     fields.check_names(known)
     lengths = fields.lengths("sequence_length", width=ids.shape[1])
-    tasks = fields.ia3_tasks(limits.ia3_num_tasks)
+    tasks = fields.ia3_tasks(architecture.ia3_num_tasks)
     # Attentions are returned for the whole batch if any row asks.
     attentions = any(fields.flags("is_return_attentions"))
-    limit = limits.max_pos_seq_len
+    limit, vocab_size = architecture.max_pos_seq_len, architecture.vocab_size
     for b, length in enumerate(lengths):
         bad = [(t, i) for t, i in enumerate(ids[b, :length].tolist()) if not 0 <= i < vocab_size]
         if bad:
@@ -192,14 +184,13 @@ class PlannedEncoding(PlannedStep[RunningEncoding]):
     @property
     def owners(self) -> list[RunningEncoding]:
         """Requests with rows in this step, each once."""
-        return list({id(owner): owner for owner, _ in self.work}.values())
+        return list(dict.fromkeys(owner for owner, _ in self.work))
 
 
 class EncodingScheduler(StepScheduler[RunningEncoding]):
     """The rows of all requests, in order of arrival."""
 
     def __init__(self, *, on_gpu: bool = False) -> None:
-        """Start without requests."""
         super().__init__()
         self._on_gpu = on_gpu
 

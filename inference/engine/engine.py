@@ -10,21 +10,25 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.ft.config_ini import read_config
-from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, ModelLimits, RequestError, RowRequest
 from inference.decoding.rows import PREFIX_PROMPT, SessionTurn
-from inference.engine.base import EngineBase, rank_settings
+from inference.engine.base import EngineBase
 from inference.engine.blocks import BlockPool
-from inference.engine.capacity import Capacity, generator_of, model_limits, plan_capacity
+from inference.engine.capacity import (
+    Capacity,
+    GeneratorArchitecture,
+    generator_of,
+    model_limits,
+    plan_capacity,
+)
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.load import EngineLoad
 from inference.engine.options import EngineOptions
@@ -42,8 +46,7 @@ from inference.engine.step_budget import ChunkSize
 from inference.model.step import Segment
 from inference.ranks.base import MOST_PROMPT_TOKENS
 from inference.ranks.plan import StepPlan
-from inference.ranks.rendezvous import Rendezvous
-from inference.ranks.settings import Placement
+from inference.ranks.settings import Placement, RankSettings
 
 __all__ = [
     "Engine",
@@ -62,48 +65,26 @@ _GPU_CHUNK = {"first": 2048, "most": MOST_PROMPT_TOKENS}
 class Engine(EngineBase[RunningRequest]):
     """Serves one FT folder with a decoder; `on_step` callbacks must be quick."""
 
-    def __init__(
-        self,
-        ft_dir: Path | str,
-        placement: Placement | None = None,
-        *,
-        options: EngineOptions | None = None,
-        rendezvous: Rendezvous | None = None,
-    ) -> None:
-        """Read the folder's description; nothing is loaded before `start`.
+    architecture: GeneratorArchitecture
 
-        Args:
-            ft_dir: The folder of weights, split for `placement.tp_size` ranks.
-            placement: Sizes, types and device of the ranks.
-            options: Budgets and bounds.
-            rendezvous: With the ranks that a launcher started, perhaps on several
-                nodes; None starts the other ranks on this node.
+    def _served_architecture(self) -> GeneratorArchitecture:
+        return generator_of(self.family, self.config)
 
-        Raises:
-            ValueError: Sizes, types or budgets do not fit the model or the machine.
-        """
-        options = options or EngineOptions()
-        self.family, self.config = read_config(Path(ft_dir))
-        self.architecture = generator_of(self.family, self.config)
-        settings = rank_settings(ft_dir, self.architecture, placement, options, rendezvous)
-        self.capacity: Capacity = plan_capacity(self.architecture, settings, options)
+    def _fit(self, settings: RankSettings) -> RankSettings:
+        self.capacity: Capacity = plan_capacity(self.architecture, settings, self.options)
         self.limits: ModelLimits = model_limits(self.config, self.architecture)
         self._table_rows, table_size = _table_rows(self.config)
         self._embedding_base = self.architecture.vocab_size + table_size
-        settings = replace(
+        return replace(
             settings,
             slots=self.capacity.slots,
             max_len=self.capacity.max_len,
             block_tokens=self.capacity.block_tokens,
             blocks=self.capacity.blocks,
         )
-        super().__init__(
-            settings,
-            options,
-            # One token through all ranks warms them up for the first request.
-            warm_up=StepPlan(ids=[0], segments=(Segment(0, 0, 1),), output_rows=[0]),
-            rendezvous=rendezvous,
-        )
+
+    def _warm_up(self) -> tuple[StepPlan, None]:
+        return StepPlan(ids=[0], segments=(Segment(0, 0, 1),), output_rows=[0]), None
 
     def describe(self) -> str:
         """Return a description of the engine's capacity."""
@@ -220,12 +201,10 @@ class Engine(EngineBase[RunningRequest]):
 
     def _make_scheduler(self) -> Scheduler:
         decoder = BatchDecoder(
-            DecodingConfig(
-                vocab_size=self.limits.vocab_size,
-                hypothesis_pool=self.limits.encoder_decoder,
-                output_log_probs_mode=self.options.output_log_probs_mode,
-                nucleus_include_boundary=self.options.nucleus_include_boundary,
-            )
+            self.limits.vocab_size,
+            hypothesis_pool=self.limits.encoder_decoder,
+            output_log_probs_mode=self.options.output_log_probs_mode,
+            nucleus_include_boundary=self.options.nucleus_include_boundary,
         )
         capacity, architecture = self.capacity, self.architecture
         encoder_layers = 0

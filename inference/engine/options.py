@@ -31,8 +31,8 @@ class EngineOptions:
         rank_timeout_s: How long a rank may take to answer before it counts as hung.
         start_timeout_s: How long the other ranks may take to load.
         restart_failed_ranks: Whether ranks are started again after a failure.
-        output_log_probs_mode: See `DecodingConfig`.
-        nucleus_include_boundary: See `DecodingConfig`.
+        output_log_probs_mode: See `BatchDecoder`.
+        nucleus_include_boundary: See `BatchDecoder`.
     """
 
     max_lanes: int | None = None

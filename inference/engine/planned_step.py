@@ -67,7 +67,7 @@ class GeneratingStep(PlannedStep[RunningRequest]):
     def owners(self) -> list[RunningRequest]:
         """Requests with work in this step, each once."""
         rows = [*self.encoding.rows, *(work.row for work in self.work)]
-        return list({id(row.owner): row.owner for row in rows}.values())
+        return list(dict.fromkeys(row.owner for row in rows))
 
 
 def lay_out(

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
 
-from inference.decoding.prompts import TASK_IDS, TYPE
-from inference.decoding.request import GenerationRequest, RequestError
+from inference.decoding.request import TASK_IDS, TYPE, GenerationRequest, RequestError
 from inference.decoding.rows import ModelLimits, RowResult, SessionTurn
 from inference.engine.capacity import Capacity
 from inference.engine.running import RunningRequest, RunningRow, Session

@@ -69,7 +69,7 @@ class StepResults:
         if gathered.wants_logits:
             first = work.first + 1  # the token that the first row of logits predicts
             next_ids = row.prompt[first : first + len(work.ids)]
-            vocab_size = self._decoder.config.vocab_size
+            vocab_size = self._decoder.vocab_size
             gathered.add_logits(result.logits[outputs], next_ids, vocab_size=vocab_size)
         if work.first + len(work.ids) == row.prompt_len:
             gathered.commit()

@@ -17,6 +17,7 @@ from inference.model.layers import MLP, Normalise, RowAttention
 from inference.model.ragged import RaggedRows, RowMasks
 from inference.model.stage import StageModel
 from inference.model.weights import LayerLoader, RankWeights
+from inference.parallel.epilogue import GemmOptions
 from inference.parallel.linear import AllReduce
 
 
@@ -40,21 +41,10 @@ class Encoder(StageModel):
 
     architecture: EncoderArchitecture
 
-    def __init__(
-        self, weights: RankWeights, architecture: EncoderArchitecture, *, reduce: AllReduce | None
-    ) -> None:
-        """Load the layers of this rank's stage; `reduce` as for `LayerLoader`.
-
-        Raises:
-            ValueError: The sizes do not divide among the ranks.
-            CheckpointMismatchError: Tensors hold values that are not finite.
-        """
-        super().__init__(weights)
-        self.architecture = architecture
-        numbers = weights.layout.layers(architecture.num_layer)
-        parts = LayerLoader(weights, architecture, reduce)
-        self.layers = [_layer(parts, architecture, number) for number in numbers]
-        weights.check()
+    def _load(self, weights: RankWeights, reduce: AllReduce | None, gemm: GemmOptions) -> None:
+        loader = LayerLoader(weights, self.architecture, reduce, gemm)
+        numbers = weights.layout.layers(self.architecture.num_layer)
+        self.layers = [_layer(loader, number) for number in numbers]
 
     def run_layers(self, x: torch.Tensor, step: RaggedRows) -> torch.Tensor:
         """Return the output of this stage's last layer (N, E) for its first layer's input."""
@@ -64,8 +54,8 @@ class Encoder(StageModel):
         return x
 
 
-def _layer(parts: LayerLoader, architecture: EncoderArchitecture, number: int) -> EncoderLayer:
-    prefix = f"model.encoder.layer.{number}."
+def _layer(parts: LayerLoader[EncoderArchitecture], number: int) -> EncoderLayer:
+    prefix, architecture = f"model.encoder.layer.{number}.", parts.architecture
     projections = [prefix + f"attention.self.{name}" for name in ("query", "key", "value")]
     return EncoderLayer(
         attention=RowAttention(

@@ -20,7 +20,7 @@ from inference.model.stage import GeneratorModel
 from inference.model.step import AttentionRules, EncodedSlots, Segment, Step, attention_groups
 from inference.model.t5_layers import T5DecoderLayer, T5Loader
 from inference.model.weights import RankWeights
-from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
+from inference.parallel.epilogue import GemmOptions
 from inference.parallel.linear import AllReduce
 
 
@@ -75,25 +75,8 @@ class EncoderDecoder(GeneratorModel):
 
     architecture: EncoderDecoderArchitecture
 
-    def __init__(
-        self,
-        weights: RankWeights,
-        architecture: EncoderDecoderArchitecture,
-        *,
-        reduce: AllReduce | None,
-        gemm: GemmOptions = PLAIN_GEMM,
-    ) -> None:
-        """Load the layers of this rank's stage; without `decoder` the encoder of a model alone.
-
-        `reduce` and `gemm` are as for `LayerLoader`.
-
-        Raises:
-            ValueError: The sizes do not divide among the ranks.
-            CheckpointMismatchError: Tensors hold values that are not finite.
-        """
-        layout = weights.layout
-        super().__init__(weights)
-        self.architecture = architecture
+    def _load(self, weights: RankWeights, reduce: AllReduce | None, gemm: GemmOptions) -> None:
+        layout, architecture = weights.layout, self.architecture
         self.encoder_layers = layout.layers(architecture.encoder.num_layer)
         loader = T5Loader(weights, architecture, reduce, gemm)
         self._embedding = loader.embedding() if layout.is_first_stage else None
@@ -111,7 +94,6 @@ class EncoderDecoder(GeneratorModel):
             )
             if layout.is_last_stage:
                 self.head = loader.head()
-        weights.check()
 
     def embed_rows(self, batch: EncoderBatch) -> torch.Tensor:
         """Return the first encoder layer's input (N, E)."""

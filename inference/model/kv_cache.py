@@ -76,10 +76,6 @@ class CacheShape:
         """Return whether a slot's tokens lie in one block."""
         return self.slot_blocks == 1
 
-    def size_bytes(self, item_size: int) -> int:
-        """Return the memory of keys and values together."""
-        return (self.blocks + 1) * self.block_tokens * self.token_bytes(item_size)
-
     def token_bytes(self, item_size: int) -> int:
         """Return the memory of one token's keys and values."""
         return 2 * self.num_layer * self.kv_head_num * self.size_per_head * item_size

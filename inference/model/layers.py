@@ -248,20 +248,6 @@ class MLP:
         return self.down(scaled(self.up(x), self.scalers, tasks), residual)
 
 
-@dataclass(frozen=True)
-class Bottleneck:
-    """A bottleneck added to the output of attention or MLP before that joins the residual."""
-
-    # Order: FasterTransformer, layers/adapter_layers/LinearAdapterLayer.cc (df4a753) and
-    # models/multi_gpu_gpt/ParallelGptDecoder.cc (4c014fb).
-    mlp: MLP
-    norm: Normalise | None = None
-
-    def __call__(self, y: torch.Tensor) -> torch.Tensor:
-        """Return y plus its adaptation, (N, E)."""
-        return self.mlp(normalised(y, self.norm), y)
-
-
 # Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.
 _FP16_LIMIT = 64504.0
 
@@ -275,7 +261,10 @@ class Sublayer(Generic[PartT]):
     part: PartT
     norm: Normalise | None  # None: the part reads the residual as it is
     output_norm: Normalise | None = None  # of the output, before it joins the residual
-    adapter: Bottleneck | None = None
+    # A bottleneck, added to the output before that joins the residual. Order: FasterTransformer,
+    # layers/adapter_layers/LinearAdapterLayer.cc (df4a753) and
+    # models/multi_gpu_gpt/ParallelGptDecoder.cc (4c014fb).
+    adapter: Sublayer[MLP] | None = None
     scale: float = 1.0  # on what joins the residual
     bounded: bool = False  # in fp16
 

@@ -14,7 +14,8 @@ from export_scripts.families.layout.architecture import Architecture
 from inference.model.layers import Normalise, normalised
 from inference.model.step import AttentionRules, Step
 from inference.model.weights import RankWeights
-from inference.parallel.linear import VocabParallelHead
+from inference.parallel.epilogue import PLAIN_GEMM, GemmOptions
+from inference.parallel.linear import AllReduce, VocabParallelHead
 
 
 class StageModel(ABC):
@@ -22,8 +23,28 @@ class StageModel(ABC):
 
     architecture: Architecture
 
-    def __init__(self, weights: RankWeights) -> None:
+    def __init__(
+        self,
+        weights: RankWeights,
+        architecture: Architecture,
+        *,
+        reduce: AllReduce | None,
+        gemm: GemmOptions = PLAIN_GEMM,
+    ) -> None:
+        """Load the layers of this rank's stage; `reduce` and `gemm` as for `LayerLoader`.
+
+        Raises:
+            ValueError: The sizes do not divide among the ranks, or a choice is not supported.
+            CheckpointMismatchError: Tensors hold values that are not finite.
+        """
         self.dtype, self.device = weights.dtype, weights.device
+        self.architecture = architecture
+        self._load(weights, reduce, gemm)
+        weights.check()
+
+    @abstractmethod
+    def _load(self, weights: RankWeights, reduce: AllReduce | None, gemm: GemmOptions) -> None:
+        """Load the layers."""
 
     def empty_hidden(self, tokens: int) -> torch.Tensor:
         """Return an uninitialised (tokens, E) for the hidden states of the stage before."""

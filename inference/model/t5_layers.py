@@ -18,7 +18,6 @@ from inference.model.kv_cache import KVCache
 from inference.model.layers import (
     MLP,
     Attention,
-    Bottleneck,
     Embedding,
     Normalise,
     PartT,
@@ -30,10 +29,9 @@ from inference.model.ragged import RowMasks
 from inference.model.relative_position import distance_bias
 from inference.model.stage import Head
 from inference.model.step import Step
-from inference.model.weights import LayerLoader, RankWeights
+from inference.model.weights import LayerLoader
 from inference.parallel.gemm import Product
-from inference.parallel.gemm_options import GemmOptions
-from inference.parallel.linear import AllReduce, RowParallelLinear
+from inference.parallel.linear import RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -106,31 +104,25 @@ class T5DecoderLayer:
         return self.mlp(x, tasks=step.tasks)
 
 
-class T5Loader(LayerLoader):
+class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
     """Builder of a T5 model's layers from a rank's tensors."""
 
-    def __init__(
-        self,
-        weights: RankWeights,
-        architecture: EncoderDecoderArchitecture,
-        reduce: AllReduce | None,
-        gemm: GemmOptions,
-    ) -> None:
-        super().__init__(weights, architecture, reduce, gemm)
-        self._architecture = architecture
-        stack = architecture.encoder
-        self.score_scale = (
-            1 / math.sqrt(stack.size_per_head) if architecture.scale_attention else 1.0
-        )
-        self._heads = stack.head_num // weights.layout.tp_size
-        self._size = stack.size_per_head
+    @property
+    def score_scale(self) -> float:
+        """The factor on the scores of attention."""
+        scales = self.architecture.scale_attention
+        return 1 / math.sqrt(self.architecture.encoder.size_per_head) if scales else 1.0
+
+    @property
+    def _heads(self) -> int:
+        return self.architecture.encoder.head_num // self.weights.layout.tp_size
 
     def embedding(self) -> Embedding:
         """Return the input side of both stacks."""
-        absolute = self._architecture.position == "absolute"
+        absolute = self.architecture.position == "absolute"
         return Embedding(
-            tokens=self.tokens("shared.weight_T", self._architecture.vocab_size),
-            vocab_size=self._architecture.vocab_size,
+            tokens=self.tokens("shared.weight_T", self.architecture.vocab_size),
+            vocab_size=self.architecture.vocab_size,
             positions=self.weights.tensor("shared.ape") if absolute else None,
             prompts=self.prompts(),
             dtype=self.weights.dtype,
@@ -138,7 +130,7 @@ class T5Loader(LayerLoader):
 
     def head(self) -> Head:
         """Return the output side; without a head of its own the embedding serves."""
-        choice = self._architecture
+        choice = self.architecture
         table = "lm_head.weight" if choice.untied_head else "shared.weight_T"
         bias = "shared.bias" if choice.bias else None
         return Head(
@@ -149,12 +141,12 @@ class T5Loader(LayerLoader):
 
     def relative_bias(self, side: str) -> torch.Tensor | None:
         """Return the bias by distance of this rank's heads, None with absolute positions."""
-        if self._architecture.position != "relative":
+        if self.architecture.position != "relative":
             return None
         name = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         return distance_bias(
             self.weights.tensor(name),  # (H, buckets)
-            max_distance=self._architecture.max_distance,
+            max_distance=self.architecture.max_distance,
             bidirectional=side == "encoder",
         )
 
@@ -185,7 +177,7 @@ class T5Loader(LayerLoader):
         attention = Attention(
             qkv=self.column(f"{name}.qkv"),
             out=self.row(f"{name}.o"),
-            heads=(self._heads, self._heads, self._size),
+            heads=(self._heads, self._heads, self.architecture.encoder.size_per_head),
             scalers=self._scalers(name),
         )
         cross = CrossAttention(
@@ -213,17 +205,17 @@ class T5Loader(LayerLoader):
 
     def _mlp(self, block: str, place: str) -> Sublayer[MLP]:
         name = f"{block}{place}DenseReluDense"
-        up = self.up(f"{name}.wi", f"{name}.wi2" if self._architecture.gated else None)
+        up = self.up(f"{name}.wi", f"{name}.wi2" if self.architecture.gated else None)
         mlp = MLP(up, self.row(f"{name}.wo"), scalers=self._table(name))
         return self._sublayer(mlp, block, place, "after_ffn_adapter.")
 
-    def _adapter(self, prefix: str) -> Bottleneck | None:
-        if not self._architecture.adapter_inter_size:
+    def _adapter(self, prefix: str) -> Sublayer[MLP] | None:
+        if not self.architecture.adapter_inter_size:
             return None
         # A LayerNorm and SiLU whatever the model itself has.
         up = self.column(prefix + "DenseSiluDense.wi", activation="silu")
         mlp = MLP(up, self.row(prefix + "DenseSiluDense.wo"))
-        return Bottleneck(mlp, self.norm(prefix + "layer_norm", kind="layernorm"))
+        return Sublayer(mlp, self.norm(prefix + "layer_norm", kind="layernorm"))
 
     def _scalers(self, attention: str, *, queries: bool = True) -> torch.Tensor | None:
         """Return the IA3 tables of keys and values, after ones for queries, (tasks + 1, 3H, D)."""
@@ -231,11 +223,13 @@ class T5Loader(LayerLoader):
         if key is None or value is None:
             return None
         ones = [torch.ones_like(key)] if queries else []
-        return torch.cat([*ones, key, value], dim=1).view(len(key), -1, self._size)
+        return torch.cat([*ones, key, value], dim=1).view(
+            len(key), -1, self.architecture.encoder.size_per_head
+        )
 
     def _table(self, name: str) -> torch.Tensor | None:
         """Return an IA3 table with a row of ones for no task, (tasks + 1, width)."""
-        if not self._architecture.ia3_num_tasks:
+        if not self.architecture.ia3_num_tasks:
             return None
         table = self.weights.tensor(f"{name}.ia3.weight")
         return torch.cat((table, torch.ones_like(table[:1])))

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -18,9 +18,8 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.ft.reader import FTReader
 from inference.model.layers import Normalise, make_norm
-from inference.parallel.epilogue import GemmActivation, gemm_activation
+from inference.parallel.epilogue import PLAIN_GEMM, GemmActivation, GemmOptions, gemm_activation
 from inference.parallel.gemm import Product, make_gated_gemm, make_gemm
-from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.linear import (
     AllReduce,
@@ -108,10 +107,6 @@ class RankWeights:
             self._tables[key] = torch.cat((part, part.new_zeros(more, *part.shape[1:])))
         return self._tables[key]
 
-    def mapped(self, name: str) -> torch.Tensor:
-        """Return a whole table as it lies on disk, mapped and unchanged; nothing is read yet."""
-        return self.reader.read(name, 0)
-
     def check(self) -> None:
         """Check that all tensors read so far are finite.
 
@@ -170,7 +165,10 @@ def check_architecture(architecture: Architecture, tp_size: int) -> None:
         raise ValueError("\n".join(problems))
 
 
-class LayerLoader:
+ArchitectureT = TypeVar("ArchitectureT", bound=Architecture)
+
+
+class LayerLoader(Generic[ArchitectureT]):
     """Makes the parts of layers from one rank's tensors.
 
     `reduce` sums over the ranks of the stage, None for a single one; `gemm` goes for all matrices,
@@ -180,13 +178,14 @@ class LayerLoader:
     def __init__(
         self,
         weights: RankWeights,
-        architecture: Architecture,
+        architecture: ArchitectureT,
         reduce: AllReduce | None,
         gemm: GemmOptions = PLAIN_GEMM,
     ) -> None:
         """Check the architecture, see `check_architecture`."""
         check_architecture(architecture, weights.layout.tp_size)
         self.weights = weights
+        self.architecture = architecture
         self.reduce = reduce
         self.gemm = gemm
         self.activation = gemm_activation(
@@ -250,7 +249,7 @@ class LayerLoader:
         weights = self.weights
         if weights.device.type == "cpu":
             # The mapped table costs no memory of its own and is shared by the ranks of a node.
-            return VocabEmbedding(weights.mapped(name))
+            return VocabEmbedding(weights.reader.read(name, 0))
         rows = weights.layout.vocab_rows(vocab_size)
         table = weights.rows(name, rows)
         return VocabEmbedding(table, first_row=rows.start, reduce=self.reduce)

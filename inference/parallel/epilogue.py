@@ -1,13 +1,26 @@
-"""The epilogue of a matrix product: bias, activation and residual."""
+"""Options of matrix products, and their epilogue: bias, activation and residual."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.nn import functional
 
 from export_scripts.families.layout.architecture import Activation
+
+
+@dataclass(frozen=True)
+class GemmOptions:
+    """Form of all matrices; all but `int8` needs a GPU with Triton, and 16 bits."""
+
+    int8: bool = False  # whole numbers of 8 bits, one scale per output
+    fp8: bool = False  # E4M3, activations too
+    batch_invariant: bool = False  # the bits of a row do not depend on the other rows
+
+
+PLAIN_GEMM = GemmOptions()
 
 GemmActivation = Literal["gelu_tanh", "gelu_erf", "relu", "relu2", "silu"]
 

@@ -6,26 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from inference.parallel import gemm_cpu
-from inference.parallel.epilogue import GemmActivation, finish
-from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
+from inference.parallel.epilogue import PLAIN_GEMM, GemmActivation, GemmOptions, finish
 from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.int8 import Int8Gemm
 
 # Of a linear without a residual: (N, O) for (N, I).
 Product = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Gemm(Protocol):
-    """y = activation(x W + bias) + residual."""
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return (N, O) for x (N, I)."""
-        ...
+# activation(x W + bias) + residual, (N, O), for x (N, I) and residual (N, O) or None.
+Gemm = Callable[..., torch.Tensor]
 
 
 def make_gemm(

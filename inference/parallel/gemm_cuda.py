@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from inference.parallel.epilogue import GemmActivation
-from inference.parallel.gemm_options import GemmOptions
+from inference.parallel.epilogue import GemmActivation, GemmOptions
 from inference.parallel.int8 import quantise
 from inference.parallel.launch_cuda import (
     launch_options,

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    Store,
+    Work,
+)
 
 from inference.parallel.epilogue import finish
 from inference.parallel.gpu_kernels import has_gpu_kernels
@@ -27,28 +33,6 @@ _PACKET = 4096
 _LENGTH_BYTES = 4
 
 
-class _Group(Protocol):
-    """The used part of torch's process groups; ranks are numbered within the group."""
-
-    def allreduce(self, tensors: list[torch.Tensor]) -> Work: ...
-
-    def broadcast(self, tensors: list[torch.Tensor]) -> Work: ...
-
-    def barrier(self) -> Work: ...
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
-
-
-class _NcclGroup(_Group, Protocol):
-    """A group of GPUs, with an orderly shutdown."""
-
-    def _allgather_base(self, every: torch.Tensor, own: torch.Tensor, /) -> Work: ...
-
-    def shutdown(self) -> None: ...
-
-
 class Sending:
     """A tensor being sent, kept until it is complete."""
 
@@ -61,13 +45,13 @@ class Sending:
         self._work.wait()
 
 
-def _nccl(store: Store, place: int, size: int, timeout: timedelta) -> _NcclGroup:
+def _nccl(store: Store, place: int, size: int, timeout: timedelta) -> ProcessGroup:
     # Builds of torch without CUDA have no such class to import.
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return cast(_NcclGroup, ProcessGroupNCCL(store, place, size, options))
+    return cast(ProcessGroup, ProcessGroupNCCL(store, place, size, options))
 
 
 class RankGroups:
@@ -99,7 +83,7 @@ class RankGroups:
         self._timeout = timedelta(seconds=timeout_s)
         self._may_share_memory = shared_memory
         self._shared: list[SharedMemoryGroup] = []
-        self._nccl: list[_NcclGroup] = []
+        self._nccl: list[ProcessGroup] = []
         everyone = list(range(layout.world_size))
         self._control = self._group("control", everyone, store, torch.device("cpu"))
         self._stage = None
@@ -111,7 +95,9 @@ class RankGroups:
             self._open_peers(PrefixStore(f"peers{layout.pp_rank}", store))
         self._pipe = self._group("pipe", everyone, store, device) if layout.pp_size > 1 else None
 
-    def _group(self, name: str, ranks: list[int], store: Store, device: torch.device) -> _Group:
+    def _group(
+        self, name: str, ranks: list[int], store: Store, device: torch.device
+    ) -> ProcessGroup:
         store = PrefixStore(name, store)
         place = ranks.index(self.layout.rank)
         if device.type == "cuda":
@@ -121,8 +107,8 @@ class RankGroups:
             timeout_s = self._timeout.total_seconds()
             if shared := open_group(store, place, len(ranks), timeout_s=timeout_s):
                 self._shared.append(shared)
-                return shared
-        return cast(_Group, ProcessGroupGloo(store, place, len(ranks), self._timeout))
+                return cast(ProcessGroup, shared)
+        return cast(ProcessGroup, ProcessGroupGloo(store, place, len(ranks), self._timeout))
 
     def _open_peers(self, store: Store) -> None:
         place, size = self.layout.tp_rank, self.layout.tp_size
@@ -178,9 +164,9 @@ class RankGroups:
 
     def gather_stage(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensors of this stage's ranks on a GPU, in rank order (T, ...)."""
-        stage = cast(_NcclGroup, self._stage)
+        assert self._stage is not None
         every = x.new_empty(self.layout.tp_size, *x.shape)
-        stage._allgather_base(every, x.contiguous()).wait()
+        self._stage._allgather_base(every, x.contiguous()).wait()
         return every
 
     def send(self, x: torch.Tensor, rank: int) -> Sending:

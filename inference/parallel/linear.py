@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from inference.parallel.epilogue import PLAIN_GEMM, GemmOptions
 from inference.parallel.gemm import make_gemm
-from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 
 
 class AllReduce(Protocol):

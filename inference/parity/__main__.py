@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print the report and return the exit status."""
     options = _parser().parse_args(arguments)
     accept_any_text()
-    from inference.parity.comparison import ParityRequest, compare
+    from inference.parity.comparison import compare
 
     try:
         ids = options.prompt_ids
@@ -89,14 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             ids = tuple(load_tokenizer(options.ft_dir).encode(options.text))
         report = compare(
-            ParityRequest(
-                checkpoint=options.checkpoint_path,
-                ft_dir=options.ft_dir,
-                data_type=options.data_type,
-                tolerance=options.tolerance,
-                prompt_ids=ids,
-                given=tuple(parse_pair(text, "--set") for text in options.given),
-            )
+            options.checkpoint_path,
+            options.ft_dir,
+            data_type=options.data_type,
+            tolerance=options.tolerance,
+            prompt_ids=ids,
+            given=[parse_pair(text, "--set") for text in options.given],
         )
         say(parity_text(report))
         if options.json is not None:

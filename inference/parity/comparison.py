@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,8 +23,6 @@ from export_scripts.families.gpt.megatron import is_core
 from export_scripts.ft.reader import FTReader
 from inference.parity.activations import (
     ActivationDifference,
-    Activations,
-    ModelInputs,
     NoLibraryError,
     Place,
     Source,
@@ -36,27 +34,6 @@ from inference.parity.mesh_transformer import load_mesh_transformer
 from inference.parity.shards import run_shards
 from inference.parity.tolerances import tolerance_of
 from inference.parity.weights import FileDifference, WeightComparison, compare_weights, source_plan
-
-
-@dataclass(frozen=True)
-class ParityRequest:
-    """A request for a comparison.
-
-    Attributes:
-        checkpoint: the source, a file or a folder.
-        ft_dir: the folder of shards, or the Hugging Face folder made of the source.
-        data_type: what the folder's model is computed in; the source is computed in fp32.
-        tolerance: largest relative error; None for that of the coarser of computed and stored type.
-        prompt_ids: token ids to compute; none takes ids from all over the vocabulary.
-        given: (config key, value) pairs that the source does not state, as for the conversion.
-    """
-
-    checkpoint: Path
-    ft_dir: Path
-    data_type: str = "fp32"
-    tolerance: float | None = None
-    prompt_ids: tuple[int, ...] = ()
-    given: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +53,7 @@ class ParityReport:
     folder: str
     weights: WeightComparison
     activations: tuple[ActivationDifference, ...]
-    uncomputed: str = ""
+    uncomputed: str
 
     @property
     def first_place(self) -> ActivationDifference | None:
@@ -124,76 +101,80 @@ def _plain(value: Any) -> Any:
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def compare(request: ParityRequest) -> ParityReport:
+def compare(
+    checkpoint: Path,
+    ft_dir: Path,
+    *,
+    data_type: str = "fp32",
+    tolerance: float | None = None,
+    prompt_ids: tuple[int, ...] = (),
+    given: Sequence[tuple[str, str]] = (),
+) -> ParityReport:
     """Compare a source with a folder.
+
+    Args:
+        checkpoint: The source, a file or a folder.
+        ft_dir: The folder of shards, or the Hugging Face folder made of the source.
+        data_type: What the folder's model is computed in; the source is computed in fp32.
+        tolerance: Largest relative error; None for that of the coarser of computed and stored type.
+        prompt_ids: Token ids to compute; none takes ids from all over the vocabulary.
+        given: (config key, value) pairs that the source does not state, as for the conversion.
 
     Raises:
         CheckpointMismatchError: The folder is not sound, or the source cannot become such a one.
         ValueError: The source cannot be read or computed, or a token id is out of range.
     """
-    if not is_ft_folder(request.ft_dir) and is_huggingface(request.ft_dir):
-        return _compare_huggingface(request)
-    reader = FTReader(request.ft_dir)
+    if not is_ft_folder(ft_dir) and is_huggingface(ft_dir):
+        with tempfile.TemporaryDirectory(dir=ft_dir.parent, prefix=".parity-") as scratch:
+            shards = _shards_of(checkpoint, ft_dir, given, Path(scratch))
+            report = compare(
+                ft_dir, shards, data_type=data_type, tolerance=tolerance, prompt_ids=prompt_ids
+            )
+        return dataclasses.replace(report, checkpoint=str(checkpoint), ft_dir=str(ft_dir))
+    reader = FTReader(ft_dir)
+    source, title, uncomputed = None, "", ""
+    activations: tuple[ActivationDifference, ...] = ()
     with tempfile.TemporaryDirectory() as scratch:
-        plan = source_plan(
-            request.checkpoint, reader, given=request.given, scratch_dir=Path(scratch)
-        )
-        report = ParityReport(
-            checkpoint=str(request.checkpoint),
-            ft_dir=str(request.ft_dir),
-            source="",
-            folder=f"{reader.family.name}, {reader.tp_size} rank{'s' * (reader.tp_size > 1)}, "
-            f"{reader.weight_data_type} on disk, data_type={request.data_type}",
-            weights=compare_weights(plan, reader),
-            activations=(),
-        )
+        plan = source_plan(checkpoint, reader, given=given, scratch_dir=Path(scratch))
+        weights = compare_weights(plan, reader)
         try:
             source = load_source(plan)
         except NoLibraryError as error:
-            return dataclasses.replace(report, uncomputed=str(error))
-    inputs = source.default_inputs(request.prompt_ids)
-    expected = source.run(inputs)
-    report = dataclasses.replace(report, source=source.title)
-    del source  # before the folder's model takes as much memory
-    return _with_activations(report, request, reader, inputs, expected)
-
-
-def _compare_huggingface(request: ParityRequest) -> ParityReport:
-    """Return the comparison of a Hugging Face folder with the shards of its source."""
-    folder = request.ft_dir
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity-") as scratch:
-        shards = request.checkpoint
-        if not is_ft_folder(shards):
-            index = open_checkpoint(folder)
-            kind = next(index.tensors[key][0].dtype for key in index.tensors)
-            asked = ConversionRequest(
-                shards, Path(scratch), 1, kind, given=request.given, allow=("*",)
-            )
-            shards = convert(asked).ft_dir
-        report = compare(dataclasses.replace(request, checkpoint=folder, ft_dir=shards, given=()))
-    return dataclasses.replace(report, checkpoint=str(request.checkpoint), ft_dir=str(folder))
-
-
-def _with_activations(
-    report: ParityReport,
-    request: ParityRequest,
-    reader: FTReader,
-    inputs: ModelInputs,
-    expected: Activations,
-) -> ParityReport:
-    """Return the report with every layer of the folder's model compared."""
-    try:
-        found = run_shards(
-            reader, inputs, data_type=request.data_type, states=expected.get(Place("embedding"))
-        )
-    except CheckpointMismatchError as error:  # such as values that are not finite
-        return dataclasses.replace(report, uncomputed=str(error))
-    tolerance = request.tolerance
-    if tolerance is None:
-        tolerance = tolerance_of((request.data_type, reader.weight_data_type))
-    return dataclasses.replace(
-        report, activations=compare_activations(expected, found, tolerance=tolerance)
+            uncomputed = str(error)
+    if source is not None:
+        title, inputs = source.title, source.default_inputs(prompt_ids)
+        expected = source.run(inputs)
+        del source  # before the folder's model takes as much memory
+        states = expected.get(Place("embedding"))
+        if tolerance is None:
+            tolerance = tolerance_of((data_type, reader.weight_data_type))
+        try:
+            found = run_shards(reader, inputs, data_type=data_type, states=states)
+            activations = compare_activations(expected, found, tolerance=tolerance)
+        except CheckpointMismatchError as error:  # such as values that are not finite
+            uncomputed = str(error)
+    return ParityReport(
+        checkpoint=str(checkpoint),
+        ft_dir=str(ft_dir),
+        source=title,
+        folder=f"{reader.family.name}, {reader.tp_size} rank{'s' * (reader.tp_size > 1)}, "
+        f"{reader.weight_data_type} on disk, data_type={data_type}",
+        weights=weights,
+        activations=activations,
+        uncomputed=uncomputed,
     )
+
+
+def _shards_of(
+    checkpoint: Path, folder: Path, given: Sequence[tuple[str, str]], scratch_dir: Path
+) -> Path:
+    """Return the shards of a source in the type of the Hugging Face folder made of it."""
+    if is_ft_folder(checkpoint):
+        return checkpoint
+    index = open_checkpoint(folder)
+    kind = next(index.tensors[key][0].dtype for key in index.tensors)
+    request = ConversionRequest(checkpoint, scratch_dir, 1, kind, given=tuple(given), allow=("*",))
+    return convert(request).ft_dir
 
 
 # Who computes the formats whose library is not run here.

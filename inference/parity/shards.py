@@ -1,44 +1,42 @@
-"""Activations of an FT folder's shards, computed by the serving code without a server.
+"""Activations of an FT folder's shards, computed by the ranks that serve it, without a server.
 
-The layers are loaded and run by the code that serves, on the CPU.
+All ranks run as threads of this process, on the CPU. Layers of the runtime are wrapped, so that the
+output of each part is noted. A part adds the residual itself when it serves; here it is called
+without one, which is added once it is noted.
 """
 
-# Shapes: N tokens, E hidden, V vocabulary
+# Shapes: N tokens, E hidden, V vocabulary, W width of a part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from export_scripts.families.layout.architecture import (
+    Architecture,
     DecoderArchitecture,
     EncoderArchitecture,
-    EncoderDecoderArchitecture,
 )
 from export_scripts.ft.reader import FTReader
-from inference.model.decoder_weights import load_decoder
-from inference.model.encoder import Encoder
-from inference.model.encoder_decoder import (
-    EncodedRow,
-    EncoderBatch,
-    EncoderDecoder,
-    encoded_slots,
-)
-from inference.model.kv_cache import CacheShape, KVCache, encoder_slot
-from inference.model.ragged import ragged_rows
+from inference.model.encoder_decoder import EncoderDecoder
+from inference.model.layers import Sublayer
 from inference.model.rotary import position_shift
-from inference.model.step import Segment, make_step
-from inference.model.weights import RankWeights
-from inference.parallel.layout import ParallelLayout
-from inference.parallel.linear import AllReduce
+from inference.model.stage import GeneratorModel
+from inference.model.step import Segment
 from inference.parity.activations import Activations, ModelInputs, Place
-from inference.parity.ranks import Notes, on_ranks, tapped
-from inference.ranks.base import rank_weights
+from inference.ranks.base import RankBase
+from inference.ranks.plan import EncoderRow, StepPlan
+from inference.ranks.processes import threads_per_rank
+from inference.ranks.settings import RankSettings
+from inference.ranks.startup import make_rank
 
-_CPU = torch.device("cpu")
+_TIMEOUT_S = 600.0  # of a rank's wait for another
 
 
 def run_shards(
@@ -46,134 +44,165 @@ def run_shards(
 ) -> Activations:
     """Return what the folder's model computes, each place (N, E) or (N, V) fp32.
 
-    All its ranks run, as threads, and compute in `data_type`: fp32, fp16 or bf16, as the runtime
-    does on a CPU. `states` are the first layer's input (N, E), for a model whose embeddings run
-    outside.
+    All its ranks run, and compute in `data_type`: fp32, fp16 or bf16, as the runtime does on a CPU.
+    `states` are the first layer's input (N, E), for a model whose embeddings run outside.
 
     Raises:
         ValueError: The sizes do not divide among the ranks, or a choice is not supported.
         CheckpointMismatchError: Tensors hold values that are not finite.
     """
+    settings = RankSettings(
+        tp_size=reader.tp_size,
+        data_type=data_type,
+        device="cpu",
+        ft_dir=str(reader.path),
+        rank=0,
+        threads=threads_per_rank(reader.tp_size),
+        max_len=max(len(inputs.ids), len(inputs.decoder_ids)),
+        rank_timeout_s=_TIMEOUT_S,
+    )
+    every = [replace(settings, rank=rank) for rank in range(reader.tp_size)]
+    architecture = reader.family.architecture(reader.config)
+    states = states if isinstance(architecture, EncoderArchitecture) else None
+    plan = _plan(architecture, inputs, states)
+    store = HashStore()
 
-    def run(notes: Notes, reduce: AllReduce | None) -> None:
-        layout = ParallelLayout(notes.rank, reader.tp_size)
-        weights = rank_weights(reader, layout, data_type=data_type, device=_CPU)
-        rank = _Rank(weights, reduce, notes)
-        architecture = reader.family.architecture(reader.config)
-        if isinstance(architecture, DecoderArchitecture):
-            rank.run_decoder(architecture, inputs)
-        elif isinstance(architecture, EncoderDecoderArchitecture):
-            rank.run_encoder_decoder(architecture, inputs)
-        else:
-            assert states is not None, "nothing to begin with"
-            rank.run_encoder(architecture, states)
+    def run(rank: RankBase, own: RankSettings) -> _Notes:
+        notes = _Notes(own.rank)
+        _tap(rank.model, notes)
+        if len(every) > 1:
+            rank.connect(store, own)
+        result = rank.run(plan, states if own.rank == 0 else None)
+        if result is not None and plan.output_rows:
+            assert not isinstance(architecture, EncoderArchitecture)
+            notes.add(Place("logits"), result.logits[:, : architecture.vocab_size])
+        return notes
 
-    return on_ranks(reader.tp_size, run)
+    with ThreadPoolExecutor(
+        len(every), "rank", torch.set_num_threads, (settings.threads,)
+    ) as threads:
+        ranks = list(threads.map(make_rank, every))  # none waits for one that cannot be loaded
+        notes = list(threads.map(run, ranks, every))
+    found = {} if states is None else {Place("embedding"): states}
+    for place, x in notes[0].tensors.items():
+        if place in notes[0].summands:
+            x = torch.stack([each.tensors[place] for each in notes]).sum(0)
+        found[place] = x
+    return found
+
+
+def _plan(architecture: Architecture, inputs: ModelInputs, states: torch.Tensor | None) -> StepPlan:
+    """Return the step that computes all tokens at once."""
+    if isinstance(architecture, EncoderArchitecture):
+        assert states is not None, "nothing to begin with"
+        row = EncoderRow(len(states))
+        return StepPlan((), (), (), embedding_rows=row.count, encoder_rows=(row,))
+    if isinstance(architecture, DecoderArchitecture):
+        count = len(inputs.ids)
+        segment = Segment(0, 0, count, position_shift(architecture.rotary, count))
+        return StepPlan(inputs.ids, (segment,), range(count))
+    count = len(inputs.decoder_ids)  # none for an encoder alone
+    return StepPlan(
+        inputs.decoder_ids,
+        (Segment(0, 0, count),) if count else (),
+        range(count),
+        encoder_rows=(EncoderRow(len(inputs.ids), slots=(0,)),),
+        encoder_ids=inputs.ids,
+    )
+
+
+@dataclass
+class _Notes:
+    """The activations of one rank by place; at `summands` those of all ranks add up."""
+
+    rank: int
+    tensors: dict[Place, torch.Tensor] = field(default_factory=dict)
+    summands: set[Place] = field(default_factory=set)
+
+    def add(self, place: Place, x: torch.Tensor) -> None:
+        """Keep a copy of x (N, W)."""
+        self.tensors[place] = x.to(torch.float32, copy=True)
+
+
+def _tap(model: Any, notes: _Notes) -> None:
+    """Let a rank's model note what it computes."""
+
+    def note(run: Callable[..., torch.Tensor], where: str) -> _Noted:
+        return _Noted(run, partial(notes.add, Place(where)))
+
+    def tapped(layers: Sequence[Any], where: str) -> list[Any]:
+        parts = [_with_parts(each, f"{where} {i}", notes) for i, each in enumerate(layers)]
+        return [note(each, f"{where} {i}") for i, each in enumerate(parts)]
+
+    ends = {"embed": "embedding"}
+    if isinstance(model, EncoderDecoder):
+        model.encoder = tapped(model.encoder, "encoder layer")
+        model.decoder = tapped(model.decoder, "decoder layer")
+        ends = {"embed_rows": "encoder embedding", "finish_encoder": "encoder final norm"}
+        ends["embed"] = "decoder embedding"
+    else:
+        model.layers = tapped(model.layers, "layer")
+    if isinstance(model, GeneratorModel):
+        for name, where in ends.items():
+            setattr(model, name, note(getattr(model, name), where))
+        if model.head is not None and model.head.norm is not None:
+            norm = note(model.head.norm, ends["embed"].replace("embedding", "final norm"))
+            model.head = replace(model.head, norm=norm)
+
+
+# Parts of a layer: name, field of the layer, and the linear in it whose output is the part's.
+_PARTS = (
+    ("attention", "attention", "out"),
+    ("cross attention", "cross", "out"),
+    ("mlp", "mlp", "down"),
+)
+
+
+def _with_parts(layer: Any, where: str, notes: _Notes) -> Any:
+    """Return a layer that notes its parts."""
+    # Parallel halves share one sum over the ranks, after which their biases are added.
+    is_shared = getattr(layer, "reduce", None) is not None
+
+    def note(name: str, y: torch.Tensor) -> None:
+        if is_shared and name == "mlp" and notes.rank == 0 and layer.bias is not None:
+            y = y + layer.bias
+        notes.add(Place(where, name), y)
+        if is_shared:
+            notes.summands.add(Place(where, name))
+
+    parts = {}
+    for name, attribute, end in _PARTS:
+        if (part := getattr(layer, attribute, None)) is not None:
+            inner = part.part if isinstance(part, Sublayer) else part
+            inner = replace(
+                inner, **{end: _tapped_linear(getattr(inner, end), partial(note, name))}
+            )
+            parts[attribute] = replace(part, part=inner) if isinstance(part, Sublayer) else inner
+    return replace(layer, **parts)
+
+
+def _tapped_linear(
+    linear: Callable[[torch.Tensor], torch.Tensor], note: Callable[[torch.Tensor], None]
+) -> Callable[..., torch.Tensor]:
+    def run(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        y = linear(x)
+        note(y)
+        return y if residual is None else y + residual
+
+    return run
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """One rank: its files, its sums with the others, and where it notes."""
+class _Noted:
+    """A part of a model whose output is noted."""
 
-    weights: RankWeights
-    reduce: AllReduce | None
-    notes: Notes
+    inner: Any
+    note: Callable[[torch.Tensor], None]
 
-    def run_decoder(self, architecture: DecoderArchitecture, inputs: ModelInputs) -> None:
-        """Run a decoder-only model over all tokens at once."""
-        model = load_decoder(self.weights, architecture, reduce=self.reduce)
-        model.layers = self._tapped(model.layers, "layer")
-        count = len(inputs.ids)
-        step = make_step(
-            torch.tensor(inputs.ids),
-            [Segment(0, 0, count, position_shift(architecture.rotary, count))],
-            torch.arange(count),
-            cache=self._cache(
-                architecture.num_layer,
-                architecture.kv_head_num,
-                architecture.size_per_head,
-                max_len=count,
-            ),
-            rules=model.rules,
-            dtype=model.dtype,
-        )
-        x = model.embed(step)
-        self.notes.add(Place("embedding"), x)
-        x = model.run_layers(x, step)
-        assert model.head is not None, "the whole model is one stage"
-        if model.head.norm is not None:
-            self.notes.add(Place("final norm"), model.head.norm(x))
-        self._note_logits(model.logits(x, step), architecture.vocab_size)
+    def __call__(self, *inputs: Any, **more: Any) -> torch.Tensor:
+        y: torch.Tensor = self.inner(*inputs, **more)
+        self.note(y)
+        return y
 
-    def run_encoder_decoder(
-        self, architecture: EncoderDecoderArchitecture, inputs: ModelInputs
-    ) -> None:
-        """Run a T5: the encoder over all its tokens, then the decoder."""
-        model = EncoderDecoder(self.weights, architecture, reduce=self.reduce)
-        model.encoder = self._tapped(model.encoder, "encoder layer")
-        rows = ragged_rows([len(inputs.ids)], _CPU)
-        batch = EncoderBatch(torch.tensor(inputs.ids), rows)
-        x = model.embed_rows(batch)
-        self.notes.add(Place("encoder embedding"), x)
-        masks = model.encoder_masks(rows)
-        x = model.run_encoder(x, batch, masks, layers=model.encoder_layers)
-        encoded = model.finish_encoder(x)
-        self.notes.add(Place("encoder final norm"), encoded)
-        if architecture.decoder is not None:
-            self._decode(model, batch, encoded, inputs)
-
-    def _decode(
-        self,
-        model: EncoderDecoder,
-        batch: EncoderBatch,
-        encoded: torch.Tensor,
-        inputs: ModelInputs,
-    ) -> None:
-        stack = model.architecture.decoder
-        assert stack is not None
-        model.decoder = self._tapped(model.decoder, "decoder layer")
-        count, length = len(inputs.decoder_ids), len(inputs.ids)
-        sizes = stack.num_layer, stack.head_num, stack.size_per_head
-        cache = self._cache(*sizes, max_len=max(count, length), parts=2)
-        no_task = model.architecture.ia3_num_tasks
-        row = EncodedRow(encoder_slot([0], 1), length, no_task)
-        model.cache_encoded(encoded, batch, [row.slot], cache)
-        segments, rules, dtype = [Segment(0, 0, count)], model.rules, model.dtype
-        step = make_step(
-            torch.tensor(inputs.decoder_ids),
-            segments,
-            torch.arange(count),
-            cache=cache,
-            rules=rules,
-            dtype=dtype,
-            encoded=encoded_slots(segments, [row], rules=rules, dtype=dtype, cache=cache),
-        )
-        x = model.embed(step)
-        self.notes.add(Place("decoder embedding"), x)
-        x = model.run_layers(x, step)
-        assert model.head is not None, "the whole model is one stage"
-        assert model.head.norm is not None
-        self.notes.add(Place("decoder final norm"), model.head.norm(x))
-        self._note_logits(model.logits(x, step), model.architecture.vocab_size)
-
-    def run_encoder(self, architecture: EncoderArchitecture, states: torch.Tensor) -> None:
-        """Run a BERT over one row of hidden states (N, E)."""
-        model = Encoder(self.weights, architecture, reduce=self.reduce)
-        model.layers = self._tapped(model.layers, "layer")
-        self.notes.add(Place("embedding"), states)
-        model.run_layers(states.to(model.dtype), ragged_rows([len(states)], _CPU))
-
-    def _tapped(self, layers: Sequence[Any], where: str) -> list[Any]:
-        return [tapped(each, f"{where} {i}", self.notes) for i, each in enumerate(layers)]
-
-    def _note_logits(self, part: torch.Tensor, vocab_size: int) -> None:
-        """Note this rank's slice of the logits (N, slice), without what fills the last one up."""
-        rows = self.weights.layout.vocab_rows(vocab_size)
-        self.notes.add(Place("logits"), part[:, : len(rows)], "columns")
-
-    def _cache(
-        self, num_layer: int, head_num: int, size_per_head: int, *, max_len: int, parts: int = 1
-    ) -> KVCache:
-        heads = head_num // self.weights.layout.tp_size
-        shape = CacheShape(num_layer, 1, heads, max_len, size_per_head, parts=parts)
-        return KVCache(shape, dtype=self.weights.dtype, device=_CPU)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)

@@ -62,23 +62,6 @@ class StepResult:
             self.done.synchronize()
 
 
-def rank_weights(
-    reader: FTReader, layout: ParallelLayout, *, data_type: str, device: torch.device
-) -> RankWeights:
-    """Return a rank's view of a folder, in the types that implement `data_type` on the device.
-
-    Raises:
-        CheckpointMismatchError: The folder was split for another number of ranks.
-    """
-    return RankWeights(
-        reader,
-        layout,
-        dtype=compute_dtype(data_type, device),
-        device=device,
-        matrix_dtype=matrix_dtype(data_type, reader.weight_data_type, device),
-    )
-
-
 def cache_shape(
     architecture: DecoderArchitecture | EncoderDecoderArchitecture,
     layout: ParallelLayout,
@@ -128,17 +111,21 @@ class RankBase(ABC):
         self._groups: RankGroups | None = None
         self._in_rank_order = settings.batch_invariant
 
-    def open_weights(self, settings: RankSettings) -> tuple[RankWeights, Architecture]:
-        """Return this rank's view of the folder, and the model's architecture.
+    def open_weights(self, settings: RankSettings) -> RankWeights:
+        """Return this rank's view of the folder, whose architecture is taken.
 
         Raises:
             CheckpointMismatchError: The folder is not exactly what its config.ini describes.
         """
         reader = FTReader(Path(settings.ft_dir))
-        weights = rank_weights(
-            reader, self.layout, data_type=settings.data_type, device=self.device
+        self.architecture = reader.family.architecture(reader.config)
+        return RankWeights(
+            reader,
+            self.layout,
+            dtype=compute_dtype(settings.data_type, self.device),
+            device=self.device,
+            matrix_dtype=matrix_dtype(settings.data_type, reader.weight_data_type, self.device),
         )
-        return weights, reader.family.architecture(reader.config)
 
     @property
     def groups(self) -> RankGroups:
@@ -256,8 +243,7 @@ class RankBase(ABC):
         """Return on rank 0 the last stage's output; `room`, of its shape and type, receives it."""
         if self.layout.pp_size == 1:
             return output if self.layout.rank == 0 else None
-        source = self.layout.last_stage_ranks[0]
-        if self.layout.rank == source:
-            assert output is not None
-            self.groups.send(output, 0).wait()
-        return self.groups.receive(room, source) if self.layout.rank == 0 else None
+        source = self.layout.last_stage_ranks[:1]
+        part = output if self.layout.rank in source else None
+        found = self.groups.gather(part, room.shape, ranks=source, dtype=room.dtype)
+        return found[0] if found else None

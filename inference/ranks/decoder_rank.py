@@ -13,7 +13,6 @@ import torch
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import PREFIX_PROMPT
 from inference.model.decoder import Decoder
-from inference.model.decoder_weights import load_decoder
 from inference.model.step import Step
 from inference.model.weights import RankWeights
 from inference.ranks.base import MOST_PROMPT_TOKENS, StepResult
@@ -36,19 +35,10 @@ class DecoderRank(GeneratorRank):
     model: Decoder
 
     def __init__(self, settings: RankSettings) -> None:
-        """Load this rank's part of the model.
-
-        Raises:
-            CheckpointMismatchError: The folder is not exactly what its config.ini describes.
-            ValueError: The model does not divide among the ranks, or is not a decoder-only model.
-        """
         super().__init__(settings)
-        weights, architecture = self.open_weights(settings)
-        if not isinstance(architecture, DecoderArchitecture):
-            raise ValueError(f"{settings.ft_dir} does not hold a decoder-only model")
-        self.architecture = architecture
+        weights, architecture = self.open_weights(settings), self.architecture
         gemm = gemm_options(settings)
-        self.model = load_decoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
+        self.model = Decoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
         prefixes = load_prefixes(weights, architecture.num_layer)
         self._open_cache(settings, weights.dtype, prefixes)
         self.group = architecture.head_num // architecture.kv_head_num

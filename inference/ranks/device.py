@@ -8,8 +8,8 @@ import socket
 import torch
 
 from export_scripts.numeric.dtypes import torch_dtype
+from inference.parallel.epilogue import GemmOptions
 from inference.parallel.gemm_cpu import has_fp16_weights, has_onednn
-from inference.parallel.gemm_options import GemmOptions
 from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.ranks.settings import RankSettings
 

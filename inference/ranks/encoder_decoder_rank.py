@@ -1,15 +1,17 @@
 """One rank of an encoder-decoder, or of its encoder alone.
 
 A step first encodes new rows, whose keys and values every stage caches in slots of their own, and
-then runs the decoder over the new tokens of each sequence.
+then runs the decoder over the new tokens of each sequence. An encoder's rows cannot be split like a
+decoder's prompts, since every token sees all others. Its layers can be spread over several steps: a
+long row then does not delay the rows that decode.
 """
 
-# Shapes: N tokens of an encoder pass, E hidden
+# Shapes: N tokens of an encoder pass, E hidden, H local heads, S longest row
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,11 +20,10 @@ import torch
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from inference.model.encoder_decoder import EncodedRow, EncoderBatch, EncoderDecoder, encoded_slots
 from inference.model.kv_cache import encoder_slot, on_device
-from inference.model.ragged import ragged_rows
+from inference.model.ragged import RowMasks, ragged_rows
 from inference.model.step import EncodedSlots, Segment
 from inference.ranks.base import StepResult
 from inference.ranks.device import gemm_options, has_row_kernels, on_gpu
-from inference.ranks.encoder_pass import EncoderPass
 from inference.ranks.generator_rank import GeneratorRank
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.settings import RankSettings
@@ -34,6 +35,18 @@ if TYPE_CHECKING:
 _WARM_UP_TOKENS = (1, 16, 64, 256, 1024)
 
 
+@dataclass
+class _EncoderPass:
+    """One batch in the encoder; every rank advances in the same steps."""
+
+    rows: tuple[EncoderRow, ...]
+    batch: EncoderBatch
+    masks: RowMasks
+    attentions: torch.Tensor | None  # (rows, stage's layers, H, S, S)
+    done: int = 0  # layers, of all stages
+    x: torch.Tensor | None = None  # (N, E) while this stage computes, and the last one's output
+
+
 class EncoderDecoderRank(GeneratorRank):
     """A rank that holds a part of an encoder-decoder and its cache, or of an encoder alone."""
 
@@ -41,18 +54,11 @@ class EncoderDecoderRank(GeneratorRank):
     model: EncoderDecoder
 
     def __init__(self, settings: RankSettings) -> None:
-        """Load this rank's part of the model.
-
-        Raises:
-            CheckpointMismatchError: The folder is not exactly what its config.ini describes.
-            ValueError: The model does not divide among the ranks.
-        """
         super().__init__(settings)
-        weights, architecture = self.open_weights(settings)
-        assert isinstance(architecture, EncoderDecoderArchitecture)
+        weights = self.open_weights(settings)
         if settings.encoder_only:
-            architecture = replace(architecture, decoder=None)
-        self.architecture = architecture
+            self.architecture = replace(self.architecture, decoder=None)
+        architecture = self.architecture
         gemm = gemm_options(settings)
         self.model = EncoderDecoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
         self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
@@ -62,8 +68,7 @@ class EncoderDecoderRank(GeneratorRank):
             self._encoded = [nothing] * (settings.slots + 1)  # what each slot reads
         self._encoder_graphs: EncoderGraphs | None = None
         self._tiled = has_row_kernels(self.device, weights.dtype)
-        self._pass: EncoderPass | None = None
-        self._rows: tuple[EncoderRow, ...] = ()  # of `_pass`
+        self._pass: _EncoderPass | None = None
 
     def prepare(self) -> None:
         """Record the graphs of encoder and decoder, and run steps that are not graphs once."""
@@ -117,32 +122,63 @@ class EncoderDecoderRank(GeneratorRank):
             has_virtual=plan.has_virtual,
             embeddings=embeddings,
         )
-        self._rows = plan.encoder_rows
-        self._pass = EncoderPass(
-            self.model,
-            batch,
-            layout=self.layout,
-            groups=self._groups,
-            graphs=self._encoder_graphs,
-            with_attentions=plan.attentions,
-        )
+        attentions = None
+        if plan.attentions:
+            heads = self.architecture.encoder.head_num // self.layout.tp_size
+            shape = (len(counts), len(self.model.encoder_layers), heads, max(counts), max(counts))
+            attentions = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+        masks = self.model.encoder_masks(rows)
+        self._pass = _EncoderPass(plan.encoder_rows, batch, masks, attentions)
 
     def _encode(self, layers: int) -> None:
         """Continue the pass; at its end every stage caches what its decoder layers read."""
-        assert self._pass is not None, "no pass was begun"
-        self._pass.advance(layers)
-        if not self._pass.is_done or self.architecture.decoder is None:
+        now, total = self._pass, self.architecture.encoder.num_layer
+        assert now is not None, "no pass was begun"
+        start = now.done
+        now.done = min(start + layers, total)
+        if now.done - start == total:
+            now.x = self._encoded_by_graph(now)
+        if now.x is None or start:
+            self._advance(now, start)
+        if now.done < total or self.architecture.decoder is None:
             return
-        batch = self._pass.batch
-        output = self._spread(self._pass.output, batch)
-        slots = self.cache.shape.slots
-        targets = [encoder_slot(row.slots, slots) for row in self._rows]
-        self.model.cache_encoded(output, batch, targets, self.cache)
-        for row, target in zip(self._rows, targets, strict=True):
+        output = self._spread(now.x, now.batch)
+        targets = [encoder_slot(row.slots, self.cache.shape.slots) for row in now.rows]
+        self.model.cache_encoded(output, now.batch, targets, self.cache)
+        for row, target in zip(now.rows, targets, strict=True):
             encoded = EncodedRow(target, row.count, self._task_of(row))
             for slot in row.slots:
                 self._encoded[slot] = encoded
         self._pass = None
+
+    def _encoded_by_graph(self, whole: _EncoderPass) -> torch.Tensor | None:
+        """Return the output of a pass of all layers (N, E), None where no graph serves it."""
+        batch = whole.batch
+        plain = batch.tasks is None and not batch.has_virtual and whole.attentions is None
+        if self._encoder_graphs is None or not plain:
+            return None
+        return self._encoder_graphs.run(batch.ids, batch.rows)
+
+    def _advance(self, now: _EncoderPass, start: int) -> None:
+        """Run this stage's layers from `start` to those done; send the result of the last."""
+        mine, layout, stop = self.model.encoder_layers, self.layout, now.done
+        if start == 0 and layout.is_first_stage:
+            now.x = self.model.embed_rows(now.batch)
+        elif start < mine.start <= stop:
+            room = self.model.empty_hidden(len(now.batch.ids))
+            now.x = self.groups.receive(room, layout.previous_rank)
+        if layers := range(max(start, mine.start), min(stop, mine.stop)):
+            assert now.x is not None
+            now.x = self.model.run_encoder(
+                now.x, now.batch, now.masks, layers=layers, attentions=now.attentions
+            )
+        if start < mine.stop <= stop:
+            assert now.x is not None
+            if layout.is_last_stage:
+                now.x = self.model.finish_encoder(now.x)
+            else:
+                self.groups.send(now.x, layout.next_rank).wait()
+                now.x = None
 
     def _task_of(self, row: EncoderRow) -> int:
         return self._no_task if row.task is None else row.task
@@ -190,7 +226,7 @@ class EncoderDecoderRank(GeneratorRank):
         done, self._pass = self._pass, None
         assert done is not None, "an encoder's step ends its pass"
         room = self.model.empty_hidden(len(done.batch.ids))
-        hidden = self._first_rank_copy(done.output, room)
+        hidden = self._first_rank_copy(done.x, room)
         attentions = done.attentions  # (rows, stage's layers, heads, S, S)
         if attentions is not None and self._groups is not None:
             ranks, tp_size = range(self.layout.world_size), self.layout.tp_size

@@ -26,17 +26,9 @@ class EncoderRank(RankBase):
     architecture: EncoderArchitecture
 
     def __init__(self, settings: RankSettings) -> None:
-        """Load this rank's part of the model.
-
-        Raises:
-            CheckpointMismatchError: The folder is not exactly what its config.ini describes.
-            ValueError: The model does not divide among the ranks.
-        """
         super().__init__(settings)
-        weights, architecture = self.open_weights(settings)
-        assert isinstance(architecture, EncoderArchitecture)
-        self.architecture = architecture
-        self.model = Encoder(weights, architecture, reduce=self.all_reduce)
+        weights = self.open_weights(settings)
+        self.model = Encoder(weights, self.architecture, reduce=self.all_reduce)
         self._tiled = has_row_kernels(self.device, weights.dtype)
         self._graphs: EncoderGraphs | None = None
 

@@ -216,7 +216,7 @@ class GeneratorRank(RankBase):
         graph.fill(numbers)
         if graph.hidden is not None:
             self.groups.receive(graph.hidden, self.layout.previous_rank)
-        graph.run()
+        graph.graph.replay()
         if not self.layout.is_last_stage:
             self.groups.send(graph.output, self.layout.next_rank).wait()
             return self._result(None, plan)

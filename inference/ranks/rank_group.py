@@ -11,12 +11,19 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from inference.parallel.groups import RankGroups
+from inference.private_folder import PrivateFolder
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.plan import Command, StepPlan, pack_message
 from inference.ranks.processes import RankProcesses
 from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import NodeStore, failure_of, give_go, make_rank, wait_until_reached
+from inference.ranks.startup import (
+    failure_of,
+    give_go,
+    join_node_store,
+    make_rank,
+    wait_until_reached,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +53,7 @@ class RankGroup:
         self._count = settings.layout.world_size
         self._processes: RankProcesses | None = None
         self._store: Store | None = None
-        self._node_store: NodeStore | None = None
+        self._store_folder: PrivateFolder | None = None
         self._groups: RankGroups | None = None
         self._rank: RankBase | None = None
         self._busy_since: float | None = None
@@ -106,10 +113,12 @@ class RankGroup:
         if self._rendezvous is not None:
             self._rendezvous.announce(self._settings)
             return self._settings, self._rendezvous.store
-        self._node_store = NodeStore(timeout_s=self._settings.rank_timeout_s)
-        settings = replace(self._settings, store=str(self._node_store.path))
+        self._store_folder = PrivateFolder("store")
+        path = self._store_folder.path / "store"
+        store = join_node_store(path, timeout_s=self._settings.rank_timeout_s)
+        settings = replace(self._settings, store=str(path))
         self._processes = RankProcesses([replace(settings, rank=rank) for rank in others])
-        return settings, self._node_store.store
+        return settings, store
 
     def _check_alive(self) -> None:
         if problem := self._ended():
@@ -165,8 +174,8 @@ class RankGroup:
             processes, self._processes = self._processes, None
             if processes is not None:
                 processes.stop(grace_s=grace_s)
-            if self._node_store is not None:
-                self._node_store.close()
+            if self._store_folder is not None:
+                self._store_folder.remove()
         if self._rendezvous is not None:
             self._rendezvous.close(grace_s=grace_s)
 

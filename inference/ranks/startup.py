@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Literal, get_args
+from typing import Literal
 
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import Store
@@ -20,7 +21,6 @@ from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
 )
 from export_scripts.ft.config_ini import read_config
-from inference.private_folder import PrivateFolder
 from inference.ranks.base import RankBase
 from inference.ranks.decoder_rank import DecoderRank
 from inference.ranks.encoder_decoder_rank import EncoderDecoderRank
@@ -29,7 +29,6 @@ from inference.ranks.settings import RankSettings
 
 logger = logging.getLogger(__name__)
 
-_STORE_NAME = "store"
 _KEPT = -1  # in place of the number of ranks: the last of them does not remove the file
 _POLL_S = 0.02
 _LOG_EVERY_S = 20.0  # the log of a start that hangs names the ranks it waits for
@@ -53,24 +52,11 @@ def make_rank(settings: RankSettings) -> RankBase:
     return _KINDS[type(family.architecture(config))](settings)
 
 
-class NodeStore:
-    """A file in a folder that only this user can enter: no port that others could connect to.
-
-    It is owned by the process that starts the ranks; `close` removes it.
-    """
-
-    def __init__(self, *, timeout_s: float) -> None:
-        self._folder = PrivateFolder("store")
-        self.path = self._folder.path / _STORE_NAME
-        self.store = join_node_store(self.path, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        """Remove the file; may be called again."""
-        self._folder.remove()
-
-
 def join_node_store(path: Path, *, timeout_s: float) -> Store:
-    """Return the store at a path, whose waits end after `timeout_s`."""
+    """Return the store in a file of this node, whose waits end after `timeout_s`.
+
+    The file lies in a folder that only this user can enter: no port that others could connect to.
+    """
     store = FileStore(os.fsencode(path).decode(), _KEPT)  # UTF-8, whatever the locale
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
@@ -80,27 +66,26 @@ def join_node_store(path: Path, *, timeout_s: float) -> Store:
 Milestone = Literal["loaded", "prepared"]
 
 
-def report_reached(store: Store, rank: int, milestone: Milestone) -> None:
-    """Report that a rank has reached a milestone."""
-    store.set(f"{milestone}/{rank}", json.dumps({"problem": None}))
+def reach(store: Store, rank: int, milestone: Milestone) -> None:
+    """Report a milestone, and return once every rank has reached it, however slow the slowest is.
+
+    Rank 0 gives up earlier, after its start_timeout_s, and this process ends with it.
+    """
+    store.set(f"{milestone}/{rank}", "")
+    store.wait([f"{_GO}/{milestone}"], timedelta(days=1))
 
 
 def report_failure(store: Store, rank: int, error: BaseException) -> None:
     """Report why a rank ends; do nothing when rank 0 is gone."""
-    try:
-        text = json.dumps({"problem": f"{type(error).__name__}: {error}"})
-        store.set(f"failed/{rank}", text)
-        for milestone in get_args(Milestone):
-            store.set(f"{milestone}/{rank}", text)
-    except RuntimeError:
-        return
+    with contextlib.suppress(RuntimeError):
+        store.set(f"failed/{rank}", json.dumps(f"{type(error).__name__}: {error}"))
 
 
 def failure_of(store: Store, rank: int) -> str | None:
     """Return the reason that a rank has reported for its end, if any."""
     if not store.check([f"failed/{rank}"]):
         return None
-    return str(json.loads(store.get(f"failed/{rank}"))["problem"])
+    return str(json.loads(store.get(f"failed/{rank}")))
 
 
 def wait_until_reached(
@@ -123,10 +108,10 @@ def wait_until_reached(
     deadline = logged + timeout_s
     while waiting:
         for rank in sorted(waiting):
-            if store.check([f"{milestone}/{rank}"]):
-                problem = json.loads(store.get(f"{milestone}/{rank}"))["problem"]
-                if problem is not None:
-                    problems[rank] = problem
+            problem = failure_of(store, rank)
+            if problem is not None:
+                problems[rank] = problem
+            if problem is not None or store.check([f"{milestone}/{rank}"]):
                 waiting.discard(rank)
         if not waiting:
             break
@@ -144,11 +129,3 @@ def wait_until_reached(
 def give_go(store: Store, milestone: Milestone) -> None:
     """Let the ranks continue: connect once all have loaded, serve once all are prepared."""
     store.set(f"{_GO}/{milestone}", "")
-
-
-def wait_for_go(store: Store, milestone: Milestone) -> None:
-    """Wait until every rank has reached a milestone, however slow the slowest is.
-
-    Rank 0 gives up earlier, after its start_timeout_s, and this process ends with it.
-    """
-    store.wait([f"{_GO}/{milestone}"], timedelta(days=1))

@@ -24,13 +24,7 @@ from inference.process_memory import keep_loaded
 from inference.ranks.plan import Command, StepPlan, unpack_message
 from inference.ranks.rendezvous import Follower, RendezvousError, device_name
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import (
-    join_node_store,
-    make_rank,
-    report_failure,
-    report_reached,
-    wait_for_go,
-)
+from inference.ranks.startup import join_node_store, make_rank, reach, report_failure
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +100,10 @@ def _end_with_owner() -> None:
 def _serve(settings: RankSettings, store: Store) -> None:
     rank = make_rank(settings)
     store.set(f"device/{settings.rank}", device_name(rank.device))
-    report_reached(store, settings.rank, "loaded")
-    wait_for_go(store, "loaded")
+    reach(store, settings.rank, "loaded")
     groups = rank.connect(store, settings)
     rank.prepare()
-    report_reached(store, settings.rank, "prepared")
-    wait_for_go(store, "prepared")
+    reach(store, settings.rank, "prepared")
     keep_loaded()
     logger.info("ready")
     while True:

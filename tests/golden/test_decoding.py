@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from inference.decoding.draws import Xorwow
-from inference.decoding.generate import BatchDecoder, DecodingConfig, take_chosen
+from inference.decoding.generate import BatchDecoder, take_chosen
 from inference.decoding.options import (
     DEFAULT_TOP_P_MIN,
     RowOptions,
@@ -96,7 +96,7 @@ def test_ranks_penalise_each_id_seen(case: Case, device: str) -> None:
         pytest.skip("a CUDA device is needed")
     prompt = tuple(case["padded_prompt"][: case["input_length"]])
     options = RowOptions(end_id=99, **{f"{case['kind']}_penalty": case["value"]})
-    decoder = BatchDecoder(DecodingConfig(vocab_size=(size := len(case["logits"]))))
+    decoder = BatchDecoder(vocab_size=(size := len(case["logits"])))
     decoded = decoder.make_row(row(options, context=prompt, output_len=99))
     assert isinstance(decoded, SamplingRow)
     for token in case["generated"]:
@@ -123,7 +123,7 @@ def test_ranks_penalise_each_id_seen(case: Case, device: str) -> None:
 def test_end_token_is_barred_until_the_minimum_length(case: Case) -> None:
     end_id = case["end_id"]
     for length, allowed in enumerate(case["end_allowed_at_generated_index"]):
-        decoder = BatchDecoder(DecodingConfig(vocab_size=6))
+        decoder = BatchDecoder(vocab_size=6)
         options = RowOptions(end_id=end_id, min_length=case["min_length"])
         decoded = decoder.make_row(row(options, output_len=length + 1))
         for _ in range(length):
@@ -146,7 +146,7 @@ def test_nucleus_shrinks_and_resets(case: Case) -> None:
         top_p_min=minimum,
         top_p_reset_id=int(given["top_p_reset_ids"]),
     )
-    decoder = BatchDecoder(DecodingConfig(vocab_size=20))
+    decoder = BatchDecoder(vocab_size=20)
     decoded = decoder.make_row(row(options, output_len=len(case["tokens"]) + 1))
     assert isinstance(decoded, SamplingRow)
     sizes = [decoded.top_p]
@@ -168,7 +168,7 @@ def test_sampled_tokens_and_log_probs(case: Case, mode: Any) -> None:
         random_seed=int(case["random_seed"]),
         return_log_probs=True,
     )
-    decoder = BatchDecoder(DecodingConfig(vocab_size=case["vocab"], output_log_probs_mode=mode))
+    decoder = BatchDecoder(vocab_size=case["vocab"], output_log_probs_mode=mode)
     decoded = decoder.make_row(row(options, output_len=len(case["steps"])))
     expected_log_probs = []
     for step in case["steps"]:
@@ -191,7 +191,7 @@ def test_tokens_that_ranks_sample(case: Case, device: str) -> None:
     options = RowOptions(
         end_id=case["vocab"], top_k=k, top_p=p, random_seed=int(case["random_seed"])
     )
-    decoder = BatchDecoder(DecodingConfig(vocab_size=case["vocab"]))
+    decoder = BatchDecoder(vocab_size=case["vocab"])
     decoded = decoder.make_row(row(options, output_len=len(case["steps"])))
     assert isinstance(decoded, SamplingRow)
     feed = TokenFeed(1, torch.device(device), vocab=range(case["vocab"]))
@@ -231,7 +231,7 @@ def search(case: Case, *, prompt: list[int], output_len: int, pool: bool) -> tup
         beam_search_diversity_rate=case["beam_search_diversity_rate"],
         return_log_probs=True,
     )
-    decoder = BatchDecoder(DecodingConfig(vocab_size=len(table), hypothesis_pool=pool))
+    decoder = BatchDecoder(vocab_size=len(table), hypothesis_pool=pool)
     decoded = decoder.make_row(row(options, context=tuple(prompt), output_len=output_len))
     newest = [prompt[-1]] * case["beam_width"]
     for n in range(output_len):

@@ -117,12 +117,12 @@ def test_started_ranks_encode_what_one_rank_does(tmp_path: Path, start: Start) -
     lengths = np.array([[7], [3]], np.int32)
     tensors = {"input_hidden_state": rows, "sequence_lengths": lengths}
     with EncoderEngine(write_bert(tmp_path / "one"), Placement(device="cpu")) as engine:
-        expected = engine.encode(parse_encoding(tensors, engine.limits)).hidden
+        expected = engine.encode(parse_encoding(tensors, engine.architecture)).hidden
     rendezvous, port = rendezvous_of(2)
     other = start(1, 2, port)
     folder = write_bert(tmp_path / "two", tp_size=2)
     with EncoderEngine(folder, Placement(tp_size=2, device="cpu"), rendezvous=rendezvous) as engine:
-        hidden = engine.encode(parse_encoding(tensors, engine.limits)).hidden
+        hidden = engine.encode(parse_encoding(tensors, engine.architecture)).hidden
     # Sums in another order.
     assert torch.allclose(hidden, expected, atol=1e-4)
     assert other.wait(NOTICE_S) == 0

@@ -162,9 +162,9 @@ def test_t5_encoder_output_and_attentions_equal_those_of_the_cpu(
         EncoderEngine(folder, Placement(device="cpu")) as cpu,
         EncoderEngine(folder, Placement(device="cuda", data_type=data_type)) as cuda,
     ):
-        expected = cpu.encode(parse_encoding(with_weights, cpu.limits))
-        ours = cuda.encode(parse_encoding(with_weights, cuda.limits))
-        plain = cuda.encode(parse_encoding(tensors, cuda.limits))
+        expected = cpu.encode(parse_encoding(with_weights, cpu.architecture))
+        ours = cuda.encode(parse_encoding(with_weights, cuda.architecture))
+        plain = cuda.encode(parse_encoding(tensors, cuda.architecture))
     assert difference(ours.hidden, expected.hidden) < TOLERANCE[data_type]
     assert difference(plain.hidden, expected.hidden) < TOLERANCE[data_type]
     assert ours.attentions is not None
@@ -196,6 +196,6 @@ def test_bert_equals_the_cpu(data_type: str, lengths: tuple[int, ...], tmp_path:
         EncoderEngine(folder, Placement(device="cpu")) as cpu,
         EncoderEngine(folder, Placement(device="cuda", data_type=data_type)) as cuda,
     ):
-        expected = cpu.encode(parse_encoding(tensors, cpu.limits)).hidden
-        ours = cuda.encode(parse_encoding(tensors, cuda.limits)).hidden
+        expected = cpu.encode(parse_encoding(tensors, cpu.architecture)).hidden
+        ours = cuda.encode(parse_encoding(tensors, cuda.architecture)).hidden
     assert difference(ours, expected) < TOLERANCE[data_type]

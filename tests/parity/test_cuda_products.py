@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference.parallel.epilogue import GemmActivation, finish
+from inference.parallel.epilogue import PLAIN_GEMM, GemmActivation, GemmOptions, finish
 from inference.parallel.gemm import make_gated_gemm, make_gemm
-from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.int8 import quantise
 
 pytestmark = pytest.mark.gpu

@@ -120,7 +120,7 @@ def test_t5_encoder_gives_hidden_states_and_attentions(whole: bool, tmp_path: Pa
     with torch.no_grad():
         expected = encoder(input_ids=torch.tensor([PROMPT]), output_attentions=True)
     with EncoderEngine(path, Placement(tp_size=2, device="cpu")) as engine:
-        ours = engine.encode(parse_encoding(request, engine.limits))
+        ours = engine.encode(parse_encoding(request, engine.architecture))
     assert difference(ours.hidden[0], expected.last_hidden_state[0]) < TOLERANCE
     assert ours.attentions is not None
     theirs = torch.stack([layer[0] for layer in expected.attentions])
@@ -145,7 +145,7 @@ def encode_states(
             "input_hidden_state": states.numpy(),
             "sequence_lengths": np.array(lengths, np.int32)[:, None],
         }
-        return engine.encode(parse_encoding(request, engine.limits))
+        return engine.encode(parse_encoding(request, engine.architecture))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])

@@ -14,7 +14,7 @@ import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.parity.__main__ import main
-from inference.parity.comparison import ParityReport, ParityRequest, compare
+from inference.parity.comparison import ParityReport, compare
 from tests.ft_folders import unpack_case
 from tests.tiny import write_nemo
 from tests.tiny_megatron_core import core_state, write_core
@@ -40,7 +40,7 @@ def damage(file: Path, place: int = 0) -> None:
 
 
 def found(source: Path, ft_dir: Path, **fields: object) -> ParityReport:
-    return compare(ParityRequest(source, ft_dir, **fields))  # type: ignore[arg-type]
+    return compare(source, ft_dir, **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -521,7 +521,7 @@ def send_storm(run: Run, count: int) -> None:
         future = run.engine.submit(request, on_step=frames.append if streams else None)
         sent.append((rows, request, future, frames))
         if run.chance.random() < 0.2:
-            run.engine.cancel(run.chance.choice(sent)[2])
+            run.chance.choice(sent)[2].cancel()
     for rows, request, future, frames in sent:
         try:
             result = future.result(WAIT_S)
@@ -714,10 +714,10 @@ def test_every_row_of_an_encoder_is_that_of_the_model_alone(
                 [chance.randrange(41) for _ in range(chance.randint(1, 28))]
                 for _ in range(chance.randint(1, 4))
             ]
-            request = parse_encoding(encoder_tensors(model, name, prompts), engine.limits)
+            request = parse_encoding(encoder_tensors(model, name, prompts), engine.architecture)
             sent.append((prompts, engine.submit(request)))
             if number % 5 == 4:
-                engine.cancel(chance.choice(sent)[1])
+                chance.choice(sent)[1].cancel()
         checked = 0
         for prompts, future in sent:
             try:

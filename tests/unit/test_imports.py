@@ -197,7 +197,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.tables",
         "inference.backend",
         "inference.model",
-        "inference.parallel",
         "inference.ranks",
     ),
     "inference.evaluation": (

@@ -30,7 +30,7 @@ _STEP = 8  # between the sizes of graphs
 
 @dataclass(frozen=True)
 class DecodeGraph:
-    """One graph, its inputs and its outputs."""
+    """One graph, its inputs, and its outputs, which each replay overwrites."""
 
     graph: torch.cuda.CUDAGraph
     numbers: torch.Tensor  # (R, B) int64
@@ -45,10 +45,6 @@ class DecodeGraph:
         every[:] = np.array(self.idle)[:, None]
         every[:, : numbers.shape[1]] = numbers
         self.numbers.copy_(on_device(every, self.numbers.device))
-
-    def run(self) -> None:
-        """Run the step; `output` and `chosen` are overwritten."""
-        self.graph.replay()
 
 
 class DecodeGraphs:

@@ -23,7 +23,7 @@ from export_scripts.conversion.convert import (
     folder_problems,
 )
 from export_scripts.families.mapping import sources
-from inference.parity.comparison import ParityRequest, compare
+from inference.parity.comparison import compare
 from tests.tiny import (
     TinyGPT,
     gpt_tensors,
@@ -313,7 +313,7 @@ def test_parity_compares_the_folder_with_its_source(name: str, tmp_path: Path) -
     shards = written(original, tmp_path, tp_size=2)
     folder = way_out(shards, tmp_path)
     for source in (original, shards):
-        report = compare(ParityRequest(source, folder))
+        report = compare(source, folder)
         assert report.equal, report
         assert report.activations
         assert max(each.relative for each in report.activations) < 1e-5
@@ -324,7 +324,7 @@ def test_parity_names_the_layer_in_which_a_folder_differs(tmp_path: Path) -> Non
     original = write_model("llama", tmp_path / "original")
     scale = {"model.layers.1.input_layernorm.weight": torch.ones(24)}
     changed = copy_of(way_out(original, tmp_path), tmp_path / "changed", tensors=scale)
-    report = compare(ParityRequest(original, changed))
+    report = compare(original, changed)
     assert report.first_place is not None
     assert str(report.first_place.place).startswith("layer 1")
     assert report.first_file is not None
@@ -364,7 +364,7 @@ def test_each_of_megatrons_forms_leaves_with_what_our_engine_computes(
     folder = way_out(source, tmp_path / form, given=ids)
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == ("llama" if ids else "gpt2")
-    report = compare(ParityRequest(source, folder, given=ids))
+    report = compare(source, folder, given=ids)
     assert report.equal, report
     assert max(each.relative for each in report.activations) < 1e-5
 

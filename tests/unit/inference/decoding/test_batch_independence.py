@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.decoding.generate import BatchDecoder, DecodedRow, DecodingConfig
+from inference.decoding.generate import BatchDecoder, DecodedRow
 from inference.decoding.options import RowOptions
 from inference.decoding.request import RowRequest
 from inference.decoding.rows import RowResult
@@ -84,7 +84,7 @@ def decode(
     requests: dict[int, RowRequest], model: MarkovModel, *, pool: bool, shuffle: random.Random
 ) -> dict[int, RowResult]:
     """Decode the rows together; each joins at a random step, at a random place of the batch."""
-    decoder = BatchDecoder(DecodingConfig(VOCAB, hypothesis_pool=pool))
+    decoder = BatchDecoder(VOCAB, hypothesis_pool=pool)
     waiting = list(requests)
     newest: dict[DecodedRow, list[int]] = {}
     numbers: dict[DecodedRow, int] = {}
@@ -136,7 +136,7 @@ def test_asking_for_results_on_the_way_changes_nothing(
     model = MarkovModel(seed)
     final = []
     for watched in (False, True):
-        decoder = BatchDecoder(DecodingConfig(VOCAB, hypothesis_pool=pool))
+        decoder = BatchDecoder(VOCAB, hypothesis_pool=pool)
         row = decoder.make_row(request)
         newest = [request.context_ids[-1]] * row.slots
         for n in range(request.output_len):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.request import RowRequest
 from inference.decoding.rows import PromptScores, RowResult
@@ -26,7 +26,7 @@ def search(
 ) -> RowResult:
     """Search where the logits after a token are its row of `table`; check every step's slots."""
     row = RowRequest(context, output_len, RowOptions(end_id=END, **options), context)
-    decoder = BatchDecoder(DecodingConfig(table.shape[1], hypothesis_pool=pool))
+    decoder = BatchDecoder(table.shape[1], hypothesis_pool=pool)
     decoded = decoder.make_row(row)
     newest = [context[-1]] * decoded.slots
     for _ in range(output_len):
@@ -169,7 +169,7 @@ def test_log_probs_follow_the_hypothesis_and_add_up(pool: bool) -> None:
 def test_context_score_is_added_to_every_beam() -> None:
     flags: dict[str, Any] = {"return_log_probs": True, "return_context_cum_log_probs": True}
     row = RowRequest((3,), 2, RowOptions(end_id=END, beam_width=2, **flags), (3,))
-    decoder = BatchDecoder(DecodingConfig(6))
+    decoder = BatchDecoder(6)
     decoded = decoder.make_row(row)
     decoder.step([decoded], torch.zeros(2, 6))
     before = decoded.result().cum_log_probs

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inference.decoding.draws import Xorwow
-from inference.decoding.generate import UNUSABLE, BatchDecoder, DecodingConfig
+from inference.decoding.generate import UNUSABLE, BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.processors import ALIGNMENT, LogitRules, process_logits
 from inference.decoding.request import RowRequest
@@ -38,7 +38,7 @@ def favouring(*tokens: int, by: float = 9.0) -> torch.Tensor:
 
 
 def run(row: RowRequest, *logits: torch.Tensor, **config: Any) -> RowResult:
-    decoder = BatchDecoder(DecodingConfig(VOCAB, **config))
+    decoder = BatchDecoder(VOCAB, **config)
     decoded = decoder.make_row(row)
     for step_logits in logits:
         (step,) = decoder.step([decoded], step_logits)
@@ -189,7 +189,7 @@ def test_no_log_probs_unless_asked() -> None:
 
 
 def test_the_score_of_the_prompt_starts_the_sum() -> None:
-    decoder = BatchDecoder(DecodingConfig(VOCAB))
+    decoder = BatchDecoder(VOCAB)
     decoded = decoder.make_row(request(return_log_probs=True))
     decoded.prompt = PromptScores(-2.5)
     assert decoded.result().cum_log_probs == (-2.5,)
@@ -231,7 +231,7 @@ def test_nucleus_beyond_the_first_candidates_is_drawn_from_the_whole_row() -> No
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(3)) / 10
     order = sorted(range(size), key=lambda token: (-float(logits[0, token]), token))
     sums = torch.softmax(logits.double(), -1)[0, order].cumsum(0)
-    decoder = BatchDecoder(DecodingConfig(size))
+    decoder = BatchDecoder(size)
     options = RowOptions(end_id=END, top_k=0, top_p=0.75, random_seed=5)
     decoded = decoder.make_row(RowRequest((1,), 50, options, (1,)))
     generator = Xorwow(5)
@@ -262,7 +262,7 @@ def test_equal_seeds_draw_equal_tokens_and_others_differ() -> None:
     [{}, {"top_k": 4}, {"top_k": 0, "top_p": 0.5}, {"return_log_probs": True}, {"beam_width": 2}],
 )
 def test_unusable_logits_fail_their_row_alone(bad: float, options: dict[str, Any]) -> None:
-    decoder = BatchDecoder(DecodingConfig(VOCAB))
+    decoder = BatchDecoder(VOCAB)
     decoded = [decoder.make_row(request(**options)) for _ in range(2)]
     slots = options.get("beam_width", 1)
     logits = torch.cat([torch.full((slots, VOCAB), bad), favouring(7).repeat(slots, 1)])
@@ -273,7 +273,7 @@ def test_unusable_logits_fail_their_row_alone(bad: float, options: dict[str, Any
 
 def test_unknown_log_probs_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="output_log_probs_mode='raw'"):
-        DecodingConfig(VOCAB, output_log_probs_mode="raw")  # type: ignore[arg-type]
+        BatchDecoder(VOCAB, output_log_probs_mode="raw")  # type: ignore[arg-type]
 
 
 def test_mass_of_a_whole_row_is_found_in_order() -> None:

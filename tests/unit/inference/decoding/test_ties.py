@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.request import RowRequest
 
@@ -27,7 +27,7 @@ def best_ids(logits: list[float]) -> list[int]:
 
 
 def first_token(logits: list[float], options: RowOptions) -> int:
-    decoder = BatchDecoder(DecodingConfig(VOCAB))
+    decoder = BatchDecoder(VOCAB)
     decoded = decoder.make_row(RowRequest((1,), 1, options, (1,)))
     (step,) = decoder.step([decoded], torch.tensor([logits]))
     return int(step.tokens[0])
@@ -63,7 +63,7 @@ def test_beams_are_those_of_the_earlier_parents_and_lower_ids(
     """The same logits at each step: the two orders of two tokens have the same score."""
     logits[END] = -50.0
     row = RowRequest((1,), 2, RowOptions(end_id=END, beam_width=beams), (1,))
-    decoder = BatchDecoder(DecodingConfig(VOCAB, hypothesis_pool=pool))
+    decoder = BatchDecoder(VOCAB, hypothesis_pool=pool)
     decoded = decoder.make_row(row)
     for _ in range(2):
         (step,) = decoder.step([decoded], torch.tensor([logits] * decoded.slots))

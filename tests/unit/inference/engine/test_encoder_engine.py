@@ -55,7 +55,7 @@ def states_request(engine: EncoderEngine, states: Any, lengths: list[int]) -> En
             "input_hidden_state": states,
             "sequence_lengths": np.array(lengths, np.int32)[:, None],
         },
-        engine.limits,
+        engine.architecture,
     )
 
 
@@ -64,7 +64,9 @@ def ids_request(engine: EncoderEngine, prompts: list[list[int]], **more: Any) ->
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
     lengths = np.array([[len(prompt)] for prompt in prompts], np.uint32)
-    return parse_encoding({"input_ids": ids, "sequence_length": lengths, **more}, engine.limits)
+    return parse_encoding(
+        {"input_ids": ids, "sequence_length": lengths, **more}, engine.architecture
+    )
 
 
 def random_states(rows: int, width: int, seed: int = 0) -> Any:
@@ -169,7 +171,9 @@ def test_bad_states_are_refused(bert: EncoderEngine, change: dict[str, Any], wor
         "sequence_lengths": np.array([[6], [5]], np.int32),
     }
     with pytest.raises(RequestError) as caught:
-        parse_encoding({k: v for k, v in (tensors | change).items() if v is not None}, bert.limits)
+        parse_encoding(
+            {k: v for k, v in (tensors | change).items() if v is not None}, bert.architecture
+        )
     assert words in str(caught.value)
 
 
@@ -215,7 +219,7 @@ def test_answers_that_no_memory_holds_are_refused(
         "is_return_attentions": np.array([[asked]]),
     }
     with pytest.raises(RequestError, match=words):
-        t5.submit(parse_encoding(tensors, t5.limits))
+        t5.submit(parse_encoding(tensors, t5.architecture))
 
 
 def test_a_request_that_no_queue_holds_is_refused(tmp_path: Path) -> None:

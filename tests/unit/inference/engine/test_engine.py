@@ -223,7 +223,7 @@ def test_cancelled_work_stops_and_frees_its_slots(engine: Engine) -> None:
     request = request_of(engine, prompts_of(SLOTS), 60, beam_width=1)
     future = engine.submit(request, on_step=lambda _step: begun.set())
     assert begun.wait(10)
-    engine.cancel(future)
+    future.cancel()
     with pytest.raises(CancelledError):
         future.result()
     assert answers(engine, request_of(engine, prompts_of(SLOTS), 3))
@@ -256,7 +256,7 @@ def test_full_queue_refuses_with_its_size(ft_dir: Path) -> None:
         ):
             engine.submit(request_of(engine, [[3]], 1))
         refused.set()
-        engine.cancel(running)
+        running.cancel()
         assert [len(future.result(10).rows) for future in waiting] == [1, 1, 1]
 
 

@@ -73,7 +73,7 @@ def test_mixed_clients_get_the_answers_of_single_ones(engine: Engine, soak: int)
             streams = number % 2 == 0
             future = engine.submit(request, on_step=steps.append if streams else None)
             if number % 7 == 3:
-                engine.cancel(future)
+                future.cancel()
                 continue
             rows = future.result(WAIT_S).rows
             assert [row.output_ids for row in rows] == alone[number], number
@@ -95,7 +95,7 @@ def test_clients_that_leave_in_the_middle_free_everything(engine: Engine, soak: 
         future = engine.submit(request_of(engine, number), on_step=note)
         if number % 2:
             begun.wait(0.01)
-        engine.cancel(future)
+        future.cancel()
         if not future.done() or future.cancelled():
             with pytest.raises(CancelledError):
                 future.result(WAIT_S)
@@ -108,7 +108,7 @@ def test_sessions_survive_a_storm_of_requests(engine: Engine) -> None:
     first = engine.generate(start, turn=SessionTurn(1, starts=True))
     storm = [engine.submit(request_of(engine, number)) for number in range(60)]
     for future in storm[::2]:
-        engine.cancel(future)
+        future.cancel()
     turn = engine.submit(request_of(engine, 0), turn=SessionTurn(1, ends=True))
     whole = turn.result(WAIT_S).request.rows
     for row, answer, new in zip(whole, first.rows, start.rows, strict=True):

@@ -270,7 +270,7 @@ def test_cancelled_work_makes_room(engine: Engine) -> None:
     long = [engine.submit(request_of(engine, prompts_of(SLOTS), 2000)) for _ in range(3)]
     time.sleep(0.05)
     for future in long:
-        engine.cancel(future)
+        future.cancel()
     prompt, before = prompts_of(3)[2], engine.steps
     assert answers(engine, request_of(engine, [prompt], 5)) == [greedy(prompt, 5)]
     assert engine.steps - before < 1000
@@ -352,7 +352,7 @@ def test_rows_go_on_decoding_while_another_is_encoded(slicing: Engine) -> None:
     late.result()
     # Its two layers are two stages and two steps at least: the other row got tokens meanwhile.
     assert began[0] - before >= 2
-    slicing.cancel(decoding)
+    decoding.cancel()
 
 
 def test_a_row_given_up_in_the_encoder_does_no_harm(slicing: Engine) -> None:
@@ -361,5 +361,5 @@ def test_a_row_given_up_in_the_encoder_does_no_harm(slicing: Engine) -> None:
         futures = [slicing.submit(request_of(slicing, [[5] * 900], 3)) for _ in range(2)]
         time.sleep(0.004)
         for future in futures:
-            slicing.cancel(future)
+            future.cancel()
         assert answers(slicing, request_of(slicing, [prompt], 5)) == [greedy(prompt, 5)]

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from export_scripts.families.layout.architecture import Rotary
-from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.blocks import BlockPool
@@ -55,7 +55,7 @@ class World:
         bound_s: float = 0.1,
         rotary: Rotary | None = None,
     ) -> None:
-        decoder = BatchDecoder(DecodingConfig(vocab_size=VOCAB))
+        decoder = BatchDecoder(vocab_size=VOCAB)
         self.pool = BlockPool(blocks=blocks, block_tokens=SIZE) if blocks else BlockPool()
         self.blocks, self.slots, self.encodes = blocks, slots, encoder_layers > 0
         self.scheduler = Scheduler(

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import torch
 
-from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.planned_step import GeneratingStep
@@ -22,7 +22,7 @@ END = 19
 
 
 def make_scheduler(slots: int) -> Scheduler:
-    decoder = BatchDecoder(DecodingConfig(vocab_size=VOCAB))
+    decoder = BatchDecoder(vocab_size=VOCAB)
     return Scheduler(decoder, slots=slots, embedding_base=VOCAB, chunk=ChunkSize(0.1))
 
 

@@ -256,7 +256,7 @@ def test_a_cancelled_turn_ends_its_session(engine: Engine) -> None:
     steps: list[GenerationStep] = []
     engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
     future = engine.submit(request_of(engine, [[5]], 50), on_step=steps.append, turn=NEXT)
-    engine.cancel(future)
+    future.cancel()
     with pytest.raises(CancelledError):
         future.result(30)
     with pytest.raises(RequestError, match="session 7 is unknown"):
@@ -343,7 +343,7 @@ class Conversations:
         if name not in self.held or len(self.held[name]) + 1 + OUTPUT_LEN > SESSION_LEN:
             return
         future = self.engine.submit(request_of(self.engine, [[5]]), turn=SessionTurn(name))
-        self.engine.cancel(future)
+        future.cancel()
         try:
             (row,) = future.result(30).rows
         except CancelledError:

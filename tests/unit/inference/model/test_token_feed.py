@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from inference.decoding.candidates import fetch, select
+from inference.decoding.candidates import select
 from inference.decoding.draws import ARG_MAX, UNMARKED, Marks, Penalty
-from inference.decoding.generate import BatchDecoder, DecodingConfig, take_chosen
+from inference.decoding.generate import BatchDecoder, take_chosen
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import RowRequest
 from inference.decoding.sampling import SamplingRow
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def test_the_choice_equals_the_selection() -> None:
     logits = torch.randn(3, 70, generator=torch.Generator().manual_seed(1))
     logits[1, 4] = torch.nan
-    selected = fetch([select(logits[:, :64], width=1, with_norm=False)])[0]
+    selected = select(logits[:, :64], width=1, with_norm=False)
     feed = TokenFeed(5, CPU, vocab=range(64))
     nothing = torch.full((3,), -1)
     chosen = chosen_to_host(feed.choose(logits, torch.tensor([4, 0, feed.unread]), nothing)).array()
@@ -91,8 +91,7 @@ def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: boo
     logits = 4 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1))
     logits[::3] = logits[::3].round()  # many are equal
     logits[1::4, 1::2] = -torch.inf
-    config = DecodingConfig(vocab_size, nucleus_include_boundary=include_boundary)
-    decoder = BatchDecoder(config)
+    decoder = BatchDecoder(vocab_size, nucleus_include_boundary=include_boundary)
     draws, forbidden, theirs = [], [], []
     for seed in range(rows):
         options = RowOptions(
@@ -136,7 +135,7 @@ def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: boo
     {"beam_width": 2},
 ], ids=str)  # fmt: skip
 def test_rows_that_need_more_than_a_token_are_not_drawn_by_ranks(changed: dict[str, Any]) -> None:
-    decoder = BatchDecoder(DecodingConfig(60))
+    decoder = BatchDecoder(60)
     plain = {"end_id": 1, "top_k": 5, "top_p": 0.5, "temperature": 0.5}
     for options, expected in (plain, True), ({**plain, **changed}, False):
         row = decoder.make_row(RowRequest((0, 0), 2, RowOptions(**options), (0, 0)))
@@ -147,7 +146,7 @@ def test_rows_that_need_more_than_a_token_are_not_drawn_by_ranks(changed: dict[s
 def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     rows, steps = 48, 6
-    decoder = BatchDecoder(DecodingConfig(vocab_size))
+    decoder = BatchDecoder(vocab_size)
     ours, theirs = [], []
     for seed in range(rows):
         context = tuple(rng.integers(vocab_size + 2, size=rng.integers(1, 9)).tolist())

@@ -8,7 +8,7 @@ import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.reader import FTReader
-from inference.model.decoder_weights import load_decoder
+from inference.model.decoder import Decoder
 from inference.model.weights import RankWeights
 from inference.parallel.layout import ParallelLayout
 from tests.ft_folders import write_gpt
@@ -55,7 +55,7 @@ def test_decoder_with_half_matrices_computes_in_single(tmp_path: Path) -> None:
         weights = open_weights(ft_dir, matrix_dtype)
         architecture = weights.reader.family.architecture(weights.reader.config)
         assert isinstance(architecture, DecoderArchitecture)
-        decoder = load_decoder(weights, architecture, reduce=None)
+        decoder = Decoder(weights, architecture, reduce=None)
         assert decoder.dtype == torch.float32
         assert decoder.head is not None
         assert decoder.head(torch.ones(2, 24)).dtype == torch.float32

@@ -1,28 +1,31 @@
-"""Loading of one rank's part of a decoder-only model from FT files."""
+"""Layers of decoder-only models, and their loading from FT files."""
+
+# Shapes: N tokens of a step, E hidden
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
-from inference.model.decoder import Decoder, DecoderLayer
 from inference.model.layers import (
     MLP,
     Attention,
-    Bottleneck,
     Embedding,
     JointHalves,
     PartT,
     QueryKeyNorm,
     Sublayer,
     alibi_slopes,
+    normalised,
 )
-from inference.model.rotary import RotaryTable
+from inference.model.rotary import AnglesOf, RotaryTable
 from inference.model.stage import Head
-from inference.model.step import AttentionRules
-from inference.model.weights import LayerLoader, RankWeights
+from inference.model.step import AttentionRules, Step
+from inference.model.weights import LayerLoader
 from inference.parallel.gemm import make_gemm
-from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import AllReduce, RowParallelLinear
 
 # Of attention and MLP: the norms before and after, and the adapter.
@@ -30,57 +33,61 @@ _ATTENTION_PLACES = ("input_layernorm", "attention_output_layernorm", "after_att
 _MLP_PLACES = ("post_attention_layernorm", "mlp_output_layernorm", "after_ffn_adapter.")
 
 
-def load_decoder(
-    weights: RankWeights,
-    architecture: DecoderArchitecture,
-    *,
-    reduce: AllReduce | None,
-    gemm: GemmOptions = PLAIN_GEMM,
-) -> Decoder:
-    """Load this rank's stage of a model; `reduce` and `gemm` as for `LayerLoader`.
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer; `architecture.residual` says how its two halves are joined."""
 
-    Raises:
-        ValueError: The sizes do not divide among the ranks, or a choice is not supported.
-        CheckpointMismatchError: Tensors hold values that are not finite.
-    """
-    layout = weights.layout
-    loader = _Loader(weights, architecture, reduce, gemm)
-    decoder = Decoder(
-        weights,
-        architecture,
-        embedding=loader.embedding() if layout.is_first_stage else None,
-        layers=[loader.layer(layer) for layer in layout.layers(architecture.num_layer)],
-        head=loader.head() if layout.is_last_stage else None,
-        rotary=loader.tables,
-        rules=loader.rules(),
-    )
-    weights.check()
-    return decoder
+    architecture: DecoderArchitecture
+    attention: Sublayer[Attention]
+    mlp: Sublayer[MLP]  # of parallel halves without a norm of its own, attention's feeds both
+    reduce: AllReduce | None  # of the parallel forms, which share one all-reduce
+    bias: torch.Tensor | None  # added after it
+
+    def __call__(
+        self, x: torch.Tensor, step: Step, *, layer: int, angles: AnglesOf
+    ) -> torch.Tensor:
+        """Return (N, E) for x (N, E); `layer` numbers the layers of this stage."""
+        choice, attention, mlp = self.architecture, self.attention, self.mlp
+
+        def attend(h: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+            return attention.part(h, step, layer=layer, angles=angles, residual=residual)
+
+        if choice.residual != "sequential":
+            h = normalised(x, attention.norm)
+            inner = h if mlp.norm is None else mlp.norm(x)
+            if self.reduce is None:
+                return mlp.part(inner, attend(h, x))
+            return self.reduce(mlp.part(inner, attend(h, None)), bias=self.bias, residual=x)
+        if not choice.norm_before:
+            x = normalised(attend(x, x), attention.norm)
+            return normalised(mlp.part(x, x), mlp.norm)
+        if choice.residual_from_norm:
+            h = normalised(x, attention.norm)
+            h = normalised(attend(h, h), mlp.norm)
+            return mlp.part(h, h)
+        return mlp(attention(x, step, layer=layer, angles=angles))
 
 
-class _Loader(LayerLoader):
+class DecoderLoader(LayerLoader[DecoderArchitecture]):
     """Builder of a decoder's parts from a rank's files."""
 
-    def __init__(
-        self,
-        weights: RankWeights,
-        architecture: DecoderArchitecture,
-        reduce: AllReduce | None,
-        gemm: GemmOptions,
-    ) -> None:
-        super().__init__(weights, architecture, reduce, gemm)
-        self.architecture = architecture
-        tp_size = weights.layout.tp_size
-        # This rank's query heads, key/value heads, and their size.
-        self._heads = (
-            architecture.head_num // tp_size,
-            architecture.kv_head_num // tp_size,
-            architecture.size_per_head,
-        )
-        self._rotary = self._table(architecture.rotary)
-        self._local_rotary = self._table(architecture.local_rotary) or self._rotary
-        tables = (self._rotary, self._local_rotary)
-        self.tables = {table for table in tables if table is not None}
+    @property
+    def _heads(self) -> tuple[int, int, int]:
+        """This rank's query heads, key/value heads, and their size."""
+        choice, tp_size = self.architecture, self.weights.layout.tp_size
+        return choice.head_num // tp_size, choice.kv_head_num // tp_size, choice.size_per_head
+
+    @cached_property
+    def _rotary(self) -> RotaryTable | None:
+        return self._table(self.architecture.rotary)
+
+    @cached_property
+    def _local_rotary(self) -> RotaryTable | None:
+        return self._table(self.architecture.local_rotary) or self._rotary
+
+    def tables(self) -> set[RotaryTable]:
+        """Return the model's rotary tables."""
+        return {each for each in (self._rotary, self._local_rotary) if each is not None}
 
     def _table(self, rotary: Rotary | None) -> RotaryTable | None:
         if rotary is None:
@@ -281,7 +288,6 @@ class _Loader(LayerLoader):
         up = self.up(name, name + "_2" if gated else None)
         return MLP(up, self.row_with(prefix + "dense_4h_to_h", out_bias, reduce))
 
-    def _adapter(self, prefix: str) -> Bottleneck:
-        return Bottleneck(
-            self._mlp(prefix, self.weights.tensor(prefix + "dense_4h_to_h.bias"), self.reduce)
-        )
+    def _adapter(self, prefix: str) -> Sublayer[MLP]:
+        bias = self.weights.tensor(prefix + "dense_4h_to_h.bias")
+        return Sublayer(self._mlp(prefix, bias, self.reduce), norm=None)
