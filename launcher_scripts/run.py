@@ -300,7 +300,7 @@ def _progress_of(stage: Stage) -> ProgressState:
 
 def _requested(job: Job) -> tuple[str, str, str]:
     """Return the nodes, GPUs in all and time limit that a job requests."""
-    asked = job.stage.resources()
+    asked = job.stage.job.resources
     gpus = "-" if asked.gpus_per_node is None else str(asked.gpus_per_node * asked.nodes)
     return str(asked.nodes), gpus, slurm_notation(asked.time_limit_min)
 

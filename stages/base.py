@@ -130,10 +130,6 @@ class Stage(Checkpointable):
         """Return what can be said of the result before the job starts, for a dry run."""
         return []
 
-    def resources(self) -> Resources:
-        """Return the resources that the job requests."""
-        return self.job.resources
-
     def outputs(self) -> list[Path]:
         """Return the paths that exist once the stage has succeeded."""
         return []

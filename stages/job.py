@@ -90,7 +90,7 @@ class StageJob(Checkpointable):
             sys.excepthook = _print_cause
             raise StageError("stopped by a signal") from error
         except UncompletedJobError as error:
-            limit_min = self.stage.resources().time_limit_min
+            limit_min = self.stage.job.resources.time_limit_min
             text = f"the time limit of {limit_min} minutes has passed ({error})"
             self._note_end(started, record.FAILED, error=text)
             raise

@@ -72,7 +72,7 @@ class BcpHandle(LocalHandle):
         assert isinstance(submitted, BcpJob)
         error = self._failed_task()
         if submitted.process.poll() == TIMED_OUT:
-            limit_min = self.job.stage.resources().time_limit_min
+            limit_min = self.job.stage.job.resources.time_limit_min
             error = f"the time limit of {limit_min} minutes has passed"
         if error is None:
             return state
@@ -110,10 +110,10 @@ class BcpLauncher(LocalLauncher):
         """Return the problems of the stages inside this Base Command job."""
         count = replicas(os.environ)
         problems = [
-            f"{stage.name} needs {stage.resources().nodes} nodes, and this job has {count} "
+            f"{stage.name} needs {stage.job.resources.nodes} nodes, and this job has {count} "
             "(NGC_ARRAY_SIZE); start it with more replicas, or lower the parallel sizes."
             for stage in stages
-            if stage.resources().nodes > count and not is_dry_run(self._config)
+            if stage.job.resources.nodes > count and not is_dry_run(self._config)
         ]
         if count > 1:
             problems += self._private_places()
@@ -131,7 +131,7 @@ class BcpLauncher(LocalLauncher):
         return executor.script(task_command(executor.python, executor.folder), "JOB_ID")
 
     def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
-        config, resources = self._config, job.stage.resources()
+        config, resources = self._config, job.stage.job.resources
         # At most one task for each GPU of a node.
         most = config.cluster.gpus_per_node or resources.tasks_per_node
         per_node = min(resources.tasks_per_node, most)

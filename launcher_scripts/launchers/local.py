@@ -112,10 +112,10 @@ class LocalLauncher(Launcher):
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return the problems of stages that need more than one node."""
         return [
-            f"{stage.name} needs {stage.resources().nodes} nodes, and cluster_type=local has one; "
+            f"{stage.name} needs {stage.job.resources.nodes} nodes, and cluster_type=local has one; "
             "lower the parallel sizes, or raise cluster.gpus_per_node."
             for stage in stages
-            if stage.resources().nodes > 1
+            if stage.job.resources.nodes > 1
         ]
 
     def render(self, job: Job, after: Sequence[Dependency]) -> str:
@@ -163,7 +163,7 @@ class LocalLauncher(Launcher):
         paths = filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")])
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         executor = _Executor(job.folder / "submitit" / job_id, environment)
-        resources = job.stage.resources()
+        resources = job.stage.job.resources
         executor.update_parameters(
             timeout_min=resources.time_limit_min,
             tasks_per_node=1,

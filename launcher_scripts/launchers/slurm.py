@@ -108,7 +108,7 @@ class SlurmLauncher(Launcher):
     def _submit(self, folder: Path, text: str, jobs: Sequence[tuple[Job, Config]]) -> list[str]:
         executor = _Executor(folder, text)
         # submitit counts time-outs with this number, which the script repeats.
-        executor.update_parameters(time=jobs[0][0].stage.resources().time_limit_min)
+        executor.update_parameters(time=jobs[0][0].stage.job.resources.time_limit_min)
         payloads = [
             StageJob(
                 job.stage,

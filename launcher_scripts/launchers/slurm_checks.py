@@ -52,7 +52,7 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
             "cluster_type=local or dry_run=true.",
         ]
     problems += [*_problems_of_partition(config), *_problems_of_pyxis(config, stages)]
-    nodes = max((stage.resources().nodes for stage in stages), default=1)
+    nodes = max((stage.job.resources.nodes for stage in stages), default=1)
     if nodes > 1 and config.cluster.mpi is not None:
         with suppress(OSError, subprocess.TimeoutExpired):
             problems += filter(None, [mpi_problem(config.cluster.mpi, timeout_s=ASK_S)])
@@ -94,7 +94,7 @@ def _gpus(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
     """Compare the stages' GPUs with those of a node and of a task in the configuration."""
     most, per_task = config.cluster.gpus_per_node, config.cluster.gpus_per_task
     for stage in stages:
-        resources = stage.resources()
+        resources = stage.job.resources
         asked, tasks = resources.gpus_per_node or 0, resources.tasks_per_node
         if most is not None and asked > most:
             yield (

@@ -96,7 +96,7 @@ def _measure_memory(job: Job, array: Array | None) -> list[str]:
     """Return the lines of a step that records GPU memory while the job runs."""
     if not (is_set(MEMORY_MEASURE) and _needs_gpus(job)):
         return []
-    nodes = job.stage.resources().nodes
+    nodes = job.stage.job.resources.nodes
     folder, job_id = (job.folder, "%j") if array is None else (array.folder, "%A_%a")
     command = [
         "srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
@@ -108,7 +108,7 @@ def _measure_memory(job: Job, array: Array | None) -> list[str]:
 
 
 def _needs_gpus(job: Job) -> bool:
-    return job.stage.name == "deploy" or job.stage.resources().gpus_per_node is not None
+    return job.stage.name == "deploy" or job.stage.job.resources.gpus_per_node is not None
 
 
 def _about_step(step: JobStep | None) -> list[str]:
@@ -152,7 +152,7 @@ def submitit_folder(job: Job) -> Path:
 def sbatch_options(job: Job, config: Config, after: Sequence[Dependency]) -> dict[str, Any]:
     """Return the options of sbatch by name; None and False mean that the option is left out."""
     cluster = config.cluster
-    resources = job.stage.resources()
+    resources = job.stage.job.resources
     options: dict[str, Any] = {name: getattr(cluster, name) for name in _SAME_NAME}
     options |= {
         "job-name": f"{job.prefix}{job.name}",
@@ -220,7 +220,7 @@ def step_of(job: Job, config: Config) -> JobStep | None:
     arguments = [
         each for each in cluster.srun_args if image or not each.startswith(_CONTAINER_FLAGS)
     ]
-    resources = job.stage.resources()
+    resources = job.stage.job.resources
     ranks = resources.nodes * resources.tasks_per_node
     # NVIDIA's server initializes MPI even when it is alone.
     needs_mpi = ranks > 1 or (
