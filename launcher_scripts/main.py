@@ -117,11 +117,13 @@ def _run(words: Sequence[str]) -> int:
     if (other := _other_replica(composition.config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
         return EXIT_OK
-    from launcher_scripts.invocation import Invocation
+    from launcher_scripts.invocation import prepare_run
+    from launcher_scripts.run import execute
 
-    invocation = Invocation(composition, words, console)
-    run = invocation.prepare(problems)
-    return _report(problems) if run is None else invocation.execute(run)
+    run = prepare_run(composition, words, console, problems)
+    if run is None:
+        return _report(problems)
+    return execute([run], functools.partial(run.run_all, wait=run.config.wait))
 
 
 def _compose(arguments: Arguments, overrides: Sequence[str]) -> Composition:
@@ -134,14 +136,13 @@ def _compose(arguments: Arguments, overrides: Sequence[str]) -> Composition:
 
 
 def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
-    from launcher_scripts.invocation import Invocation, run_all
-    from launcher_scripts.stage_table import results_dir
-    from launcher_scripts.sweep import Outcome, combinations, compose_all
+    from launcher_scripts.invocation import prepare_run
+    from launcher_scripts.run import execute
+    from launcher_scripts.sweep import Outcome, combinations, compose_all, run_and_compare
 
     wanted, problems = combinations(arguments.overrides)
     problems = [*arguments.problems, *problems]
     outcomes: list[Outcome] = []
-    invocations: list[Invocation] = []
     composed = compose_all(wanted, functools.partial(_compose, arguments))
     for each, composition in zip(wanted, composed, strict=True):
         found = list(composition.problems)
@@ -150,13 +151,14 @@ def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
                 found.append("--multirun runs; leave action out, or leave --multirun out.")
             if _other_replica(config):
                 return EXIT_OK
-            invocation = Invocation(composition, words, console, each.label)
-            if (run := invocation.prepare(found)) is not None:
-                invocations.append(invocation)
-                outcomes.append(Outcome(each, results_dir(config), run, config))
+            if run := prepare_run(composition, words, console, found, label=each.label):
+                outcomes.append(Outcome(each, run))
         label = f"{each.label}: " if len(wanted) > 1 and each.values else ""
         problems += [f"{label}{text}" for text in found]
-    return _report(problems) if problems else run_all(invocations, outcomes, console)
+    if problems:
+        return _report(problems)
+    start = functools.partial(run_and_compare, outcomes, console)
+    return execute([each.run for each in outcomes], start)
 
 
 def _watch(arguments: Arguments, config: Config, console: Console) -> int:

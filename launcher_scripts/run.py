@@ -5,13 +5,26 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from export_scripts.files.disk import full_disk
 from launcher_scripts import job_folder
-from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from launcher_scripts.actions import note_last_run
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.settings import (
+    CHECKOUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    FULL_ERROR,
+    is_dry_run,
+    is_set,
+)
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import (
@@ -24,6 +37,7 @@ from launcher_scripts.launchers.base import (
     SubmissionError,
 )
 from launcher_scripts.pipeline import PlannedStage
+from launcher_scripts.stage_table import results_dir
 from launcher_scripts.summary import summary
 from stages import record
 from stages.base import Stage
@@ -45,15 +59,34 @@ class Run:
     Attributes:
         planned: every stage, including those that do not run.
         jobs: the jobs of the stages that run, by stage name.
-        keep_serving: stay with the server after the evaluation.
+        words: the command line.
     """
 
     launcher: Launcher
     console: Console
     planned: Sequence[PlannedStage]
     jobs: dict[str, Job]
-    keep_serving: bool = False
+    words: Sequence[str] = ()
     handles: dict[str, JobHandle] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the run."""
+        return self.launcher.config
+
+    @property
+    def only_renders(self) -> bool:
+        """Return whether the jobs' files are written and nothing is started."""
+        return is_dry_run(self.config) or self.launcher.only_renders
+
+    def begin(self) -> None:
+        """Record the command in the results folder."""
+        results = results_dir(self.config)
+        if self.jobs:
+            arguments = [sys.executable, str(CHECKOUT / "main.py"), *self.words]
+            job_folder.note_command(results, arguments, at=record.now())
+        if not self.only_renders:
+            note_last_run(Path(self.config.base_results_dir), results)
 
     def render(self) -> None:
         """Write and print every job's script and configuration; start nothing."""
@@ -131,9 +164,10 @@ class Run:
                 self.stop_all()
                 return status
         servers = [handle for name, handle in self.handles.items() if self._is_server(name)]
-        if servers and self.keep_serving:
+        keeps_serving = self.config.deploy.keep
+        if servers and keeps_serving:
             self.console.say("serving until Ctrl-C or the time limit")
-        if self.keep_serving or not self.launcher.in_foreground:
+        if keeps_serving or not self.launcher.in_foreground:
             return max((self._follow(each, until_ready=False) for each in servers), default=EXIT_OK)
         return EXIT_OK
 
@@ -289,6 +323,33 @@ class Run:
                 self.console.say(
                     f"{handle.job.stage.name}: job {handle.job_id} does not end; see action=status"
                 )
+
+
+def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
+    """Write the files of runs, and `start` them unless a dry run or a user does; return the status.
+
+    Raises:
+        OSError: an error of the file system, if tracebacks are wanted, or if the reader of the
+            output has left.
+    """
+    config = runs[0].config
+    try:
+        for run in runs:
+            run.begin()
+            if run.only_renders:
+                run.render()
+        if runs[0].only_renders:
+            return EXIT_OK
+        for signum in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.default_int_handler)  # as Ctrl-C
+        return start()
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) or config.debug or is_set(FULL_ERROR):
+            raise
+        place = Path(config.base_results_dir)
+        plain = f"{error.filename or place}: {error.strerror}"
+        sys.stderr.write(f"{full_disk(error, place) or plain}\n")
+        return EXIT_FAILED
 
 
 def _progress_of(stage: Stage) -> ProgressState:

@@ -52,14 +52,12 @@ class StageRow:
         make: builds it from the configuration.
         resources: the resources of its job, given its time limit in minutes.
         settings: section of the configuration with the `name` and `time_limit` of its job.
-        saved: sections that are saved with its job; further ones become part of the first.
         needs: the stage whose outputs it works on.
     """
 
     make: Callable[[Config, JobSettings, Context], Stage]
     resources: Callable[[Config, int], Resources]
     settings: str
-    saved: tuple[str, ...]
     needs: str | None = None
 
 
@@ -115,7 +113,6 @@ STAGE_TABLE: dict[str, StageRow] = {
             config, limit_min, cpus=config.export.model.processes
         ),
         settings="export.run",
-        saved=("export", "convert"),
     ),
     "export": StageRow(
         make=lambda config, job, _: ExportStage(
@@ -126,14 +123,12 @@ STAGE_TABLE: dict[str, StageRow] = {
         ),
         resources=_export_resources,
         settings="export.run",
-        saved=("export",),
         needs="convert",
     ),
     "deploy": StageRow(
         make=lambda config, job, _: DeployStage(job, server_config(config)),
         resources=deploy_resources,
         settings="deploy",
-        saved=("deploy",),
         needs="export",
     ),
     "evaluate": StageRow(
@@ -152,7 +147,6 @@ STAGE_TABLE: dict[str, StageRow] = {
             time_limit_min=limit_min,
         ),
         settings="evaluate",
-        saved=("evaluate",),
         needs="export",
     ),
 }

@@ -114,6 +114,8 @@ class Stage(Checkpointable):
     """Base of the four stages. Subclasses declare their inputs and outputs, and work in `run`."""
 
     name: ClassVar[str]
+    # Sections of the configuration that are saved with its job, as one.
+    sections: ClassVar[tuple[str, ...]] = ()
     # Whether outputs of another configuration, or of inputs that have changed since, stop the run.
     # Outputs that are not guarded are made again.
     guards_configuration: ClassVar[bool] = True

@@ -38,6 +38,7 @@ class ConvertStage(Stage):
     """Writes `<triton_model_dir>/1/<TP>-gpu`, or `huggingface` there, from a checkpoint."""
 
     name = "convert"
+    sections = ("export", "convert")
     guards_inputs = True
 
     def __init__(

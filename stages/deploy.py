@@ -33,6 +33,7 @@ class DeployStage(Stage):
     """
 
     name = "deploy"
+    sections = ("deploy",)
     predecessor: str = ""
     ends_at: float | None = None
 

@@ -40,6 +40,7 @@ class ExportStage(Stage):
     """Writes the models of a Triton repository around the shards of `convert`."""
 
     name = "export"
+    sections = ("export",)
 
     def __init__(
         self,

@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,11 @@ class Composition:
 
     Attributes:
         config: the configuration; None when too much of it is missing or wrong.
-        resolved: the same as plain data, in the form that is saved.
         problems: every problem, one sentence each.
         notes: remarks about the files that were used.
     """
 
     config: Config | None
-    resolved: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -140,7 +138,7 @@ def compose_config(
     notes = (f"{path}: not part of this pipeline: {others}",) if others else ()
     if more or not has_files:
         return Composition(None, problems=tuple(problems))
-    return Composition(built(Config, resolved), resolved, tuple(problems), notes)
+    return Composition(built(Config, resolved), tuple(problems), notes)
 
 
 def _is_for_hydra(override: str) -> bool:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from submitit.core.utils import pickle_load
 
-from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.launchers.base import Dependency, Job, clean_environment
 from launcher_scripts.launchers.bcp_executor import (
@@ -103,9 +102,6 @@ class BcpLauncher(LocalLauncher):
     name = "bcp"
     handle_class = BcpHandle
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return the problems of the stages inside this Base Command job."""
         count = replicas(os.environ)
@@ -113,13 +109,13 @@ class BcpLauncher(LocalLauncher):
             f"{stage.name} needs {stage.job.resources.nodes} nodes, and this job has {count} "
             "(NGC_ARRAY_SIZE); start it with more replicas, or lower the parallel sizes."
             for stage in stages
-            if stage.job.resources.nodes > count and not is_dry_run(self._config)
+            if stage.job.resources.nodes > count and not is_dry_run(self.config)
         ]
         if count > 1:
             problems += self._private_places()
-        if not is_dry_run(self._config) and runner(self._config.cluster.bcprun) is None:
+        if not is_dry_run(self.config) and runner(self.config.cluster.bcprun) is None:
             problems.append(
-                f"cluster_type=bcp needs {self._config.cluster.bcprun} or {MPIRUN}, and neither is "
+                f"cluster_type=bcp needs {self.config.cluster.bcprun} or {MPIRUN}, and neither is "
                 "on PATH; run inside a Base Command job, or use cluster_type=local."
             )
         return problems
@@ -131,7 +127,7 @@ class BcpLauncher(LocalLauncher):
         return executor.script(task_command(executor.python, executor.folder), "JOB_ID")
 
     def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
-        config, resources = self._config, job.stage.job.resources
+        config, resources = self.config, job.stage.job.resources
         # At most one task for each GPU of a node.
         most = config.cluster.gpus_per_node or resources.tasks_per_node
         per_node = min(resources.tasks_per_node, most)
@@ -158,7 +154,7 @@ class BcpLauncher(LocalLauncher):
 
     def _private_places(self) -> list[str]:
         """Return the problems of folders that the other replicas do not see."""
-        config = self._config
+        config = self.config
         found = {
             "base_results_dir": config.base_results_dir,
             "export.run.results_dir": config.export.run.results_dir,

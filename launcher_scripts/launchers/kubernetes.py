@@ -44,20 +44,17 @@ class KubernetesLauncher(Launcher):
     script_name = "manifests.yaml"
     only_renders = True
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return what a pod could not do, or could not find."""
-        return list(_problems(self._config, stages))
+        return list(_problems(self.config, stages))
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
         """Return where the repository has to be before the pods start."""
         found = [stage for stage in stages if stage.name == "deploy"]
-        config = server_config(self._config)
+        config = server_config(self.config)
         if not found or config.store is not None:
             return []
-        settings = self._config.cluster.kubernetes
+        settings = self.config.cluster.kubernetes
         return [
             f"{config.folder} has to be in the claim {settings.claim}, as "
             f"{settings.claim_path or 'its root'}, before the pods start"
@@ -66,7 +63,7 @@ class KubernetesLauncher(Launcher):
     def render(self, job: Job, after: Sequence[Dependency]) -> str:
         """Return the objects of a server, its workload and its Service, as YAML."""
         del after
-        config = self._config
+        config = self.config
         server, settings = server_config(config), config.cluster.kubernetes
         name, options = object_name(job.name), _server_options(config, server)
         ranks = server.tp_size * server.pp_size

@@ -112,10 +112,10 @@ class LocalLauncher(Launcher):
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return the problems of stages that need more than one node."""
         return [
-            f"{stage.name} needs {stage.job.resources.nodes} nodes, and cluster_type=local has one; "
+            f"{stage.name} needs {nodes} nodes, and cluster_type=local has one; "
             "lower the parallel sizes, or raise cluster.gpus_per_node."
             for stage in stages
-            if stage.job.resources.nodes > 1
+            if (nodes := stage.job.resources.nodes) > 1
         ]
 
     def render(self, job: Job, after: Sequence[Dependency]) -> str:

@@ -302,7 +302,7 @@ def test_successor_that_is_late_is_replaced_a_bounded_number_of_times(
         until(has_failed)
         return {"ended": "no longer needed"}
 
-    chain = SlurmChain(SlurmLauncher(config), Job(stage=stage, prefix="t-"))
+    chain = SlurmChain(SlurmLauncher(config), Job(stage, config))
     chain.run(work, threading.Event())
     assert "".join(said).count("has run for 0 s and does not serve") == 2
     slurm_cluster.run("scancel", job_id)

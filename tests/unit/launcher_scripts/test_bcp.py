@@ -44,11 +44,12 @@ def make_run(*stages: Stage) -> tuple[Run, io.StringIO]:
     words = [
         "export=gpt3/sample",
         "cluster_type=bcp",
+        "+env_vars.NOTE=it's $5",
     ]
     config = compose_config(read_arguments(words).overrides).config
     assert config is not None
     shown = io.StringIO()
-    jobs = {stage.name: Job(stage=stage, environment={"NOTE": "it's $5"}) for stage in stages}
+    jobs = {stage.name: Job(stage, config) for stage in stages}
     planned = [PlannedStage(stage, stage.finding()) for stage in stages]
     return Run(BcpLauncher(config), Console(shown), planned, jobs), shown
 

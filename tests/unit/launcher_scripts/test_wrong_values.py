@@ -67,7 +67,7 @@ def test_every_wrong_value_of_every_key_is_refused_by_its_name() -> None:
     assert said == [name for name, _ in WRONG]
     assert all(len(text) < 800 for text in composition.problems)
     # What was refused has left no trace.
-    assert composition.resolved == compose_config([]).resolved
+    assert composition.config == compose_config([]).config
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "/x" * 3000, "/" + "x" * 300])
