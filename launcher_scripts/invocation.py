@@ -10,6 +10,7 @@ from launcher_scripts import job_folder
 from launcher_scripts.actions import already_serves
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
+from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import Config, keys
 from launcher_scripts.configuration.settings import CHECKOUT, MEMORY_MEASURE, is_set
 from launcher_scripts.console import Console
@@ -17,7 +18,6 @@ from launcher_scripts.launchers import make_launcher
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.pipeline import plan_pipeline
 from launcher_scripts.run import Run
-from launcher_scripts.stage_table import Context
 from stages.deploy_config import PYTORCH
 
 

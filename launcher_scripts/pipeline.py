@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from export_scripts.suggest import did_you_mean
+from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.stage_table import STAGE_TABLE, Context, build_stage
+from launcher_scripts.stage_table import STAGE_TABLE, build_stage
 from stages import STAGES
 from stages.base import Finding, Stage, Standing
 from stages.convert import ConvertStage

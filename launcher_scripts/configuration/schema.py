@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from export_scripts.conversion.request import MAX_SHARD_BYTES, OUTPUT_FORMATS
-from export_scripts.families import FAMILIES
 from export_scripts.values import (
     INT32,
     NODE_CPUS,
@@ -27,6 +26,7 @@ from export_scripts.values import (
 )
 from inference.evaluation.options import EvaluateSection
 from stages.deploy_config import DeploySection
+from stages.planned_model import SizesSection
 
 CLUSTERS = ("local", "bcm", "bcp", "kubernetes")
 CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm", "k8s": "kubernetes"}
@@ -125,19 +125,6 @@ class RunSection:
     mem_gb: float | None = option(
         "memory for convert and export, in GB", None, within=(0, NODE_MEMORY_GB)
     )
-
-
-@dataclass
-class SizesSection:
-    """`export.model.sizes`: a model to plan for (dry_run=true) before its checkpoint is here."""
-
-    family: str | None = option("its family", None, choices=tuple(FAMILIES))
-    hidden: int | None = option("width of the residual stream", None, within=(1, TOKENS))
-    layers: int | None = option("layers; of a T5, those of each stack", None, within=(1, 10_000))
-    heads: int | None = option("attention heads", None, within=(1, TOKENS))
-    vocab: int = option("tokens", 51200, within=(1, INT32))
-    inter_size: int | None = option("width of the MLP; null: 4 x hidden", None, within=(1, INT32))
-    positions: int = option("longest sequence, where there is a limit", 2048, within=(1, TOKENS))
 
 
 @dataclass

@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 
+from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm import SlurmLauncher
-from launcher_scripts.stage_table import Context, build_stage
+from launcher_scripts.stage_table import build_stage
 from launcher_scripts.sweep import Combination, Outcome, run_sweep
 from stages.base import Resources, StageError
 from stages.convert import ConvertStage

@@ -23,11 +23,12 @@ import pytest
 
 from inference.ports import pick_free_ports
 from inference.server.client import TritonClient
+from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.launchers import slurm_chain
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm import SlurmLauncher
 from launcher_scripts.launchers.slurm_chain import SlurmChain
-from launcher_scripts.stage_table import Context, build_stage
+from launcher_scripts.stage_table import build_stage
 from stages.deploy import DeployStage
 from stages.endpoint import ServerEndpoint
 from stages.progress import write_json

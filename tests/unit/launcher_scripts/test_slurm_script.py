@@ -8,6 +8,7 @@ import pytest
 
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
+from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import AFTER_START, Dependency, Job
 from launcher_scripts.launchers.slurm_script import (
@@ -18,7 +19,7 @@ from launcher_scripts.launchers.slurm_script import (
     sbatch_options,
     step_of,
 )
-from launcher_scripts.stage_table import Context, build_stage
+from launcher_scripts.stage_table import build_stage
 
 
 def configure(*words: str) -> Config:
