@@ -259,7 +259,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "launcher_scripts.configuration": (
         "export_scripts.checkpoints",
         "export_scripts.conversion",
-        "export_scripts.families",
         "export_scripts.suggest",
         "export_scripts.triton",
         "export_scripts.values",
