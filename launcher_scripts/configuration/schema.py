@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from export_scripts.conversion.request import MAX_SHARD_BYTES, OUTPUT_FORMATS
+from export_scripts.conversion.request import OUTPUT_FORMATS, ConversionOptions
 from export_scripts.values import (
     INT32,
     NODE_CPUS,
@@ -217,8 +217,8 @@ class ExportSection:
     accuracy: AccuracySection = field(default_factory=AccuracySection)
 
 
-@dataclass
-class ConvertSection:
+@dataclass(frozen=True, kw_only=True)
+class ConvertSection(ConversionOptions):
     """`convert`: options of the conversion beyond those of `export.model`."""
 
     format: str = option(
@@ -226,24 +226,6 @@ class ConvertSection:
         OUTPUT_FORMATS[0],
         choices=OUTPUT_FORMATS,
     )
-    max_shard_bytes: int = option(
-        "most bytes of a file of a Hugging Face folder", MAX_SHARD_BYTES, within=(1, 1 << 50)
-    )
-    prompt_checkpoints: list[str] = option("p-tuning checkpoints to add", [], path=True)
-    ia3_checkpoints: list[str] = option("IA3 adapters to add, one task each", [], path=True)
-    ia3_in_place: bool = option("multiply the IA3 scalers into the weights", False)
-    adapter_checkpoints: list[str] = option("linear adapters to add", [], path=True)
-    lora_checkpoints: list[str] = option("LoRA adapters to merge into the weights", [], path=True)
-    activation_ranges: str | None = option(
-        "activation ranges, for static int8 weights", None, path=True
-    )
-    vocab_path: str | None = option(
-        "vocabulary to use instead of the checkpoint's", None, path=True
-    )
-    merges_path: str | None = option(
-        "BPE merges to use instead of the checkpoint's", None, path=True
-    )
-    allow: list[str] = option("tensors (patterns) that may be unknown or not finite", [])
     given: dict[str, Any] = option("config.ini values that the checkpoint does not record", {})
 
 

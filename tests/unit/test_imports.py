@@ -77,6 +77,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.ft",
         "export_scripts.numeric",
         "export_scripts.suggest",
+        "export_scripts.values",
     ),
     "export_scripts.triton": (
         "export_scripts.errors",
