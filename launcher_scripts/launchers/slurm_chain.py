@@ -43,7 +43,7 @@ class SlurmChain:
     launcher: Launcher
     job: Job
 
-    def run(self, serve: Callable[[], Summary], stopped: threading.Event) -> Summary:
+    def __call__(self, serve: Callable[[], Summary], stopped: threading.Event) -> Summary:
         """Serve, with a successor in the queue; cancel that if the whole chain is to end.
 
         Args:

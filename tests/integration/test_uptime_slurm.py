@@ -304,7 +304,7 @@ def test_successor_that_is_late_is_replaced_a_bounded_number_of_times(
         return {"ended": "no longer needed"}
 
     chain = SlurmChain(SlurmLauncher(config), Job(stage, config))
-    chain.run(work, threading.Event())
+    chain(work, threading.Event())
     assert "".join(said).count("has run for 0 s and does not serve") == 2
     slurm_cluster.run("scancel", job_id)
     until(lambda: not slurm_cluster.run("squeue", "-h").strip(), "the end of every job")
