@@ -263,6 +263,14 @@ def shortened(text: str) -> str:
     return text if len(text) <= 120 else f"{text[:60]}...{text[-20:]}"
 
 
+def amount(value: float) -> str:
+    """Return a number with three digits and a decimal unit."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g} "
+
+
 def _figure(number: float) -> str:
     """Return a bound without an exponent."""
     return f"{number:.0f}" if float(number).is_integer() else f"{number:g}"

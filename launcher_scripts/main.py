@@ -34,10 +34,8 @@ from launcher_scripts.configuration.arguments import (  # noqa: E402
     read_arguments,
 )
 from launcher_scripts.configuration.compose import Composition, compose_config, register  # noqa: E402
-from launcher_scripts.configuration.nemo_root import CONFIG_NAME  # noqa: E402
 from launcher_scripts.configuration.schema import Config  # noqa: E402
 from launcher_scripts.configuration.settings import (  # noqa: E402
-    CONFIG_DIR,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -129,8 +127,8 @@ def _run(words: Sequence[str]) -> int:
 def _compose(arguments: Arguments, overrides: Sequence[str]) -> Composition:
     return compose_config(
         overrides,
-        config_dir=arguments.config_dir or CONFIG_DIR,
-        config_name=arguments.config_name or CONFIG_NAME,
+        config_dir=arguments.config_dir,
+        config_name=arguments.config_name,
         extra_dir=arguments.extra_dir,
     )
 
@@ -177,12 +175,13 @@ def _watch(arguments: Arguments, config: Config, console: Console) -> int:
 
 
 def _other_replica(config: Config) -> int:
-    """Return the number of this replica where the same command runs on each, 0 for the first."""
-    if config.cluster_type != "bcp":
-        return 0
-    from launcher_scripts.launchers.bcp import other_replica
+    """Return the number of this replica of a Base Command job, 0 for the first.
 
-    return other_replica(os.environ)
+    An array of the type PYTORCH runs its command on every replica.
+    """
+    index = os.environ.get("NGC_ARRAY_INDEX", "0")
+    is_replica = config.cluster_type == "bcp" and "NGC_JOB_ID" in os.environ and index.isdigit()
+    return int(index) if is_replica else 0
 
 
 def _answer_by_hydra(arguments: Arguments) -> int:
@@ -190,13 +189,12 @@ def _answer_by_hydra(arguments: Arguments) -> int:
     import hydra
 
     register()
-    root = arguments.config_dir or CONFIG_DIR
     extra = [f"--config-dir={arguments.extra_dir}"] if arguments.extra_dir else []
     sys.argv = [sys.argv[0], *arguments.hydra_flags, *extra, *arguments.overrides]
     hydra.main(
         version_base="1.3",
-        config_path=str(root),
-        config_name=arguments.config_name or CONFIG_NAME,
+        config_path=str(arguments.config_dir),
+        config_name=arguments.config_name,
     )(lambda _: None)()  # Hydra answers without calling it
     return EXIT_OK
 

@@ -9,10 +9,9 @@ from export_scripts.conversion.request import ConversionRequest
 from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.values import INT32, TOKENS, option
+from export_scripts.values import INT32, TOKENS, amount, option
 
 SIZES_KEY = "export.model.sizes"
-_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -70,9 +69,9 @@ class PlannedModel(SizesSection):
         # Keys and values of every layer, on the ranks that share it.
         token = 2 * self.layers * self.hidden * _ITEM_BYTES[self.compute_type] / ranks
         return (
-            f"planned without the checkpoint: {self.family}, {_amount(count)} parameters, "
-            f"{_amount(of_rank / request.pp_size)}B of {request.weight_data_type} weights and "
-            f"{_amount(token)}B of cache for each token on each of {ranks} ranks"
+            f"planned without the checkpoint: {self.family}, {amount(count)} parameters, "
+            f"{amount(of_rank / request.pp_size)}B of {request.weight_data_type} weights and "
+            f"{amount(token)}B of cache for each token on each of {ranks} ranks"
         )
 
     def _config(self, request: ConversionRequest) -> tuple[ModelFamily, FTConfig]:
@@ -90,11 +89,3 @@ class PlannedModel(SizesSection):
             weight_data_type=request.weight_data_type,
         )
         return family, config
-
-
-def _amount(value: float) -> str:
-    """Return a number with three digits and a decimal unit."""
-    for size, unit in _UNITS:
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g} "

@@ -19,6 +19,7 @@ from export_scripts.values import keys_of
 from launcher_scripts.configuration.diagnosis import KEYS, likely_key
 from launcher_scripts.configuration.nemo_root import CONFIG_NAME, has_groups
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, ClusterSection
+from launcher_scripts.configuration.settings import CONFIG_DIR
 
 SHELL_COMPLETION = "--shell-completion"
 _CLUSTER_KEYS = {key.name for key in keys_of(ClusterSection)}
@@ -35,15 +36,15 @@ class Arguments:
     Attributes:
         overrides: configuration overrides, translated.
         problems: problems of the words themselves.
-        config_dir, config_name: the root of the configuration, when it is not the shipped one.
+        config_dir, config_name: the root of the configuration.
         extra_dir: a further folder of configuration files.
         hydra_flags: arguments that Hydra answers itself (`--cfg`, `--info`, ...); usually none.
     """
 
     overrides: tuple[str, ...]
     problems: tuple[str, ...] = ()
-    config_dir: Path | None = None
-    config_name: str | None = None
+    config_dir: Path = CONFIG_DIR
+    config_name: str = CONFIG_NAME
     extra_dir: Path | None = None
     multirun: bool = False
     wants_help: bool = False
@@ -71,14 +72,14 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     if extra_dir is not None and not extra_dir.is_dir():
         problems.append(f"--config-dir={extra_dir} is not a folder.")
         extra_dir = None
-    config_dir = _folder(known.config_path)
-    chooses_files = config_dir is None or has_groups(config_dir, known.config_name or CONFIG_NAME)
-    overrides, more = _translate(words, chooses_files=chooses_files)
+    config_dir = _folder(known.config_path) or CONFIG_DIR
+    config_name = known.config_name or CONFIG_NAME
+    overrides, more = _translate(words, chooses_files=has_groups(config_dir, config_name))
     return Arguments(
         overrides=tuple(overrides),
         problems=(*problems, *more),
         config_dir=config_dir,
-        config_name=known.config_name,
+        config_name=config_name,
         extra_dir=extra_dir,
         multirun=bool(known.multirun),
         wants_help=bool(known.help) or "help" in known.overrides,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from submitit.core.utils import pickle_load
@@ -21,7 +21,6 @@ from launcher_scripts.launchers.bcp_executor import (
     BcpExecutor,
     BcpJob,
     runner,
-    task_command,
 )
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher, log_of
 from stages import record
@@ -31,21 +30,6 @@ from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 
 # Folders that each replica has to itself.
 _PRIVATE_RESULTS = Path("/results")
-
-
-def other_replica(environment: Mapping[str, str]) -> int:
-    """Return the number of this replica of the Base Command job, 0 for the first.
-
-    An array of the type PYTORCH runs its command on every replica.
-    """
-    index = environment.get("NGC_ARRAY_INDEX", "0")
-    return int(index) if "NGC_JOB_ID" in environment and index.isdigit() else 0
-
-
-def replicas(environment: Mapping[str, str]) -> int:
-    """Return the number of replicas of the Base Command job."""
-    size = environment.get("NGC_ARRAY_SIZE", "1")
-    return int(size) if size.isdigit() else 1
 
 
 class BcpHandle(LocalHandle):
@@ -104,16 +88,18 @@ class BcpLauncher(LocalLauncher):
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return the problems of the stages inside this Base Command job."""
-        count = replicas(os.environ)
-        problems = [
-            f"{stage.name} needs {stage.job.resources.nodes} nodes, and this job has {count} "
-            "(NGC_ARRAY_SIZE); start it with more replicas, or lower the parallel sizes."
+        size = os.environ.get("NGC_ARRAY_SIZE", "1")
+        count = int(size) if size.isdigit() else 1
+        problems = self._private_places() if count > 1 else []
+        if is_dry_run(self.config):
+            return problems
+        problems += [
+            f"{stage.name} needs {nodes} nodes, and this job has {count} (NGC_ARRAY_SIZE); start "
+            "it with more replicas, or lower the parallel sizes."
             for stage in stages
-            if stage.job.resources.nodes > count and not is_dry_run(self.config)
+            if (nodes := stage.job.resources.nodes) > count
         ]
-        if count > 1:
-            problems += self._private_places()
-        if not is_dry_run(self.config) and runner(self.config.cluster.bcprun) is None:
+        if runner(self.config.cluster.bcprun) is None:
             problems.append(
                 f"cluster_type=bcp needs {self.config.cluster.bcprun} or {MPIRUN}, and neither is "
                 "on PATH; run inside a Base Command job, or use cluster_type=local."
@@ -124,7 +110,7 @@ class BcpLauncher(LocalLauncher):
         """Return the script, with JOB_ID in place of the start time."""
         del after
         executor = self._executor(job, "JOB_ID", "JOB_ID")
-        return executor.script(task_command(executor.python, executor.folder), "JOB_ID")
+        return executor._make_submission_file_text(executor._submitit_command_str, "JOB_ID")
 
     def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
         config, resources = self.config, job.stage.job.resources

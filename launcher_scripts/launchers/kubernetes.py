@@ -19,13 +19,7 @@ from inference.launch_environment import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 from inference.ports import DEFAULT_PORTS
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import deploy_resources, image_of, server_config
-from launcher_scripts.launchers.base import (
-    Dependency,
-    Job,
-    JobHandle,
-    Launcher,
-    SubmissionError,
-)
+from launcher_scripts.launchers.base import Dependency, Job, Launcher
 from stages.base import Stage
 from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
 
@@ -94,11 +88,6 @@ class KubernetesLauncher(Launcher):
             key_variable=KEY_FILE_VARIABLE,
             is_interactive=config.export.triton_deployment.interactive,
         )
-
-    def submit(self, job: Job, after: Sequence[Dependency]) -> JobHandle:
-        """Refuse: applying the manifests is up to the user."""
-        del after
-        raise SubmissionError(f"{job.name}: cluster_type=kubernetes writes manifests only")
 
 
 def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
