@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,8 @@ def compose_config(
     always = [f"hydra.searchpath=[{searched}]"] if searched else []
     choices = [each for each in overrides if _is_for_hydra(each)]
     problems: list[str] = []
-    with _hydra(config_dir):
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_dir), version_base="1.3"):
         try:
             config = _merged(root.name, [*always, *choices])
             has_files = True
@@ -280,10 +280,3 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
     for each in sections:
         values = values.setdefault(each, {})
     values[leaf] = value
-
-
-@contextmanager
-def _hydra(config_dir: Path) -> Iterator[None]:
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(config_dir), version_base="1.3"):
-        yield

@@ -124,6 +124,9 @@ class BcpLauncher(LocalLauncher):
         )
         level = os.environ.get(LOG_LEVEL_VARIABLE)
         levels = {} if level is None else {LOG_LEVEL_VARIABLE: level}
+        tasks = resources.nodes * per_node
+        # The preflight check, by which several tasks reach each other.
+        ping = [sys.executable, "-u", "-m", "stages.preflight", str(executor.folder), str(tasks)]
         executor.update_parameters(
             nodes=resources.nodes,
             tasks_per_node=per_node,
@@ -132,7 +135,7 @@ class BcpLauncher(LocalLauncher):
             log_path=str(log_of(job, job_id)),
             exports={**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark, **levels},
             setup=config.cluster.setup,
-            first=_ping(executor.folder, resources.nodes * per_node),
+            first=None if tasks == 1 else shlex.join([*ping, "none"]),
             no_redirect=config.bcp_no_redirect,
             arguments=config.cluster.bcprun_args,
         )
@@ -155,12 +158,3 @@ class BcpLauncher(LocalLauncher):
             for key, path in found.items()
             if path is not None and _PRIVATE_RESULTS in (Path(path), *Path(path).parents)
         ]
-
-
-def _ping(folder: Path, tasks: int) -> str | None:
-    """Return the command of the preflight check, by which several tasks reach each other."""
-    if tasks == 1:
-        return None
-    return shlex.join(
-        [sys.executable, "-u", "-m", "stages.preflight", str(folder), str(tasks), "none"]
-    )
