@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from launcher_scripts.launchers.base import (
     SubmissionError,
     clean_environment,
 )
-from launcher_scripts.launchers.slurm_chain import SlurmChain
+from launcher_scripts.launchers.slurm_chain import serve_in_chain
 from launcher_scripts.launchers.slurm_checks import own_file_system, problems_of_cluster
 from launcher_scripts.launchers.slurm_script import (
     batch_script,
@@ -105,7 +106,7 @@ class SlurmLauncher(Launcher):
                 job.stage,
                 job.record_path,
                 step_of(job),
-                SlurmChain(self, job) if is_chained(job) else None,
+                partial(serve_in_chain, self, job) if is_chained(job) else None,
             )
             for job in jobs
         ]
