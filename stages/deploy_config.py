@@ -24,7 +24,7 @@ from export_scripts.values import (
 )
 from inference.front.access import OPEN_ACCESS, Access, OpenAIOptions, access_of
 from inference.ports import DEFAULT_PORTS, ports_problems
-from inference.server.openai_server import PORT_FIELD
+from inference.server.openai_server import HOST_FIELD, PORT_FIELD
 from inference.server.process import host_problem
 from stages.engines import OWN_VLLM_OPTIONS, VLLM_TYPES, vllm_command
 
@@ -201,17 +201,20 @@ class DeployConfig(DeploySection):
         """The command of another engine's server, with the fields of `openai_server`."""
         if self.engine != VLLM:
             return tuple(self.command)
-        usual: dict[str, Any] = {"max_model_len": self.max_seq_len}
+        options: dict[str, Any] = {
+            "served_model_name": self.model_name,
+            "host": HOST_FIELD,
+            "port": PORT_FIELD,
+            "tensor_parallel_size": self.tp_size,
+            "pipeline_parallel_size": self.pp_size,
+            "ssl_certfile": self.tls_cert,
+            "ssl_keyfile": self.tls_key,
+            "max_model_len": self.max_seq_len,
+        }
         if not self.is_from_elsewhere:  # such a folder states its own, and how it is quantised
-            usual["dtype"] = VLLM_TYPES[self.data_type]
-        return vllm_command(
-            self.executable,
-            name=self.model_name,
-            tp_size=self.tp_size,
-            pp_size=self.pp_size,
-            options=usual | {key.replace("-", "_"): value for key, value in self.vllm.items()},
-            tls=None if self.tls_cert is None else (str(self.tls_cert), str(self.tls_key)),
-        )
+            options["dtype"] = VLLM_TYPES[self.data_type]
+        options |= {key.replace("-", "_"): value for key, value in self.vllm.items()}
+        return vllm_command(self.executable, options)
 
     @property
     def ports(self) -> dict[str, int]:
