@@ -88,6 +88,13 @@ class ConversionRequest(ConversionOptions):
             return Path(self.output_dir) / "huggingface"
         return ft_directory(Path(self.output_dir), self.tp_size)
 
+    @property
+    def sources(self) -> list[tuple[str, Path]]:
+        """The files and folders that are read, each after the name of its field."""
+        found = ((name, getattr(self, name)) for name in _SOURCES)
+        each = ((name, value if isinstance(value, tuple) else (value,)) for name, value in found)
+        return [(name, path) for name, paths in each for path in paths if path is not None]
+
     def allows(self, name: str) -> bool:
         """Return whether the user accepts a tensor that would otherwise be an error."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow)
@@ -141,10 +148,8 @@ def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> li
     problems += [
         f"{names[key]}={path} does not exist; check the spelling, and that this machine sees it"
         + (hub_advice(Path(path)) if key == "checkpoint_path" else "")
-        for key in _SOURCES
-        for value in [getattr(request, key)]
-        for path in (value if isinstance(value, tuple) else (value,))
-        if path is not None and not Path(path).exists()
+        for key, path in request.sources
+        if not Path(path).exists()
     ]
     problems += _output_problems(Path(request.output_dir), names["output_dir"])
     families = (mapping.family.name for mapping in SOURCE_MAPPINGS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import re
 import shlex
 import shutil
@@ -25,7 +24,7 @@ from stages.base import Stage
 from stages.preflight import mpi_problem
 
 # Local file systems; an ext4 or xfs disk may be exported to the nodes, these cannot be.
-_OWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
+_OWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlayfs")
 # Busy nodes may not answer in this time; the check is then skipped.
 _PROBE_WAIT_S = 60
 _UNSEEN = "unseen:"
@@ -187,13 +186,7 @@ def _problems_of_pyxis(config: Config, stages: Sequence[Stage]) -> list[str]:
 
 def own_file_system(path: Path) -> str | None:
     """Return the kind of file system of `path`, if other machines cannot share it."""
-    there = nearest_that_exists(path).resolve()
-    kinds: dict[str, str] = {}
-    with suppress(OSError):
-        for line in Path("/proc/mounts").read_bytes().splitlines():
-            _, mounted, system, *_ = line.split()
-            kinds[os.fsdecode(mounted)] = os.fsdecode(system)
-    kind = next((kinds[str(each)] for each in (there, *there.parents) if str(each) in kinds), "")
+    kind = (_answer(["stat", "-f", "-c", "%T", str(nearest_that_exists(path))]) or "").strip()
     return kind if kind in _OWN_FILE_SYSTEMS else None
 
 
