@@ -30,7 +30,6 @@ from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import (
     AFTER_START,
     AFTER_SUCCESS,
-    Dependency,
     Job,
     JobHandle,
     Launcher,
@@ -93,11 +92,9 @@ class Run:
         ids: dict[str, str] = {}
         rows = []
         for number, (name, job) in enumerate(self.jobs.items()):
+            after = self._dependency(ids)
             ids[name] = str(_FIRST_DRY_ID + number)
-            after = self._dependencies(name, ids)
-            rows.append(
-                (f"{name} ({ids[name]})", *_requested(job), ", ".join(map(str, after)) or "-")
-            )
+            rows.append((f"{name} ({ids[name]})", *_requested(job), after or "-"))
             script = self.launcher.render(job, after)
             written = job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
             for path in written:
@@ -197,8 +194,7 @@ class Run:
 
     def _submit(self, name: str) -> JobHandle:
         job = self.jobs[name]
-        ids = {before: handle.job_id for before, handle in self.handles.items()}
-        after = self._dependencies(name, ids)
+        after = self._dependency({before: each.job_id for before, each in self.handles.items()})
         self.announce(name, after)
         try:
             handle = self.launcher.submit(job, after)
@@ -208,13 +204,12 @@ class Run:
         self.note_submission(name, handle)
         return handle
 
-    def announce(self, name: str, after: Sequence[Dependency]) -> None:
+    def announce(self, name: str, after: str) -> None:
         """Write a job's files and its record, just before it is submitted."""
         job = self.jobs[name]
-        dependency = ",".join(map(str, after))
         script = self.launcher.render(job, after)
         job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
-        job_folder.write_job_record(job, cluster=self.launcher.name, dependency=dependency)
+        job_folder.write_job_record(job, cluster=self.launcher.name, dependency=after)
 
     def note_refusal(self, name: str, error: SubmissionError) -> None:
         """Record the scheduler's message in the job's record."""
@@ -228,14 +223,13 @@ class Run:
             log.write(f"{record.now()} Submitted {self.launcher.name} job {handle.job_id}\n")
         self.console.say(f"{name}: job {handle.job_id}, log {handle.log_path}")
 
-    def _dependencies(self, name: str, ids: dict[str, str]) -> list[Dependency]:
-        """Return a job's dependency: the job before it, and of a server only its start."""
-        before = [each for each in self.jobs if each in ids and each != name]
-        if not before:
-            return []
-        last = before[-1]
+    def _dependency(self, ids: dict[str, str]) -> str:
+        """Return the next job's dependency: the last of `ids`, and of a server only its start."""
+        if not ids:
+            return ""
+        last = list(ids)[-1]
         kind = AFTER_START if self._is_server(last) else AFTER_SUCCESS
-        return [Dependency(ids[last], kind)]
+        return f"{kind}:{ids[last]}"
 
     def _is_server(self, name: str) -> bool:
         """Return whether the stage is ready long before it ends."""

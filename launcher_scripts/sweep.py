@@ -23,7 +23,7 @@ from launcher_scripts.configuration.arguments import hydra_text
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
-from launcher_scripts.launchers.base import AFTER_TWIN, Dependency, SubmissionError
+from launcher_scripts.launchers.base import AFTER_TWIN, SubmissionError
 from launcher_scripts.run import Run
 from launcher_scripts.stage_table import results_dir
 from launcher_scripts.summary import metrics
@@ -176,7 +176,7 @@ def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Consol
     stages = {name: [run.jobs[name] for run in runs] for name in names[0]}
     if not all(launcher.fits_array(jobs) for jobs in stages.values()):
         return False
-    after: list[Dependency] = []
+    after = ""
     for name, jobs in stages.items():
         for run in runs:
             run.announce(name, after)
@@ -191,7 +191,7 @@ def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Consol
             return True
         for run, handle in zip(runs, handles, strict=True):
             run.note_submission(name, handle)
-        after = [Dependency(handles[0].job_id.partition("_")[0], AFTER_TWIN)]
+        after = f"{AFTER_TWIN}:{handles[0].job_id.partition('_')[0]}"
     for outcome in outcomes:
         outcome.status = EXIT_OK
     return True

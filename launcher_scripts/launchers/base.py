@@ -12,7 +12,7 @@ from launcher_scripts.configuration.schema import Config
 from stages.base import Stage
 from stages.record import RECORD_NAME
 
-# Kinds of dependency: on the success of another job, or only on its start or end.
+# Kinds of dependency, as in `afterok:12`: on the success of another job, or on its start or end.
 AFTER_SUCCESS, AFTER_START, AFTER_END = "afterok", "after", "afterany"
 # In an array: each job waits for the one with its own number.
 AFTER_TWIN = "aftercorr"
@@ -72,17 +72,6 @@ class Job:
         return self.folder / f"{self.name}_config.yaml"
 
 
-@dataclass(frozen=True)
-class Dependency:
-    """A job's dependency: `kind` is one of AFTER_SUCCESS, AFTER_START, AFTER_END and AFTER_TWIN."""
-
-    job_id: str
-    kind: str = AFTER_SUCCESS
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.job_id}"
-
-
 @dataclass
 class JobHandle(ABC):
     """A submitted job; `log_path` receives its output."""
@@ -124,10 +113,10 @@ class Launcher(ABC):
         return []
 
     @abstractmethod
-    def render(self, job: Job, after: Sequence[Dependency]) -> str:
-        """Return the submission script without submitting it."""
+    def render(self, job: Job, after: str) -> str:
+        """Return the submission script without submitting it; `after` is the job's dependency."""
 
-    def submit(self, job: Job, after: Sequence[Dependency]) -> JobHandle:
+    def submit(self, job: Job, after: str) -> JobHandle:
         """Start or queue the job, whose files are already in place.
 
         Raises:

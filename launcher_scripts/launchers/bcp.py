@@ -14,7 +14,7 @@ from pathlib import Path
 from submitit.core.utils import pickle_load
 
 from launcher_scripts.configuration.settings import is_dry_run
-from launcher_scripts.launchers.base import Dependency, Job, clean_environment
+from launcher_scripts.launchers.base import Job, clean_environment
 from launcher_scripts.launchers.bcp_executor import (
     MPIRUN,
     TIMED_OUT,
@@ -106,7 +106,7 @@ class BcpLauncher(LocalLauncher):
             )
         return problems
 
-    def render(self, job: Job, after: Sequence[Dependency]) -> str:
+    def render(self, job: Job, after: str) -> str:
         """Return the script, with JOB_ID in place of the start time."""
         del after
         executor = self._executor(job, "JOB_ID", "JOB_ID")

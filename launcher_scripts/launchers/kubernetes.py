@@ -19,7 +19,7 @@ from inference.launch_environment import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 from inference.ports import DEFAULT_PORTS
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import deploy_resources, image_of, server_config
-from launcher_scripts.launchers.base import Dependency, Job, Launcher
+from launcher_scripts.launchers.base import Job, Launcher
 from stages.base import Stage
 from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
 
@@ -54,7 +54,7 @@ class KubernetesLauncher(Launcher):
             f"{settings.claim_path or 'its root'}, before the pods start"
         ]
 
-    def render(self, job: Job, after: Sequence[Dependency]) -> str:
+    def render(self, job: Job, after: str) -> str:
         """Return the objects of a server, its workload and its Service, as YAML."""
         del after
         config = self.config

@@ -18,7 +18,6 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from launcher_scripts.launchers.base import (
-    Dependency,
     Job,
     JobHandle,
     Launcher,
@@ -69,11 +68,11 @@ class SlurmLauncher(Launcher):
             if (kind := own_file_system(Path(path))) is not None
         ]
 
-    def render(self, job: Job, after: Sequence[Dependency]) -> str:
+    def render(self, job: Job, after: str) -> str:
         """Return the batch script; needs no Slurm."""
         return batch_script(job, after)
 
-    def submit(self, job: Job, after: Sequence[Dependency]) -> SlurmHandle:
+    def submit(self, job: Job, after: str) -> SlurmHandle:
         """Queue the job. Raises SubmissionError with sbatch's message."""
         folder, text = submitit_folder(job), self.render(job, after)
         (job_id,) = self._submit(folder, text, [job])
@@ -86,9 +85,7 @@ class SlurmLauncher(Launcher):
             each.stage.readiness_path() is None and shape(each) == first for each in jobs
         )
 
-    def submit_array(
-        self, jobs: Sequence[Job], after: Sequence[Dependency], folder: Path
-    ) -> list[SlurmHandle]:
+    def submit_array(self, jobs: Sequence[Job], after: str, folder: Path) -> list[SlurmHandle]:
         """Queue jobs of one shape as an array. Raises SubmissionError."""
         text = batch_script(jobs[0], after, array=folder, size=len(jobs))
         ids = self._submit(folder, text, jobs)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from launcher_scripts.launchers.base import AFTER_END, Dependency, Job, Launcher, SubmissionError
+from launcher_scripts.launchers.base import AFTER_END, Job, Launcher, SubmissionError
 from launcher_scripts.launchers.slurm_script import log_path
 from launcher_scripts.launchers.slurm_state import (
     cancel,
@@ -96,7 +96,7 @@ class _Keeper:
         self._may_start_at = min(self._may_start_at, latest)
         if self._began + self._stage.serving_s >= self._ends_at:
             return  # the last of the chain
-        after = [Dependency(self._id, AFTER_END)]
+        after = f"{AFTER_END}:{self._id}"
         config, pause_s = self._stage.config, self._stage.config.restart_backoff_s
         for left in range(config.max_restarts, -1, -1):
             while not self._submit(after):
@@ -107,10 +107,10 @@ class _Keeper:
             log_line(f"chain: the next job, {self._successor}, {problem}; {left} attempts are left")
             if not self._waits(until=time.time() + pause_s):
                 return
-            self._may_start_at, after = 0.0, []
+            self._may_start_at, after = 0.0, ""
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _submit(self, after: list[Dependency]) -> bool:
+    def _submit(self, after: str) -> bool:
         """Put a successor into the queue; return False if Slurm refuses it now."""
         job, stage = self._job, copy.copy(self._stage)
         stage.predecessor, stage.ends_at = self._id, self._ends_at

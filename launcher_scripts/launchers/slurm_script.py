@@ -13,7 +13,7 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import image_of
 from launcher_scripts.configuration.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
-from launcher_scripts.launchers.base import Dependency, Job
+from launcher_scripts.launchers.base import Job
 from stages.deploy import DeployStage
 from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
@@ -33,9 +33,7 @@ _MEMORY_EVERY_S = 5
 _CONTAINER_FLAGS = ("--container", "--no-container")
 
 
-def batch_script(
-    job: Job, after: Sequence[Dependency], *, array: Path | None = None, size: int = 1
-) -> str:
+def batch_script(job: Job, after: str, *, array: Path | None = None, size: int = 1) -> str:
     """Return the script for sbatch: options, environment, and the job's Python in place of bash.
 
     Python replaces the shell: it receives the signal before the time limit and can requeue. The
@@ -118,7 +116,7 @@ def log_path(job: Job, job_id: str, array: Path | None = None) -> Path:
 
 def shape(job: Job) -> dict[str, Any]:
     """Return the options that the jobs of an array share: all but their logs."""
-    options = sbatch_options(job, ())
+    options = sbatch_options(job, "")
     common = {name: value for name, value in options.items() if name not in ("output", "error")}
     return common | {"environment": job.environment, "setup": job.config.cluster.setup}
 
@@ -128,7 +126,7 @@ def submitit_folder(job: Job) -> Path:
     return job.folder / "submitit"
 
 
-def sbatch_options(job: Job, after: Sequence[Dependency]) -> dict[str, Any]:
+def sbatch_options(job: Job, after: str) -> dict[str, Any]:
     """Return the options of sbatch by name; None and False mean that the option is left out."""
     cluster = job.config.cluster
     resources = job.stage.job.resources
@@ -158,10 +156,10 @@ def sbatch_options(job: Job, after: Sequence[Dependency]) -> dict[str, Any]:
     }
 
 
-def dependency(job: Job, after: Sequence[Dependency]) -> str | None:
+def dependency(job: Job, after: str) -> str | None:
     """Return a job's dependencies: of the pipeline, its own configuration and the cluster's."""
     own = job.config.export.run.dependency if job.stage.name in ("convert", "export") else None
-    parts = [*map(str, after), own, job.config.cluster.dependency]
+    parts = [after, own, job.config.cluster.dependency]
     return ",".join(part for part in parts if part) or None
 
 

@@ -83,8 +83,8 @@ def test_rank_that_fails_ends_the_job_and_is_named(tmp_path: Path) -> None:
 
 def test_job_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
     run, _ = make_run(SleepStage(settings(tmp_path, "sleep")))
-    run.announce("sleep", ())
-    handle = run.launcher.submit(run.jobs["sleep"], ())
+    run.announce("sleep", "")
+    handle = run.launcher.submit(run.jobs["sleep"], "")
     wait_for(tmp_path / "out" / "target.pid")
     assert handle.poll() is None
     handle.stop(20)

@@ -220,8 +220,8 @@ def test_second_interrupt_counts_from_the_moment_it_is_offered(
 
 def test_job_that_is_stopped_before_its_first_word_is_cancelled(tmp_path: Path) -> None:
     run, _ = make_run(WriteStage(settings(tmp_path, "write")))
-    run.announce("write", ())
-    handle = run.launcher.submit(run.jobs["write"], ())
+    run.announce("write", "")
+    handle = run.launcher.submit(run.jobs["write"], "")
     handle.stop(0)
     assert handle.poll() == "cancelled"
     record = read_record(tmp_path / "write" / "job.json")

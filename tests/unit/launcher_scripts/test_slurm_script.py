@@ -10,7 +10,7 @@ from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.launchers.base import AFTER_START, Dependency, Job
+from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm_script import (
     batch_script,
     flag,
@@ -35,7 +35,7 @@ def job(config: Config, name: str) -> Job:
     return Job(build_stage(name, config, Context(deploys=True), []), config)
 
 
-def options(name: str, *words: str, after: tuple[Dependency, ...] = ()) -> dict[str, object]:
+def options(name: str, *words: str, after: str = "") -> dict[str, object]:
     config = configure("cluster=bcm", *words)
     found = sbatch_options(job(config, name), after)
     return {key: value for key, value in found.items() if value is not None and value is not False}
@@ -72,7 +72,7 @@ def test_the_end_of_a_job_ends_none_of_another_cluster_with_the_same_id() -> Non
         config = configure("cluster=bcm", f"base_results_dir={results}")
         (mark,) = (
             line
-            for line in batch_script(job(config, "deploy"), ()).splitlines()
+            for line in batch_script(job(config, "deploy"), "").splitlines()
             if line.startswith("export SLIPWAY_JOB_MARK=")
         )
         script = f"SLURM_JOB_ID=3\n{mark}\nprintenv SLIPWAY_JOB_MARK"
@@ -115,12 +115,12 @@ def test_only_the_id_in_the_path_of_a_log_stands_for_something() -> None:
 
 
 def test_dependencies_are_combined() -> None:
-    found = options("export", "cluster.dependency=after:9", after=(Dependency("12"),))["dependency"]
+    found = options("export", "cluster.dependency=after:9", after="afterok:12")["dependency"]
     assert found == "afterok:12,singleton,after:9"
 
 
 def test_evaluation_follows_the_start_of_the_server() -> None:
-    found = options("evaluate", after=(Dependency("12", AFTER_START),))
+    found = options("evaluate", after="after:12")
     assert found["dependency"] == "after:12"
     assert found["kill-on-invalid-dep"] == "yes"
 
