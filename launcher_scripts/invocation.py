@@ -11,7 +11,7 @@ from launcher_scripts.actions import already_serves
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.evaluation_config import Context
-from launcher_scripts.configuration.schema import Config, keys
+from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.configuration.settings import CHECKOUT, MEMORY_MEASURE, is_set
 from launcher_scripts.console import Console
 from launcher_scripts.launchers import make_launcher
@@ -65,7 +65,7 @@ def _ignored(config: Config) -> list[str]:
     """Return a remark for each setting that is accepted without effect."""
     ignored = [
         key.name
-        for key in keys()
+        for key in KEYS.values()
         if key.is_ignored and operator.attrgetter(key.name)(config) != key.default
     ]
     if config.export.triton_deployment.enable_custom_all_reduce and config.deploy.engine == PYTORCH:

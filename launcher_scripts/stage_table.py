@@ -17,7 +17,6 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import (
     deploy_resources,
     server_config,
-    server_store,
 )
 from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.configuration.time_limit import minutes
@@ -103,7 +102,7 @@ STAGE_TABLE: dict[str, StageRow] = {
             job,
             repository_request(config),
             kind=config.export.run.model_type,
-            publish_to=server_store(config),
+            publish_to=config.deploy.store,
         ),
         settings="export.run",
         needs="convert",

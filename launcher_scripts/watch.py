@@ -41,8 +41,8 @@ from launcher_scripts.watch_state import (
 )
 from stages import record
 from stages.base import fingerprint
+from stages.evaluate import REPORT_NAME
 
-REPORT_JSON = "report.json"
 # Where several servers may share a node, each takes ports of its own.
 _PORTS = ("deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0")
 _OWN_KEYS = ("action=", "export.model.checkpoint_", "export.run.results_dir=")
@@ -226,7 +226,7 @@ class Watch:
         each.state, each.results_dir = RUNNING, str(results)
         each.attempts += 1
         each.jobs = list(run.jobs)
-        each.report = str(Path(run.config.evaluate.output_dir) / REPORT_JSON)
+        each.report = str(Path(run.config.evaluate.output_dir) / REPORT_NAME)
         model_dir = Path(run.config.export.triton_deployment.triton_model_dir)
         each.repository = str(model_dir.parent) if model_dir.is_relative_to(results) else ""
         write_state(self._folder, self.state)

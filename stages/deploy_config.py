@@ -139,6 +139,11 @@ class DeploySection(Access):
     cpus_per_task: int | None = option("CPU cores for the server", None, within=(1, NODE_CPUS))
     mem_gb: float | None = option("memory for the server, in GB", None, within=(0, NODE_MEMORY_GB))
 
+    @property
+    def store(self) -> StoreLocation | None:
+        """The place in an object store that is served; None for a folder. Raises ValueError."""
+        return store_location(self.repository, self.endpoint_url)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeployConfig(DeploySection):
@@ -147,7 +152,6 @@ class DeployConfig(DeploySection):
     Attributes:
         folder: of the Triton repository, or the Hugging Face folder of another engine.
         model_name: the model that takes token ids.
-        store: the place in an object store that is served instead of `folder`.
         instance_count: engines of the model in the server, each on GPUs or cores of its own.
         data_type: type of computation; the tuning and other engines read it.
         max_seq_len: tokens of a sequence, for vLLM; None for the model's own.
@@ -162,7 +166,6 @@ class DeployConfig(DeploySection):
 
     folder: Path
     model_name: str
-    store: StoreLocation | None = None
     tp_size: int = 1
     pp_size: int = 1
     instance_count: int = 1

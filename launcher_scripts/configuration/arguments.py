@@ -15,14 +15,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from export_scripts.suggest import did_you_mean
-from export_scripts.values import keys_of
-from launcher_scripts.configuration.diagnosis import KEYS, likely_key
+from launcher_scripts.configuration.diagnosis import likely_key
 from launcher_scripts.configuration.nemo_root import CONFIG_NAME, has_groups
-from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, ClusterSection
+from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, KEYS
 from launcher_scripts.configuration.settings import CONFIG_DIR
 
 SHELL_COMPLETION = "--shell-completion"
-_CLUSTER_KEYS = {key.name for key in keys_of(ClusterSection)}
 # Beginnings of keys inside mappings with free names.
 _FREE_NAMES = tuple(f"{name}." for name, key in KEYS.items() if typing.get_origin(key.type) is dict)
 _NOT_UTF8 = re.compile(r"[\ud800-\udfff]")  # Python decodes such bytes to surrogates
@@ -175,7 +173,7 @@ def _pass_through(override: str) -> str:
     if match is None:
         return override
     name, value = match.groups()
-    if name in _CLUSTER_KEYS:
+    if f"cluster.{name}" in KEYS:
         return f"cluster.{name}={value}"
     return f"+cluster.additional_parameters.{name}={value}"
 

@@ -26,7 +26,6 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from export_scripts.suggest import closest
 from export_scripts.values import MISSING, Key, built
 from launcher_scripts.configuration.diagnosis import (
-    KEYS,
     InvalidValueError,
     check_name,
     diagnose,
@@ -36,7 +35,7 @@ from launcher_scripts.configuration.diagnosis import (
     unknown_keys,
 )
 from launcher_scripts.configuration.nemo_root import CONFIG_NAME, read_root
-from launcher_scripts.configuration.schema import GROUPS, Config
+from launcher_scripts.configuration.schema import GROUPS, KEYS, Config
 from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR, IS_INSTALLED
 
 

@@ -8,7 +8,7 @@ defaults are here. The texts are printed by `--help` and quoted by error message
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -301,8 +301,4 @@ class Config:
 
 # The sections that are chosen as files.
 GROUPS = tuple(each.name for each in fields(Config) if is_dataclass(each.default_factory))
-
-
-def keys() -> Iterator[Key]:
-    """Yield every key of the configuration, in the order of the dataclasses."""
-    return keys_of(Config)
+KEYS: Mapping[str, Key] = {key.name: key for key in keys_of(Config)}

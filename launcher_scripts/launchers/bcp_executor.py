@@ -7,7 +7,6 @@ task reads its rank from its environment and runs the same pickled callable.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
@@ -222,11 +221,8 @@ def _hand_on(names: Sequence[str], *, by_name: bool) -> Iterator[str]:
     yield "done"
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     """Run one task; this project need not be installed, PYTHONPATH is enough."""
-    parser = argparse.ArgumentParser(description="run one task of a Base Command job")
-    parser.add_argument("folder", type=Path, help="folder of the pickled callable")
-    folder = parser.parse_args().folder
     place = read_launch_environment(os.environ)
     size, local_size = place.world_size, place.local_size
     values = (size, -(-size // local_size), place.rank // local_size, place.rank, place.local_rank)
@@ -240,4 +236,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

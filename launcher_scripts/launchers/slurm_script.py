@@ -131,6 +131,7 @@ def sbatch_options(job: Job, after: str) -> dict[str, Any]:
     cluster = job.config.cluster
     resources = job.stage.job.resources
     options: dict[str, Any] = {name: getattr(cluster, name) for name in _SAME_NAME}
+    own = job.config.export.run.dependency if job.stage.name in ("convert", "export") else None
     options |= {
         "job-name": job.full_name,
         "nodes": resources.nodes,
@@ -145,7 +146,7 @@ def sbatch_options(job: Job, after: str) -> dict[str, Any]:
         "no-requeue" if is_chained(job) else "requeue": True,
         "signal": f"B:USR2@{cluster.signal_delay_s}",
         "kill-on-invalid-dep": "yes" if after else None,
-        "dependency": dependency(job, after),
+        "dependency": ",".join(filter(None, [after, own, cluster.dependency])) or None,
     }
     if cluster.gpus_per_task and _needs_gpus(job):
         # Slurm refuses --gpus-per-task without a number of tasks.
@@ -154,13 +155,6 @@ def sbatch_options(job: Job, after: str) -> dict[str, Any]:
     return options | {
         name.replace("_", "-"): value for name, value in cluster.additional_parameters.items()
     }
-
-
-def dependency(job: Job, after: str) -> str | None:
-    """Return a job's dependencies: of the pipeline, its own configuration and the cluster's."""
-    own = job.config.export.run.dependency if job.stage.name in ("convert", "export") else None
-    parts = [after, own, job.config.cluster.dependency]
-    return ",".join(part for part in parts if part) or None
 
 
 def _logs(log: Path, job_id: str) -> dict[str, str | None]:

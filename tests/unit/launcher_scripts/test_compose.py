@@ -15,8 +15,8 @@ from inference.evaluation.options import EvaluateSection, EvaluationOptions
 from inference.evaluation.tasks.text_tasks import TEXT_TASKS
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import Composition, compose_config
-from launcher_scripts.configuration.diagnosis import KEYS, files_of_group
-from launcher_scripts.configuration.schema import keys as all_keys
+from launcher_scripts.configuration.diagnosis import files_of_group
+from launcher_scripts.configuration.schema import KEYS
 from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR
 from launcher_scripts.job_folder import repeatable
@@ -349,14 +349,14 @@ def test_the_evaluator_takes_the_schema_of_the_section() -> None:
 def test_every_field_of_a_request_can_be_configured(
     request_type: type, names: Mapping[str, str]
 ) -> None:
-    known = {key.name for key in all_keys()}
+    known = set(KEYS)
     fields = {each.name for each in dataclasses.fields(request_type)}
     assert fields == set(names)
     assert set(names.values()) <= known
 
 
 def test_every_key_has_a_text() -> None:
-    assert all(key.text for key in all_keys())
+    assert all(key.text for key in KEYS.values())
 
 
 def test_every_configuration_file_describes_itself() -> None:

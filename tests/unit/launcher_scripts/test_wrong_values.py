@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from export_scripts.values import Key
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
-from launcher_scripts.configuration.diagnosis import KEYS
+from launcher_scripts.configuration.schema import KEYS
 
 _LONG = "x" * 300
 _MAPPING, _LIST = "{a: 1}", "[a]"
