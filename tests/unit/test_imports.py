@@ -134,6 +134,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "inference.backend": (
         "export_scripts.errors",
         "export_scripts.ft",
+        "export_scripts.numeric",
         "export_scripts.triton",
         "inference",
         "inference.decoding",
