@@ -98,7 +98,9 @@ class FakeModel(TritonModel):
     async def generate(self, job: Mapping[str, Array]) -> AsyncGenerator[Sequence[Candidate], None]:
         self.jobs.append(job)
         try:
-            whole = self._ids[: int(job["request_output_len"][0, 0])]
+            output_lens = job.get("request_output_len", job.get("max_output_len"))
+            assert output_lens is not None
+            whole = self._ids[: int(output_lens[0, 0])]
             for count in range(1, len(whole) + 1):
                 if count - 1 == self._fails_after:
                     if self._waits:
