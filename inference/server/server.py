@@ -17,7 +17,7 @@ from inference.front.sockets import ServerSockets, new_sockets
 from inference.plain_path import PlainFolder
 from inference.ports import TRITON_PORTS, accepts_connections
 from inference.server import supervisor
-from inference.server.admin import Admin, ModelStatus, RefusalError, is_interactive
+from inference.server.admin import Admin, RefusalError, is_interactive
 from inference.server.front import FrontProcess
 from inference.server.health import INTERVAL_S, TIMEOUT_S, Health, front_target, model_targets
 from inference.server.installation import find_triton
@@ -36,10 +36,11 @@ from inference.server.server_log import (
     crash_of,
     last_lines,
     put_aside,
+    short_reason,
 )
 from inference.supervision import REPORTS_VARIABLE
 
-__all__ = ["ModelStatus", "ServerStartError", "TritonServer"]
+__all__ = ["ServerStartError", "TritonServer"]
 
 _POLL_S = 0.1
 _TAKE_OVER_S = 60.0  # the front loads the new server's tokenizer
@@ -380,7 +381,7 @@ class TritonServer(ServedProcess):
             failed = [each for each in statuses if each.state == "UNAVAILABLE"]
             # An ensemble fails because of another model: causes first.
             failed.sort(key=lambda each: "depend" in each.reason)
-            log.failures += [f"model {each.name}: {each.reason}" for each in failed]
+            log.failures += [f"model {each.name}: {short_reason(each.reason)}" for each in failed]
             if failed or any(each.state != "READY" for each in statuses):
                 return False
             if not self.admin.is_ready() or not self._listens():
