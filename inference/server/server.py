@@ -101,7 +101,7 @@ class TritonServer(ServedProcess):
     @property
     def openai_url(self) -> str | None:
         """Base URL of OpenAI's protocol for clients on this machine, None without it."""
-        if "openai" not in self._ports:
+        if "openai" not in self.ports:
             return None
         scheme = "http" if self._access.tls_cert is None else "https"
         return f"{scheme}://{self.address('openai')}/v1"
@@ -187,9 +187,9 @@ class TritonServer(ServedProcess):
         if self._front is not None:
             uses_tls, pid = self._access.tls_cert is not None, self._front.pid
             targets += [
-                front_target(self.connect_host, self._ports[name], uses_tls=uses_tls, pid=pid)
+                front_target(self.connect_host, self.ports[name], uses_tls=uses_tls, pid=pid)
                 for name in ("http", "openai")
-                if name in self._ports
+                if name in self.ports
             ]
         self._health = Health(
             targets, tell=self._sockets.set_ready, interval_s=interval_s, timeout_s=timeout_s
@@ -258,7 +258,7 @@ class TritonServer(ServedProcess):
 
     def _launch(self) -> ServerLog:
         if self._former is not None:
-            self._wanted_ports = self._former._ports
+            self._wanted_ports = self._former.ports
         self._choose_ports()
         command, environment = self._command()
         reports = "" if self._sockets is None else str(self._sockets.reports)
@@ -272,7 +272,7 @@ class TritonServer(ServedProcess):
         if self._sockets is not None and self._former is None:
             served = self._served(self._sockets)
             settings = FrontSettings(
-                served, self.host, self._ports, self._access, self._openai, Path.cwd()
+                served, self.host, self.ports, self._access, self._openai, Path.cwd()
             )
             self._front = FrontProcess(settings, log_path=self.log_path)
         configs = Path(self.model_repository).glob("*/config.pbtxt")  # none at a URL
@@ -289,7 +289,7 @@ class TritonServer(ServedProcess):
         if self._is_old:
             known = installation.known_options()
             options = old_server_options(
-                self._repository.path, self._ports, host=self.host, known=known
+                self._repository.path, self.ports, host=self.host, known=known
             )
         else:
             self._sockets = new_sockets()
@@ -402,7 +402,7 @@ class TritonServer(ServedProcess):
         """Return whether HTTP and metrics are there too; gRPC listens before them."""
         addresses: list[str | tuple[str, int]]
         if self._sockets is None:
-            addresses = [(self.connect_host, self._ports[name]) for name in ("http", "metrics")]
+            addresses = [(self.connect_host, self.ports[name]) for name in ("http", "metrics")]
         else:
             addresses = [str(self._sockets.http), str(self._sockets.metrics)]
         return all(map(accepts_connections, addresses))
@@ -419,7 +419,7 @@ class TritonServer(ServedProcess):
         uses_tls = self._access.tls_cert is not None
         try:
             status, _ = ask_locally(
-                self.connect_host, self._ports["http"], READY_PATH, timeout_s=1.0, uses_tls=uses_tls
+                self.connect_host, self.ports["http"], READY_PATH, timeout_s=1.0, uses_tls=uses_tls
             )
         except OSError:
             return False
