@@ -278,8 +278,10 @@ def rows(server: Server, model: Model, args: argparse.Namespace) -> Iterator[tup
         seconds = statistics.median(timed(server, one) for _ in range(args.repeats))
         yield f"a prompt of {length}", f"{seconds * 1e3:.1f} ms"
     if args.shared:
+        beginning = {"shared_len": args.shared_len}
         lengths = ((args.input_len,) * 2, (args.output_len,) * 2)
-        seconds = timed(server, draw(args.shared, *lengths, shared_len=args.shared_len))
+        timed(server, draw(args.shared, *lengths, **beginning, seed=1))  # another beginning
+        seconds = timed(server, draw(args.shared, *lengths, **beginning))
         row = f"{args.shared} requests that share {args.shared_len} tokens"
         yield row, f"{args.shared * args.output_len / seconds:.0f} tokens/s"
     for share in args.arrivals:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,6 +124,25 @@ class BlockPool:
             self._take(slot, block)
         return len(self._held.get(slot, ())) * self.block_tokens
 
+    def adopt(self, slot: int, first: int, hashes: Sequence[bytes]) -> int:
+        """Give a slot registered blocks of its prefix in place of its own; return their number.
+
+        Its own from the `first`-th on, which hold nothing yet, are free then. `hashes` as for
+        `share`.
+        """
+        held, adopted = self._held[slot], 0
+        for nth, prefix in enumerate(hashes[first:], first):
+            block = self._registered.get(prefix)
+            if block is None:
+                break
+            self._drop(slot, held[nth : nth + 1])
+            self._hold(slot, nth, block)
+            held[nth] = block
+            adopted += 1
+        if adopted:  # ranks drop what lies beyond a slot's newest entries
+            self._entries[slot, len(held) - 1] = held[-1]
+        return adopted
+
     def register(self, slot: int, nth: int, prefix: bytes) -> None:
         """Register a slot's block for sharing; all of its tokens are being computed."""
         if prefix not in self._registered:
@@ -166,22 +186,29 @@ class BlockPool:
             self.extend(slot, tokens + 1)
         return [(source, slot, start, tokens) for slot, source in copies.items()]
 
-    def release(self, slots: Sequence[int], *, forget: bool = False) -> dict[int, int]:
+    def release(
+        self, slots: Sequence[int], *, forget: bool = False
+    ) -> list[tuple[int, int, float]]:
         """Free the blocks of slots; with `forget` they are no longer shared.
 
-        Slots of one reservation are released together. Returns, for each slot that has blocks, its
-        first token in one that no slot holds any more; the end of its blocks if there is none.
+        Slots of one reservation are released together. Returns the tokens that no slot holds any
+        more as runs: a slot, and the run's first token and its end.
         """
         ended = {self._reservations.pop(slot) for slot in slots if slot in self._reservations}
         for reservation in ended:
             self.reserved -= reservation.most
             self._promised -= reservation.most - len(reservation.users)
-        own = {}
+        own: list[tuple[int, int, float]] = []
         for slot in slots:
             held = self._held.pop(slot, [])
-            if held or self.total is None:
-                shared = itertools.takewhile(lambda block: self._users[block] > 1, held)
-                own[slot] = sum(1 for _ in shared) * self.block_tokens
+            if self.total is None:
+                own.append((slot, 0, math.inf))
+            first = 0
+            for is_own, blocks in itertools.groupby(held, lambda block: self._users[block] == 1):
+                stop = first + sum(1 for _ in blocks) * self.block_tokens
+                if is_own:
+                    own.append((slot, first, stop))
+                first = stop
             for block in held if forget else ():
                 self._forget(block)
             self._drop(slot, held)
@@ -195,14 +222,17 @@ class BlockPool:
         return entries
 
     def _take(self, slot: int, block: int) -> None:
+        held = self._held.setdefault(slot, [])
+        self._hold(slot, len(held), block)
+        held.append(block)
+
+    def _hold(self, slot: int, nth: int, block: int) -> None:
         self._free.pop(block, None)
         self._users[block] += 1
         if (reservation := self._reservations.get(slot)) is not None:
             reservation.users[block] += 1
             self._promised -= reservation.users[block] == 1
-        held = self._held.setdefault(slot, [])
-        self._entries[slot, len(held)] = block
-        held.append(block)
+        self._entries[slot, nth] = block
 
     def _drop(self, slot: int, blocks: Sequence[int]) -> None:
         reservation = self._reservations.get(slot)

@@ -79,7 +79,7 @@ def lay_out(
     ranks_choose: bool,
     embedding_base: int,
 ) -> GeneratingStep:
-    """Return the step that does this work, given by ascending slot.
+    """Return the step that does this work: by ascending slot, then prompts, each after its sources.
 
     Ids from `embedding_base` on name the rows of embeddings that are sent with a step.
     """

@@ -148,9 +148,25 @@ class RowCache:
         if row.decoded is None:  # others than itself, before it was preempted, have computed them
             self.shared_tokens += row.cached
 
-    def register(self, row: RunningRow) -> None:
-        """Register the full blocks of a row's prompt for sharing."""
-        full = min(row.cached // self.blocks.block_tokens, len(row.prefix_hashes))
+    def share_again(self, row: RunningRow) -> None:
+        """Let a row skip what others have computed of its prompt since it began.
+
+        A row within a block goes on: what it has computed there would have to be wiped.
+        """
+        size = self.blocks.block_tokens
+        if not row.prefix_hashes or row.cached % size:
+            return
+        first = row.cached // size
+        if adopted := self.blocks.adopt(row.slots[0], first, row.prefix_hashes):
+            before, row.cached = row.cached, (first + adopted) * size
+            row.registered = first + adopted
+            self.shared_tokens += row.cached - before
+
+    def register(self, row: RunningRow, tokens: int) -> None:
+        """Register the full blocks among a row's first `tokens` tokens for sharing."""
+        if not row.prefix_hashes:
+            return
+        full = min(tokens // self.blocks.block_tokens, len(row.prefix_hashes))
         for nth in range(row.registered, full):
             self.blocks.register(row.slots[0], nth, row.prefix_hashes[nth])
         row.registered = max(row.registered, full)
@@ -200,11 +216,13 @@ class RowCache:
             ends = dict.fromkeys(row.slots, row.held)
             ends[encoder_slot(row.slots, self.slots.total)] = row.encoder_len
             self.moves += [
-                (WIPE, slot, first, ends[slot]) for slot, first in own.items() if first < ends[slot]
+                (WIPE, slot, first, int(min(stop, ends[slot])))
+                for slot, first, stop in own
+                if first < ends[slot]
             ]
         row.is_cached = False
 
-    def free(self, slots: Sequence[int], *, forget: bool = False) -> dict[int, int]:
+    def free(self, slots: Sequence[int], *, forget: bool = False) -> list[tuple[int, int, float]]:
         """Free slots; return what `BlockPool.release` does."""
         self.slots.give_back(slots)
         self.moves = [move for move in self.moves if move[1] not in slots or move[0] == WIPE]

@@ -148,13 +148,14 @@ class Scheduler(StepScheduler[RunningRequest]):
         if not self._make_room(rows, under_way=under_way):
             return None
         work = [each for row in rows if row.goes_on for each in decoding_work(row)]
+        work.sort(key=lambda each: each.slot)
         encoding = self._encoder.plan(rows, self._chunk.tokens(somebody_waits=bool(work)))
         begun = [row for row in rows if not row.next_ids and _may_start(row)]
-        work += prompt_work(begun, self._chunk.tokens(somebody_waits=bool(work)))
+        room = self._chunk.tokens(somebody_waits=bool(work))
+        work += prompt_work(begun, room, self._cache)
         if not work and not encoding.layers:
             assert not rows or under_way, "active rows without work"
             return None
-        work.sort(key=lambda each: each.slot)
         self._cache.forget_oldest(work)
         step = lay_out(
             work,
@@ -179,8 +180,6 @@ class Scheduler(StepScheduler[RunningRequest]):
                 row.produced += work.samples
             if chooses and work.samples and row.rank_chooses:
                 row.next_ids = _NEWEST
-            if work.is_prompt and row.prefix_hashes:
-                self._cache.register(row)
 
     def finish(self, step: GeneratingStep, result: StepResult, *, seconds: float) -> None:
         """Process the results of a planned step: choose tokens, answer finished requests.

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from inference.engine.planned_step import EncoderWork, RowWork
+from inference.engine.row_cache import RowCache
 from inference.engine.running import RunningRow
 
 _LEAST = 16  # fewer would be too slow; on slow devices even these may exceed the bound
@@ -54,11 +55,13 @@ def decoding_work(row: RunningRow) -> list[RowWork]:
     ]
 
 
-def prompt_work(rows: Sequence[RunningRow], room: int) -> list[RowWork]:
+def prompt_work(rows: Sequence[RunningRow], room: int, cache: RowCache) -> list[RowWork]:
     """Return the next chunks of the prompts, about `room` tokens of them.
 
-    Up to half of the room is for the oldest row. The rows with the fewest missing tokens come first
-    among the others: no short prompt waits for a long one, and no long one for ever.
+    A step stores the keys of all its tokens before it uses any: its later rows share what earlier
+    ones compute. Up to half of the room is for the oldest row. The rows with the fewest missing
+    tokens come first among the others: no short prompt waits for a long one, and no long one for
+    ever.
     """
     work: list[RowWork] = []
     behind = {id(row.owner) for row in rows if row.owner.lock_step and _missing(row) > 1}
@@ -66,10 +69,12 @@ def prompt_work(rows: Sequence[RunningRow], room: int) -> list[RowWork]:
     for row in [*sorted(rows[1:], key=_missing), *rows[:1]]:
         if row is rows[0]:
             reserved = 0
+        cache.share_again(row)
         piece = _piece(row, room - reserved, fellows_are_behind=id(row.owner) in behind)
         if piece is not None:
             work.append(piece)
             room -= len(piece.ids)
+            cache.register(row, row.cached + len(piece.ids))
     return work
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from export_scripts.families.layout.spec import ModelFamily
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.engine import Engine, EngineOptions
+from inference.model.gpu.recording import record_graph, record_sizes
 from inference.model.token_feed import TokenFeed, draw_by_sorting
 from inference.ranks.settings import Placement
 from tests.ft_folders import gpt_config, write_random
@@ -386,6 +387,34 @@ def test_a_stopped_engine_gives_its_memory_back(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         kept = pool.submit(_memory_after_engines, ft_dir).result()
     assert max(kept) < 4 << 20
+
+
+def test_graphs_of_all_sizes_share_the_memory_of_the_largest() -> None:
+    # In a process of its own, where nothing else is kept.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        assert pool.submit(_memory_of_graphs, 40).result() < 3 * (64 << 20)
+
+
+def _memory_of_graphs(count: int) -> int:
+    """Return the bytes that graphs of up to 64 MiB take together."""
+    device = torch.device("cuda")
+    x = torch.ones(64 << 20, dtype=torch.uint8, device=device)
+
+    def record(size: int, pool: Any) -> Graph:
+        graph, _ = record_graph(lambda: (x[: size << 20] + 1).sum(), device, pool)
+        return Graph(graph)
+
+    before = torch.cuda.memory_reserved()
+    graphs = record_sizes(range(64 - count, 65), record, "sums")
+    torch.cuda.empty_cache()
+    assert len(graphs) == count + 1
+    return torch.cuda.memory_reserved() - before
+
+
+class Graph(NamedTuple):
+    """A graph without inputs."""
+
+    graph: torch.cuda.CUDAGraph
 
 
 def _memory_after_engines(ft_dir: Path) -> list[int]:

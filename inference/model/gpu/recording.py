@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -87,6 +88,12 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all recordings: what one has freed, only its stream takes again."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def record_graph(
     run: Callable[[], T], device: torch.device, pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -97,7 +104,7 @@ def record_graph(
         device: A GPU.
         pool: Memory of other graphs, of which no two run at the same time; None for none.
     """
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for _ in range(_WARM_UPS):

@@ -136,7 +136,11 @@ class BlocksOfSlots(RuleBasedStateMachine):
         for slot in slots:
             self.tokens.pop(slot, None)
         left = {block for slot in self.tokens for block in self._blocks(slot)}
-        wiped = [block for slot, first in own.items() for block in blocks[slot][first // SIZE :]]
+        wiped = [
+            block
+            for slot, first, stop in own
+            for block in blocks[slot][first // SIZE : int(stop) // SIZE]
+        ]
         assert sorted(wiped) == sorted(set().union(*blocks.values()) - left)
 
     @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, MOST_TOKENS))

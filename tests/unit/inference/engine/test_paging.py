@@ -428,6 +428,29 @@ def test_equal_beginnings_are_computed_once(overlap: bool) -> None:
     assert world.scheduler.load().shared_tokens == (2 + 1 + 1 + 2) * SIZE
 
 
+@pytest.mark.parametrize("bound_s", [0.1, 1e-3])  # all in one step, and a chunk at a time
+@pytest.mark.parametrize("overlap", [False, True])
+def test_equal_beginnings_that_come_together_are_computed_once(
+    overlap: bool, bound_s: float
+) -> None:
+    header = [(7 * number) % VOCAB for number in range(6 * SIZE + 1)]
+    world = World(overlap=overlap, bound_s=bound_s)
+    sent = [world.add([*header, 20 + number], 3) for number in range(4)]
+    planned = world.scheduler.plan
+    lengths = []
+
+    def plan(*, under_way: bool = False) -> GeneratingStep | None:
+        step = planned(under_way=under_way)
+        lengths.append(0 if step is None else step.prompt_tokens)
+        return step
+
+    world.scheduler.plan = plan  # type: ignore[method-assign]
+    world.run()
+    assert [output_of(running) for running in sent] == [world.answer(each) for each in sent]
+    assert world.scheduler.load().shared_tokens == 3 * 6 * SIZE
+    assert sum(lengths) == len(header) + 1 + 3 * 2
+
+
 def test_values_that_are_not_finite_are_wiped_where_they_are_not_shared() -> None:
     header = [3, 1, 4, 1, 5, 9, 2, 6, 5]
     world = World(overlap=False)
@@ -570,6 +593,21 @@ def request_of(
         for ids in prompts
     )
     return GenerationRequest(rows, max(map(len, prompts)))
+
+
+def test_equal_beginnings_in_small_chunks_give_the_same_tokens(ft_dir: Path) -> None:
+    header = [(7 * number) % 50 for number in range(50)]
+    request = request_of([[*header[: 50 - nth % 3], nth] for nth in range(6)], 20)
+    found = []
+    for block_tokens in (0, 4):
+        # The least chunks, of 16 tokens: the rows share each as soon as one of them has it.
+        options = EngineOptions(kv_block_tokens=block_tokens, max_stall_s=1e-6)
+        with Engine(ft_dir, Placement(), options=options) as engine:
+            engine.generate(request_of([[1] * 40], 1))  # steps are as large as the last ones allow
+            found.append([row.output_ids for row in engine.generate(request).rows])
+            shared = engine.load().shared_tokens
+    assert shared > 4 * 44
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"beam_width": 3}], ids=str)
