@@ -18,6 +18,7 @@ from inference.front.sessions import ClientSessions
 from inference.front.sockets import CHANNEL_OPTIONS, ServerSockets
 from inference.front.validation import read_declared_inputs
 from inference.front.workers import Workers
+from inference.streams import StreamReceiver
 
 _CANCEL_PAUSE_S = 0.02
 _POLL_S = 0.05
@@ -36,6 +37,7 @@ class Upstream:
         self.sockets = ServerSockets(served.sockets)
         self.models = read_declared_inputs(served.repository)
         self.endpoint: Any = None
+        self.streams = StreamReceiver()
         self.channel = grpc.aio.insecure_channel(f"unix:{self.sockets.grpc}", CHANNEL_OPTIONS)
         self.http, self.metrics = (
             client_session(aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=_KEPT_S))
@@ -44,6 +46,7 @@ class Upstream:
 
     async def close(self) -> None:
         """Close the connections."""
+        self.streams.close()
         await asyncio.gather(self.channel.close(), self.http.close(), self.metrics.close())
 
 

@@ -144,7 +144,7 @@ class CompletionRun:
     ) -> AsyncGenerator[tuple[PromptRun, range], None]:
         """Ask the model; yield after each frame of use and at the end; leave when all ended."""
         last: Sequence[Candidate] | None = None
-        async with contextlib.aclosing(self._model.generate(job)) as frames:
+        async with contextlib.aclosing(self._model.generate(job, streams=streams)) as frames:
             async for last in frames:
                 if streams:
                     await self._take(run, answers, last, final=False)

@@ -21,7 +21,8 @@ from inference.front.guard import RejectedError
 from inference.front.openai.answers import Array, Candidate
 from inference.front.openai.prepare import ModelFacts
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL, without_internal_names
-from inference.front.upstream import Cancellations
+from inference.front.upstream import Cancellations, Upstream
+from inference.streams import STREAM_PARAMETER
 
 _TEXT_MODELS = ("preprocessing", "tokenizer")  # of models that generate, and of encoders
 _HIDDEN = "output_hidden_state"
@@ -43,44 +44,48 @@ _SCORES = ("token_log_probs", "top_token_ids", "top_token_log_probs")
 class TritonModel:
     """One model of a Triton server."""
 
-    def __init__(
-        self, channel: grpc.aio.Channel, facts: ModelFacts, cancellations: Cancellations
-    ) -> None:
+    def __init__(self, upstream: Upstream, facts: ModelFacts, cancellations: Cancellations) -> None:
         self.facts = facts
-        self._infer = channel.unary_unary(INFER_CALL)
-        self._stream = channel.stream_stream(STREAM_CALL)
+        self._infer = upstream.channel.unary_unary(INFER_CALL)
+        self._stream = upstream.channel.stream_stream(STREAM_CALL)
+        self._streams = upstream.streams
         self._cancellations = cancellations
 
-    async def generate(self, job: Mapping[str, Array]) -> AsyncGenerator[Sequence[Candidate], None]:
-        """Yield the candidates as they grow; the last time, whole. Closing it cancels the job.
+    async def generate(
+        self, job: Mapping[str, Array], *, streams: bool
+    ) -> AsyncGenerator[Sequence[Candidate], None]:
+        """Yield the candidates, whole, and before as they grow. Closing it cancels the job.
 
-        `job` holds the inputs. Raises RejectedError if the model refuses the request, or cannot
-        answer.
+        `job` holds the inputs. Without `streams` nobody looks at candidates that still grow. Raises
+        RejectedError if the model refuses the request, or cannot answer.
         """
         wanted = ["output_ids", "sequence_length"]
         wanted += _SCORES if "num_log_probs" in job else ()
         wanted += ["cum_log_probs"] if "is_return_log_probs" in job else ()
-        request = infer_request(self.facts.name, job, wanted).SerializeToString()
+        request = infer_request(self.facts.name, job, wanted)
         prompt_len = 0 if self.facts.encoder_decoder else job["input_ids"].shape[1]
-        try:
-            if not self.facts.streams:
-                answer = schema.ModelInferResponse.FromString(await self._infer(request))
-                yield _candidates(answer, prompt_len)
-                return
-            call = self._stream()
+        with self._streams.stream() as (name, came):
+            if len(wanted) == 2:  # scores come with the server's answers alone
+                request.parameters[STREAM_PARAMETER].string_param = name if streams else ""
+            data = request.SerializeToString()
+            call = self._stream([data]) if self.facts.streams else self._infer(data)
+            reading = asyncio.ensure_future(_pass_on(call, came, streams=self.facts.streams))
+            rows: list[list[int]] | None = [[] for _ in job["input_ids"]]
             try:
-                await call.write(request)
-                await call.done_writing()
-                async for reply in call:
-                    answer = schema.ModelStreamInferResponse.FromString(reply)
-                    if answer.error_message:
-                        raise stream_error(answer.error_message)
-                    yield _candidates(answer.infer_response, prompt_len)
+                while (each := await came.get()) is not None:
+                    if isinstance(each, Exception):
+                        raise each
+                    if not isinstance(each, list):
+                        rows = None  # it has everything
+                        yield _candidates(each, prompt_len)
+                    elif rows is not None:
+                        for row, new in zip(rows, each, strict=True):
+                            row += new
+                        if came.empty() or not self._streams.is_behind:
+                            yield [Candidate(row) for row in rows]
             finally:
-                if not call.done():  # the client has left, or has what it wanted
+                if not reading.done():  # the client has left, or has what it wanted
                     self._cancellations.add(call)
-        except grpc.aio.AioRpcError as error:
-            raise api_error(error) from error
 
     async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
         """Return each row's mean hidden state, scaled to length 1, (B, E). Raises RejectedError."""
@@ -99,6 +104,30 @@ class TritonModel:
         return np.asarray(means / np.maximum(norms, np.finfo(np.float32).tiny))
 
 
+async def _pass_on(call: Any, into: asyncio.Queue[Any], *, streams: bool) -> None:
+    """Put the answers of a call into a queue, then what a client is told of its failure, or None.
+
+    They are the server's, one or, where it `streams`, any number.
+    """
+    try:
+        if not streams:
+            into.put_nowait(schema.ModelInferResponse.FromString(await call))
+        else:
+            async for reply in call:
+                answer = schema.ModelStreamInferResponse.FromString(reply)
+                if answer.error_message:
+                    raise stream_error(answer.error_message)
+                into.put_nowait(answer.infer_response)
+    except RejectedError as error:
+        into.put_nowait(error)
+    except grpc.aio.AioRpcError as error:
+        into.put_nowait(api_error(error))
+    except asyncio.CancelledError:  # of the call: nobody waits
+        pass
+    else:
+        into.put_nowait(None)
+
+
 def _candidates(answer: Any, prompt_len: int) -> list[Candidate]:
     """Return the candidates of a ModelInferResponse, which returns so many tokens of the prompt."""
     outputs = output_arrays(answer)
@@ -107,7 +136,7 @@ def _candidates(answer: Any, prompt_len: int) -> list[Candidate]:
     for row in range(len(ids)):
         own, top_ids, top = (outputs[n][row, 0] if n in outputs else None for n in _SCORES)
         total = float(outputs["cum_log_probs"][row, 0]) if "cum_log_probs" in outputs else 0.0
-        tokens = ids[row, 0, prompt_len : int(lengths[row, 0])]
+        tokens = ids[row, 0, prompt_len : int(lengths[row, 0])].tolist()
         found.append(Candidate(tokens, own, top_ids, top, total))
     return found
 
@@ -169,13 +198,14 @@ async def is_ready(channel: grpc.aio.Channel, models: Sequence[str]) -> bool:
 
 
 async def served_models(
-    channel: grpc.aio.Channel, repository: Path | None, cancellations: Cancellations
+    upstream: Upstream, cancellations: Cancellations
 ) -> tuple[list[TritonModel], str, dict[str, str]]:
     """Return the models that complete or encode token ids, without sessions, and a text model.
 
-    The channel leads to a server that is ready, whose models are in `repository`, if in a folder.
-    Of the model that encodes texts the name, or "", and the parameters are returned.
+    The server is ready. Of the model that encodes texts the name, or "", and the parameters are
+    returned.
     """
+    channel = upstream.channel
     index = await _ask(channel, "RepositoryIndex", timeout_s=_OPENING_S)
     found: list[TritonModel] = []
     texts: dict[str, dict[str, str]] = {}
@@ -190,7 +220,7 @@ async def served_models(
         is_known = "input_ids" in inputs and (lengths or encodes)
         if not is_known or config.HasField("sequence_batching"):
             continue
-        context_len, vocab_size = _model_limits(config, repository)
+        context_len, vocab_size = _model_limits(config, upstream.repository)
         facts = ModelFacts(
             name=name,
             inputs=inputs,
@@ -201,7 +231,7 @@ async def served_models(
             streams=config.model_transaction_policy.decoupled,
             encodes=encodes,
         )
-        found.append(TritonModel(channel, facts, cancellations))
+        found.append(TritonModel(upstream, facts, cancellations))
     text_model = next((name for name in _TEXT_MODELS if name in texts), "")
     return found, text_model, texts.get(text_model, {})
 

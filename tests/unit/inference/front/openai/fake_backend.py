@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 from aiohttp.test_utils import RawTestServer
 
 from inference.backend.tokenizer import Tokenizer
@@ -95,19 +94,21 @@ class FakeModel(TritonModel):
         self._fails_after = fails_after
         self._waits = waits
 
-    async def generate(self, job: Mapping[str, Array]) -> AsyncGenerator[Sequence[Candidate], None]:
+    async def generate(
+        self, job: Mapping[str, Array], *, streams: bool
+    ) -> AsyncGenerator[Sequence[Candidate], None]:
+        del streams
         self.jobs.append(job)
         try:
-            output_lens = job.get("request_output_len", job.get("max_output_len"))
-            assert output_lens is not None
-            whole = self._ids[: int(output_lens[0, 0])]
+            length = "max_output_len" if self.facts.encoder_decoder else "request_output_len"
+            whole = self._ids[: int(job[length][0, 0])]
             for count in range(1, len(whole) + 1):
                 if count - 1 == self._fails_after:
                     if self._waits:
                         await asyncio.Event().wait()
                     raise self._failure
                 yield [
-                    Candidate(np.array(whole[:count]), cum_log_prob=-float(number))
+                    Candidate(whole[:count], cum_log_prob=-float(number))
                     for number in range(len(job["input_ids"]))
                 ]
         finally:

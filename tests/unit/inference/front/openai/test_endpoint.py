@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 
 from inference.front.access import Access, OpenAIOptions
@@ -157,7 +156,7 @@ def test_an_answer_ends_before_a_stop_text(stream: bool) -> None:
 
 
 def test_the_tokens_of_a_whole_answer_count_up_to_its_stop_text() -> None:
-    ids = np.array(Letters().encode("Hello, you there!"))
+    ids = Letters().encode("Hello, you there!")
     answer = Answer(Codec(Letters(), None, end_ids=(END,)), (), 50, ["yonder", "you th"])
     answer.update(Candidate(ids), final=True)
     assert (answer.text, answer.tokens, answer.finish_reason) == ("Hello, ", 13, "stop")
