@@ -153,6 +153,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "inference.front.openai": (
         "export_scripts.ft",
+        "inference",
         "inference.backend",
         "inference.front",
     ),
