@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         (version.parent / "config.pbtxt").write_text(CONFIG)
         with server(version.parents[1], Path(name) / "log") as triton:
             triton.start(timeout_s=120)
-            ways = {"direct": triton.control_address, "front": triton.grpc_url}
+            ways = {"direct": triton.control_address, "front": triton.address("grpc")}
             for clients, size_bytes in CASES:
                 case = f"{clients} clients, {size_bytes >> 10} KiB"
                 for way, address in ways.items():

@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         engine = stack.enter_context(Engine(model.ft_dir, placement, options=EngineOptions(**room)))
         triton = stack.enter_context(server(repository, args.work_dir / "tritonserver.log"))
         triton.start(timeout_s=300)
-        client = stack.enter_context(TritonClient(triton.grpc_url))
+        client = stack.enter_context(TritonClient(triton.address("grpc")))
         lengths = {"request_output_len": args.output_len, "min_length": args.output_len}
 
         def ask_engine(ids: Sequence[int]) -> None:

@@ -91,7 +91,7 @@ def both(work_dir: Path, served: Mapping[str, Served]) -> Iterator[dict[str, Tri
             except ServerStartError as error:
                 print(f"{engine}: {error}", flush=True)
                 return None
-            return TritonClient(servers[engine].grpc_url, timeout_s=_ANSWER_LIMIT_S)
+            return TritonClient(servers[engine].address("grpc"), timeout_s=_ANSWER_LIMIT_S)
 
         with ThreadPoolExecutor() as pool:
             clients = dict(zip(ENGINES, pool.map(start, ENGINES), strict=True))

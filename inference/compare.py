@@ -9,7 +9,8 @@ from pathlib import Path
 
 from export_scripts.commands import accept_any_text
 from export_scripts.files.replace import replace_file
-from inference.evaluation.report.compare import comparison_text, load_comparison, render_comparison
+from inference.evaluation.report.compare import compare_runs, comparison_text, render_comparison
+from inference.evaluation.report.files import read_run
 from inference.evaluation.report.history import find_run
 
 
@@ -25,11 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     accept_any_text()
     try:
-        paths = [
-            find_run(run, history_dir=options.history_dir)
+        first, second = (
+            read_run(find_run(run, history_dir=options.history_dir))
             for run in (options.first, options.second)
-        ]
-        comparison = load_comparison(*paths)
+        )
+        comparison = compare_runs(first, second)
         print(comparison_text(comparison))  # noqa: T201 - this is the command's output
         if options.output is not None:
             replace_file(options.output, render_comparison(comparison))

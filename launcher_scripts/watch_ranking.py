@@ -99,10 +99,11 @@ def report_figures(each: Watched) -> dict[str, Figure]:
 
 def _verdict(best: Watched, each: Watched, metric: str) -> str:
     """Return in words how a checkpoint compares with the best before it, sample by sample."""
-    from inference.evaluation.report.compare import load_comparison
+    from inference.evaluation.report.compare import compare_runs
+    from inference.evaluation.report.files import read_run
 
     try:
-        compared = load_comparison(Path(best.report), Path(each.report))
+        compared = compare_runs(read_run(Path(best.report)), read_run(Path(each.report)))
     except (OSError, ValueError) as error:
         return f"not comparable with step {best.step}: {error}"
     found = next((one for one in compared.metrics if one.metric == metric), None)

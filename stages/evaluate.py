@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import OPENAI, EvaluationOptions
@@ -85,7 +87,12 @@ class EvaluateStage(Stage):
                 "to use the pipeline's own server."
             )
         if server is not None and self.config.options.protocol == OPENAI:
-            problems += _tokenizer_problems(self.config.options.tokenizer)
+            folder = self.config.options.tokenizer
+            if folder is None or find_tokenizer(Path(folder)) is None:
+                problems.append(
+                    f"evaluate.tokenizer={folder} holds no tokenizer; for evaluate.protocol=openai "
+                    "name the folder of the served model's, with tokenizer.json or tokenizer.model."
+                )
         if server is None and self.config.endpoint_path is None:
             problems += check_deploy(self.config.deploy)
         return problems
@@ -142,8 +149,9 @@ class EvaluateStage(Stage):
             StageError: a bound is breached, or more samples are needed to show that none is; the
                 report is complete.
         """
-        if self.marker_path().exists():
-            _set_aside(self._output_dir)
+        if self.marker_path().exists():  # an earlier report is kept under the first free name
+            free = (self._output_dir.with_name(f"{self._output_dir.name}.{n}") for n in count(1))
+            self._output_dir.rename(next(each for each in free if not each.exists()))
         try:
             with self._server(progress) as (url, openai_url, ready_at):
                 options = replace(self.config.options, url=url, openai_url=openai_url)
@@ -260,25 +268,6 @@ def _timing(record: JobRecord, ready_at: str) -> StageTiming:
         ready = datetime.fromisoformat(ready_at)
         seconds = (ready - datetime.fromisoformat(record.started_at)).total_seconds()
     return StageTiming(record.stage, record.state, seconds)
-
-
-def _set_aside(folder: Path) -> None:
-    """Keep an earlier report under the first free name `<folder>.<n>`."""
-    number = 1
-    while (kept := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(kept)
-
-
-def _tokenizer_problems(folder: str | None) -> list[str]:
-    from export_scripts.ft.tokenizer_files import find_tokenizer
-
-    if folder is not None and find_tokenizer(Path(folder)) is not None:
-        return []
-    return [
-        f"evaluate.tokenizer={folder} holds no tokenizer; for evaluate.protocol=openai name the "
-        "folder of the served model's, with tokenizer.json or tokenizer.model."
-    ]
 
 
 def _is_address(text: str, protocol: str) -> bool:

@@ -123,7 +123,7 @@ def _probe(
     outermost = _TEXT_ENCODER if _TEXT_ENCODER in server.models else endpoint.model
     model, hidden = endpoint.ensemble or outermost, hidden_size(config.weights_dir)
     try:
-        probe(server.control_address, model, hidden=hidden, timeout_s=timeout_s, check=look)
+        probe(server.admin, model, hidden=hidden, timeout_s=timeout_s, check=look)
     except ProbeError as error:
         raise ServerStartError(
             "tritonserver is ready, but does not answer:",

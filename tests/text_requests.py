@@ -1,14 +1,27 @@
-"""Requests to a text service, without the server."""
+"""Requests to a text model, without the server."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from inference.backend.text_generation import TextService
+from inference.backend.text_generation import TextModel
+from inference.backend.tokenizer import Tokenizer
+from inference.engine.engine import Engine
+
+_Model = TypeVar("_Model", bound=TextModel)
 
 
-def infer(service: TextService, requests: Sequence[Any]) -> list[dict[str, Any]]:
+def text_model(
+    kind: type[_Model], engine: Engine, tokenizer: Tokenizer, tasks: Sequence[str] = ()
+) -> _Model:
+    """Return a model that has been started with an engine."""
+    model = kind()
+    model.engine, model.tokenizer, model.tasks = engine, tokenizer, tasks
+    return model
+
+
+def infer(model: TextModel, requests: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the outputs of requests that run together."""
-    begun = [service.begin(request) for request in requests]
-    return [service.answer(rows) for rows in begun]
+    begun = [model.begin(request) for request in requests]
+    return [model.answer(future.result()) for future in begun]

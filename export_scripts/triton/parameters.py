@@ -41,7 +41,6 @@ class Parameter:
     default: str
     meaning: str  # for docs and messages
     configured_by: str = ""  # key of the configuration that sets it, where there is one
-    is_engine_option: bool = False  # a field of `EngineOptions`
     is_required: bool = False  # the engine does not start without it
 
     def read(self, text: str) -> Any:
@@ -95,10 +94,6 @@ def _required(kind: Kind, meaning: str, key: str) -> Parameter:
     return Parameter(kind, "required", meaning, configured_by=key, is_required=True)
 
 
-def _engine(kind: Kind, default: str, meaning: str) -> Parameter:
-    return Parameter(kind, default, meaning, is_engine_option=True)
-
-
 PARAMETERS: Mapping[str, Parameter] = {
     "tensor_para_size": _required(
         whole(1, 4096), "ranks that share each layer", f"{_OF_MODEL}tensor_model_parallel_size"
@@ -127,35 +122,35 @@ PARAMETERS: Mapping[str, Parameter] = {
     "batch_invariant": Parameter(
         FLAG, "0", "1: to the bit, answers do not depend on other requests; refused on a CPU"
     ),
-    "max_lanes": _engine(
+    "max_lanes": Parameter(
         whole(1, 65536), "64 on CPU, 512 on CUDA", "most sequences that run at once"
     ),
-    "max_seq_len": _engine(
+    "max_seq_len": Parameter(
         whole(1, 1 << 20),
         "the model's own, at most 4096",
         "tokens of a sequence, prompt and answer",
     ),
-    "kv_cache_bytes": _engine(
+    "kv_cache_bytes": Parameter(
         whole(1, 1 << 50), "a share of what is free", "memory for keys and values on each rank"
     ),
-    "kv_block_tokens": _engine(
+    "kv_block_tokens": Parameter(
         whole(0, 1 << 20),
         "64 on CUDA, 0 on CPU",
         "tokens of a block, 0 for blocks of whole sequences",
     ),
-    "share_prefixes": _engine(FLAG, "1", "0: every prompt is computed whole"),
-    "max_queued_rows": _engine(whole(1, 1 << 31), "2048", "sequences that may wait"),
-    "max_stall_s": _engine(seconds(3600), "0.25", "how much longer a step may take for prompts"),
-    "threads": _engine(whole(1, 4096), "cores / ranks", "of the CPU, for each rank"),
-    "shared_memory": _engine(FLAG, "1", "0: the CPU ranks of a node talk over gloo"),
-    "rank_timeout_s": _engine(seconds(), "7", "a rank that is silent for longer counts as hung"),
-    "start_timeout_s": _engine(seconds(), "1800", "time for the other ranks to load"),
-    "output_log_probs_mode": _engine(
+    "share_prefixes": Parameter(FLAG, "1", "0: every prompt is computed whole"),
+    "max_queued_rows": Parameter(whole(1, 1 << 31), "2048", "sequences that may wait"),
+    "max_stall_s": Parameter(seconds(3600), "0.25", "how much longer a step may take for prompts"),
+    "threads": Parameter(whole(1, 4096), "cores / ranks", "of the CPU, for each rank"),
+    "shared_memory": Parameter(FLAG, "1", "0: the CPU ranks of a node talk over gloo"),
+    "rank_timeout_s": Parameter(seconds(), "7", "a rank that is silent for longer counts as hung"),
+    "start_timeout_s": Parameter(seconds(), "1800", "time for the other ranks to load"),
+    "output_log_probs_mode": Parameter(
         one_of("renormalized", "full"),
         "renormalized",
         "full: over the whole vocabulary, also with top-k",
     ),
-    "nucleus_include_boundary": _engine(
+    "nucleus_include_boundary": Parameter(
         FLAG, "0", "1: the token at the nucleus boundary keeps its whole mass"
     ),
     "strict_lengths": Parameter(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from export_scripts.numeric.dtypes import torch_dtype
 from export_scripts.triton.signature import hidden_state_types
 from inference.backend.engine_model import EngineModel, Exchange
 from inference.backend.python_backend import GenerationModel
@@ -27,14 +28,8 @@ class EncoderModel(EngineModel):
     """Serves one converted model that answers with hidden states."""
 
     served_by: ClassVar = {"bert": ("bert",), "T5-Encoder": ("T5-Encoder", "T5")}
+    engine_class = "inference.engine.encoder_engine:EncoderEngine"
     engine: EncoderEngine
-
-    @staticmethod
-    def engine_class() -> type[EncoderEngine]:
-        """See `EngineModel`."""
-        from inference.engine.encoder_engine import EncoderEngine
-
-        return EncoderEngine
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request, see `EngineModel`."""
@@ -48,13 +43,8 @@ class EncoderModel(EngineModel):
         outputs = {"output_hidden_state": result.hidden}  # (B, S, E)
         if result.attentions is not None:
             outputs["output_attentions"] = result.attentions  # (B, L, heads, S, S)
-        in_type: dict[str, Callable[[Any], Any]] = {
-            "fp32": lambda tensor: tensor.numpy(),
-            "fp16": lambda tensor: tensor.half().numpy(),
-            "bf16": lambda tensor: tensor.bfloat16(),  # which numpy lacks
-        }
-        convert = in_type[self.settings.placement.data_type]
-        typed = {name: convert(value) for name, value in outputs.items()}
+        kind = torch_dtype(self.settings.placement.data_type)
+        typed = {name: value.to(kind) for name, value in outputs.items()}
         exchange.send(response(typed, exchange.wanted), final=True)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import queue
 import threading
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from export_scripts.errors import CheckpointMismatchError
@@ -29,6 +31,7 @@ from inference.launch_environment import RENDEZVOUS_VARIABLE
 from inference.process_memory import keep_loaded
 from inference.ranks.launched_rank import open_rendezvous, started_place
 from inference.ranks.processes import early_workers
+from inference.streams import STREAM_PARAMETER, StreamSender
 from inference.supervision import BUSY, CANARY_PARAMETER, report_end
 
 if TYPE_CHECKING:
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
 _WATCH_S = 0.1
 _FLUSH_S = 2.0  # for handing the answers of a failed engine to the server
 _SEND_S = 0.4  # for the server to send them
-# Responses that wait, two for each of 64 streams: from then on newer frames replace older ones.
-# Triton takes about 0.3 ms for each.
+# Responses that wait: from then on newer frames replace older ones. Triton takes about 0.3 ms for
+# each.
 _BACKLOG = 128
 # A check whether a client has left takes 0.1 ms; this many are checked at a time.
 _ASKED_AT_ONCE = 64
@@ -52,7 +55,10 @@ _FAILURES: dict[type[Exception], tuple[str, str]] = {
 
 
 class Exchange:
-    """A Triton request in progress, the outputs it wants, and its response sender."""
+    """A Triton request in progress, the outputs it wants, and its response sender.
+
+    Where `stream` is a name, the front takes new tokens from there; "" asks for the whole answer.
+    """
 
     def __init__(self, request: Any, *, streams: bool = False) -> None:
         self.request = request
@@ -60,7 +66,9 @@ class Exchange:
         self.sender = request.get_response_sender()
         self.wanted = tuple(request.requested_output_names())
         self.began = time.perf_counter()
-        self.is_canary = CANARY_PARAMETER in json.loads(request.parameters() or "{}")
+        parameters = json.loads(request.parameters() or "{}")
+        self.is_canary = CANARY_PARAMETER in parameters
+        self.stream = parameters.get(STREAM_PARAMETER)
         self._closed = False
         self._lock = threading.Lock()
 
@@ -99,9 +107,11 @@ class Exchange:
 class EngineModel:
     """Base of the models with an engine; they add `engine_class` and `submit`.
 
-    `served_by` has the types of weights that can serve a model_type, where that is not its own.
+    `engine_class` is `module:class`; the module imports torch. `served_by` has the types of weights
+    that can serve a model_type, where that is not its own.
     """
 
+    engine_class: ClassVar[str]
     served_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     engine: EngineBase[Any]
 
@@ -135,6 +145,7 @@ class EngineModel:
         self._next_check = 0  # index of the running request to check next
         self._canary_steps = -1  # of the engine, at the last canary that was answered BUSY
         self._lock = threading.Lock()
+        self.streams = StreamSender()
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._threads = [
@@ -183,18 +194,13 @@ class EngineModel:
         rendezvous = open_rendezvous(
             settings.placement.world_size, timeout_s=settings.engine.rank_timeout_s
         )
-        engine: EngineBase[Any] = self.engine_class()(
+        engine: EngineBase[Any] = pkgutil.resolve_name(self.engine_class)(
             settings.checkpoint_path,
             placement=settings.placement,
             options=settings.engine,
             rendezvous=rendezvous,
         )
         return engine
-
-    @staticmethod
-    def engine_class() -> type[Any]:
-        """Return the class of the engine; its module imports torch."""
-        raise NotImplementedError
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request in the engine; return its future and the function that sends its result.
@@ -228,6 +234,7 @@ class EngineModel:
         self._stopping.set()
         self.metrics.stop()
         self.engine.stop()
+        self.streams.stop()
         self._outbox.put(_STOP)
         for thread in self._threads:
             thread.join()
@@ -250,7 +257,10 @@ class EngineModel:
         def finished(done: Future[Any]) -> None:
             with self._lock:
                 self._running.pop(exchange, None)
-            self.later(lambda: self._send_result(exchange, done, answer))
+            # An answer follows the tokens that it consists of.
+            self.streams.after(
+                partial(self.later, partial(self._send_result, exchange, done, answer))
+            )
 
         future.add_done_callback(finished)
 
@@ -317,7 +327,7 @@ class EngineModel:
         pb_utils.Logger.log_error(text)
         if report_end(text):
             flushed = threading.Event()
-            self.later(flushed.set)
+            self.streams.after(partial(self.later, flushed.set))
             flushed.wait(_FLUSH_S)
             time.sleep(_SEND_S)
             os._exit(1)

@@ -40,9 +40,9 @@ _REQUESTS = "slipway_requests_total"
 _REFUSED = "slipway_requests_refused_total"
 _RESTARTS = "slipway_server_restarts_total"
 COUNTERS = {
-    _REQUESTS: "Requests by outcome: completed, cancelled (the client left), failed, refused",
-    _REFUSED: "Requests refused by reason: invalid, busy (the queue is full), unavailable",
-    _RESTARTS: "Starts of this server after a failure, since the deploy stage began",
+    _REQUESTS: ("Requests by outcome: completed, cancelled (the client left), failed, refused",),
+    _REFUSED: ("Requests refused by reason: invalid, busy (the queue is full), unavailable",),
+    _RESTARTS: ("Starts of this server after a failure, since the deploy stage began",),
 }
 _DURATION = "slipway_request_duration_seconds"
 # Name, text, buckets, field of RequestTimes.
@@ -72,6 +72,8 @@ class ModelMetrics:
 
         Those of one of several instances have its number as the label `engine`.
         """
+        import triton_python_backend_utils as pb_utils
+
         self._load = load
         self._labels = {"model": model}
         if instance.count > 1:
@@ -79,21 +81,27 @@ class ModelMetrics:
         self._ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._last = dict.fromkeys((*GAUGES, *TOKENS), 0.0)
-        kinds = _kinds()
-        families = {name: (kinds["GAUGE"], text) for name, (text, _) in GAUGES.items()}
-        families |= {name: (kinds["COUNTER"], text) for name, (text, _) in TOKENS.items()}
-        families |= {name: (kinds["COUNTER"], text) for name, text in COUNTERS.items()}
-        self._families = {name: _family(name, *each) for name, each in families.items()}
+        family = pb_utils.MetricFamily
+        kinds: dict[str, Mapping[str, tuple[Any, ...]]] = {
+            "GAUGE": GAUGES, "COUNTER": {**TOKENS, **COUNTERS}, "HISTOGRAM": HISTOGRAMS
+        }  # fmt: skip
+        self._families = {
+            name: family(name=name, description=text, kind=getattr(family, kind))
+            for kind, table in kinds.items()
+            if hasattr(family, kind)  # HISTOGRAM is in releases from 2.51 on
+            for name, (text, *_) in table.items()
+        }
         self._plain = {
             name: self._families[name].Metric(labels=self._labels)
             for name in (*GAUGES, *TOKENS, _RESTARTS)
         }
         self._requests = self._labelled(_REQUESTS, "outcome", _OUTCOMES)
         self._refused = self._labelled(_REFUSED, "reason", _REASONS)
-        self._histograms = {}
-        for name, (text, buckets, _) in HISTOGRAMS.items() if "HISTOGRAM" in kinds else ():
-            family = self._families[name] = _family(name, kinds["HISTOGRAM"], text)
-            self._histograms[name] = family.Metric(labels=self._labels, buckets=list(buckets))
+        self._histograms = {
+            name: self._families[name].Metric(labels=self._labels, buckets=list(buckets))
+            for name, (_, buckets, _) in HISTOGRAMS.items()
+            if name in self._families
+        }
         self._plain[_RESTARTS].increment(float(os.environ.get(RESTARTS_VARIABLE) or 0))
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
@@ -154,18 +162,3 @@ class ModelMetrics:
                 self._plain[name].set(self._last[name])
             elif change > 0:
                 self._plain[name].increment(change)
-
-
-def _kinds() -> dict[str, Any]:
-    """Return the kinds of metrics that the server has; HISTOGRAM is in releases from 2.51 on."""
-    import triton_python_backend_utils as pb_utils
-
-    names = ("COUNTER", "GAUGE", "HISTOGRAM")
-    family = pb_utils.MetricFamily
-    return {name: getattr(family, name) for name in names if hasattr(family, name)}
-
-
-def _family(name: str, kind: Any, text: str) -> Any:
-    import triton_python_backend_utils as pb_utils
-
-    return pb_utils.MetricFamily(name=name, description=text, kind=kind)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,9 @@ from inference.backend.triton_model import ModelArguments
 from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
 
-# Parameters that are fields of `Placement`.
-_PLACEMENT = {
-    "tensor_para_size": "tp_size",
-    "pipeline_para_size": "pp_size",
-    "data_type": "data_type",
-    "int8_mode": "int8_mode",
-    "fp8": "fp8",
-    "batch_invariant": "batch_invariant",
-    "device": "device",
-}
+# Parameters that are fields of a record under another name.
+_FIELDS = {"tensor_para_size": "tp_size", "pipeline_para_size": "pp_size"}
 _NVIDIA_ONLY = ("enable_custom_all_reduce",)
-_DIRECT = ("model_type", "strict_lengths", "stream_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -61,20 +53,22 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
         name = arguments.model_folder.name
         raise ValueError("\n".join(f"config.pbtxt of {name}: {problem}" for problem in problems))
     values.setdefault("data_type", "fp16" if values.get("is_half") else "fp32")
-    direct = {key: values[key] for key in _DIRECT if key in values}
-    options = {key: values[key] for key in values if PARAMETERS[key].is_engine_option}
     if arguments.session_idle_s is not None:
-        options["session_idle_s"] = arguments.session_idle_s
+        values["session_idle_s"] = arguments.session_idle_s
     return ModelSettings(
         checkpoint_path=_checkpoint_path(arguments, values),
-        placement=Placement(
-            **{field: values[key] for key, field in _PLACEMENT.items() if key in values}
-        ),
-        engine=EngineOptions(**options),
+        placement=Placement(**_fields_of(Placement, values)),
+        engine=EngineOptions(**_fields_of(EngineOptions, values)),
         unknown=tuple(sorted(set(arguments.parameters) - set(PARAMETERS))),
         without_effect=tuple(key for key in _NVIDIA_ONLY if values.get(key)),
-        **direct,
+        **_fields_of(ModelSettings, values),
     )
+
+
+def _fields_of(record: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of parameters that are fields of a record."""
+    named = {_FIELDS.get(key, key): value for key, value in values.items()}
+    return {each.name: named[each.name] for each in fields(record) if each.name in named}
 
 
 def _checkpoint_path(arguments: ModelArguments, values: dict[str, Any]) -> Path:

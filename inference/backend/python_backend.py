@@ -10,10 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from inference.backend.engine_model import EngineModel, Exchange
-from inference.backend.triton_model import (
-    request_tensors,
-    response,
-)
+from inference.backend.triton_model import request_tensors, response
 from inference.decoding.outputs import FrameStream
 from inference.decoding.request import RequestError, parse_request
 from inference.decoding.rows import SessionTurn
@@ -30,14 +27,8 @@ _CONTROLS = ("START", "END")
 class GenerationModel(EngineModel):
     """Serves one converted model that answers with tokens."""
 
+    engine_class = "inference.engine.engine:Engine"
     engine: Engine
-
-    @staticmethod
-    def engine_class() -> type[Engine]:
-        """See `EngineModel`."""
-        from inference.engine.engine import Engine
-
-        return Engine
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request, see `EngineModel`."""
@@ -61,12 +52,20 @@ class GenerationModel(EngineModel):
             leading_axis=self.interactive,
         )
 
+        counts = [0] * len(request.rows)  # tokens that the front knows
+
         def on_step(step: GenerationStep) -> None:
-            if not (self.is_behind and answer.replace_newest(step)):
+            if exchange.stream:
+                rows = [() if row is None else row.output_ids[0] for row in step.rows]
+                news = [ids[count:] for ids, count in zip(rows, counts, strict=True)]
+                counts[:] = map(len, rows)
+                self.streams.send(exchange.stream, news)
+            elif not (self.is_behind and answer.replace_newest(step)):
                 answer.waiting.append(step)
                 self.later(answer.send_oldest)
 
-        future = self.engine.submit(request, on_step=on_step if self.decoupled else None, turn=turn)
+        listens = self.decoupled if exchange.stream is None else bool(exchange.stream)
+        future = self.engine.submit(request, on_step=on_step if listens else None, turn=turn)
         return future, lambda result: answer.send(result, final=True)
 
 

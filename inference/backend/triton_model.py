@@ -93,7 +93,7 @@ def _from_bf16(tensor: Any) -> np.ndarray[Any, Any]:
 def response(outputs: Mapping[str, Any], wanted: Collection[str]) -> Any:
     """Return a Triton response with those of `outputs` that the client wants.
 
-    They are arrays, or torch tensors, which may have a type that numpy lacks.
+    They are arrays, or torch tensors.
     """
     import triton_python_backend_utils as pb_utils
 

@@ -8,7 +8,8 @@ of changed answers, enumerated.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from bisect import bisect_left
+from functools import lru_cache, partial
 from statistics import NormalDist
 
 import numpy as np
@@ -53,15 +54,16 @@ def exact_p_values(losses: int, gains: int, count: int, margin: float) -> tuple[
     if margin >= 1:
         return 1.0, 0.0
     seen = signed_score(losses, gains, count, margin)
-    above, below = 1 - _NORMAL.cdf(seen), _NORMAL.cdf(seen)
-    if gains <= _MOST_GAINS:
-        above = below = 0.0
+    return _tails(seen, count, margin, are_many=gains > _MOST_GAINS)
+
+
+def _tails(seen: float, count: int, margin: float, *, are_many: bool) -> tuple[float, float]:
+    """Return the largest chances of at least, and of at most, a score at a drop of `margin`."""
+    above, below = (1 - _NORMAL.cdf(seen), _NORMAL.cdf(seen)) if are_many else (0.0, 0.0)
     for scores, cumulative in _null(count, margin):
-        at_least = np.searchsorted(scores, seen - _TIE, side="left")
-        up_to = np.searchsorted(scores, seen + _TIE, side="right")
-        above = max(above, float(1 - cumulative[at_least]))
-        below = max(below, float(cumulative[up_to]))
-    return min(1.0, above), min(1.0, below)
+        above = max(above, 1 - cumulative[np.searchsorted(scores, seen - _TIE, side="left")])
+        below = max(below, cumulative[np.searchsorted(scores, seen + _TIE, side="right")])
+    return min(1.0, float(above)), min(1.0, float(below))
 
 
 def _score(losses: Counts, gains: Counts, count: int, margin: float) -> Floats:
@@ -120,16 +122,11 @@ def _log_factorials(count: int) -> Floats:
 @lru_cache(maxsize=64)
 def _critical_score(count: int, margin: float, alpha: float) -> float:
     """Return the score from which on a drop is found to exceed the margin."""
-    found = _NORMAL.inv_cdf(1 - alpha) if _MOST_GAINS / count < (1 - margin) / 2 else -math.inf
-    for scores, cumulative in _null(count, margin):
-        # The first score with a tail of alpha or less, past all that tie with the one before it.
-        first = int(np.searchsorted(-(1 - cumulative), -alpha, side="left"))
-        if first < len(scores):
-            tie = first > 0 and scores[first] - scores[first - 1] < _TIE
-            found = max(found, float(scores[first]) + (2 * _TIE if tie else 0.0))
-        else:
-            found = max(found, float(scores[-1]) + 2 * _TIE)
-    return found
+    scores = np.unique(np.concatenate([each for each, _ in _null(count, margin)]))
+    are_many = _MOST_GAINS / count < (1 - margin) / 2
+    tails = partial(_tails, count=count, margin=margin, are_many=are_many)
+    first = bisect_left(scores, True, key=lambda seen: tails(seen)[0] <= alpha)
+    return float(scores[first]) if first < len(scores) else math.inf
 
 
 def power(count: int, margin: float, alpha: float, changed: float, drop: float) -> float:
@@ -140,7 +137,8 @@ def power(count: int, margin: float, alpha: float, changed: float, drop: float) 
     gained = max(0.0, min(changed / 2, (1 - drop) / 2))
     losses, gains, chances = _tables(count, min(1.0, gained + drop), gained)
     if margin:
-        caught = _score(losses, gains, count, margin) >= _critical_score(count, margin, alpha)
+        least = _critical_score(count, margin, alpha) - _TIE
+        caught = _score(losses, gains, count, margin) >= least
     else:
         caught = losses >= _critical_losses(count, alpha)[losses + gains]
     return float(chances[caught].sum())

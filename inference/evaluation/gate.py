@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from inference.evaluation.bounds import PairedBound
@@ -161,20 +162,19 @@ def apply_gate(
     metrics: Sequence[Metric],
     bounds: Mapping[str, Bound],
     *,
-    baseline: Mapping[str, Metric] | None = None,
-    pairs: Mapping[str, Pairs] | None = None,
-    moved: Mapping[str, float] | None = None,
+    baseline: Mapping[str, Metric] = MappingProxyType({}),
+    pairs: Mapping[str, Pairs] = MappingProxyType({}),
+    moved: Mapping[str, float] = MappingProxyType({}),
     advisory: Collection[str] = (),
 ) -> GateResult:
     """Compare metrics with their bounds.
 
-    `pairs` are the samples of this run and of the baseline by metric; `moved` is how far a metric
-    depends on the server's load, which may count for or against it; bounds of the metrics
-    `advisory` do not decide.
+    `pairs` are the samples of this run and of the baseline by metric; both have what the bounds ask
+    for (Baseline.problems and check). `moved` is how far a metric depends on the server's load,
+    which may count for or against it; bounds of the metrics `advisory` do not decide.
 
     Raises:
-        ValueError: a bound names a metric that was not measured, or is relative and the
-            baseline lacks that metric or its samples.
+        ValueError: a bound names a metric that was not measured.
     """
     by_name = {metric.name: metric for metric in metrics}
     relative = sum(bound.paired is not None for bound in bounds.values())
@@ -187,24 +187,13 @@ def apply_gate(
             )
         metric = by_name[name]
         own = _absolute(metric, bound)
-        if bound.is_relative:
-            if baseline is None or name not in baseline:
-                raise ValueError(
-                    f"evaluate.gate.{name} is relative, but the baseline has no {name}; record "
-                    "one with evaluate.baseline=update."
-                )
-            if bound.margin is not None or bound.sigmas is not None:
-                own.append(_unpaired(metric, bound, baseline[name]))
-            if bound.paired is not None:
-                if pairs is None or name not in pairs:
-                    raise ValueError(
-                        f"evaluate.gate.{name}: the baseline keeps no samples of {name}; record it "
-                        "again with evaluate.baseline=update."
-                    )
-                by_load = (moved or {}).get(name, 0.0)
-                own.append(
-                    _paired(metric, bound.paired, baseline[name], pairs[name], relative, by_load)
-                )
+        if bound.margin is not None or bound.sigmas is not None:
+            own.append(_unpaired(metric, bound, baseline[name]))
+        if bound.paired is not None:
+            by_load = moved.get(name, 0.0)
+            own.append(
+                _paired(metric, bound.paired, baseline[name], pairs[name], relative, by_load)
+            )
         tier = ADVISORY if name in advisory else CRITICAL
         found += [replace(each, tier=tier) for each in own]
     return GateResult(_with_holm(found))

@@ -178,24 +178,20 @@ def _check_mean(pairs: Pairs, margin: float, alpha: float, *, bounded: bool) -> 
     error = deviation / math.sqrt(count)
     resampled = _bootstrap(new, heavy, old, before)
 
-    def tails(tried: float) -> tuple[float, float]:
-        t = (drop - tried) / error if error else math.copysign(math.inf, drop - tried)
-        t = 0.0 if drop == tried or math.isinf(error) else t
-        breached = max(_t_tail(t, count - 1), (1 + int((resampled <= tried).sum())) / _DRAWS)
-        held = max(_t_tail(-t, count - 1), (1 + int((resampled >= tried).sum())) / _DRAWS)
-        if bounded and 0 < tried < 1:  # the loss of rare samples may not have been drawn
-            held = max(held, (1 - tried) ** count)
-        return min(1.0, breached), min(1.0, held)
-
-    breached, held = tails(margin)
-    spread = 0.0 if math.isinf(error) else _t_quantile(1 - alpha, count - 1) * error
+    t = (drop - margin) / error if error else math.copysign(math.inf, drop - margin)
+    t = 0.0 if drop == margin else t
+    breached = max(_t_tail(t, count - 1), (1 + int((resampled <= margin).sum())) / _DRAWS)
+    held = max(_t_tail(-t, count - 1), (1 + int((resampled >= margin).sum())) / _DRAWS)
+    if bounded and 0 < margin < 1:  # the loss of rare samples may not have been drawn
+        held = max(held, (1 - margin) ** count)
+    spread = _t_quantile(1 - alpha, count - 1) * error if count > 1 else math.inf
     low, high = np.quantile(resampled, [alpha, 1 - alpha])
     return DropTest(
         drop=drop,
-        p_breached=breached,
-        p_held=held,
-        low=min(float(low), drop - spread) if count > 1 else -math.inf,
-        high=max(float(high), drop + spread) if count > 1 else math.inf,
+        p_breached=min(1.0, breached),
+        p_held=min(1.0, held),
+        low=min(float(low), drop - spread),
+        high=max(float(high), drop + spread),
         count=count,
         deviation=deviation,
     )

@@ -6,19 +6,19 @@ durations in seconds unless the name says `_ms`, rates are fractions of one.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from export_scripts.files.json_content import json_object
 from inference.evaluation.gate import GateResult
 from inference.evaluation.options import Bound
 from inference.evaluation.task import Dataset, Metric
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 SCHEMA_VERSION = 1
 _Record = TypeVar("_Record")
@@ -274,40 +274,28 @@ class Prediction:
         }
 
 
-def from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
-    """Return a record of `kind` from JSON values; keys it does not know are ignored.
+def from_json(kind: type[_Record], content: bytes | str) -> _Record:
+    """Return the record of `kind` that a JSON text holds; keys it does not know are ignored.
 
     Raises:
         ValueError: a required value is missing, or one has another form.
     """
-    hints = typing.get_type_hints(kind)
+    from pydantic import ValidationError
+
     try:
-        known = {
-            each.name: _decode(hints[each.name], values[each.name])
-            for each in dataclasses.fields(kind)  # type: ignore[arg-type]
-            if each.name in values
-        }
-        return kind(**known)
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"not a {kind.__name__}: {error}") from error
+        found: _Record = _reader(kind).validate_json(content, strict=True)  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the text"
+        raise ValueError(f"not a {kind.__name__}: {place}: {first['msg']}") from error
+    return found
 
 
-def _decode(hint: Any, value: Any) -> Any:
-    """Return `value` in the type of `hint`: nested records, tuples, maps, optional values."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        (inner,) = (each for each in arguments if each is not type(None))
-        return None if value is None else _decode(inner, value)
-    if dataclasses.is_dataclass(hint):
-        return from_json(typing.cast("type[Any]", hint), value)
-    if origin is tuple:
-        return tuple(_decode(arguments[0], each) for each in value)
-    if origin in (dict, Mapping):
-        return {key: _decode(arguments[1], each) for key, each in value.items()}
-    kinds = (int, float) if hint is float else hint
-    if not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool):
-        raise TypeError(f"{value!r} is not of type {hint.__name__}")
-    return value
+@lru_cache
+def _reader(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def read_report(path: Path) -> Report:
@@ -316,13 +304,13 @@ def read_report(path: Path) -> Report:
     Raises:
         ValueError: the file is not a report, or of a schema this version does not read.
     """
-    values = json_object(path.read_bytes(), path)
-    if (version := values.get("schema_version")) != SCHEMA_VERSION:
+    content = path.read_bytes()
+    if (version := json_object(content, path).get("schema_version")) != SCHEMA_VERSION:
         raise ValueError(
             f"{path} has schema_version {version}; this version reads {SCHEMA_VERSION}."
         )
     try:
-        return from_json(Report, values)
+        return from_json(Report, content)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 
@@ -330,7 +318,7 @@ def read_report(path: Path) -> Report:
 def read_predictions(path: Path) -> list[Prediction]:
     """Read a predictions.jsonl. Raises ValueError if it is damaged."""
     try:
-        with path.open(encoding="utf-8") as file:
-            return [from_json(Prediction, json.loads(line)) for line in file]
-    except (ValueError, RecursionError) as error:
+        with path.open("rb") as file:
+            return [from_json(Prediction, line) for line in file]
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error

@@ -248,23 +248,20 @@ class Task(abc.ABC):
 
     Attributes:
         name: in the table of tasks.
+        metric_names: the metrics that the options ask for, without those of groups.
         version: grows whenever the same answers would give another figure.
         grouped: whether there is one more metric for each group of the data.
         only_served: whether it asks for what the source's library cannot do; it has no reference.
     """
 
     name: str
+    metric_names: tuple[str, ...]
     version = 1
     grouped = False
     only_served = False
 
     def __init__(self, options: EvaluationOptions) -> None:
         self.options = options
-
-    @property
-    @abc.abstractmethod
-    def metric_names(self) -> tuple[str, ...]:
-        """The metrics that the options ask for, without those of groups."""
 
     @abc.abstractmethod
     def problems(self) -> list[str]:
@@ -290,8 +287,9 @@ class Task(abc.ABC):
         """Return what a person does about a breach, in a few words."""
         return ""
 
+    @property
     def needs(self) -> Mapping[str, str]:
-        """Return the ability that each metric needs of a model, for those that need one."""
+        """The ability that each metric needs of a model, for those that need one."""
         return {}
 
     def reduced(

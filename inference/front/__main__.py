@@ -70,8 +70,8 @@ class _Front:
             await link.finish(server.stop(LONGEST_REQUEST_S), *ends)
         finally:
             context.workers.close()
-            await asyncio.gather(server.stop(None), context.upstream.close())
-        context.upstream.sockets.remove()  # the process that made the folder may have been killed
+            await asyncio.gather(server.stop(None), context.current.close())
+        context.current.sockets.remove()  # the process that made the folder may have been killed
 
     async def _listen(self, handler: Handler, port: int) -> None:
         access, host = self._settings.access, self._settings.host
@@ -79,7 +79,7 @@ class _Front:
 
     async def _follow(self) -> None:
         """Open OpenAI's protocol, if wanted, once the models are ready; then follow orders."""
-        upstream = self._context.upstream
+        upstream = self._context.current
         await self._open_endpoint(upstream)
         if self._settings.openai is not None:
             await self._listen(self._answer_openai, self._settings.ports["openai"])
@@ -100,7 +100,7 @@ class _Front:
             await found.close()
             raise
         self._link.tell(SERVES, found.sockets.folder)
-        former = await self._context.upstreams.exchange(found)
+        former = await self._context.exchange(found)
         self._link.tell(LEFT, former.sockets.folder)
         await former.close()
 
@@ -121,7 +121,7 @@ class _Front:
         )
 
     async def _answer_openai(self, request: web.BaseRequest) -> web.StreamResponse:
-        with self._context.used() as upstream:
+        with self._context.use() as upstream:
             response: web.StreamResponse = await upstream.endpoint.answer(request)
         return response
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2
+
 from export_scripts.wire_format import WireFormatError, wire_fields
 from inference.front.guard import RejectedError
 from inference.front.sessions import Namespace
@@ -21,6 +24,14 @@ from inference.front.validation import (
 _MOST_FIELDS = 4 * MOST_ENTRIES + 16
 _RAW_INPUT_CONTENTS = 7  # of service_pb2.ModelInferRequest
 _NOT_A_REQUEST = "the message is not a ModelInferRequest"
+
+
+def parsed(kind: Any, data: bytes) -> Any:
+    """Return a message of gRPC. Raises RejectedError if the bytes are not one of this kind."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise RejectedError(f"the message is not a {kind.DESCRIPTOR.name}") from None
 
 
 def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
@@ -59,13 +70,7 @@ def check_infer_message(
 
     Returns it with the server's own id of its session, None if it has no session.
     """
-    from google.protobuf.message import DecodeError
-    from tritonclient.grpc import service_pb2
-
-    try:
-        message = service_pb2.ModelInferRequest.FromString(data)
-    except DecodeError:
-        raise RejectedError(_NOT_A_REQUEST) from None
+    message = parsed(service_pb2.ModelInferRequest, data)
     check_message(message, size_bytes, limit=limit, model=models.get(message.model_name))
     if "sequence_id" not in message.parameters:
         return None

@@ -13,10 +13,11 @@ from http import HTTPStatus
 from typing import Any, NoReturn
 
 import grpc
+from tritonclient.grpc import service_pb2
 
 from inference.front.access import Access
 from inference.front.guard import IDLE_S, RejectedError
-from inference.front.infer_messages import check_infer_message, without_raw_tensors
+from inference.front.infer_messages import check_infer_message, parsed, without_raw_tensors
 from inference.front.rules import (
     CLOSED,
     INDEX_CALL,
@@ -27,6 +28,7 @@ from inference.front.rules import (
     check_shared_memory,
     has_internal_names,
     is_health,
+    passes_grpc,
     without_internal_names,
 )
 from inference.front.sessions import Namespace
@@ -63,7 +65,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
     def service(self, details: Any) -> grpc.RpcMethodHandler:
         """Return the handler of a call."""
         call = details.method
-        if not self._context.rules.passes_grpc(call):
+        if not passes_grpc(call, shared_memory=self._context.shared_memory):
             return _refusal(grpc.StatusCode.PERMISSION_DENIED, CLOSED)
         if is_health(call):
             return self._health(call)
@@ -83,13 +85,13 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             if call in UNREADY_ANSWERS and not self._context.is_ready():
                 yield UNREADY_ANSWERS[call]
             else:
-                with self._context.used() as upstream:
+                with self._context.use() as upstream:
                     yield await _reply(upstream, call, b"", context)
 
         return grpc.stream_stream_rpc_method_handler(answer)
 
     async def _unary(self, call: str, owner: str | None, request: bytes, context: Any) -> bytes:
-        with self._context.used() as upstream:
+        with self._context.use() as upstream:
             try:
                 if call == INFER_CALL:
                     sessions = self._namespace(owner, context)
@@ -118,7 +120,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                     refusal = error
                     return  # what was asked before is still answered
 
-        with self._context.used() as upstream:
+        with self._context.use() as upstream:
             stream = upstream.channel.stream_stream(STREAM_CALL)
             call = stream(checked(upstream), timeout=context.time_remaining())
             try:
@@ -177,8 +179,9 @@ def _refusal(code: grpc.StatusCode, reason: str) -> grpc.RpcMethodHandler:
 
 
 async def _reply(upstream: Upstream, call: str, request: bytes, context: Any) -> bytes:
+    timeout_s = context.time_remaining()
     try:
-        return bytes(await upstream.unary(call)(request, timeout=context.time_remaining()))
+        return bytes(await upstream.channel.unary_unary(call)(request, timeout=timeout_s))
     except grpc.aio.AioRpcError as error:
         await _fail(context, error)
 
@@ -197,18 +200,10 @@ async def _refuse(context: Any, error: RejectedError) -> NoReturn:
 
 
 def _register_key(request: bytes) -> str:
-    from google.protobuf.message import DecodeError
-    from tritonclient.grpc import service_pb2
-
-    try:
-        return str(service_pb2.SystemSharedMemoryRegisterRequest.FromString(request).key)
-    except DecodeError:
-        raise RejectedError("the message is not a SystemSharedMemoryRegisterRequest") from None
+    return str(parsed(service_pb2.SystemSharedMemoryRegisterRequest, request).key)
 
 
 def _without_reasons(reply: bytes) -> bytes:
-    from tritonclient.grpc import service_pb2
-
     index = service_pb2.RepositoryIndexResponse.FromString(reply)
     for model in index.models:
         model.ClearField("reason")
@@ -216,8 +211,6 @@ def _without_reasons(reply: bytes) -> bytes:
 
 
 def _without_names(reply: bytes) -> bytes:
-    from tritonclient.grpc import service_pb2
-
     message = service_pb2.ModelStreamInferResponse.FromString(reply)
     message.error_message = without_internal_names(message.error_message)
     return bytes(message.SerializeToString())

@@ -24,6 +24,7 @@ from inference.front.rules import (
     check_shared_memory,
     has_internal_names,
     is_health,
+    passes_http,
     without_internal_names,
 )
 from inference.front.sessions import Namespace
@@ -73,13 +74,15 @@ class KServeHttp:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
         try:
-            is_open = self._context.rules.passes_http(request.method, request.path)
+            is_open = passes_http(
+                request.method, request.path, shared_memory=self._context.shared_memory
+            )
             owner = self._admitted(request, is_open=is_open)
             if request.path == READY_PATH and not self._context.is_ready():
                 reason = "the server is starting, or a model does not answer its owner"
                 raise RejectedError(reason, HTTPStatus.SERVICE_UNAVAILABLE)
             body = None if request.method == "GET" else await self._guard.body(request)
-            with self._context.used() as upstream:
+            with self._context.use() as upstream:
                 if body is None:
                     return await _passed_on(upstream.http, request, None, {})
                 return await self._posted(upstream, request, body, owner)
@@ -91,7 +94,7 @@ class KServeHttp:
         try:
             is_open = request.method == "GET" and request.path == _METRICS_PATH
             self._admitted(request, is_open=is_open)
-            with self._context.used() as upstream:
+            with self._context.use() as upstream:
                 answer = await _passed_on(upstream.metrics, request, None, {})
             if isinstance(answer, web.Response) and isinstance(answer.body, bytes):
                 text = answer.body.decode(errors="replace")

@@ -28,18 +28,18 @@ READY_PATH = "/v2/health/ready"
 _HEALTH = re.compile(rf"/v2/health/live|{READY_PATH}")
 
 SERVICE = "/inference.GRPCInferenceService/"
-_CALLS: tuple[str, ...] = (
-    *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata"),
-    *("ModelConfig", "ModelStatistics", "RepositoryIndex", "ModelInfer", "ModelStreamInfer"),
-)
-_SHARED_MEMORY_CALLS = tuple(f"SystemSharedMemory{n}" for n in ("Status", "Register", "Unregister"))
-_HEALTH_CALLS = ("/grpc.health.v1.Health/Check", *(SERVICE + n for n in _CALLS[:2]))
 INFER_CALL = f"{SERVICE}ModelInfer"
-# What a server that is not ready answers: ServerReadyResponse, HealthCheckResponse (NOT_SERVING).
-UNREADY_ANSWERS = {f"{SERVICE}ServerReady": b"", "/grpc.health.v1.Health/Check": b"\x08\x02"}
 STREAM_CALL = f"{SERVICE}ModelStreamInfer"
 INDEX_CALL = f"{SERVICE}RepositoryIndex"
 REGISTER_CALL = f"{SERVICE}SystemSharedMemoryRegister"
+# What a server that is not ready answers: ServerReadyResponse, HealthCheckResponse (NOT_SERVING).
+UNREADY_ANSWERS = {f"{SERVICE}ServerReady": b"", "/grpc.health.v1.Health/Check": b"\x08\x02"}
+_HEALTH_CALLS = (f"{SERVICE}ServerLive", *UNREADY_ANSWERS)
+_MODEL_CALLS = ("ModelReady", "ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics")
+_CALLS = (*_HEALTH_CALLS, *(SERVICE + n for n in _MODEL_CALLS), INFER_CALL, STREAM_CALL, INDEX_CALL)
+_SHARED_MEMORY_CALLS = (
+    *(f"{SERVICE}SystemSharedMemory{name}" for name in ("Status", "Unregister")), REGISTER_CALL
+)  # fmt: skip
 
 CLOSED = "this endpoint is not exposed to clients"
 UNREACHABLE = "the server behind the front does not answer; it is starting, or it has ended"
@@ -50,26 +50,15 @@ _INTERNAL_NAME = re.compile(r"/?(?:triton_python_backend_shm_region_|slipway-\d+
 _SESSION = re.compile(r"\b(session|sequence) (?:[0-9]{10,19}|[0-9a-f]{64})\b")
 
 
-class Rules:
-    """The table of requests that pass."""
+def passes_http(method: str, path: str, *, shared_memory: bool) -> bool:
+    """Return whether a request of HTTP is one that clients may send."""
+    tables = (_PATHS, _SHARED_MEMORY_PATHS) if shared_memory else (_PATHS,)
+    return any(re.fullmatch(each, path) for table in tables for each in table.get(method, ()))
 
-    def __init__(self, *, client_shared_memory: bool) -> None:
-        paths = dict(_PATHS)
-        calls = _CALLS
-        if client_shared_memory:
-            paths = {method: paths[method] + _SHARED_MEMORY_PATHS[method] for method in paths}
-            calls += _SHARED_MEMORY_CALLS
-        self._paths = {method: re.compile("|".join(each)) for method, each in paths.items()}
-        self._calls = {*_HEALTH_CALLS, *(SERVICE + name for name in calls)}
 
-    def passes_http(self, method: str, path: str) -> bool:
-        """Return whether a request of HTTP is one that clients may send."""
-        pattern = self._paths.get(method)
-        return pattern is not None and pattern.fullmatch(path) is not None
-
-    def passes_grpc(self, call: str) -> bool:
-        """Return whether a call of gRPC, `/service/method`, is one that clients may send."""
-        return call in self._calls
+def passes_grpc(call: str, *, shared_memory: bool) -> bool:
+    """Return whether a call of gRPC, `/service/method`, is one that clients may send."""
+    return call in _CALLS or (shared_memory and call in _SHARED_MEMORY_CALLS)
 
 
 def is_health(target: str) -> bool:

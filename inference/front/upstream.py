@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,11 +15,11 @@ import grpc
 from inference.front.access import Access
 from inference.front.guard import Guard
 from inference.front.link import Served
-from inference.front.rules import Rules
 from inference.front.sessions import ClientSessions
 from inference.front.sockets import CHANNEL_OPTIONS, ServerSockets
 from inference.front.validation import read_declared_inputs
 from inference.front.workers import Workers
+from inference.streams import StreamReceiver
 
 _CANCEL_PAUSE_S = 0.02
 _POLL_S = 0.05
@@ -38,21 +38,16 @@ class Upstream:
         self.sockets = ServerSockets(served.sockets)
         self.models = read_declared_inputs(served.repository)
         self.endpoint: Any = None
+        self.streams = StreamReceiver()
         self.channel = grpc.aio.insecure_channel(f"unix:{self.sockets.grpc}", CHANNEL_OPTIONS)
         self.http, self.metrics = (
             client_session(aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=_KEPT_S))
             for socket in (self.sockets.http, self.sockets.metrics)
         )
-        self._calls: dict[str, Callable[..., Any]] = {}
-
-    def unary(self, call: str) -> Callable[..., Any]:
-        """Return a call of gRPC with one message and one answer, both as bytes."""
-        if call not in self._calls:
-            self._calls[call] = self.channel.unary_unary(call)
-        return self._calls[call]
 
     async def close(self) -> None:
         """Close the connections."""
+        self.streams.close()
         await asyncio.gather(self.channel.close(), self.http.close(), self.metrics.close())
 
 
@@ -115,36 +110,27 @@ class Exchangeable(Generic[_T]):
         return former
 
 
-class FrontContext:
-    """The parts that the protocols of one front share.
+class FrontContext(Exchangeable[Upstream]):
+    """The server of one front, and the parts that its protocols share.
 
     `ready` has folders of sockets of the servers that are ready, by the word of their owner;
     `limit` bytes the largest request.
     """
 
     def __init__(self, access: Access, upstream: Upstream, *, host: str, ready: set[Path]) -> None:
-        self.upstreams = Exchangeable(upstream)
+        super().__init__(upstream)
         self.ready = ready
         self.guard = Guard(access, listens_at=host, note_use=self.note_use)
-        self.rules = Rules(client_shared_memory=access.client_shared_memory)
+        self.shared_memory = access.client_shared_memory
         self.sessions = ClientSessions(host)
         self.workers = Workers()
         self.cancellations = Cancellations()
         self.limit = access.max_request_bytes
 
-    @property
-    def upstream(self) -> Upstream:
-        """The server for new requests."""
-        return self.upstreams.current
-
-    def used(self) -> AbstractContextManager[Upstream]:
-        """Return a context with the server for a request, which stays connected until its end."""
-        return self.upstreams.use()
-
     def note_use(self) -> None:
         """Note a request for a model."""
-        self.upstream.sockets.note_use()
+        self.current.sockets.note_use()
 
     def is_ready(self) -> bool:
         """Return whether the server's models answer its owner."""
-        return self.upstream.sockets.folder in self.ready
+        return self.current.sockets.folder in self.ready

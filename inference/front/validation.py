@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tritonclient.grpc import model_config_pb2 as schema
+
 from export_scripts.triton.model_config import parse_config
 from export_scripts.triton.signature import ENCODERS
 from inference.front.guard import RejectedError
@@ -120,8 +122,6 @@ def read_declared_inputs(repository: Path | None) -> dict[str, DeclaredInputs]:
 
 
 def _declared_inputs(path: Path) -> DeclaredInputs | None:
-    from tritonclient.grpc import model_config_pb2 as schema
-
     try:
         config = parse_config(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -83,8 +83,8 @@ NEMO_OUTPUTS = (
 # Interface: module and class of the model in inference.backend, inputs, outputs.
 INTERFACES: dict[str, tuple[str, tuple[TensorSignature, ...], tuple[TensorSignature, ...]]] = {
     "text": ("text_generation import TextModel", INPUTS, OUTPUTS),
-    "nemo": ("nemo_service import NemoModel", NEMO_INPUTS, NEMO_OUTPUTS),
-    "nemo-deploy": ("nemo_service import NemoDeployModel", NEMO_DEPLOY_INPUTS, NEMO_OUTPUTS),
+    "nemo": ("nemo_generation import NemoModel", NEMO_INPUTS, NEMO_OUTPUTS),
+    "nemo-deploy": ("nemo_generation import NemoDeployModel", NEMO_DEPLOY_INPUTS, NEMO_OUTPUTS),
 }
 NEMO_NAME = "GPT"  # which the client of PyTriton's NeMo example asks for
 _SCRIPT = "from inference.backend.{} as TritonPythonModel  # noqa: F401\n"

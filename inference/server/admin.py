@@ -38,14 +38,10 @@ class RefusalError(ValueError):
 
 @dataclass(frozen=True)
 class ModelStatus:
-    """One line of the server's repository index.
-
-    Attributes:
-        state: READY, UNAVAILABLE, LOADING, UNLOADING, or "" if it was never loaded.
-    """
+    """One line of the server's repository index."""
 
     name: str
-    state: str
+    state: str  # READY, UNAVAILABLE, LOADING, UNLOADING, or "" if it was never loaded
     reason: str
 
 

@@ -16,15 +16,18 @@ from inference.front.link import LEFT, FrontSettings, Readiness, Served
 _END_S = 5.0  # for the last answers to be sent
 
 
-class FrontProcess:
-    """A front, started; it ends with this process."""
+class FrontProcess(subprocess.Popen[bytes]):
+    """A front, started; it ends with this process.
+
+    At SIGTERM it takes no more requests, and ends once it has answered those that it has.
+    """
 
     def __init__(self, settings: FrontSettings, *, log_path: Path) -> None:
         self._link, other = Pipe()
         self._sending = threading.Lock()
         self._serves: set[str] = set()  # folders of sockets
         with other, log_path.open("ab") as log:
-            self.process = subprocess.Popen(
+            super().__init__(
                 [sys.executable, "-m", "inference.front", str(other.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -35,15 +38,6 @@ class FrontProcess:
                 start_new_session=True,
             )
         self._send(settings)
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self.process.pid
-
-    def poll(self) -> int | None:
-        """Return its exit status, None while it runs."""
-        return self.process.poll()
 
     def serves(self, sockets: Path) -> bool:
         """Return whether it passes requests on to a server, or still has some of them there."""
@@ -61,19 +55,15 @@ class FrontProcess:
         """Tell it whether a server answers its owner."""
         self._send(Readiness(sockets, is_ready))
 
-    def finish(self) -> None:
-        """Have it take no more requests, and end once it has answered those that it has."""
-        self.process.terminate()
-
     def end(self) -> None:
         """End it, and wait for that."""
         self._link.close()
-        self.process.send_signal(signal.SIGCONT)  # it may have been stopped
+        self.send_signal(signal.SIGCONT)  # it may have been stopped
         try:
-            self.process.wait(_END_S)
+            self.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self.kill()
+            self.wait()
 
     def _send(self, record: object) -> None:
         with self._sending, contextlib.suppress(OSError):  # its exit status reports its end

@@ -78,12 +78,9 @@ class Health:
     ) -> None:
         """Prepare; nothing is sent before `start`.
 
-        Args:
-            targets: What has to answer.
-            tell: Called from any thread, when that changes, with whether a request is answered.
-            interval_s: Between two requests.
-            timeout_s: Longest wait for one answer. A target that has answered the last time has
-                less: 50 times its slowest answer so far, and at least 5 s.
+        `tell` is called from any thread, when that changes, with whether a request is answered. An
+        answer may take `timeout_s`; a target that has answered the last time has less: 50 times its
+        slowest answer so far, and at least 5 s.
         """
         self.targets = tuple(targets)
         self._tell, self._is_ready = tell, True

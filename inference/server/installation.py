@@ -29,14 +29,10 @@ _HELP_TIMEOUT_S = 120.0  # a container's first read of the program can be slow
 
 @dataclass(frozen=True)
 class TritonInstallation:
-    """A server program, its backends if not in the usual place, and folders of shared libraries.
-
-    Attributes:
-        backend_directory: None for the one that was compiled into the program.
-    """
+    """A server program, its backends if not in the usual place, and folders of shared libraries."""
 
     program: Path
-    backend_directory: Path | None = None
+    backend_directory: Path | None = None  # None for the one that was compiled into the program
     cache_directory: Path | None = None
     library_paths: tuple[Path, ...] = ()
 

@@ -22,13 +22,9 @@ def server_options(
 ) -> list[str]:
     """Return the options of a server of this project, which listens on Unix sockets alone.
 
-    The sockets' owner may load and unload models; the front passes no such request on.
-
-    Args:
-        repository: Folder or URL.
-        sockets: Of the server.
-        completes_configs: Backends may fill in what a config.pbtxt leaves out, for which each of
-            their models is loaded twice.
+    The sockets' owner may load and unload models; the front passes no such request on. With
+    `completes_configs` backends may fill in what a config.pbtxt leaves out, for which each of their
+    models is loaded twice.
     """
     return [
         f"--model-repository={repository}",

@@ -36,12 +36,10 @@ class ProbeError(RuntimeError):
 
 
 def probe_tensors(config: Any, *, hidden: int | None) -> dict[str, np.ndarray[Any, Any]] | None:
-    """Return the inputs of a small valid request to a model.
+    """Return the inputs of a small valid request to a model, whose configuration is a message.
 
-    Args:
-        config: Of the model, Triton's protobuf message.
-        hidden: Width of the hidden states that an encoder may take; without it the result for such
-            a model is None.
+    `hidden` is the width of the hidden states that an encoder may take; without it the result for
+    such a model is None.
     """
     needed = (_MAX_LENGTH, SESSION_LEN) if is_interactive(config) else (_MAX_LENGTH,)
     found = {}
@@ -71,36 +69,27 @@ def probe_tensors(config: Any, *, hidden: int | None) -> dict[str, np.ndarray[An
 
 
 def probe(
-    target: str,
+    admin: Admin,
     model: str,
     *,
     hidden: int | None,
     timeout_s: float,
     check: Callable[[], None],
 ) -> None:
-    """Send a model a small request, and wait for the answer.
+    """Send a model a small request, and wait for the answer, at most for `timeout_s`.
 
-    Args:
-        target: Of the server, see `Admin`.
-        model: Its name.
-        hidden: See `probe_tensors`; a model that needs it is not asked where it is unknown.
-        timeout_s: Longest wait.
-        check: Called repeatedly; an exception that it raises ends the wait.
-
-    Raises:
-        ProbeError: The model answered with an error, or not in time.
+    A model that needs `hidden` is not asked where it is unknown, see `probe_tensors`. `check` is
+    called repeatedly; an exception that it raises ends the wait. Raises ProbeError if the model has
+    answered with an error, or not in time.
     """
-    admin, deadline = Admin(target), time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     # In a thread, since a server may accept a request and not answer; it ends with the server.
     pool = ThreadPoolExecutor(1, thread_name_prefix="probe")
     answered = pool.submit(_ask, admin, model, hidden, timeout_s)
     pool.shutdown(wait=False)
-    try:
-        while not answered.done() and time.monotonic() <= deadline:
-            check()
-            wait([answered], timeout=_POLL_S)
-    finally:
-        admin.close()
+    while not answered.done() and time.monotonic() <= deadline:
+        check()
+        wait([answered], timeout=_POLL_S)
     error = answered.exception() if answered.done() else NoAnswerError()
     if isinstance(error, NoAnswerError) and time.monotonic() >= deadline:
         raise ProbeError(f"{model}: no answer to a first small request in {timeout_s:g} s")

@@ -238,13 +238,8 @@ def ask_locally(
 ) -> tuple[int, bytes]:
     """Ask a process of this machine over HTTP, by POST where there is a body.
 
-    Its certificate, which names the host for clients, is not checked.
-
-    Returns:
-        The status and the first bytes of the answer.
-
-    Raises:
-        OSError: There is no answer; a wrong one is a ConnectionError.
+    Its certificate, which names the host for clients, is not checked. Returns the status and the
+    first bytes of the answer. Raises OSError if there is none; a wrong one is a ConnectionError.
     """
     connect: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
     more = {}

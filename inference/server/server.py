@@ -106,22 +106,12 @@ class TritonServer(ServedProcess):
         return f"{scheme}://{self.address('openai')}/v1"
 
     @property
-    def http_url(self) -> str:
-        """`host:port` for HTTP clients on this machine."""
-        return self.address("http")
-
-    @property
-    def grpc_url(self) -> str:
-        """`host:port` for gRPC clients on this machine."""
-        return self.address("grpc")
-
-    @property
     def control_address(self) -> str:
         """Target of gRPC at which the server answers only its owner.
 
         It offers all of Triton's API, including the loading and unloading of models.
         """
-        return self.grpc_url if self._sockets is None else f"unix:{self._sockets.grpc}"
+        return self.address("grpc") if self._sockets is None else f"unix:{self._sockets.grpc}"
 
     @property
     def admin(self) -> Admin:
@@ -232,7 +222,7 @@ class TritonServer(ServedProcess):
                 return loss
             if not self._is_silent(patience_s):
                 return None
-            return f"tritonserver does not answer on {self.http_url}: {error}"
+            return f"tritonserver does not answer on {self.address('http')}: {error}"
         self._silent_since = None
         if lost:
             return self._lost() or "; ".join(f"model {name} is not ready" for name in lost)
@@ -299,9 +289,20 @@ class TritonServer(ServedProcess):
         """Return the command line of this start, with new sockets, and its environment."""
         installation = find_triton(own_backends=not self._is_old)
         program = [*self._prefix, str(installation.program), *installation.arguments()]
-        self._sockets = None if self._is_old else new_sockets()
+        if self._is_old:
+            known = installation.known_options()
+            options = old_server_options(
+                self._repository.path, self._ports, host=self.host, known=known
+            )
+        else:
+            self._sockets = new_sockets()
+            options = server_options(
+                self._repository.path,
+                self._sockets,
+                completes_configs=leaves_types_to_the_backend(self.model_repository),
+            )
         segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
-        return [*program, *self._arguments(), segments], installation.environment()
+        return [*program, *options, segments], installation.environment()
 
     def can_have_a_successor(self) -> bool:
         """Return whether another server can take over: it has a front, and keeps no sessions."""
@@ -331,18 +332,6 @@ class TritonServer(ServedProcess):
             time.sleep(_POLL_S)
         self._front, self._former = front, None
         former._has_successor = True
-
-    def _arguments(self) -> list[str]:
-        if self._sockets is None:
-            known = find_triton(own_backends=False).known_options()
-            return old_server_options(
-                self._repository.path, self._ports, host=self.host, known=known
-            )
-        return server_options(
-            self._repository.path,
-            self._sockets,
-            completes_configs=leaves_types_to_the_backend(self.model_repository),
-        )
 
     def _await_ready(
         self,
@@ -468,7 +457,7 @@ class TritonServer(ServedProcess):
         if front is None or sockets is None:
             return
         if not self._has_successor:
-            front.finish()
+            front.terminate()
         while front.serves(sockets.folder) and time.monotonic() < deadline:
             if self._ended_within(_POLL_S):
                 return

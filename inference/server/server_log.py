@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 LOG_TAIL_LINES = 20
@@ -16,7 +16,7 @@ _MANY = 1000
 _FORWARD_S = 0.25
 _MOST = 300  # characters of a line worth showing
 _NOISE = re.compile(r"\+-|\| |\s+<frozen importlib")
-_RECORD = re.compile(r"^[EWIF]\d{4} ")  # every record of the server starts like this
+_RECORD = re.compile(r"^(?=[EWIF]\d{4} )", re.MULTILINE)  # where each of the server's begins
 _LOADING = re.compile(r'"?loading: (?P<name>\S+?):\d+')
 _LOADED = re.compile(r"successfully loaded '(?P<name>[^']+)'")
 _FAILED = re.compile(r"failed to load '(?P<name>[^']+)' version \d+: (?P<reason>.*)", re.DOTALL)
@@ -129,12 +129,9 @@ class ServerLog:
             log.seek(self._position)
             added = log.read()
         self._position += len(added)
-        # The record being written is kept for the next call.
-        records = list(_records(self._rest + added.decode(errors="replace")))
-        if added and records:
-            self._rest = records.pop()
-        else:
-            self._rest = ""
+        # A line that begins no record belongs to the one before; the last is perhaps not whole.
+        records = _RECORD.split(self._rest + added.decode(errors="replace"))
+        self._rest = records.pop() if added else ""
         return [message for record in records if (message := self._event(record))]
 
     def port_was_taken(self) -> bool:
@@ -156,18 +153,6 @@ class ServerLog:
             self.loading.append(loading["name"])
             return f"loading {loading['name']}"
         return None
-
-
-def _records(text: str) -> Iterator[str]:
-    """Split a log into records; a line that starts none belongs to the one before."""
-    record: list[str] = []
-    for line in text.splitlines(keepends=True):
-        if _RECORD.match(line) and record:
-            yield "".join(record)
-            record = []
-        record.append(line)
-    if record:
-        yield "".join(record)
 
 
 def errors_of(lines: Sequence[str]) -> list[str]:

@@ -50,7 +50,7 @@ def options(server: TritonServer, tmp_path: Path) -> EvaluationOptions:
     return EvaluationOptions(
         output_dir=str(tmp_path / "out"),
         data_dir=tmp_path,
-        url=server.grpc_url,
+        url=server.address("grpc"),
         lambada=LambadaOptions(data_path=str(PASSAGES), reference_path=str(RECORDED)),
         latency=LatencyOptions(enabled=False),
         concurrency=16,
@@ -79,7 +79,7 @@ def test_every_bundled_passage_equals_the_reference(options, server) -> None:
 def test_http_and_the_model_alone_give_the_same_figures(options, server) -> None:
     over_http = replace(
         options,
-        url=server.http_url.removeprefix("http://"),
+        url=server.address("http").removeprefix("http://"),
         protocol="http",
         ensemble_name=None,
         tokenizer_dir=Path(server.model_repository) / "preprocessing" / "1",
@@ -169,7 +169,7 @@ def test_a_damaged_shard_trips_the_gate(
     np.random.default_rng(0).permutation(weights).tofile(shard)
     with new_server(repository, tmp_path) as damaged:
         damaged.start(timeout_s=START_LIMIT_S)
-        found = evaluate(replace(gated, baseline="compare", url=damaged.grpc_url), FACTS)
+        found = evaluate(replace(gated, baseline="compare", url=damaged.address("grpc")), FACTS)
     assert found.gate.exit_code == 3
     (breach,) = found.gate.breaches
     assert breach.metric == "lambada_last_token"

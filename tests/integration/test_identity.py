@@ -77,7 +77,7 @@ def evaluated(root: Path, server: TritonServer, name: str, tmp_path: Path) -> Re
         output_dir=str(tmp_path / "out"),
         data_dir=tmp_path,
         tasks=["identity"],
-        url=server.grpc_url,
+        url=server.address("grpc"),
         model_name=name,
         ensemble_name=None,
         tokenizer_dir=weights,

@@ -86,7 +86,7 @@ def server(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
 
 @pytest.fixture(scope="module")
 def client(server: TritonServer) -> Iterator[TritonClient]:
-    with TritonClient(server.grpc_url, timeout_s=240) as connected:
+    with TritonClient(server.address("grpc"), timeout_s=240) as connected:
         yield connected
 
 
@@ -174,7 +174,7 @@ def test_hidden_states_have_the_type_that_is_computed_in(
     hidden = client.infer("t5", request)["output_hidden_state"]
     assert hidden.dtype == np.float16
     for name in ("bert", "t5"):
-        answer = urllib.request.urlopen(f"http://{server.http_url}/v2/models/{name}")
+        answer = urllib.request.urlopen(f"http://{server.address('http')}/v2/models/{name}")
         declared = {each["name"]: each["datatype"] for each in json.load(answer)["outputs"]}
         assert declared["output_hidden_state"] == "FP16"
 

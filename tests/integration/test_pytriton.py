@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from inference.backend.text_generation import TextService
+from inference.backend.text_generation import TextModel
 from inference.backend.tokenizer import load_tokenizer
 from inference.engine.engine import Engine
 from inference.ports import pick_free_ports
@@ -34,7 +34,7 @@ from inference.server.supervisor import descendants
 from inference.server.tensors import as_tensor
 from tests.conftest import ROOT
 from tests.integration.command import FREE_PORTS, processes_of, served
-from tests.text_requests import infer
+from tests.text_requests import infer, text_model
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 from tests.waiting import lives, until
 
@@ -180,9 +180,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "request_output_len": as_tensor(LENGTHS, "UINT32"),
     }
     with Engine(ft_dir, Placement(device="cpu")) as engine:
-        service = TextService(engine, load_tokenizer(ft_dir))
+        model = text_model(TextModel, engine, load_tokenizer(ft_dir))
         beams = tensors | {"beam_width": as_tensor([3] * 4, "UINT32")}
-        return [infer(service, [each])[0] for each in (tensors, beams)]
+        return [infer(model, [each])[0] for each in (tensors, beams)]
 
 
 def assert_same(answer: Any, expected: Any) -> None:

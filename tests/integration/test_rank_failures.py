@@ -124,7 +124,7 @@ def test_workers_that_were_started_early_end_without_an_engine(ft_dir: Path) -> 
 
 
 def test_models_import_torch_after_the_other_ranks_have_started() -> None:
-    modules = ("python_backend", "encoder_backend", "text_generation", "nemo_service")
+    modules = ("python_backend", "encoder_backend", "text_generation", "nemo_generation")
     imports = "; ".join(f"import inference.backend.{name}" for name in modules)
     program = f"import sys, inference.ranks.processes; {imports}; print('torch' in sys.modules)"
     command = [sys.executable, "-c", program]

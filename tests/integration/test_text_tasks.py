@@ -102,7 +102,7 @@ def options(
     return EvaluationOptions(
         output_dir=str(folder / "out"),
         data_dir=folder,
-        url=server.grpc_url,
+        url=server.address("grpc"),
         tasks=[task],
         **own,
         latency=LatencyOptions(enabled=False),

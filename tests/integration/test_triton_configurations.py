@@ -43,9 +43,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 class _WithoutOwnBackends(TritonServer):
     """Finds only the backends of the installed server."""
 
-    def _arguments(self) -> list[str]:
+    def _command(self) -> tuple[list[str], dict[str, str]]:
         folder = find_triton(own_backends=False).backend_directory
-        return [*super()._arguments(), f"--backend-directory={folder}"]
+        command, environment = super()._command()
+        return [*command, f"--backend-directory={folder}"], environment
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def client(server: TritonServer) -> Iterator[TritonClient]:
-    with TritonClient(server.grpc_url, timeout_s=240) as connected:
+    with TritonClient(server.address("grpc"), timeout_s=240) as connected:
         yield connected
 
 
@@ -149,7 +149,7 @@ def test_encoder_decoder_gives_the_recorded_tokens_alone_and_as_text(
 def test_request_files_of_t5_are_answered_with_and_without_an_ia3_task(
     server: TritonServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    params = json.dumps({"config": {"url": server.http_url, "model_name": TUNED}})
+    params = json.dumps({"config": {"url": server.address("http"), "model_name": TUNED}})
     answers = []
     for name in ("sample_request_single_t5.json", "sample_request_single_t5_ia3.json"):
         file = ROOT / "examples" / "requests" / name

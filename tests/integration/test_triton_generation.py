@@ -40,7 +40,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def client(server: TritonServer) -> Iterator[TritonClient]:
-    with TritonClient(server.grpc_url, timeout_s=240) as connected:
+    with TritonClient(server.address("grpc"), timeout_s=240) as connected:
         yield connected
 
 
@@ -93,7 +93,7 @@ def test_http_and_grpc_give_the_same_answers(
     server: TritonServer, client: TritonClient, greedy_cases: Cases
 ) -> None:
     request = _request(greedy_cases[0]["input_ids"])
-    with TritonClient(server.http_url, protocol="http", timeout_s=240) as http:
+    with TritonClient(server.address("http"), protocol="http", timeout_s=240) as http:
         answer = http.infer(MODEL, request)
         text = http.generate_text([greedy_cases[0]["prompt"]], output_len=NEW_TOKENS)
         assert http.is_ready("ensemble")
@@ -233,7 +233,7 @@ def test_client_commands_work_against_the_server(
     tmp_path: Path,
 ) -> None:
     case = greedy_cases[0]
-    url = ["--url", server.grpc_url]
+    url = ["--url", server.address("grpc")]
     assert main(["generate", case["prompt"], "-o", str(NEW_TOKENS), "--top-k", "1", *url]) == 0
     assert capsys.readouterr().out == case["greedy_text"] + "\n"
     assert main(["stream", case["prompt"], "-o", str(NEW_TOKENS), *url]) == 0
@@ -262,7 +262,7 @@ def test_dead_worker_fails_requests_with_the_reason_and_ends_the_server(
 ) -> None:
     with new_server(sample_repository(tp_size=2, ensemble=False), tmp_path) as server:
         server.start(timeout_s=START_LIMIT_S)
-        with TritonClient(server.grpc_url, timeout_s=30) as client:
+        with TritonClient(server.address("grpc"), timeout_s=30) as client:
             running = processes(server)
             (worker,) = [pid for pid in running if b"inference.ranks.worker" in _command(pid)]
             in_flight = client.infer_async(MODEL, _request([1, 2], new_tokens=500))
@@ -313,6 +313,6 @@ def test_shipped_request_files_are_answered(
     server: TritonServer, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     file = ROOT / "examples" / "requests" / f"sample_request{kind}.json"
-    params = json.dumps({"config": {"url": server.http_url}})
+    params = json.dumps({"config": {"url": server.address("http")}})
     assert main(["request", str(file), "--params", params]) == 0
     assert "sequence_length:" in capsys.readouterr().out

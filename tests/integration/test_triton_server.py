@@ -53,7 +53,7 @@ SLOW_ANSWER = DOUBLE.replace(
 
 
 def _ask(server: TritonServer, *, model: str = "double") -> list[list[int]]:
-    with TritonClient(server.grpc_url) as client:
+    with TritonClient(server.address("grpc")) as client:
         return client.infer(model, {"x": np.array([[1, 2]], np.uint32)})["y"].tolist()
 
 
@@ -153,11 +153,11 @@ def test_only_the_owner_may_unload_models_of_a_server_that_others_can_reach(
     with server:
         server.start(timeout_s=240)
         assert server.failure() is None
-        url = f"http://{server.http_url}/v2/repository/models/double/unload"
+        url = f"http://{server.address('http')}/v2/repository/models/double/unload"
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(urllib.request.Request(url, data=b"{}"), timeout=10)
         assert caught.value.code == 403
-        with TritonClient(server.grpc_url) as client:
+        with TritonClient(server.address("grpc")) as client:
             assert client.is_ready("double")
             assert client.infer("double", {"x": np.array([[3]], np.uint32)})["y"] == [[6]]
 

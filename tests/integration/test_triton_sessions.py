@@ -52,7 +52,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def client(server: TritonServer) -> Iterator[TritonClient]:
-    with TritonClient(server.grpc_url, timeout_s=240) as connected:
+    with TritonClient(server.address("grpc"), timeout_s=240) as connected:
         yield connected
 
 
@@ -183,7 +183,7 @@ def test_a_session_forgets_tokens_beyond_its_memory(
 
 
 def test_http_holds_sessions_too(server: TritonServer, client: TritonClient) -> None:
-    with TritonClient(server.http_url, protocol="http", timeout_s=240) as http:
+    with TritonClient(server.address("http"), protocol="http", timeout_s=240) as http:
         assert _talk(http, 30, [[5, 6, 7], [8]]) == _talk(client, 31, [[5, 6, 7], [8]])
 
 
@@ -192,7 +192,7 @@ def test_request_files_hold_a_session(
 ) -> None:
     file = tmp_path / "turn.json"
     for prompt, more in (([5, 6], {"sequence_start": True}), ([7], {"sequence_end": True})):
-        config = {"protocol": "grpc", "url": server.grpc_url, "sequence_id": 60, **more}
+        config = {"protocol": "grpc", "url": server.address("grpc"), "sequence_id": 60, **more}
         entries = [
             {"name": name, "data": value.tolist(), "dtype": "uint32"}
             for name, value in _request(prompt, session_len=SESSION_LEN).items()

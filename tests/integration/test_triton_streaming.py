@@ -49,7 +49,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def client(server: TritonServer) -> Iterator[TritonClient]:
-    with TritonClient(server.grpc_url, timeout_s=240) as connected:
+    with TritonClient(server.address("grpc"), timeout_s=240) as connected:
         yield connected
 
 
@@ -254,7 +254,7 @@ def test_streaming_commands_work_against_the_server(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    case, url = greedy_cases[0], ["--url", server.grpc_url]
+    case, url = greedy_cases[0], ["--url", server.address("grpc")]
     assert main(["stream", case["prompt"], "-o", str(NEW_TOKENS), *url]) == 0
     assert capsys.readouterr().out == case["greedy_text"] + "\n"
     assert main(["generate", case["prompt"], "-o", str(NEW_TOKENS), *url]) == 0

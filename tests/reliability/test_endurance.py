@@ -68,7 +68,7 @@ def test_memory_stays_flat_under_many_clients(server: TritonServer, soak: int) -
 
     def ask(number: int, until: float) -> None:
         protocol = "grpc" if number % 2 else "http"
-        url = server.grpc_url if protocol == "grpc" else server.http_url
+        url = server.address("grpc") if protocol == "grpc" else server.address("http")
         with TritonClient(url, protocol=protocol, timeout_s=60) as client:
             while time.monotonic() < until:
                 value = np.full((1, 256), number * 1000 + counts[number] % 1000, np.uint32)
@@ -100,7 +100,7 @@ class Stranger(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.channel = grpc.insecure_channel(self.server.grpc_url)
+        self.channel = grpc.insecure_channel(self.server.address("grpc"))
         self.streams: list[tuple[Any, threading.Event]] = []
         self.running = processes(self.server)
 
@@ -120,7 +120,7 @@ class Stranger(RuleBasedStateMachine):
         x = {"name": "x", "shape": [1, 2], "datatype": "UINT32", "data": [1, 2], **changes}
         body = json.dumps({"inputs": [x]} if endpoint == "infer" else {"x": x.get("data")})
         headers = {} if length is None else {"Inference-Header-Content-Length": str(length)}
-        connection = HTTPConnection(self.server.http_url, timeout=30)
+        connection = HTTPConnection(self.server.address("http"), timeout=30)
         with contextlib.closing(connection), contextlib.suppress(HTTPException):
             connection.request("POST", f"/v2/models/double/{endpoint}", body, headers)
             assert connection.getresponse().status in (200, 400, 500)
@@ -168,7 +168,7 @@ class Stranger(RuleBasedStateMachine):
     @invariant()
     def others_are_answered(self) -> None:
         x = np.array([[3, 4]], np.uint32)
-        with TritonClient(self.server.grpc_url, timeout_s=60) as client:
+        with TritonClient(self.server.address("grpc"), timeout_s=60) as client:
             assert client.infer("double", {"x": x})["y"].tolist() == [[6, 8]]
         assert processes(self.server) == self.running
 

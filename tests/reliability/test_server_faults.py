@@ -120,7 +120,7 @@ def server(tmp_path: Path) -> Iterator[TritonServer]:
 def infer(server: TritonServer, model: str, value: int) -> int:
     """Return the status of a request over HTTP. Raises OSError for a lost connection."""
     x = {"name": "x", "datatype": "UINT32", "shape": [1, 1], "data": [value]}
-    url = f"http://{server.http_url}/v2/models/{model}/infer"
+    url = f"http://{server.address('http')}/v2/models/{model}/infer"
     request = urllib.request.Request(url, data=json.dumps({"inputs": [x]}).encode())
     try:
         with urllib.request.urlopen(request, timeout=CLIENT_TIMEOUT_S) as response:
@@ -160,7 +160,9 @@ def test_killed_model_process_ends_the_server_and_its_requests(
         time.sleep(0.3)
         killed_at = time.monotonic()
         os.kill(process_of(server, model), signal.SIGKILL)
-        until(lambda: not is_ready(server.http_url), "the end of readiness", limit_s=NOTICE_S)
+        until(
+            lambda: not is_ready(server.address("http")), "the end of readiness", limit_s=NOTICE_S
+        )
         assert held.result(NOTICE_S) == HTTPStatus.SERVICE_UNAVAILABLE
     assert time.monotonic() - killed_at < NOTICE_S
     until(lambda: server.poll() is not None, "the end of the server")
@@ -182,7 +184,7 @@ def test_stream_of_an_ensemble_comes_to_its_end_when_the_server_is_asked_to_end(
     with new_server(repository, tmp_path) as server:
         server.start(timeout_s=START_S)
         with (
-            TritonClient(server.grpc_url, timeout_s=CLIENT_TIMEOUT_S) as client,
+            TritonClient(server.address("grpc"), timeout_s=CLIENT_TIMEOUT_S) as client,
             ThreadPoolExecutor(1) as pool,
         ):
             frames = client.stream("outer", {"x": np.array([[1]], np.uint32)})
@@ -203,7 +205,7 @@ def test_stop_does_not_wait_for_a_model_that_a_cancelled_stream_keeps(tmp_path: 
     with server:
         server.start(timeout_s=START_S)
         with (
-            TritonClient(server.grpc_url, timeout_s=1) as client,
+            TritonClient(server.address("grpc"), timeout_s=1) as client,
             pytest.raises(InferenceServerException),
         ):
             list(client.stream("streaming", {"x": np.array([[1]], np.uint32)}))
@@ -259,17 +261,17 @@ def test_model_that_hangs_while_it_is_idle_is_noticed_by_its_canary(tmp_path: Pa
         target = next(each for each in health.targets if each.name == "model hanging")
         until(lambda: target.slowest_s is not None, "the answer to a canary")
         assert server.failure() is None
-        assert is_ready(server.http_url)
+        assert is_ready(server.address("http"))
         hang.touch()
-        until(lambda: not is_ready(server.http_url), "the end of readiness")
-        with TritonClient(server.grpc_url, timeout_s=10) as client:
+        until(lambda: not is_ready(server.address("http")), "the end of readiness")
+        with TritonClient(server.address("grpc"), timeout_s=10) as client:
             assert not client.is_ready()
         assert server.admin.is_ready()  # so much for Triton's own answer
         until(lambda: server.failure() is not None, "the canary's notice")
         assert server.failure() == "model hanging has not answered a canary for 5 s"
         hang.unlink()
         until(lambda: server.failure() is None, "the first answer after that")
-        until(lambda: is_ready(server.http_url), "readiness after that")
+        until(lambda: is_ready(server.address("http")), "readiness after that")
 
 
 # Each request computes for a time that the input gives, in tenths of a second.
@@ -303,7 +305,7 @@ def test_model_that_is_busy_for_longer_than_a_canary_waits_is_left_alone(
         answers = [pool.submit(infer, server, "computing", tenths) for _ in range(count)]
         while not all(each.done() for each in answers):
             assert server.failure() is None
-            assert is_ready(server.http_url)
+            assert is_ready(server.address("http"))
             time.sleep(0.2)
         assert [each.result() for each in answers] == [200] * count
 
@@ -367,7 +369,7 @@ def served_alone(
     assert command.stdout is not None
     threading.Thread(target=lines.extend, args=(command.stdout,), daemon=True).start()
     address = TritonServer(repository, ports={"http": ports[0]}, log_path=Path(os.devnull))
-    until(lambda: is_ready(address.http_url) or command.poll() is not None, "the server")
+    until(lambda: is_ready(address.address("http")) or command.poll() is not None, "the server")
     assert command.poll() is None, "".join(lines)
     return command, address, lines
 
@@ -390,15 +392,17 @@ def test_server_without_a_stage_never_gets_ready_again_once_a_model_is_lost(
         running = [command.pid, *supervisor.descendants(command.pid)]
         (stub,) = [pid for pid in running if supervisor.model_of(pid) == "double"]
         os.kill(stub, signal.SIGKILL)
-        until(lambda: not is_ready(address.http_url), "the end of readiness", limit_s=NOTICE_S)
+        until(
+            lambda: not is_ready(address.address("http")), "the end of readiness", limit_s=NOTICE_S
+        )
         # A server that took the model out of its list was ready again 3 s later.
         deadline = time.monotonic() + NOTICE_S
         while command.poll() is None and time.monotonic() < deadline:
-            assert not is_ready(address.http_url)
+            assert not is_ready(address.address("http"))
             time.sleep(0.1)
         assert command.poll() == 1
         for _ in range(5):  # nor did anything that it might have left behind
-            assert not is_ready(address.http_url)
+            assert not is_ready(address.address("http"))
             time.sleep(1)
     finally:
         command.kill()

@@ -168,7 +168,7 @@ def _http(
     body: Any = None,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, bytes]:
-    connection = HTTPConnection(server.http_url, timeout=30)
+    connection = HTTPConnection(server.address("http"), timeout=30)
     try:
         connection.request(method, path, body, headers or {})
         response = connection.getresponse()
@@ -192,7 +192,7 @@ def _code(channel: grpc.Channel, name: str) -> grpc.StatusCode:
 
 
 def _connected(server: TritonServer, timeout_s: float | None = 30) -> socket.socket:
-    host, port = server.http_url.split(":")
+    host, port = server.address("http").split(":")
     return socket.create_connection((host, int(port)), timeout_s)
 
 
@@ -250,7 +250,7 @@ def test_nobody_loads_a_model_of_its_own_over_grpc(server: TritonServer, tmp_pat
         else:
             request.parameters[name].bytes_param = value
     with (
-        grpc.insecure_channel(server.grpc_url) as channel,
+        grpc.insecure_channel(server.address("grpc")) as channel,
         pytest.raises(grpc.RpcError) as caught,
     ):
         _call(channel, f"{CALLS}RepositoryModelLoad", request)
@@ -271,7 +271,7 @@ def test_the_whole_of_http_as_a_stranger_sees_it(server: TritonServer) -> None:
 def test_the_whole_of_grpc_as_a_stranger_sees_it(server: TritonServer) -> None:
     methods = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
     assert set(methods) > OPEN_CALLS
-    with grpc.insecure_channel(server.grpc_url) as channel:
+    with grpc.insecure_channel(server.address("grpc")) as channel:
         codes = {name: _code(channel, CALLS + name) for name in methods}
     denied = {name for name, code in codes.items() if code == grpc.StatusCode.PERMISSION_DENIED}
     assert denied == set(methods) - OPEN_CALLS
@@ -335,7 +335,7 @@ def test_messages_beyond_the_limit_are_refused(
     request = service_pb2.ModelInferRequest(model_name="double")
     request.raw_input_contents.append(bytes(2 * LIMIT_MB << 20))
     unlimited = [("grpc.max_send_message_length", -1)]
-    with grpc.insecure_channel(server.grpc_url, options=unlimited) as channel:
+    with grpc.insecure_channel(server.address("grpc"), options=unlimited) as channel:
         for name in ("ModelInfer", "ModelStreamInfer"):
             call = channel.stream_stream(CALLS + name)
             with pytest.raises(grpc.RpcError) as caught:
@@ -364,7 +364,7 @@ def test_a_compressed_message_takes_no_more_memory_than_a_plain_one(
     usual = _peak_mb(server)
     plain = _double_request().SerializeToString()
     with grpc.insecure_channel(
-        server.grpc_url, options=[("grpc.max_send_message_length", -1)]
+        server.address("grpc"), options=[("grpc.max_send_message_length", -1)]
     ) as channel:
         for name in ("ModelInfer", "ModelStreamInfer", "ModelConfig"):
             call = channel.stream_stream(CALLS + name)
@@ -380,7 +380,7 @@ def test_a_compressed_message_takes_no_more_memory_than_a_plain_one(
 def test_an_error_that_quotes_a_long_name_reaches_its_client(server: TritonServer) -> None:
     request = service_pb2.ModelConfigRequest(name="ä" * 100_000)
     with (
-        grpc.insecure_channel(server.grpc_url) as channel,
+        grpc.insecure_channel(server.address("grpc")) as channel,
         pytest.raises(grpc.RpcError) as caught,
     ):
         _call(channel, f"{CALLS}ModelConfig", request)
@@ -560,7 +560,7 @@ def test_no_form_of_a_message_ends_the_server(server: TritonServer) -> None:
     message.raw_input_contents.append(bytes(8))
     message.outputs.add(name="y").parameters["classification"].int64_param = 1
     messages.append(message.SerializeToString())
-    with grpc.insecure_channel(server.grpc_url) as channel:
+    with grpc.insecure_channel(server.address("grpc")) as channel:
         for message in messages:
             for name in ("ModelInfer", "ModelStreamInfer"):
                 call = channel.stream_stream(CALLS + name)
@@ -577,7 +577,7 @@ def test_clients_that_leave_at_any_moment_do_no_harm(server: TritonServer) -> No
     message.inputs.add(name="x", datatype="UINT32", shape=(1, 2))
     message.raw_input_contents.append(bytes(8))
     requests = [message.SerializeToString()] * 20
-    with grpc.insecure_channel(server.grpc_url) as channel:
+    with grpc.insecure_channel(server.address("grpc")) as channel:
         for turn in range(60):
             # CVE-2025-23322: a stream that is cancelled before its requests are processed.
             metadata = [("triton_grpc_error", "true")] if turn % 2 else None
@@ -620,7 +620,7 @@ def test_errors_do_not_name_the_servers_memory(server: TritonServer) -> None:
     message.inputs.add(name="x", datatype="UINT32", shape=(1, 2))
     message.raw_input_contents.append(np.array([TALKATIVE, 0], np.uint32).tobytes())
     data = message.SerializeToString()
-    with grpc.insecure_channel(server.grpc_url) as channel:
+    with grpc.insecure_channel(server.address("grpc")) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             _call(channel, f"{CALLS}ModelInfer", data)
         errors.append(caught.value.details())
@@ -675,9 +675,9 @@ def test_only_the_owner_enters_the_servers_sockets(server: TritonServer) -> None
 
 
 def test_the_list_of_models_says_nothing_of_the_servers_inside(server: TritonServer) -> None:
-    with TritonClient(server.grpc_url) as client:
+    with TritonClient(server.address("grpc")) as client:
         assert client.models() == [{"name": "double", "state": "READY"}]
-    with TritonClient(server.http_url, protocol="http") as client:
+    with TritonClient(server.address("http"), protocol="http") as client:
         assert client.models() == [{"name": "double", "state": "READY"}]
 
 

@@ -133,6 +133,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "inference.backend": (
         "export_scripts.errors",
         "export_scripts.ft",
+        "export_scripts.numeric",
         "export_scripts.triton",
         "inference",
         "inference.decoding",
@@ -289,7 +290,10 @@ SHARED_NAMES = {
 # Modules of one folder, its __init__ left out.
 MOST_MODULES = 20
 
-HEAVY = ("torch", "transformers", "numpy", "tritonclient", "grpc", "matplotlib", "sentencepiece")
+HEAVY = (
+    "torch", "transformers", "numpy", "pydantic", "tritonclient", "grpc", "matplotlib",
+    "sentencepiece",
+)  # fmt: skip
 COMMANDS = {
     "--help": ["--help"],
     "--cfg job": ["export=gpt3/sample", "--cfg", "job"],

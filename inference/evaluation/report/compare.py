@@ -5,9 +5,9 @@ The comparison is text for the terminal and one HTML page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from export_scripts.tables import text_table
 from inference.evaluation.paired import compare_metric
@@ -16,10 +16,8 @@ from inference.evaluation.record import (
     LatencyPoint,
     Prediction,
     Report,
-    RequestStatistics,
     TaskReport,
 )
-from inference.evaluation.report.files import read_run
 from inference.evaluation.report.formatting import (
     difference_text,
     load_text,
@@ -48,41 +46,17 @@ _TASK_HEAD = (
 _LATENCY_HEAD = ("tokens in + out", "load", "p50 first", "p50 second", "tokens/s", "change")
 _CHANGED_HEAD = ("#", "expected", "first answered", "second answered", "changed")
 
+Run = tuple[Report, Sequence[Prediction]]
 Pair = tuple[Prediction, Prediction]  # the same sample in the first and in the second run
 
 
 @dataclass(frozen=True)
 class ChangedSample:
-    """A sample that the two runs scored differently, by `metrics`."""
+    """A sample that the two runs scored differently; `words` say how, by metric."""
 
     first: Prediction
     second: Prediction
-    metrics: tuple[str, ...]
-
-    def word(self, metric: str) -> str:
-        """Return the change of a metric of this sample in two words."""
-        before, after = self.first.values[metric], self.second.values[metric]
-        if {before, after} == {0.0, 1.0}:
-            return "now right" if after > before else "now wrong"
-        return "better" if after > before else "worse"
-
-
-@dataclass(frozen=True)
-class TaskComparison:
-    """The samples and the requests of one task in two runs.
-
-    Attributes:
-        both: samples of both runs, of which `same` have the same answer.
-        only_first, only_second: samples that the other run did not ask.
-    """
-
-    name: str
-    both: int
-    only_first: int
-    only_second: int
-    same: int
-    first: RequestStatistics
-    second: RequestStatistics
+    words: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -91,6 +65,7 @@ class RunComparison:
 
     Attributes:
         metrics: those that both runs have.
+        tasks: the samples and the requests of each, as a row of text.
         changed: samples of both runs that a fraction scores differently.
         latency: points measured in both.
         notes: why figures may not be comparable.
@@ -99,7 +74,7 @@ class RunComparison:
     first: Report
     second: Report
     metrics: tuple[Comparison, ...]
-    tasks: tuple[TaskComparison, ...]
+    tasks: tuple[tuple[str, ...], ...]
     changed: tuple[ChangedSample, ...]
     latency: tuple[tuple[LatencyPoint, LatencyPoint], ...]
     notes: tuple[str, ...]
@@ -109,27 +84,13 @@ class RunComparison:
         return {metric.name: metric for metric in self.second.metrics}[name]
 
 
-def load_comparison(first: Path, second: Path) -> RunComparison:
-    """Compare two report.json files, with their predictions.jsonl where there is one.
-
-    Raises:
-        ValueError: a file is not a report, or the runs have no metric in common.
-    """
-    (old, old_predictions), (new, new_predictions) = read_run(first), read_run(second)
-    return compare_runs(old, new, old_predictions, new_predictions)
-
-
-def compare_runs(
-    first: Report,
-    second: Report,
-    first_predictions: Sequence[Prediction] = (),
-    second_predictions: Sequence[Prediction] = (),
-) -> RunComparison:
+def compare_runs(first_run: Run, second_run: Run) -> RunComparison:
     """Compare two runs.
 
     Raises:
         ValueError: they have no metric in common.
     """
+    (first, first_predictions), (second, second_predictions) = first_run, second_run
     before = {metric.name: metric for metric in first.metrics}
     shared = [metric for metric in second.metrics if metric.name in before]
     if not shared:
@@ -150,7 +111,8 @@ def compare_runs(
         if task.name not in earlier:
             continue
         old, new = (
-            {_key(each): each for each in run if each.task == task.name}
+            # Earlier versions wrote no ids.
+            {each.id or each.index: each for each in run if each.task == task.name}
             for run in (first_predictions, second_predictions)
         )
         own = [(old[key], each) for key, each in new.items() if key in old]
@@ -161,8 +123,16 @@ def compare_runs(
         if old or new:
             same = sum(one.answer == two.answer for one, two in own)
             counts = (len(own), len(old) - len(own), len(new) - len(own), same)
-            requests = earlier[task.name].requests, task.requests
-            tasks.append(TaskComparison(task.name, *counts, *requests))
+            both = (earlier[task.name].requests, task.requests)
+            medians = (milliseconds_text(each.latency.p50_ms) for each in both)
+            speeds = " to ".join(number_text(each.tokens_per_s) for each in both)
+            tasks.append((task.name, *(f"{count:,}" for count in counts), *medians, speeds))
+    points = {(shape_text(each), load_text(each)): each for each in first.latency}
+    shared_points = [
+        (points[key], each)
+        for each in second.latency
+        if (key := (shape_text(each), load_text(each))) in points
+    ]
     found = [(new, old.values) for old, new in pairs]
     return RunComparison(
         first=first,
@@ -170,13 +140,9 @@ def compare_runs(
         metrics=tuple(compare_metric(each, before[each.name].value, found) for each in shared),
         tasks=tuple(tasks),
         changed=_changed(shared, pairs),
-        latency=_shared_points(first.latency, second.latency),
+        latency=tuple(shared_points),
         notes=tuple(notes),
     )
-
-
-def _key(prediction: Prediction) -> str | int:
-    return prediction.id or prediction.index  # earlier versions wrote no ids
 
 
 def _not_paired(first: TaskReport, second: TaskReport, pairs: Sequence[Pair]) -> str:
@@ -194,19 +160,17 @@ def _changed(metrics: Sequence[Metric], pairs: Sequence[Pair]) -> tuple[ChangedS
     found = []
     for old, new in pairs:
         known = [name for name in fractions if name in old.values.keys() & new.values.keys()]
-        if differing := tuple(name for name in known if old.values[name] != new.values[name]):
-            found.append(ChangedSample(old, new, differing))
+        both = {name: (old.values[name], new.values[name]) for name in known}
+        words = {name: _word(*each) for name, each in both.items() if each[0] != each[1]}
+        if words:
+            found.append(ChangedSample(old, new, words))
     return tuple(found)
 
 
-def _shared_points(
-    first: Sequence[LatencyPoint], second: Sequence[LatencyPoint]
-) -> tuple[tuple[LatencyPoint, LatencyPoint], ...]:
-    def load(point: LatencyPoint) -> tuple[int, ...]:
-        return (point.input_len, point.output_len, point.batch_size, point.concurrency)
-
-    before = {load(each): each for each in first}
-    return tuple((before[load(each)], each) for each in second if load(each) in before)
+def _word(before: float, after: float) -> str:
+    if {before, after} == {0.0, 1.0}:
+        return "now right" if after > before else "now wrong"
+    return "better" if after > before else "worse"
 
 
 def comparison_text(comparison: RunComparison) -> str:
@@ -214,9 +178,11 @@ def comparison_text(comparison: RunComparison) -> str:
     parts = [
         f"first   {_described(comparison.first)}\nsecond  {_described(comparison.second)}",
         "\n".join(comparison.notes),
-        _aligned(_METRIC_HEAD, [_metric_row(comparison, each) for each in comparison.metrics]),
-        _aligned(_TASK_HEAD, [_task_row(each) for each in comparison.tasks]),
-        _aligned(_LATENCY_HEAD, [_latency_row(*pair) for pair in comparison.latency]),
+        *(
+            text_table(head, rows, right=range(1, len(head)), rule=False)
+            for head, rows in _tables(comparison).values()
+            if rows
+        ),
     ]
     if changed := comparison.changed:
         s = "s" * (len(changed) > 1)
@@ -226,8 +192,13 @@ def comparison_text(comparison: RunComparison) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return text_table(head, rows, right=range(1, len(head)), rule=False) if rows else ""
+def _tables(comparison: RunComparison) -> dict[str, Any]:
+    """Return head and rows of each table, by its name in the page's template."""
+    return {
+        "metrics": (_METRIC_HEAD, [_metric_row(comparison, each) for each in comparison.metrics]),
+        "tasks": (_TASK_HEAD, comparison.tasks),
+        "latency": (_LATENCY_HEAD, [_latency_row(*pair) for pair in comparison.latency]),
+    }
 
 
 def _described(report: Report) -> str:
@@ -249,13 +220,6 @@ def _metric_row(comparison: RunComparison, each: Comparison) -> tuple[str, ...]:
     )
 
 
-def _task_row(each: TaskComparison) -> tuple[str, ...]:
-    counts = (each.both, each.only_first, each.only_second, each.same)
-    medians = (milliseconds_text(run.latency.p50_ms) for run in (each.first, each.second))
-    speeds = " to ".join(number_text(run.tokens_per_s) for run in (each.first, each.second))
-    return each.name, *(f"{count:,}" for count in counts), *medians, speeds
-
-
 def _latency_row(first: LatencyPoint, second: LatencyPoint) -> tuple[str, ...]:
     change = second.tokens_per_s / first.tokens_per_s - 1 if first.tokens_per_s else 0.0
     return (
@@ -270,7 +234,7 @@ def _latency_row(first: LatencyPoint, second: LatencyPoint) -> tuple[str, ...]:
 
 def _changed_row(each: ChangedSample) -> tuple[str, ...]:
     texts = (each.second.target, each.first.answer, each.second.answer)
-    words = ", ".join(f"{metric_title(name).lower()} {each.word(name)}" for name in each.metrics)
+    words = ", ".join(f"{metric_title(n).lower()} {word}" for n, word in each.words.items())
     return str(each.second.index), *(" ".join(t.split())[:_MOST_TEXT] for t in texts), words
 
 
@@ -289,9 +253,7 @@ def render_comparison(comparison: RunComparison) -> str:
         runs=(_described(first), _described(second)),
         comparison=comparison,
         accuracies=pairs and responsive(comparison_chart, pairs),
-        metrics=(_METRIC_HEAD, [_metric_row(comparison, each) for each in comparison.metrics]),
-        tasks=(_TASK_HEAD, [_task_row(each) for each in comparison.tasks]),
         latency_chart=latency and responsive(latency_comparison_chart, latency),
-        latency=(_LATENCY_HEAD, [_latency_row(*pair) for pair in latency]),
         most=_ON_PAGE,
+        **_tables(comparison),
     )

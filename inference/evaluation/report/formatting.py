@@ -81,11 +81,10 @@ def reference_text(comparison: Comparison, unit: str) -> str:
 def references(report: Report) -> dict[str, str]:
     """Return how each metric that has a reference compares with it, by the metric's name."""
     units = {metric.name: metric.unit for metric in report.metrics}
-    compared = [task.reference for task in report.tasks if task.reference is not None]
     return {
-        each.metric: reference_text(each, units[each.metric])
-        for reference in compared
-        for each in reference.metrics
+        name: reference_text(each, units[name])
+        for task in report.tasks
+        for name, each in compared(task).items()
     }
 
 

@@ -72,8 +72,8 @@ def read_history(history_dir: Path) -> list[HistoryPoint]:
 
 def _point(line: bytes, place: str) -> HistoryPoint:
     try:
-        return from_json(HistoryPoint, json.loads(line))
-    except (ValueError, RecursionError) as error:
+        return from_json(HistoryPoint, line)
+    except ValueError as error:
         raise ValueError(f"{place} is damaged: {error}; remove it.") from error
 
 

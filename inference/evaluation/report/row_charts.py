@@ -140,7 +140,7 @@ class _Estimate:
 
 def _estimate(metric: Metric) -> _Estimate:
     value = value_text(metric.value, metric.unit)
-    return _Estimate(metric.value, metric.low, metric.high, value, hint=interval_hint(metric))
+    return _Estimate(metric.value, metric.low, metric.high, value, interval_hint(metric))
 
 
 def _median(point: LatencyPoint) -> _Estimate:

@@ -12,15 +12,11 @@ from collections.abc import Callable
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from export_scripts.tables import markdown_table
 from inference.evaluation.options import TRACKERS
 from inference.evaluation.record import Report, RunFacts
 from inference.evaluation.report.files import FILE_NAMES, REPORT_MARKDOWN
-
-if TYPE_CHECKING:
-    from tensorboard.compat.proto.summary_pb2 import Summary
 
 logger = logging.getLogger(__name__)
 
@@ -82,27 +78,18 @@ def _to_mlflow(report: Report, output_dir: Path, folder: Path) -> None:
 
 
 def _to_tensorboard(report: Report, output_dir: Path, folder: Path) -> None:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.plugins.scalar.summary_v2 import scalar_pb
-    from tensorboard.plugins.text.summary_v2 import text_pb
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from torch.utils.tensorboard import SummaryWriter
 
     logdir = folder / "tensorboard" / report.run.name
     step = len(list(logdir.glob("events.out.tfevents.*")))
-    rows = [(name, str(value)) for name, value in parameters(report).items()]
-    markdown = (output_dir / REPORT_MARKDOWN).read_text(encoding="utf-8")
-    summaries: list[Summary] = [
-        *(scalar_pb(name, value) for name, value in figures(report).items()),
-        text_pb("parameters", markdown_table(("", ""), rows)),
-        text_pb("report", markdown),
-    ]
     started = datetime.fromisoformat(report.started_at).timestamp()
-    writer = EventFileWriter(str(logdir), filename_suffix=f".{report.run_id}")
-    try:
-        for summary in summaries:
-            writer.add_event(Event(wall_time=started, step=step, summary=summary))
-    finally:
-        writer.close()
+    rows = [(name, str(value)) for name, value in parameters(report).items()]
+    with SummaryWriter(str(logdir), filename_suffix=f".{report.run_id}") as writer:
+        for name, value in figures(report).items():
+            writer.add_scalar(name, value, step, started, new_style=True)
+        writer.add_text("parameters", markdown_table(("", ""), rows), step, started)
+        markdown = (output_dir / REPORT_MARKDOWN).read_text(encoding="utf-8")
+        writer.add_text("report", markdown, step, started)
 
 
 _SENDERS: dict[str, Callable[[Report, Path, Path], None]] = {

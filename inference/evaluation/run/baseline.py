@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +31,31 @@ class TaskScores:
     quantities: tuple[str, ...]
     rows: Mapping[str, tuple[float, ...]]
 
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.quantities) for row in self.rows.values()):
+            raise ValueError("a row of scores is not whole")
+
 
 @dataclass(frozen=True)
 class Baseline:
-    """Metrics by name, and the samples they were measured on.
+    """Metrics by name, and the samples they were measured on; a baseline's file is this as JSON.
 
     Attributes:
-        source: where they come from, in words.
         samples: per task: SHA-256 of its data set, limit and seed of the draw.
         scores: per task; baselines of earlier versions have none.
     """
 
-    source: str
+    schema_version: int
+    run_id: str
+    started_at: str
+    samples: Mapping[str, tuple[str | int | None, ...]]
     metrics: Mapping[str, Metric]
-    samples: Mapping[str, tuple[Any, ...]]
-    scores: Mapping[str, TaskScores]
+    scores: Mapping[str, TaskScores] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        """The run that its figures come from, in words."""
+        return f"run {self.run_id} of {self.started_at}"
 
     def check(self, task: str, version: int, dataset: Dataset, samples: Sequence[Sample]) -> None:
         """Raise ValueError if it was measured on other samples, or scored by other rules."""
@@ -126,7 +136,7 @@ def _some(values: Sequence[Any]) -> str:
     return shown + ", ..." * (len(values) > _SHOWN_SAMPLES)
 
 
-def _samples(dataset: Dataset) -> tuple[Any, ...]:
+def _samples(dataset: Dataset) -> tuple[str | int | None, ...]:
     return (dataset.sha256, dataset.limit, dataset.seed)
 
 
@@ -147,9 +157,11 @@ def _baseline_of(report: Report, predictions: Iterable[Prediction]) -> Baseline:
             }
             scores[task.name] = TaskScores(task.version, quantities, rows)
     return Baseline(
-        source=f"run {report.run_id} of {report.started_at}",
-        metrics={metric.name: metric for metric in report.metrics},
+        SCHEMA_VERSION,
+        report.run_id,
+        report.started_at,
         samples={task.name: _samples(task.dataset) for task in report.tasks},
+        metrics={metric.name: metric for metric in report.metrics},
         scores=scores,
     )
 
@@ -158,17 +170,10 @@ def write_baseline(path: Path, report: Report, predictions: Iterable[Prediction]
     """Record the metrics of `report`, and the scores behind them, in `path`; return them."""
     found = _baseline_of(report, predictions)
     path.parent.mkdir(parents=True, exist_ok=True)
-    values = {
-        "schema_version": SCHEMA_VERSION,
-        "run_id": report.run_id,
-        "started_at": report.started_at,
-        "samples": found.samples,
-        "metrics": {name: asdict(metric) for name, metric in found.metrics.items()},
-    }
     scores = ",".join(_scores_text(name, each) for name, each in found.scores.items())
-    head = json.dumps(values, indent=1).removesuffix("\n}")
-    replace_file(path, f'{head},\n "scores": {{{scores}\n }}\n}}\n')
-    return replace(found, source=f"this run, recorded in {path}")
+    head = json.dumps(asdict(replace(found, scores={})), indent=1).removesuffix("{}\n}")
+    replace_file(path, f"{head}{{{scores}\n }}\n}}\n")
+    return found
 
 
 def _scores_text(task: str, scores: TaskScores) -> str:
@@ -188,40 +193,24 @@ def read_baseline(path: Path) -> Baseline:
     Raises:
         ValueError: the file is not a baseline of this schema.
     """
-    values = json_object(path.read_bytes(), f"baseline {path}", remedy=_REMEDY)
+    content = path.read_bytes()
+    values = json_object(content, f"baseline {path}", remedy=_REMEDY)
     if "tasks" in values:
-        return _of_report(path)
+        report, predictions = read_run(path)
+        if not predictions:
+            raise ValueError(
+                f"{path} cannot be a baseline without {PREDICTIONS} next to it; {_REMEDY}"
+            )
+        try:
+            return _baseline_of(report, predictions)
+        except KeyError as error:
+            raise ValueError(
+                f"{path.with_name(PREDICTIONS)} has a sample without {error}, of which {path} has "
+                f"a metric; {_REMEDY}"
+            ) from error
     if values.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"baseline {path} is not of schema_version {SCHEMA_VERSION}; {_REMEDY}")
     try:
-        return Baseline(
-            source=f"run {values['run_id']} of {values['started_at']}",
-            metrics={name: from_json(Metric, each) for name, each in values["metrics"].items()},
-            samples={name: tuple(each) for name, each in values["samples"].items()},
-            scores={name: _read_scores(each) for name, each in values.get("scores", {}).items()},
-        )
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a baseline; {_REMEDY}") from error
-
-
-def _of_report(path: Path) -> Baseline:
-    """Return the baseline that a report is. Raises ValueError where its predictions are not."""
-    report, predictions = read_run(path)
-    if not predictions:
-        raise ValueError(f"{path} cannot be a baseline without {PREDICTIONS} next to it; {_REMEDY}")
-    try:
-        return _baseline_of(report, predictions)
-    except KeyError as error:
-        raise ValueError(
-            f"{path.with_name(PREDICTIONS)} has a sample without {error}, of which {path} has a "
-            f"metric; {_REMEDY}"
-        ) from error
-
-
-def _read_scores(values: Mapping[str, Any]) -> TaskScores:
-    """Return the scores of a task. Raises ValueError where a row is not of numbers."""
-    quantities = tuple(values["quantities"])
-    rows = {key: tuple(map(float, row)) for key, row in values["rows"].items()}
-    if any(len(row) != len(quantities) for row in rows.values()):
-        raise ValueError("a row of scores is not whole")
-    return TaskScores(int(values["version"]), quantities, rows)
+        return from_json(Baseline, content)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a baseline ({error}); {_REMEDY}") from error

@@ -61,7 +61,7 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     ]
     problems += _check_latency(options)
     bounds, gate_problems = parse_bounds(options.gate)
-    known = known_metrics(options)
+    known = [name for task in tasks for name in task.metric_names]
     grouped = tuple(f"{name}_" for task in tasks if task.grouped for name in task.metric_names)
     # Which groups there are is seen in the data, so their bounds are checked when that was read.
     whole = {name: each for name, each in bounds.items() if not name.startswith(grouped)}
@@ -71,18 +71,6 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     problems += _check_trackers(options.trackers)
     problems += _check_reference(options)
     return problems
-
-
-def known_metrics(
-    options: EvaluationOptions, groups: Mapping[str, Sequence[str]] | None = None
-) -> tuple[str, ...]:
-    """Return the names of all metrics that will be measured; `groups` are those of each task."""
-    found: list[str] = []
-    for task in known_tasks(options):
-        found += task.metric_names
-        own_groups = (groups or {}).get(task.name, ())
-        found += [f"{metric}_{group}" for metric in task.metric_names for group in own_groups]
-    return tuple(found)
 
 
 def _check_latency(options: EvaluationOptions) -> list[str]:
@@ -142,16 +130,15 @@ def _check_reference(options: EvaluationOptions) -> list[str]:
 
 
 def _check_trackers(trackers: Sequence[str]) -> list[str]:
-    problems = [
-        f"unknown tracker {name!r} in evaluate.trackers; known: {', '.join(TRACKERS)}."
-        for name in trackers
-        if name not in TRACKERS
-    ]
-    problems += [
-        f"evaluate.trackers has {name}, which is not installed: pip install {name}."
-        for name in trackers
-        if name in TRACKERS and find_spec(name) is None
-    ]
+    problems = []
+    for name in trackers:
+        if name not in TRACKERS:
+            known = ", ".join(TRACKERS)
+            problems.append(f"unknown tracker {name!r} in evaluate.trackers; known: {known}.")
+        elif find_spec(name) is None:
+            problems.append(
+                f"evaluate.trackers has {name}, which is not installed: pip install {name}."
+            )
     return problems
 
 

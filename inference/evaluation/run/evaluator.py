@@ -7,7 +7,7 @@ import string
 import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -33,6 +33,7 @@ from inference.evaluation.run.baseline import Baseline, write_baseline
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.environment import describe_environment, describe_weights
 from inference.evaluation.run.latency import measure_latency
+from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.run.preparation import (
     Prepared,
     check_bounds_of_groups,
@@ -41,7 +42,8 @@ from inference.evaluation.run.preparation import (
     with_source,
     within_abilities,
 )
-from inference.evaluation.run.reference import compare_with_reference, with_reference_values
+from inference.evaluation.run.reference import compare_with_reference
+from inference.evaluation.run.served_model import connect
 from inference.evaluation.run.task_run import (
     EvaluationProgress,
     Movement,
@@ -79,8 +81,6 @@ def evaluate(
         raise ValueError("\n".join(problems))
     output_dir = Path(options.output_dir)
     if options.protocol == OPENAI and model is None:
-        from inference.evaluation.run.openai_model import open_model
-
         with _junit_on_failure(output_dir):
             options = within_abilities(options, open_model(options)[1].lacks)
     tasks = known_tasks(options)
@@ -98,7 +98,8 @@ def evaluate(
         output_dir.mkdir(parents=True, exist_ok=True)
         for name in FILE_NAMES:  # two reports are never mixed
             (output_dir / name).unlink(missing_ok=True)
-        with nullcontext(model) if model is not None else _server(options, progress) as asked:
+        progress(EvaluationProgress("connect", done=0, total=1))
+        with nullcontext(model) if model is not None else connect(options) as asked:
             ask = partial(run_task, model=asked, concurrency=options.concurrency, progress=progress)
             runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
             repeats = [movement(run, asked, bounds) for run in runs]
@@ -133,12 +134,14 @@ def _publish(
     baseline: Baseline | None,
 ) -> None:
     predictions = [
-        each
+        replace(
+            each,
+            reference={} if own.reference is None else own.reference.values(each),
+            baseline={} if baseline is None else baseline.values(each),
+        )
         for run, own in zip(runs, prepared, strict=True)
-        for each in with_reference_values(run.predictions, own.reference)
+        for each in run.predictions
     ]
-    if baseline is not None:
-        predictions = [replace(each, baseline=baseline.values(each)) for each in predictions]
     output_dir = Path(options.output_dir)
     write_report(output_dir, report, predictions)
     if options.history_dir is not None:
@@ -159,15 +162,6 @@ def _junit_on_failure(output_dir: Path) -> Iterator[None]:
         output_dir.mkdir(parents=True, exist_ok=True)
         replace_file(output_dir / JUNIT, junit_error_text(str(error)))
         raise
-
-
-def _server(
-    options: EvaluationOptions, progress: ProgressCallback
-) -> AbstractContextManager[TextGenerator]:
-    from inference.evaluation.run.served_model import connect
-
-    progress(EvaluationProgress("connect", done=0, total=1))
-    return connect(options)
 
 
 def _latency(
@@ -242,18 +236,17 @@ def _gated(
     gate = apply_gate(
         report.metrics,
         bounds,
-        baseline=None if baseline is None else baseline.metrics,
+        baseline={} if baseline is None else baseline.metrics,
         pairs={} if baseline is None else ChainMap(*(baseline.pairs(run) for run in runs)),
         moved=moved,
         advisory={
             metric.name
-            for task in report.tasks
-            if task.name in options.advisory
-            for metric in task.metrics
+            for run in runs
+            if run.task.name in options.advisory
+            for metric in run.metrics
         },
     )
-    tasks = known_tasks(options)
-    remedies = {name: task.remedy() for task in tasks for name in task.metric_names}
+    remedies = {metric.name: run.task.remedy() for run in runs for metric in run.metrics}
     verdicts = [
         replace(each, remedy=remedies.get(each.metric, "") if each.status == BREACHED else "")
         for each in gate.verdicts
@@ -263,7 +256,8 @@ def _gated(
         baseline = write_baseline(updated, report, chain(*(run.predictions for run in runs)))
     if baseline is None:
         return report
-    return replace(report, baseline=baseline.metrics, baseline_source=baseline.source)
+    source = baseline.source if updated is None else f"this run, recorded in {updated}"
+    return replace(report, baseline=baseline.metrics, baseline_source=source)
 
 
 def _with_own_facts(facts: RunFacts, weights_dir: Path | None, seconds: float) -> RunFacts:

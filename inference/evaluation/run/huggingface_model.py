@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +34,34 @@ from inference.parity.activations import NoLibraryError
 from inference.parity.huggingface import import_transformers, load_transformers_model
 
 
+@dataclass(frozen=True)
 class HuggingFaceModel(TextGenerator):
-    """Meets TextGenerator with a model and a tokenizer of the transformers library."""
+    """Meets TextGenerator with a model and a tokenizer of the transformers library.
 
-    def __init__(
-        self, model: Any, tokenizer: Any, *, source: str, prompts_dir: Path | None = None
-    ) -> None:
-        """Ask `model`; `prompts_dir` is the served folder, for the prompt tables in it."""
-        self._model = model
-        self._tokenizer = tokenizer
-        self._prompts_dir = prompts_dir
-        self._lock = threading.Lock()
-        self.source = source
+    `prompts_dir` is the served folder, for the prompt tables in it.
+    """
+
+    model: Any
+    tokenizer: Any
+    source: str
+    prompts_dir: Path | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def _is_encoder_decoder(self) -> bool:
-        return bool(self._model.config.is_encoder_decoder)
+        return bool(self.model.config.is_encoder_decoder)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of `text`, without special tokens."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids."""
-        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def decode_answer(self, ids: Sequence[int]) -> str:
         """Return the text of generated tokens, up to the end token."""
-        end = self._model.config.eos_token_id
+        end = self.model.config.eos_token_id
         ends = end if isinstance(end, list) else [end]  # Llama 3 has several
         return self.decode(list(itertools.takewhile(lambda each: each not in ends, ids)))
 
@@ -70,7 +71,7 @@ class HuggingFaceModel(TextGenerator):
         """Return the greedy continuation of a text."""
         if words != NO_WORDS:
             raise EvaluationError("evaluate.reference=huggingface has no word lists.")
-        ids = tuple(self._tokenizer.encode(prompt, add_special_tokens=self._is_encoder_decoder))
+        ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=self._is_encoder_decoder))
         answer = self.complete_ids(ids, output_len=output_len)
         text = self.decode_answer(answer)
         if not self._is_encoder_decoder:
@@ -89,13 +90,13 @@ class HuggingFaceModel(TextGenerator):
         """
         table = self._table(tensors) if tensors else None  # (P, E)
         virtual = 0 if table is None else len(table)
-        ids = torch.tensor([list(input_ids)[virtual:]], device=self._model.device)
+        ids = torch.tensor([list(input_ids)[virtual:]], device=self.model.device)
         prompt = {"input_ids": ids}
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
             if table is not None:
-                embedded = self._model.get_input_embeddings()(ids)  # (1, N, E)
+                embedded = self.model.get_input_embeddings()(ids)  # (1, N, E)
                 prompt = {"inputs_embeds": torch.cat([table.to(embedded)[None], embedded], dim=1)}
-            found = self._model.generate(
+            found = self.model.generate(
                 **prompt,
                 attention_mask=torch.ones(1, len(input_ids), device=ids.device, dtype=torch.long),
                 generation_config=self._greedy(output_len),
@@ -109,19 +110,19 @@ class HuggingFaceModel(TextGenerator):
         if "request_prompt_embedding" in tensors:
             return torch.tensor(tensors["request_prompt_embedding"])
         number = tensors.get("prompt_learning_task_name_ids")
-        names = {each.task_id: name for name, each in served_prompts(self._prompts_dir).items()}
-        if self._prompts_dir is None or number not in names:
+        names = {each.task_id: name for name, each in served_prompts(self.prompts_dir).items()}
+        if self.prompts_dir is None or number not in names:
             raise EvaluationError(
                 f"evaluate.reference=huggingface cannot answer requests with {', '.join(tensors)}: "
                 "the served folder lists no such prompt table; set evaluate.reference=none."
             )
-        return FTReader(self._prompts_dir).read(f"model.prompt_table.{names[number]}.weight")
+        return FTReader(self.prompts_dir).read(f"model.prompt_table.{names[number]}.weight")
 
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
         """Return the natural log probability of `input_ids`, the first token given."""
-        ids = torch.tensor([list(input_ids)], device=self._model.device)
-        with self._lock, torch.no_grad():
-            logits = self._model(ids).logits[0, :-1].float()  # (S - 1, V)
+        ids = torch.tensor([list(input_ids)], device=self.model.device)
+        with self.lock, torch.no_grad():
+            logits = self.model(ids).logits[0, :-1].float()  # (S - 1, V)
         chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])  # (S - 1, 1)
         return float(chosen.sum())
 
@@ -129,7 +130,7 @@ class HuggingFaceModel(TextGenerator):
         """Return the plainest decoding, whatever the checkpoint suggests for itself."""
         from transformers import GenerationConfig
 
-        config = self._model.config
+        config = self.model.config
         return GenerationConfig(
             do_sample=False,
             num_beams=1,
@@ -168,4 +169,4 @@ def load_reference_model(
     if torch.cuda.is_available():
         model = model.to("cuda")
     source = f"transformers {transformers.__version__} in {data_type} on {checkpoint}"
-    return HuggingFaceModel(model, tokenizer, source=source, prompts_dir=prompts_dir)
+    return HuggingFaceModel(model, tokenizer, source, prompts_dir)

@@ -130,29 +130,27 @@ def _prompt_scores(answer: Mapping[str, Any], count: int) -> list[float] | None:
     return [float(each) for each in scores] if all(map(is_number, scores)) else None
 
 
+@dataclass(frozen=True)
 class OpenAIModel(TextGenerator):
     """Meets TextGenerator over a client of OpenAI's protocol."""
 
-    def __init__(
-        self, client: OpenAIClient, model: str, tokenizer: Tokenizer, abilities: Abilities
-    ) -> None:
-        self._client = client
-        self._model = model
-        self._tokenizer = tokenizer
-        self._abilities = abilities
+    client: OpenAIClient
+    model: str
+    tokenizer: Tokenizer
+    abilities: Abilities
 
     @property
     def streams(self) -> bool:
         """Return whether answers come token by token."""
-        return self._abilities.streams
+        return self.abilities.streams
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of `text`."""
-        return tuple(self._tokenizer.encode(text))
+        return tuple(self.tokenizer.encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids."""
-        return self._tokenizer.decode(ids)
+        return self.tokenizer.decode(ids)
 
     def complete_text(
         self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
@@ -161,7 +159,7 @@ class OpenAIModel(TextGenerator):
         if words != NO_WORDS:
             raise RequestFailedError("word lists belong to Triton's ensemble.")
         ids = self.encode(prompt)
-        answer = self._client.complete(self._body(self._prompts([ids])[0], output_len))
+        answer = self.client.complete(self._body(self._prompts([ids])[0], output_len))
         return Completion(
             text=_text(answer),
             generated=_count(answer, "completion_tokens") or 0,
@@ -174,7 +172,7 @@ class OpenAIModel(TextGenerator):
         """Return the greedy tokens after `input_ids`."""
         if tensors:
             raise RequestFailedError(f"the protocol has no tensors ({', '.join(tensors)}).")
-        answer = self._client.complete(self._body(list(input_ids), output_len))
+        answer = self.client.complete(self._body(list(input_ids), output_len))
         if (ids := _answer_ids(answer)) is None:
             raise RequestFailedError("the server returned no token ids.")
         return ids
@@ -191,7 +189,7 @@ class OpenAIModel(TextGenerator):
         body = self._body(prompts[0] if len(prompts) == 1 else prompts, output_len)
         if each_frame is not None and self.streams and len(rows) == 1:
             return [self._streamed(body, each_frame)]
-        answer = self._client.complete(body)
+        answer = self.client.complete(body)
         count = (_count(answer, "completion_tokens") or 0) // len(rows)
         return [
             _answer_ids(answer, row) or (UNKNOWN_TOKEN,) * count
@@ -201,8 +199,8 @@ class OpenAIModel(TextGenerator):
     def _streamed(self, body: Mapping[str, Any], each_frame: Callable[[], None]) -> tuple[int, ...]:
         ids: list[int] = []
         frames, count = 0, None
-        usage = {"stream_options": {"include_usage": True}} if self._abilities.extras else {}
-        for event in self._client.stream({**body, **usage}):
+        usage = {"stream_options": {"include_usage": True}} if self.abilities.extras else {}
+        for event in self.client.stream({**body, **usage}):
             if choices_of(event) and (_answer_ids(event) or choices_of(event)[0].get("text")):
                 each_frame()
                 frames += 1
@@ -216,23 +214,23 @@ class OpenAIModel(TextGenerator):
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
         """Return the natural log probability of `input_ids`, the first token given."""
         body = self._body(list(input_ids), 1) | {"echo": True, "logprobs": 1}
-        scores = _prompt_scores(self._client.complete(body), len(input_ids))
+        scores = _prompt_scores(self.client.complete(body), len(input_ids))
         if scores is None:
             raise RequestFailedError("the server returned no log probabilities of the prompt.")
         return math.fsum(scores)
 
     def _prompts(self, rows: Sequence[Sequence[int]]) -> list[Any]:
-        if self._abilities.takes_ids:
+        if self.abilities.takes_ids:
             return [list(row) for row in rows]
         return [self.decode(row) for row in rows]
 
     def _body(self, prompt: Any, output_len: int) -> dict[str, Any]:
         return {
-            "model": self._model,
+            "model": self.model,
             "prompt": prompt,
             "max_tokens": output_len,
             **_GREEDY,
-            **self._abilities.extras,
+            **self.abilities.extras,
         }
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.baseline import Baseline, read_baseline
-from inference.evaluation.run.checks import known_metrics
 from inference.evaluation.run.reference import Reference, read_reference, reference_of
 from inference.evaluation.run.task_run import ProgressCallback, run_task
 from inference.evaluation.task import Dataset, EvaluationError, Sample, Task
@@ -31,7 +30,7 @@ def within_abilities(options: EvaluationOptions, lacks: Mapping[str, str]) -> Ev
     left_out: dict[str, str] = {}
     found = replace(options, lacks=tuple(lacks))
     for task in known_tasks(found):
-        needs, names = task.needs(), task.metric_names
+        needs, names = task.needs, task.metric_names
         missing = {name: lacks[needs[name]] for name in names if needs.get(name) in lacks}
         rest = tuple(name for name in names if name not in missing)
         reduced = task.reduced(found, rest)
@@ -86,12 +85,14 @@ def prepare(task: Task) -> Prepared:
 
 def check_bounds_of_groups(options: EvaluationOptions, prepared: Sequence[Prepared]) -> list[str]:
     """Return the bounds of metrics that the data turned out not to have."""
-    groups = {
-        each.task.name: sorted({sample.group for sample in each.samples} - {""})
+    known = [
+        f"{name}{end}"
         for each in prepared
-    }
+        for end in ("", *sorted({f"_{sample.group}" for sample in each.samples if sample.group}))
+        for name in each.task.metric_names
+    ]
     bounds, _ = parse_bounds(options.gate)
-    return check_bounds(bounds, known=known_metrics(options, groups))
+    return check_bounds(bounds, known=known)
 
 
 def with_source(
@@ -117,7 +118,8 @@ def with_source(
             progress=progress,
             phase=f"{each.task.name} by transformers",
         )
-        found.append(replace(each, reference=reference_of(run, source=model.source)))
+        reference = reference_of(run, run.predictions, source=model.source, same_samples=True)
+        found.append(replace(each, reference=reference))
     return found
 
 

@@ -10,9 +10,9 @@ A reference is either a past report.json, next to its predictions.jsonl, or a re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from export_scripts.files.json_content import json_object
 from inference.evaluation.paired import Values, compare_metric
@@ -21,12 +21,22 @@ from inference.evaluation.record import (
     ReferenceComparison,
     RequestStatistics,
     TaskReport,
+    from_json,
 )
 from inference.evaluation.report.files import read_run
 from inference.evaluation.run.task_run import TaskRun
 from inference.evaluation.task import Dataset, Score
 
-_SCHEMA_VERSION = 1
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A recorded file."""
+
+    schema_version: Literal[1]
+    source: str
+    dataset_sha256: str
+    metrics: Mapping[str, float]
+    per_sample: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,11 @@ class Reference:
             f"{dataset.sha256[:12]}..."
         )
 
+    def values(self, prediction: Prediction) -> dict[str, float]:
+        """Return the values of a sample, of those quantities that its prediction has too."""
+        row = self.per_sample.get(prediction.index, {})
+        return {name: value for name, value in row.items() if name in prediction.values}
+
 
 def read_reference(path: Path, *, task: str) -> Reference:
     """Read a reference for `task` from a recorded file or a past report.json.
@@ -64,66 +79,68 @@ def read_reference(path: Path, *, task: str) -> Reference:
     Raises:
         ValueError: the file is neither, or says nothing of this task.
     """
-    remedy = "expected a report or recorded file."
-    values = json_object(path.read_bytes(), f"reference {path}", remedy=remedy)
-    if "tasks" in values:
-        return _from_report(path, task)
-    return _from_recorded(path, values)
-
-
-def _from_recorded(path: Path, values: Mapping[str, Any]) -> Reference:
+    content, remedy = path.read_bytes(), "expected a report or recorded file."
+    if "tasks" in json_object(content, f"reference {path}", remedy=remedy):
+        report, predictions = read_run(path)
+        names = [each.name for each in report.tasks]
+        if task not in names:
+            known = ", ".join(names) or "none"
+            raise ValueError(f"report {path} has no task {task}; it has {known}.")
+        own = [each for each in predictions if each.task == task]
+        found = report.tasks[names.index(task)]
+        return reference_of(found, own, source=f"run {report.run_id}")
     try:
-        if values["schema_version"] != _SCHEMA_VERSION:
-            raise ValueError(f"schema_version {values['schema_version']}")
-        rows: dict[int, dict[str, float]] = {}
-        for name, column in values.get("per_sample", {}).items():
-            for index, value in enumerate(column):
-                rows.setdefault(index, {})[name] = float(value)
-        return Reference(
-            source=str(values["source"]),
-            dataset_sha256=str(values["dataset_sha256"]),
-            metrics={name: float(value) for name, value in values["metrics"].items()},
-            per_sample=rows,
-        )
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        recorded = from_json(_Recorded, content)
+    except ValueError as error:
         raise ValueError(
-            f"reference {path} is not of schema_version {_SCHEMA_VERSION} with source, "
+            f"reference {path} is not of schema_version 1 with source, "
             "dataset_sha256, metrics by name, and per_sample, where it is given, as lists of "
-            f"numbers: {error!r}"
+            f"numbers: {error}"
         ) from error
+    rows: dict[int, dict[str, float]] = {}
+    for name, column in recorded.per_sample.items():
+        for index, value in enumerate(column):
+            rows.setdefault(index, {})[name] = value
+    return Reference(recorded.source, recorded.dataset_sha256, recorded.metrics, rows)
 
 
-def _from_report(path: Path, task: str) -> Reference:
-    report, predictions = read_run(path)
-    found = [each for each in report.tasks if each.name == task]
-    if not found:
-        names = ", ".join(each.name for each in report.tasks)
-        raise ValueError(f"report {path} has no task {task}; it has {names or 'none'}.")
-    own = [each for each in predictions if each.task == task]
-    return _of_task(found[0], own, source=f"run {report.run_id}")
-
-
-def reference_of(run: TaskRun, *, source: str) -> Reference:
-    """Return a finished run as the reference of others over the same samples."""
-    return replace(_of_task(run, run.predictions, source=source), same_samples=True)
-
-
-def _of_task(
-    task: TaskReport | TaskRun, predictions: Sequence[Prediction], *, source: str
+def reference_of(
+    task: TaskReport | TaskRun,
+    predictions: Sequence[Prediction],
+    *,
+    source: str,
+    same_samples: bool = False,
 ) -> Reference:
+    """Return a finished task as the reference of others."""
     return Reference(
         source=source,
         dataset_sha256=task.dataset.sha256,
         metrics={metric.name: metric.value for metric in task.metrics},
         per_sample={each.index: each.values for each in predictions},
+        same_samples=same_samples,
         requests=task.requests,
     )
 
 
 def compare_with_reference(run: TaskRun, reference: Reference) -> ReferenceComparison:
-    """Compare every metric, sample by sample where the reference has samples."""
-    values = _reference_values(run, reference)
-    found = [(each, reference.per_sample.get(each.index, {})) for each in run.predictions]
+    """Compare every metric, sample by sample where the reference has samples.
+
+    The reference's metrics that sample values alone give are summed up anew, by the task's own
+    rule, where it has all samples of this run; its figures over the whole set are comparable only
+    when this run asked the whole set.
+    """
+    found = [(each, reference.values(each)) for each in run.predictions]
+    known = [
+        metric.name
+        for metric in run.metrics
+        if metric.from_samples
+        and all({metric.sample_value, metric.weight} - {""} <= row.keys() for _, row in found)
+    ]
+    scores = [Score({**each.values, **row}, answer="") for each, row in found]
+    again = run.task.metrics(run.samples, scores) if known else ()
+    comparable = reference.same_samples or run.dataset.limit is None
+    values = dict(reference.metrics) if comparable else {}
+    values |= {metric.name: metric.value for metric in again if metric.name in known}
     return ReferenceComparison(
         source=reference.source,
         metrics=tuple(
@@ -133,39 +150,3 @@ def compare_with_reference(run: TaskRun, reference: Reference) -> ReferenceCompa
         ),
         requests=reference.requests,
     )
-
-
-def with_reference_values(
-    predictions: Sequence[Prediction], reference: Reference | None
-) -> tuple[Prediction, ...]:
-    """Return the predictions with the reference's values of the same samples."""
-    if reference is None:
-        return tuple(predictions)
-    return tuple(replace(each, reference=_values_of(each, reference)) for each in predictions)
-
-
-def _reference_values(run: TaskRun, reference: Reference) -> dict[str, float]:
-    """Return the reference's metrics over the samples of this run.
-
-    Those that sample values alone give are summed up anew, by the task's own rule, where the
-    reference has all samples; whole-set figures are comparable only when this run asked the whole
-    set.
-    """
-    comparable = reference.same_samples or run.dataset.limit is None
-    values = dict(reference.metrics) if comparable else {}
-    rows = [(each, _values_of(each, reference)) for each in run.predictions]
-    known = [
-        metric.name
-        for metric in run.metrics
-        if metric.from_samples
-        and all({metric.sample_value, metric.weight} - {""} <= row.keys() for _, row in rows)
-    ]
-    scores = [Score({**each.values, **row}, answer="") for each, row in rows]
-    again = run.task.metrics(run.samples, scores) if known else ()
-    return {**values, **{metric.name: metric.value for metric in again if metric.name in known}}
-
-
-def _values_of(prediction: Prediction, reference: Reference) -> dict[str, float]:
-    """Return the reference's values of a sample, of those quantities that the run has too."""
-    row = reference.per_sample.get(prediction.index, {})
-    return {name: value for name, value in row.items() if name in prediction.values}

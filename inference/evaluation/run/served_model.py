@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,7 @@ class ServedTokenizer:
 
     def __init__(self, client: TritonClient) -> None:
         self._client = client
-        self._encoded = lru_cache(maxsize=_REMEMBERED)(self._encode)
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of `text`."""
-        return self._encoded(text)
+        self.encode = lru_cache(maxsize=_REMEMBERED)(self._encode)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         inputs = {
@@ -94,30 +91,22 @@ class ServedTokenizer:
         return as_texts(outputs["OUTPUT"])[0][0]
 
 
+@dataclass(frozen=True)
 class ServedModel(TextGenerator):
     """Meets TextGenerator over a Triton client.
 
     `end_id` is the token that ends answers; null where the tokenizer leaves it out by itself.
     """
 
-    def __init__(
-        self,
-        client: TritonClient,
-        tokenizer: Tokenizer | ServedTokenizer,
-        *,
-        model_name: str = "fastertransformer",
-        ensemble_name: str | None = "ensemble",
-        end_id: int | None = None,
-    ) -> None:
-        self._client = client
-        self._tokenizer = tokenizer
-        self._model_name = model_name
-        self._ensemble_name = ensemble_name
-        self._end_id = end_id
+    client: TritonClient
+    tokenizer: Tokenizer | ServedTokenizer
+    model_name: str = "fastertransformer"
+    ensemble_name: str | None = "ensemble"
+    end_id: int | None = None
 
     @cached_property
     def _types(self) -> Mapping[str, str]:
-        return self._client.input_types(self._model_name)
+        return self.client.input_types(self.model_name)
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -127,26 +116,26 @@ class ServedModel(TextGenerator):
     @property
     def streams(self) -> bool:
         """Return whether answers to token ids come token by token."""
-        return self._client.streams(self._model_name)
+        return self.client.streams(self.model_name)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of `text`."""
-        return tuple(self._tokenizer.encode(text))
+        return tuple(self.tokenizer.encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids."""
-        return self._tokenizer.decode(ids)
+        return self.tokenizer.decode(ids)
 
     def decode_answer(self, ids: Sequence[int]) -> str:
         """Return the text of generated tokens, up to the end token."""
         ids = list(ids)
-        return self.decode(ids[: ids.index(self._end_id)] if self._end_id in ids else ids)
+        return self.decode(ids[: ids.index(self.end_id)] if self.end_id in ids else ids)
 
     def complete_text(
         self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
     ) -> Completion:
         """Return the greedy continuation as text, asked through the ensemble if there is one."""
-        if self._ensemble_name is None:
+        if self.ensemble_name is None:
             if words != NO_WORDS:
                 raise RequestFailedError("word lists are encoded by the ensemble; there is none.")
             return self._complete_encoded(prompt, output_len, score_prompt=score_prompt)
@@ -158,7 +147,7 @@ class ServedModel(TextGenerator):
             **(_SCORING if score_prompt else GREEDY),
         }
         names = ("OUTPUT_0", "sequence_length", *(_LOG_PROBS if score_prompt else ()))
-        outputs = ask(self._client, self._ensemble_name, inputs, *names)
+        outputs = ask(self.client, self.ensemble_name, inputs, *names)
         length = int(outputs["sequence_length"].reshape(-1)[0])
         prompt_len = 0 if self.is_encoder_decoder else len(self.encode(prompt))
         return Completion(
@@ -171,7 +160,7 @@ class ServedModel(TextGenerator):
         self, prompt: str, *, output_len: int
     ) -> tuple[tuple[int, ...], Completion]:
         """Return tokens and text by way of preprocessing, model and postprocessing."""
-        served = ServedTokenizer(self._client)
+        served = ServedTokenizer(self.client)
         input_ids = served.encode(prompt)
         answer = self.complete_ids(input_ids, output_len=output_len)
         if self.is_encoder_decoder:
@@ -185,7 +174,7 @@ class ServedModel(TextGenerator):
         """Return the continuation of a text that is encoded and decoded here."""
         if self.is_encoder_decoder:
             raise RequestFailedError(
-                f"{self._model_name} is an encoder-decoder model, whose prompts the ensemble ends "
+                f"{self.model_name} is an encoder-decoder model, whose prompts the ensemble ends "
                 "as it was trained; export it with export.triton_deployment.ensemble=true."
             )
         input_ids = self.encode(prompt)
@@ -238,7 +227,7 @@ class ServedModel(TextGenerator):
             *given
         }:
             names.append("response_input_lengths")
-        outputs = ask(self._client, self._model_name, inputs, *names, each_frame=each_frame)
+        outputs = ask(self.client, self.model_name, inputs, *names, each_frame=each_frame)
         return answers(rows, outputs, has_encoder=has_encoder)
 
     def _typed(self, tensors: RequestTensors) -> Outputs:
@@ -250,7 +239,7 @@ class ServedModel(TextGenerator):
         if self.is_encoder_decoder:  # T5 has one kind of virtual tokens
             tensors = {k: value for k, value in tensors.items() if k != "request_prompt_type"}
         if unknown := [name for name in tensors if name not in self._types]:
-            raise RequestFailedError(f"{self._model_name} takes no input {', '.join(unknown)}.")
+            raise RequestFailedError(f"{self.model_name} takes no input {', '.join(unknown)}.")
         return {
             name: np.asarray(value, triton_to_np_dtype(self._types[name]))
             for name, value in tensors.items()
@@ -259,7 +248,7 @@ class ServedModel(TextGenerator):
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
         """Return the natural log probability of `input_ids`, the first token given."""
         inputs = generation_request([input_ids], 1, _SCORING, has_encoder=self.is_encoder_decoder)
-        return _context_log_prob(ask(self._client, self._model_name, inputs, *_LOG_PROBS))
+        return _context_log_prob(ask(self.client, self.model_name, inputs, *_LOG_PROBS))
 
     def input_names(self) -> Collection[str]:
         """Return the inputs that the model declares."""
@@ -267,7 +256,7 @@ class ServedModel(TextGenerator):
 
     def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
         """Return outputs of the model for a request of contract tensors, batch axis first."""
-        return ask(self._client, self._model_name, self._typed(tensors), *outputs)
+        return ask(self.client, self.model_name, self._typed(tensors), *outputs)
 
 
 def _context_log_prob(outputs: Outputs) -> float:

@@ -7,10 +7,10 @@ run fails, since a figure over the rest would be another figure.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 
 from inference.evaluation.gate import amount_text
@@ -87,8 +87,14 @@ def run_task(
     """
     timer = RequestTimer(model)
     start = time.perf_counter()
-    tally = _Tally(phase or task.name, len(samples), progress)
-    answered = _ask_all(task, samples, timer.model, concurrency=concurrency, tally=tally)
+    answered = _ask_all(
+        task,
+        samples,
+        timer.model,
+        concurrency=concurrency,
+        progress=progress,
+        phase=phase or task.name,
+    )
     seconds = time.perf_counter() - start
     scores = [answered[sample.index][0] for sample in samples]
     predictions = tuple(
@@ -125,25 +131,37 @@ def _ask_all(
     model: TextGenerator,
     *,
     concurrency: int,
-    tally: _Tally,
+    progress: ProgressCallback,
+    phase: str,
 ) -> dict[int, _Answered]:
-    """Return every sample's score by its index."""
+    """Return every sample's score by its index; few samples are submitted ahead."""
     answered: dict[int, _Answered] = {}
     failures: list[tuple[int, RequestFailedError]] = []
+    right: dict[str, float] = defaultdict(float)
+    waiting = iter(samples)
+    running: dict[Future[_Answered], int] = {}
+    progress(EvaluationProgress(phase, 0, len(samples)))
     executor = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="evaluate")
     try:
-        for index, future in _completed(executor, partial(_ask, task, model), samples, concurrency):
-            error = future.exception()
-            if error is None:
-                answered[index] = future.result()
-                tally.add(answered[index][0])
-                continue
-            if not isinstance(error, RequestFailedError):
-                raise error
-            failures.append((index, error))
-            tally.add(None)
-            if len(failures) >= _MAX_FAILURES:
+        while len(failures) < _MAX_FAILURES:
+            for sample in islice(waiting, 2 * concurrency - len(running)):
+                running[executor.submit(_ask, task, model, sample)] = sample.index
+            if not running:
                 break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                index, error = running.pop(future), future.exception()
+                if isinstance(error, RequestFailedError):
+                    failures.append((index, error))
+                else:
+                    answered[index] = future.result()
+                    for name, value in answered[index][0].values.items():
+                        if value in (0.0, 1.0):
+                            right[name] += value
+                shares = tuple((name, each / len(answered)) for name, each in right.items())
+                done = len(answered) + len(failures)
+                progress(EvaluationProgress(phase, done, len(samples), shares))
+                if len(failures) == _MAX_FAILURES:
+                    break
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
     if failures:
@@ -151,52 +169,10 @@ def _ask_all(
     return answered
 
 
-def _completed(
-    executor: ThreadPoolExecutor,
-    ask: Callable[[Sample], _Answered],
-    samples: Sequence[Sample],
-    concurrency: int,
-) -> Iterator[tuple[int, Future[_Answered]]]:
-    """Yield sample indices and finished futures as they come; few are submitted ahead."""
-    waiting = iter(samples)
-    running: dict[Future[_Answered], int] = {}
-    while True:
-        for sample in islice(waiting, 2 * concurrency - len(running)):
-            running[executor.submit(ask, sample)] = sample.index
-        if not running:
-            return
-        done, _ = wait(running, return_when=FIRST_COMPLETED)
-        for future in done:
-            yield running.pop(future), future
-
-
 def _ask(task: Task, model: TextGenerator, sample: Sample) -> _Answered:
     start = time.perf_counter()
     score = task.score(sample, model)
     return score, time.perf_counter() - start
-
-
-class _Tally:
-    """Sums accuracies up as answers come, and reports them."""
-
-    def __init__(self, phase: str, total: int, report: ProgressCallback) -> None:
-        self._phase, self._total, self._report = phase, total, report
-        self._done = self._answered = 0
-        self._sums: dict[str, float] = {}
-        self._notify()
-
-    def add(self, score: Score | None) -> None:
-        """Count a sample; one without a score has failed."""
-        self._done += 1
-        self._answered += score is not None
-        for name, value in score.values.items() if score else ():
-            if value in (0.0, 1.0):
-                self._sums[name] = self._sums.get(name, 0.0) + value
-        self._notify()
-
-    def _notify(self) -> None:
-        running = tuple((name, each / self._answered) for name, each in self._sums.items())
-        self._report(EvaluationProgress(self._phase, self._done, self._total, running))
 
 
 def _failure_message(

@@ -5,25 +5,22 @@ from __future__ import annotations
 import hashlib
 import http.client
 import random
-import shutil
 import urllib.request
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from export_scripts.files.checksum import sha256_of
 from export_scripts.files.json_content import json_object
-from export_scripts.files.replace import replacing
+from export_scripts.files.replace import replace_file
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import Dataset, Sample
 
 _WORD_START = "\u2581"  # the mark that SentencePiece puts before a word
 _MOST_SHOWN = 10
-_CHUNK_BYTES = 1 << 20
 _TIMEOUT_S = 60.0
-_NLI_LABELS = ("entailment", "neutral", "contradiction")
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,8 @@ def data_file(
     if not source.member:
         return path
     member = path.with_name(f"{path.stem}_{Path(source.member).name}")
-    with zipfile.ZipFile(path) as files, files.open(source.member) as file, replacing(member) as to:
-        shutil.copyfileobj(file, to)
+    with zipfile.ZipFile(path) as files:
+        replace_file(member, files.read(source.member))
     return member
 
 
@@ -90,13 +87,14 @@ def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with replacing(path) as file:
-            found = _download(url, file.write)
-            if found != sha256:
-                raise ValueError(
-                    f"{url} gave a file with SHA-256 {found}, expected {sha256}; nothing was "
-                    f"kept. Place the right file at {path}, or set {key}."
-                )
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
+            content = response.read()
+        if (found := hashlib.sha256(content).hexdigest()) != sha256:
+            raise ValueError(
+                f"{url} gave a file with SHA-256 {found}, expected {sha256}; nothing was "
+                f"kept. Place the right file at {path}, or set {key}."
+            )
+        replace_file(path, content)
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise ValueError(
@@ -104,21 +102,6 @@ def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
             f"(SHA-256 {sha256}) at {path}, or set {key} to where it is."
         ) from error
     return path
-
-
-def _download(url: str, write: Callable[[bytes], Any]) -> str:
-    """Stream `url` into `write` and return the SHA-256 of what came."""
-    digest = hashlib.sha256()
-    received = 0
-    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-        expected = response.headers.get("Content-Length")
-        while chunk := response.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            received += len(chunk)
-            write(chunk)
-    if expected is not None and received != int(expected):
-        raise OSError(f"connection ended after {received} of {expected} bytes")
-    return digest.hexdigest()
 
 
 def drawn(
@@ -214,39 +197,23 @@ def _texts(row: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in row.items() if isinstance(value, str)}
 
 
-def boolq_rows(path: Path) -> list[Row]:
-    """Return rows with `passage`, `question` and an answer that is `true` or `false`.
+def labelled_rows(path: Path, *texts: str, labels: Mapping[str, str]) -> list[Row]:
+    """Return rows with the fields `texts` and an answer of `labels`; `language` groups.
 
-    The answer is `answer` (as NeMo's prompt-learning files have it) or `label` (SuperGLUE).
+    The answer is `answer` (as NeMo's prompt-learning files have it) or `label` (SuperGLUE), by name
+    or as a key of `labels`.
 
     Raises:
         ValueError: a row lacks a field or has another answer.
     """
     found = []
-    for number, row in enumerate(read_rows(path, "passage", "question"), start=1):
-        answer = str(row.get("answer", row.get("label", ""))).lower()
-        answer = {"1": "true", "0": "false"}.get(answer, answer)
-        if answer not in ("true", "false"):
-            raise ValueError(f"{path}, row {number}: the answer is {answer!r}, not true or false.")
-        found.append(Row(_texts(row), (answer,)))
-    return found
-
-
-def nli_rows(path: Path) -> list[Row]:
-    """Return rows with `premise`, `hypothesis` and `label`, by name or 0, 1, 2; `language` groups.
-
-    Raises:
-        ValueError: a row lacks a field or has another label.
-    """
-    found = []
-    for number, row in enumerate(read_rows(path, "premise", "hypothesis"), start=1):
-        label = row.get("label")
-        if isinstance(label, int) and 0 <= label < len(_NLI_LABELS):
-            label = _NLI_LABELS[label]
-        if label not in _NLI_LABELS:
-            known = ", ".join(_NLI_LABELS)
-            raise ValueError(f"{path}, row {number}: the label is {label!r}, not one of {known}.")
-        found.append(Row(_texts(row), (str(label),), group=str(row.get("language", ""))))
+    for number, row in enumerate(read_rows(path, *texts), start=1):
+        given = str(row.get("answer", row.get("label", ""))).lower()
+        answer = labels.get(given, given)
+        if answer not in labels.values():
+            known = ", ".join(labels.values())
+            raise ValueError(f"{path}, row {number}: the answer is {given!r}, not one of {known}.")
+        found.append(Row(_texts(row), (answer,), group=str(row.get("language", ""))))
     return found
 
 

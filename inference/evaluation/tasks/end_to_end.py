@@ -54,6 +54,7 @@ class EndToEnd(Task):
     name = "end_to_end"
     only_served = True
     metric_names = _METRICS
+    needs = dict.fromkeys(_METRICS, TENSORS)
 
     def problems(self) -> list[str]:
         """Return that there is no ensemble to ask."""
@@ -63,10 +64,6 @@ class EndToEnd(Task):
             "evaluate.tasks has end_to_end, which asks the ensemble; the repository has none "
             "(export.triton_deployment.ensemble=false)."
         ]
-
-    def needs(self) -> dict[str, str]:
-        """Return that every metric needs Triton's models."""
-        return dict.fromkeys(_METRICS, TENSORS)
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Return the prompts."""

@@ -42,17 +42,18 @@ _FRACTIONS = ("acc", "exact_match", "f1")  # metrics between 0 and 1
 
 @dataclass(frozen=True)
 class _Figure:
-    """One metric of one task, as the harness names it."""
+    """One metric of one task, as the harness names it.
+
+    Attributes:
+        key: the metric's name with its filter's.
+        group: the same behind the task's name, unless that is the task that was asked for.
+    """
 
     task: str
     metric: str
     filter: str
-
-    @property
-    def group(self) -> str:
-        """The metric's name behind that of the task that was asked for."""
-        end = "" if self.filter == _NO_FILTER else f"_{self.filter}"
-        return f"{self.metric}{end}".replace("-", "_")
+    key: str
+    group: str
 
 
 class HarnessTask(Task):
@@ -68,14 +69,12 @@ class HarnessTask(Task):
     def __init__(self, name: str, options: EvaluationOptions) -> None:
         super().__init__(options)
         self.name, self.own_name = name, name.removeprefix(PREFIX)
+        # The beginning of every metric; the rest is known when the task was loaded.
+        self.metric_names = (name.replace(PREFIX, "harness_", 1).replace("-", "_"),)
         self._lock = threading.Lock()
         self._outcome: Future[dict[str, Any]] = Future()  # the results, or why there are none
         self._loaded: dict[str, Any] = {}  # the harness's tasks by name
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """The beginning of every metric; the rest is known when the task was loaded."""
-        return (self.name.replace(PREFIX, "harness_", 1).replace("-", "_"),)
+        self._figures: list[_Figure] = []
 
     def problems(self) -> list[str]:
         """Return that the harness, the endpoint it asks or a folder is missing."""
@@ -110,6 +109,12 @@ class HarnessTask(Task):
             ) from error
         if not self._loaded:
             raise ValueError(f"evaluate.tasks={self.name}: lm_eval has no such task")
+        self._figures = [
+            self._figure(name, metric, pipeline.name)
+            for name, task in self._loaded.items()
+            for metric in task.aggregation()
+            for pipeline in task._filters  # the harness has no public name for them
+        ]
         limit = self.options.limit
         sizes = [len(task.eval_docs) for task in self._loaded.values()]
         digest = hashlib.sha256()
@@ -125,8 +130,8 @@ class HarnessTask(Task):
             limit=limit,
         )
         samples = [
-            Sample(index, text=f"{figure.task}, {figure.metric}", target="", group=self._of(figure))
-            for index, figure in enumerate(self._figures())
+            Sample(index, text=f"{figure.task}, {figure.metric}", target="", group=figure.group)
+            for index, figure in enumerate(self._figures)
         ]
         return dataset, samples
 
@@ -139,27 +144,19 @@ class HarnessTask(Task):
                     self._outcome.set_result(self._run())
                 except RequestFailedError as error:
                     self._outcome.set_exception(error)
-        value, _ = self._value(self._figures()[sample.index])
+        value, _ = self._value(self._figures[sample.index])
         return Score(values={sample.group: value}, answer=f"{value:.6g}")
 
     def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
         """Return the harness's figures with its own standard errors."""
         del samples, scores
-        return tuple(self._metric(figure) for figure in self._figures())
+        return tuple(self._metric(figure) for figure in self._figures)
 
-    def _figures(self) -> list[_Figure]:
-        return [
-            _Figure(name, metric, pipeline.name)
-            for name, task in self._loaded.items()
-            for metric in task.aggregation()
-            for pipeline in task._filters  # the harness has no public name for them
-        ]
-
-    def _of(self, figure: _Figure) -> str:
-        """Return a figure's name among those of this task."""
-        if figure.task == self.own_name:
-            return figure.group
-        return f"{figure.task}_{figure.group}".replace("-", "_")
+    def _figure(self, task: str, metric: str, pipeline: str) -> _Figure:
+        end = "" if pipeline == _NO_FILTER else f"_{pipeline}"
+        key = f"{metric}{end}".replace("-", "_")
+        group = key if task == self.own_name else f"{task}_{key}".replace("-", "_")
+        return _Figure(task, metric, pipeline, key, group)
 
     def _value(self, figure: _Figure) -> tuple[float, float]:
         """Return a figure and its standard error, 0 where the harness has none."""
@@ -170,14 +167,13 @@ class HarnessTask(Task):
 
     def _metric(self, figure: _Figure) -> Metric:
         value, error = self._value(figure)
-        name = f"{self.metric_names[0]}_{self._of(figure)}"
         counts = self._outcome.result()["n-samples"][figure.task]
         is_fraction = figure.metric.startswith(_FRACTIONS)
         low, high = value - Z_95 * error, value + Z_95 * error
         higher = self._loaded[figure.task].higher_is_better().get(figure.metric, True)
         return Metric(
-            name=name,
-            key=figure.group,
+            name=f"{self.metric_names[0]}_{figure.group}",
+            key=figure.key,
             value=value,
             stderr=error,
             low=max(low, 0.0) if is_fraction else low,
@@ -186,7 +182,7 @@ class HarnessTask(Task):
             unit="fraction" if is_fraction else "",
             higher_is_better=bool(higher),
             method=f"{figure.metric} of {figure.task}, lm-evaluation-harness {version(_PACKAGE)}",
-            sample_value=self._of(figure),
+            sample_value=figure.group,
             from_samples=False,
         )
 

@@ -55,6 +55,7 @@ class Identity(Task):
     name = "identity"
     only_served = True
     metric_names = _METRICS
+    needs = dict.fromkeys(_METRICS, TENSORS)
 
     def problems(self) -> list[str]:
         """Return why the source cannot be computed, and lengths that contradict each other."""
@@ -78,10 +79,6 @@ class Identity(Task):
                 "other."
             )
         return problems
-
-    def needs(self) -> dict[str, str]:
-        """Return that every metric needs the model's tensors."""
-        return dict.fromkeys(_METRICS, TENSORS)
 
     def bounds(self) -> dict[str, Bound]:
         """Return the bound on what rounding explains."""

@@ -96,11 +96,11 @@ class Lambada(Task):
     """The task `lambada`; stateless, so threads may share it."""
 
     name = "lambada"
+    needs = _NEEDS
 
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """The metrics of evaluate.lambada.metrics."""
-        return tuple(self.options.lambada.metrics)
+    def __init__(self, options: EvaluationOptions) -> None:
+        super().__init__(options)
+        self.metric_names = tuple(options.lambada.metrics)
 
     def problems(self) -> list[str]:
         """Return unknown metrics, and files that do not exist."""
@@ -114,10 +114,6 @@ class Lambada(Task):
             problems.append(f"evaluate.lambada.metrics is empty; choose from {known}.")
         files = {"data_path": lambada.data_path, "reference_path": lambada.reference_path}
         return [*problems, *missing_files("lambada", files)]
-
-    def needs(self) -> dict[str, str]:
-        """Return what metrics need other than text."""
-        return _NEEDS
 
     def reduced(self, options: EvaluationOptions, metrics: tuple[str, ...]) -> EvaluationOptions:
         """Return options with only some of the metrics."""
@@ -143,7 +139,7 @@ class Lambada(Task):
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Measure the configured metrics on one passage."""
-        wanted = self.options.lambada.metrics
+        wanted = self.metric_names
         values: dict[str, float] = {}
         answer = ""
         context_log_prob: float | None = None
@@ -186,7 +182,7 @@ class Lambada(Task):
             if name in _PARTS
             else mean_metric(name, scores, key=_KEYS[name], method=self._method(name))
             for name in LAMBADA_METRICS
-            if name in self.options.lambada.metrics
+            if name in self.metric_names
         )
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from inference.evaluation.options import EvaluationOptions, PromptOptions, TextTaskOptions
 from inference.evaluation.statistics import mean_metric
@@ -21,7 +22,6 @@ from inference.evaluation.task import (
     TENSORS,
     Dataset,
     Metric,
-    RequestTensors,
     Sample,
     Score,
     Task,
@@ -91,11 +91,6 @@ class TextTaskKind:
     recipe: str = ""
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics over all samples."""
-        return tuple(self.corpus) or tuple(f"{self.name}_{each.name}" for each in self.measures)
-
-    @property
     def without_data(self) -> str:
         """The problem of a task that has no data file."""
         return (
@@ -121,18 +116,16 @@ class TextTask(Task):
         super().__init__(options)
         self.kind, self.name, self.grouped = kind, kind.name, kind.grouped
         self.own = options.text_tasks[kind.name]
+        names = tuple(f"{self.name}_{each.name}" for each in kind.measures)
+        self.metric_names = tuple(kind.corpus) or names
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
-        """The metrics of this kind of task."""
-        return self.kind.metrics
-
     def needs(self) -> dict[str, str]:
-        """Return what its way of asking needs, for every metric."""
+        """The ability that its way of asking needs, for every metric."""
         if self.own.method == "log_likelihood":
-            return dict.fromkeys(self.kind.metrics, LOG_PROBS)
+            return dict.fromkeys(self.metric_names, LOG_PROBS)
         if self.prompt.length or self.prompt.append_ids:
-            return dict.fromkeys(self.kind.metrics, TENSORS)
+            return dict.fromkeys(self.metric_names, TENSORS)
         return {}
 
     def problems(self) -> list[str]:
@@ -246,27 +239,29 @@ class TextTask(Task):
 
     def _answer(self, sample: Sample, model: TextGenerator) -> str:
         if self.own.method == "log_likelihood":
-            return _most_probable(sample.text, self.kind.choices, model)
+            context = model.encode(sample.text)
+            scores = {
+                answer: model.context_log_prob(context + model.encode(words))
+                for answer, words in self.kind.choices.items()
+            }
+            return max(scores, key=lambda answer: scores[answer])
         output_len = self.own.output_len or self.kind.output_len
         prompt = self.prompt
         if prompt.length == 0 and not prompt.append_ids:
             return model.complete_text(sample.text, output_len=output_len).text
         virtual = range(prompt.start_id, prompt.start_id + prompt.length)
         ids = (*virtual, *model.encode(sample.text), *prompt.append_ids)
-        answer = model.complete_ids(ids, output_len=output_len, tensors=self._prompt_tensors())
+        tensors: dict[str, Any] = {}
+        if prompt.table_path is not None:
+            tensors = {
+                "request_prompt_embedding": read_table(Path(prompt.table_path), rows=prompt.length),
+                "request_prompt_lengths": prompt.length,
+                "request_prompt_type": _P_TUNING,
+            }
+        elif prompt.length:
+            tensors = {"prompt_learning_task_name_ids": prompt.task_id or 0}
+        answer = model.complete_ids(ids, output_len=output_len, tensors=tensors)
         return model.decode_answer(answer)
-
-    def _prompt_tensors(self) -> RequestTensors:
-        prompt = self.prompt
-        if prompt.length == 0:
-            return {}
-        if prompt.table_path is None:
-            return {"prompt_learning_task_name_ids": prompt.task_id or 0}
-        return {
-            "request_prompt_embedding": read_table(Path(prompt.table_path), rows=prompt.length),
-            "request_prompt_lengths": prompt.length,
-            "request_prompt_type": _P_TUNING,
-        }
 
 
 def read_table(path: Path, *, rows: int) -> list[list[float]]:
@@ -282,13 +277,3 @@ def read_table(path: Path, *, rows: int) -> list[list[float]]:
         raise ValueError(f"{path} holds {len(content)} bytes, which are not {rows} rows of fp32.")
     table: list[list[float]] = np.frombuffer(content, "<f4").reshape(rows, -1).tolist()
     return table
-
-
-def _most_probable(text: str, choices: Mapping[str, str], model: TextGenerator) -> str:
-    """Return the answer whose words have the highest log probability after `text`."""
-    context = model.encode(text)
-    scores = {
-        answer: model.context_log_prob(context + model.encode(words))
-        for answer, words in choices.items()
-    }
-    return max(scores, key=lambda answer: scores[answer])

@@ -18,8 +18,7 @@ from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import Metric, Sample, Score
 from inference.evaluation.tasks.datasets import (
     DataSource,
-    boolq_rows,
-    nli_rows,
+    labelled_rows,
     squad_rows,
     summarization_rows,
     translation_rows,
@@ -48,14 +47,13 @@ def exact_match(answer: str, targets: Sequence[str]) -> float:
 
 def token_f1(answer: str, targets: Sequence[str]) -> float:
     """Return the best F1 of the words that answer and target share, 0 to 1."""
-    return max(_f1(_normalised(answer), _normalised(target)) for target in targets)
+    return max(_f1(Counter(_normalised(answer)), Counter(_normalised(t))) for t in targets)
 
 
-def _f1(answer: Sequence[str], target: Sequence[str]) -> float:
+def _f1(answer: Counter[str], target: Counter[str]) -> float:
     if not answer or not target:
         return float(answer == target)
-    shared = sum((Counter(answer) & Counter(target)).values())
-    return 2 * shared / (len(answer) + len(target))
+    return 2 * (answer & target).total() / (answer.total() + target.total())
 
 
 def rouge(kind: str, answer: str, targets: Sequence[str]) -> float:
@@ -116,6 +114,8 @@ _BOOLQ = DataSource(
     "853fbe7922f70c59629f06a39e8d9ca440c3d740e760fd3b87a5ddf3dcba2436",
     member="BoolQ/val.jsonl",
 )
+_TRUTH = {"0": "false", "1": "true"}
+_INFERENCE = {"0": "entailment", "1": "neutral", "2": "contradiction"}
 _ACCURACY = Measure("accuracy", "acc", "share of answers that equal the right one", equal)
 
 
@@ -131,7 +131,7 @@ def _from_hub(name: str, split: str, file: str, *, config: str = "") -> str:
 _KINDS = (
     TextTaskKind(
         "boolq",
-        lambda path, _: boolq_rows(path),
+        lambda path, _: labelled_rows(path, "passage", "question", labels=_TRUTH),
         (_ACCURACY,),
         template="{passage}{question}",
         output_len=10,
@@ -141,7 +141,7 @@ _KINDS = (
     ),
     TextTaskKind(
         "mnli",
-        lambda path, _: nli_rows(path),
+        lambda path, _: labelled_rows(path, "premise", "hypothesis", labels=_INFERENCE),
         (_ACCURACY,),
         template="mnli hypothesis: {hypothesis} premise: {premise}",
         output_len=10,
@@ -150,7 +150,7 @@ _KINDS = (
     ),
     TextTaskKind(
         "xnli",
-        lambda path, _: nli_rows(path),
+        lambda path, _: labelled_rows(path, "premise", "hypothesis", labels=_INFERENCE),
         (_ACCURACY,),
         template="xnli: premise: {premise} hypothesis: {hypothesis}",
         output_len=10,

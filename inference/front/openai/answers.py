@@ -23,7 +23,7 @@ FinishReason = Literal["stop", "length"]
 class Candidate:
     """One candidate, as far as it has grown; its scores are those of prompt and answer."""
 
-    ids: Array  # generated tokens, an end token included, (A,)
+    ids: Sequence[int]  # generated tokens, an end token included
     own: Array | None = None  # (L,)
     top_ids: Array | None = None  # (L, W)
     top: Array | None = None  # (L, W)
@@ -90,7 +90,7 @@ class Answer:
         """Take in what the model has generated so far, or, if `final`, in all."""
         if self.finish_reason is not None:
             return
-        new: list[int] = candidate.ids[self.tokens : self._limit].tolist()
+        new = candidate.ids[self.tokens : self._limit]
         end = next((number for number, each in enumerate(new) if each in self._end_ids), None)
         is_ended, shown = end is not None, new[:end]
         self._ids += shown

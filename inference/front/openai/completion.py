@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from inference.front.openai.answers import (
     Answer,
+    Array,
     Candidate,
     ScoredToken,
     chat_log_probs,
@@ -18,7 +19,7 @@ from inference.front.openai.answers import (
     score_prompt,
 )
 from inference.front.openai.codec import Codec
-from inference.front.openai.prepare import GenerationJob, PreparedRequest, Prompt, generation_jobs
+from inference.front.openai.prepare import PreparedRequest, Prompt, generation_jobs
 from inference.front.openai.served import TritonModel
 
 _MOST_JOBS = 64  # of one request that run at a time
@@ -51,12 +52,11 @@ class CompletionRun:
 
     def _begun(self, number: int, prompt: Prompt) -> PromptRun:
         facts, sampling = self._model.facts, self._sampling
-        room = facts.context_len - (0 if facts.encoder_decoder else len(prompt.ids))
         answers = [
             Answer(
                 self._codec,
                 () if facts.encoder_decoder else prompt.ids,
-                room if sampling.limit is None else sampling.limit,
+                facts.room(len(prompt.ids)) if sampling.limit is None else sampling.limit,
                 sampling.stop,
                 self._codec.end_ids | self._request.end_ids,
                 sampling.best,
@@ -127,19 +127,20 @@ class CompletionRun:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
 
-    def _jobs(self) -> Iterator[tuple[PromptRun, range, GenerationJob]]:
+    def _jobs(self) -> Iterator[tuple[PromptRun, range, Mapping[str, Array]]]:
         for run in self._runs:
             first = 0
             for job in generation_jobs(self._model.facts, self._request, run.prompt.ids):
-                yield run, range(first, first + job.candidates), job
-                first += job.candidates
+                answers = range(first, first + len(job["input_ids"]))
+                yield run, answers, job
+                first = answers.stop
 
     async def _ran(
-        self, run: PromptRun, answers: range, job: GenerationJob, *, streams: bool
+        self, run: PromptRun, answers: range, job: Mapping[str, Array], *, streams: bool
     ) -> AsyncGenerator[tuple[PromptRun, range], None]:
         """Ask the model; yield after each frame of use and at the end; leave when all ended."""
         last: Sequence[Candidate] | None = None
-        async with contextlib.aclosing(self._model.generate(job)) as frames:
+        async with contextlib.aclosing(self._model.generate(job, streams=streams)) as frames:
             async for last in frames:
                 if streams:
                     await self._take(run, answers, last, final=False)

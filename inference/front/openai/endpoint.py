@@ -282,7 +282,8 @@ async def open_endpoint(
     """
     channel, repository = upstream.channel, upstream.repository
     await until_ready(channel)
-    models, text_model, parameters = await served_models(channel, repository, context.cancellations)
+    await upstream.streams.open(upstream.sockets.folder)
+    models, text_model, parameters = await served_models(upstream, context.cancellations)
     if not models:
         raise ValueError(
             "the repository has no model that completes or encodes token ids without sessions"

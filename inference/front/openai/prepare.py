@@ -59,18 +59,9 @@ class ModelFacts:
     encodes: bool = False  # it answers with hidden states
     vocab_size: int | None = None  # None where the files do not say
 
-
-@dataclass(frozen=True)
-class GenerationJob:
-    """One prompt and its candidates."""
-
-    prompt: Sequence[int]
-    output_len: int
-    candidates: int
-    # Further inputs by their names in the contract, (n, 1), or word lists, (n, 2, W).
-    tensors: Mapping[str, Array]
-    scores: bool = False  # whether log probabilities are among the outputs that are wanted
-    ranks: bool = False  # whether that of each whole answer is
+    def room(self, prompt_len: int) -> int:
+        """Return the most tokens of an answer to a prompt."""
+        return self.context_len - (0 if self.encoder_decoder else prompt_len)
 
 
 @dataclass(frozen=True)
@@ -180,10 +171,26 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
     """Return a request that the model has room and tokens for. Raises RejectedError."""
     sampling, places = request.sampling, 0
     _check_ids(facts, "logit_bias", sampling.biases)
+    if request.echo and facts.encoder_decoder and sampling.best is not None:
+        raise RejectedError("an encoder's prompt has no log probabilities", param="logprobs")
+    for name in _options(request, count=1, seed=0).keys() - facts.inputs:
+        needs = _FIELD_OF.get(name, name)
+        raise RejectedError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
+    field = "messages" if request.is_chat else "prompt"
     for prompt in request.prompts:
-        _check_ids(facts, "messages" if request.is_chat else "prompt", prompt.ids)
-        output_len = check_job(facts, request, len(prompt.ids))
-        places += sampling.candidates * output_len + (len(prompt.ids) if request.echo else 0)
+        _check_ids(facts, field, prompt.ids)
+        prompt_len = len(prompt.ids)
+        output_len = _output_len(facts, sampling, prompt_len)
+        if output_len > facts.room(prompt_len) or prompt_len > facts.context_len:
+            each = ", of the prompt as of the answer" if facts.encoder_decoder else ""
+            raise RejectedError(  # many clients look for the code, and some for these first words
+                f"This model's maximum context length is {facts.context_len} tokens{each}. The "
+                f"prompt has {prompt_len} and the answer up to {output_len}: shorten the prompt, "
+                "or lower max_tokens",
+                param=field,
+                code="context_length_exceeded",
+            )
+        places += sampling.candidates * output_len + (prompt_len if request.echo else 0)
     if sampling.best is not None and places * (sampling.best + 1) > MOST_SCORES:
         raise RejectedError(
             f"{places} tokens with {sampling.best + 1} log probabilities each are more than the "
@@ -191,6 +198,11 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
             param="logprobs",
         )
     return request
+
+
+def _output_len(facts: ModelFacts, sampling: Sampling, prompt_len: int) -> int:
+    """Return the tokens to ask for: all there is room for, where no number is given."""
+    return max(facts.room(prompt_len) if sampling.limit is None else sampling.limit, 1)
 
 
 def _check_ids(facts: ModelFacts, field: str, ids: Iterable[int]) -> None:
@@ -203,52 +215,30 @@ def _check_ids(facts: ModelFacts, field: str, ids: Iterable[int]) -> None:
         )
 
 
-def check_job(facts: ModelFacts, request: PreparedRequest, prompt_len: int) -> int:
-    """Return the tokens to ask for after a prompt: all there is room for, where none are given.
-
-    A request is refused if the model has no room for the prompt and so many, or cannot do it.
-    """
-    if request.echo and facts.encoder_decoder and request.sampling.best is not None:
-        raise RejectedError("an encoder's prompt has no log probabilities", param="logprobs")
-    for name in _tensors(request, count=1, seed=0).keys() - facts.inputs:
-        needs = _FIELD_OF.get(name, name)
-        raise RejectedError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
-    room = facts.context_len - (0 if facts.encoder_decoder else prompt_len)
-    limit = request.sampling.limit
-    wanted = max(room if limit is None else limit, 1)
-    if wanted > room or prompt_len > facts.context_len:
-        each = ", of the prompt as of the answer" if facts.encoder_decoder else ""
-        raise RejectedError(  # many clients look for the code, and some for these first words
-            f"This model's maximum context length is {facts.context_len} tokens{each}. The prompt "
-            f"has {prompt_len} and the answer up to {wanted}: shorten the prompt, or lower "
-            "max_tokens",
-            param="messages" if request.is_chat else "prompt",
-            code="context_length_exceeded",
-        )
-    return wanted
-
-
 def generation_jobs(
     facts: ModelFacts, request: PreparedRequest, prompt: Sequence[int]
-) -> Iterator[GenerationJob]:
-    """Yield the jobs of one prompt, none with more candidates than a request of the model has."""
+) -> Iterator[dict[str, Array]]:
+    """Yield the tensors of each job of one prompt: no more rows than a request of the model has."""
     sampling = request.sampling
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    output_len = check_job(facts, request, len(prompt))
+    lengths = ("input_lengths", "request_output_len")
+    if facts.encoder_decoder:
+        lengths = ("sequence_length", "max_output_len")
+    sizes = (len(prompt), _output_len(facts, sampling, len(prompt)))
     for first in range(0, sampling.candidates, facts.max_rows):
         count = min(facts.max_rows, sampling.candidates - first)
-        yield GenerationJob(
-            prompt=prompt,
-            output_len=output_len,
-            candidates=count,
-            tensors=_tensors(request, count=count, seed=seed + first * _SEED_STEP),
-            scores=sampling.best is not None,
-            ranks=sampling.candidates > sampling.n,
-        )
+        yield {
+            "input_ids": np.tile(np.array(prompt, np.uint32), (count, 1)),  # (n, S)
+            **{
+                name: _column(size, np.uint32, count)
+                for name, size in zip(lengths, sizes, strict=True)
+            },
+            **_options(request, count=count, seed=seed + first * _SEED_STEP),
+        }
 
 
-def _tensors(request: PreparedRequest, *, count: int, seed: int) -> dict[str, Array]:
-    """Return the tensors of a job but for the prompt; those that change nothing are left out."""
+def _options(request: PreparedRequest, *, count: int, seed: int) -> dict[str, Array]:
+    """Return the optional tensors of a job; those that change nothing are left out."""
     sampling = request.sampling
     tensors = _choices(sampling, count, seed)
     lists = {"stop_words_list": request.stop_ids, "bad_words_list": sampling.banned}

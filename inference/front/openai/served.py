@@ -19,9 +19,10 @@ from export_scripts.ft.config_ini import read_config
 from inference.backend.text_models import pad_rows
 from inference.front.guard import RejectedError
 from inference.front.openai.answers import Array, Candidate
-from inference.front.openai.prepare import GenerationJob, ModelFacts
+from inference.front.openai.prepare import ModelFacts
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL, without_internal_names
-from inference.front.upstream import Cancellations
+from inference.front.upstream import Cancellations, Upstream
+from inference.streams import STREAM_PARAMETER
 
 _TEXT_MODELS = ("preprocessing", "tokenizer")  # of models that generate, and of encoders
 _HIDDEN = "output_hidden_state"
@@ -37,46 +38,54 @@ _STATUS = {
 }
 # What begins an error on a stream, which carries no status; without it the request is wrong.
 _ON_STREAMS = ("UNAVAILABLE", "CANCELLED", "INTERNAL")
-_REQUIRED = {"request_output_len": "input_lengths", "max_output_len": "sequence_length"}
 _SCORES = ("token_log_probs", "top_token_ids", "top_token_log_probs")
 
 
 class TritonModel:
     """One model of a Triton server."""
 
-    def __init__(
-        self, channel: grpc.aio.Channel, facts: ModelFacts, cancellations: Cancellations
-    ) -> None:
+    def __init__(self, upstream: Upstream, facts: ModelFacts, cancellations: Cancellations) -> None:
         self.facts = facts
-        self._infer = channel.unary_unary(INFER_CALL)
-        self._stream = channel.stream_stream(STREAM_CALL)
+        self._infer = upstream.channel.unary_unary(INFER_CALL)
+        self._stream = upstream.channel.stream_stream(STREAM_CALL)
+        self._streams = upstream.streams
         self._cancellations = cancellations
 
-    async def generate(self, job: GenerationJob) -> AsyncGenerator[Sequence[Candidate], None]:
-        """Yield the candidates as they grow; the last time, whole. Closing it cancels the job.
+    async def generate(
+        self, job: Mapping[str, Array], *, streams: bool
+    ) -> AsyncGenerator[Sequence[Candidate], None]:
+        """Yield the candidates, whole, and before as they grow. Closing it cancels the job.
 
-        Raises RejectedError if the model refuses the request, or cannot answer.
+        `job` holds the inputs. Without `streams` nobody looks at candidates that still grow. Raises
+        RejectedError if the model refuses the request, or cannot answer.
         """
-        request = self._request(job).SerializeToString()
-        try:
-            if not self.facts.streams:
-                answer = schema.ModelInferResponse.FromString(await self._infer(request))
-                yield self._candidates(job, answer)
-                return
-            call = self._stream()
+        wanted = ["output_ids", "sequence_length"]
+        wanted += _SCORES if "num_log_probs" in job else ()
+        wanted += ["cum_log_probs"] if "is_return_log_probs" in job else ()
+        request = infer_request(self.facts.name, job, wanted)
+        prompt_len = 0 if self.facts.encoder_decoder else job["input_ids"].shape[1]
+        with self._streams.stream() as (name, came):
+            if len(wanted) == 2:  # scores come with the server's answers alone
+                request.parameters[STREAM_PARAMETER].string_param = name if streams else ""
+            data = request.SerializeToString()
+            call = self._stream([data]) if self.facts.streams else self._infer(data)
+            reading = asyncio.ensure_future(_pass_on(call, came, streams=self.facts.streams))
+            rows: list[list[int]] | None = [[] for _ in job["input_ids"]]
             try:
-                await call.write(request)
-                await call.done_writing()
-                async for reply in call:
-                    answer = schema.ModelStreamInferResponse.FromString(reply)
-                    if answer.error_message:
-                        raise stream_error(answer.error_message)
-                    yield self._candidates(job, answer.infer_response)
+                while (each := await came.get()) is not None:
+                    if isinstance(each, Exception):
+                        raise each
+                    if not isinstance(each, list):
+                        rows = None  # it has everything
+                        yield _candidates(each, prompt_len)
+                    elif rows is not None:
+                        for row, new in zip(rows, each, strict=True):
+                            row += new
+                        if came.empty() or not self._streams.is_behind:
+                            yield [Candidate(row) for row in rows]
             finally:
-                if not call.done():  # the client has left, or has what it wanted
+                if not reading.done():  # the client has left, or has what it wanted
                     self._cancellations.add(call)
-        except grpc.aio.AioRpcError as error:
-            raise api_error(error) from error
 
     async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
         """Return each row's mean hidden state, scaled to length 1, (B, E). Raises RejectedError."""
@@ -94,31 +103,42 @@ class TritonModel:
         norms = np.linalg.norm(means, axis=1, keepdims=True)
         return np.asarray(means / np.maximum(norms, np.finfo(np.float32).tiny))
 
-    def _request(self, job: GenerationJob) -> Any:
-        rows = job.candidates
-        output_name = "max_output_len" if self.facts.encoder_decoder else "request_output_len"
-        tensors = {
-            "input_ids": np.tile(np.array(job.prompt, np.uint32), (rows, 1)),  # (n, S)
-            _REQUIRED[output_name]: np.full((rows, 1), len(job.prompt), np.uint32),
-            output_name: np.full((rows, 1), job.output_len, np.uint32),
-            **job.tensors,
-        }
-        wanted = ["output_ids", "sequence_length", *(_SCORES if job.scores else ())]
-        wanted += ["cum_log_probs"] if job.ranks else []
-        return infer_request(self.facts.name, tensors, wanted)
 
-    def _candidates(self, job: GenerationJob, answer: Any) -> list[Candidate]:
-        outputs = output_arrays(answer)
-        ids, lengths = outputs["output_ids"], outputs["sequence_length"]  # (n, 1, L), (n, 1)
-        first = 0 if self.facts.encoder_decoder else len(job.prompt)
-        scores = [outputs[name] for name in _SCORES] if job.scores else []
-        found = []
-        for row in range(job.candidates):
-            own, top_ids, top = (each[row, 0] for each in scores) if scores else (None,) * 3
-            total = float(outputs["cum_log_probs"][row, 0]) if job.ranks else 0.0
-            tokens = ids[row, 0, first : int(lengths[row, 0])]
-            found.append(Candidate(tokens, own, top_ids, top, total))
-        return found
+async def _pass_on(call: Any, into: asyncio.Queue[Any], *, streams: bool) -> None:
+    """Put the answers of a call into a queue, then what a client is told of its failure, or None.
+
+    They are the server's, one or, where it `streams`, any number.
+    """
+    try:
+        if not streams:
+            into.put_nowait(schema.ModelInferResponse.FromString(await call))
+        else:
+            async for reply in call:
+                answer = schema.ModelStreamInferResponse.FromString(reply)
+                if answer.error_message:
+                    raise stream_error(answer.error_message)
+                into.put_nowait(answer.infer_response)
+    except RejectedError as error:
+        into.put_nowait(error)
+    except grpc.aio.AioRpcError as error:
+        into.put_nowait(api_error(error))
+    except asyncio.CancelledError:  # of the call: nobody waits
+        pass
+    else:
+        into.put_nowait(None)
+
+
+def _candidates(answer: Any, prompt_len: int) -> list[Candidate]:
+    """Return the candidates of a ModelInferResponse, which returns so many tokens of the prompt."""
+    outputs = output_arrays(answer)
+    ids, lengths = outputs["output_ids"], outputs["sequence_length"]  # (n, 1, L), (n, 1)
+    found = []
+    for row in range(len(ids)):
+        own, top_ids, top = (outputs[n][row, 0] if n in outputs else None for n in _SCORES)
+        total = float(outputs["cum_log_probs"][row, 0]) if "cum_log_probs" in outputs else 0.0
+        tokens = ids[row, 0, prompt_len : int(lengths[row, 0])].tolist()
+        found.append(Candidate(tokens, own, top_ids, top, total))
+    return found
 
 
 def infer_request(model: str, tensors: Mapping[str, Array], wanted: Sequence[str]) -> Any:
@@ -178,13 +198,14 @@ async def is_ready(channel: grpc.aio.Channel, models: Sequence[str]) -> bool:
 
 
 async def served_models(
-    channel: grpc.aio.Channel, repository: Path | None, cancellations: Cancellations
+    upstream: Upstream, cancellations: Cancellations
 ) -> tuple[list[TritonModel], str, dict[str, str]]:
     """Return the models that complete or encode token ids, without sessions, and a text model.
 
-    The channel leads to a server that is ready, whose models are in `repository`, if in a folder.
-    Of the model that encodes texts the name, or "", and the parameters are returned.
+    The server is ready. Of the model that encodes texts the name, or "", and the parameters are
+    returned.
     """
+    channel = upstream.channel
     index = await _ask(channel, "RepositoryIndex", timeout_s=_OPENING_S)
     found: list[TritonModel] = []
     texts: dict[str, dict[str, str]] = {}
@@ -199,7 +220,7 @@ async def served_models(
         is_known = "input_ids" in inputs and (lengths or encodes)
         if not is_known or config.HasField("sequence_batching"):
             continue
-        context_len, vocab_size = _model_limits(config, repository)
+        context_len, vocab_size = _model_limits(config, upstream.repository)
         facts = ModelFacts(
             name=name,
             inputs=inputs,
@@ -210,7 +231,7 @@ async def served_models(
             streams=config.model_transaction_policy.decoupled,
             encodes=encodes,
         )
-        found.append(TritonModel(channel, facts, cancellations))
+        found.append(TritonModel(upstream, facts, cancellations))
     text_model = next((name for name in _TEXT_MODELS if name in texts), "")
     return found, text_model, texts.get(text_model, {})
 

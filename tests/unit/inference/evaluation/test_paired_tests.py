@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from inference.evaluation.exact_tests import mcnemar
+from inference.evaluation.exact_tests import _tables, exact_p_values, mcnemar, power
 from inference.evaluation.paired_tests import (
     ASSUMED_CHANGE,
     Pairs,
@@ -176,6 +176,16 @@ def runs(count: int, changed: float, drop: float, number: int, seed: int) -> Cou
 
 def share(found: Counter[Pairs], breached) -> float:
     return sum(times for pairs, times in found.items() if breached(pairs)) / found.total()
+
+
+@pytest.mark.parametrize(("margin", "alpha"), [(0.0, 0.05), (0.01, 0.05), (0.05, 0.0125)])
+def test_power_is_that_of_the_test_itself(margin, alpha):
+    """Of all the runs that are likely, those are caught that the test finds to be worse."""
+    losses, gains, chances = _tables(300, 0.034, 0.01)
+    tables = zip(losses.tolist(), gains.tolist(), strict=True)
+    caught = [exact_p_values(*table, 300, margin)[0] <= alpha for table in tables]
+    expected = chances[caught].sum()
+    assert power(300, margin, alpha, changed=0.02, drop=0.024) == pytest.approx(expected)
 
 
 @pytest.mark.soak

@@ -94,7 +94,7 @@ def test_damaged_predictions_are_refused_with_their_path(tmp_path, text):
 
 
 def test_keys_of_a_later_version_are_ignored():
-    assert from_json(StageTiming, {"name": "a", "state": "b", "seconds": 1, "new": 2}).name == "a"
+    assert from_json(StageTiming, '{"name": "a", "state": "b", "seconds": 1, "new": 2}').name == "a"
 
 
 def test_metrics_are_fractions_with_what_they_mean(full):

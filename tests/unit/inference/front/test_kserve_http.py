@@ -48,7 +48,7 @@ async def _relayed(
         url = front.make_url("/v2/models/m/generate_stream")
         async with client.post(url, json={"x": 1}) as answer:
             text = await answer.text()
-    await context.upstream.close()
+    await context.current.close()
     await runner.cleanup()
     return answer.status, text
 

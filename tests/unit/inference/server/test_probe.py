@@ -16,6 +16,7 @@ from export_scripts.triton.signature import (
     interactive,
     model_signature,
 )
+from inference.server.admin import Admin
 from inference.server.probe import ProbeError, probe, probe_tensors
 from tests.fake_triton import FakeTriton, Infer, RefusedError, served
 
@@ -81,7 +82,11 @@ def test_request_of_a_session_says_how_much_it_holds() -> None:
 
 
 def ask(address: str, *, timeout_s: float = 20.0, check: Callable[[], None] = lambda: None) -> None:
-    probe(address, "m", hidden=None, timeout_s=timeout_s, check=check)
+    admin = Admin(address)
+    try:
+        probe(admin, "m", hidden=None, timeout_s=timeout_s, check=check)
+    finally:
+        admin.close()
 
 
 def fake(infer: Infer, **options: Any) -> FakeTriton:

@@ -53,9 +53,9 @@ def test_tensorboard_has_a_step_for_each_report(written, tmp_path):
         f"{PLACE}/p50_ms": [(0, 20.0), (1, 20.0)],
         f"{PLACE}/tokens_per_s": [(0, 100.0), (1, 100.0)],
     }
-    (first, _) = events.Tensors("parameters")
+    (first, _) = events.Tensors("parameters/text_summary")
     assert b"| data_type | fp32 |" in first.tensor_proto.string_val[0]
-    (first, _) = events.Tensors("report")
+    (first, _) = events.Tensors("report/text_summary")
     assert first.tensor_proto.string_val[0].startswith(b"# sample: no gate set")
 
 

@@ -119,14 +119,14 @@ def test_virtual_tokens_of_an_unknown_table_are_refused(model):
 
 def test_the_type_of_the_computation_is_the_user_s(folder):
     served = load_reference_model(folder, data_type="bf16")
-    assert served._model.dtype == torch.bfloat16
+    assert served.model.dtype == torch.bfloat16
     assert " in bf16 on " in served.source
     assert len(served.complete_ids([7, 4], output_len=3)) <= 3
 
 
 @pytest.mark.parametrize("ends", [27, [26, 27]])
 def test_an_answer_ends_at_any_end_token(model, monkeypatch, ends):
-    monkeypatch.setattr(model._model.config, "eos_token_id", ends)
+    monkeypatch.setattr(model.model.config, "eos_token_id", ends)
     assert model.decode_answer([0, 1, 27, 2]) == model.decode([0, 1])
 
 

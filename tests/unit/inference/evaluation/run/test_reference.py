@@ -10,11 +10,7 @@ import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from inference.evaluation.run.baseline import Baseline, read_baseline, write_baseline
-from inference.evaluation.run.reference import (
-    compare_with_reference,
-    read_reference,
-    with_reference_values,
-)
+from inference.evaluation.run.reference import compare_with_reference, read_reference
 from inference.evaluation.run.task_run import TaskRun, run_task
 from inference.evaluation.tasks.lambada import Lambada
 from tests.conftest import present
@@ -82,9 +78,7 @@ def test_whole_figures_say_nothing_of_a_limited_run(passages, model, tmp_path):
 def test_predictions_carry_the_reference_s_values(passages, model, tmp_path):
     found = run(passages, model)
     reference = read_reference(recorded(tmp_path, found), task="lambada")
-    first = with_reference_values(found.predictions, reference)[0]
-    assert first.reference["lambada_word_log_prob"] == -1.0
-    assert with_reference_values(found.predictions, None)[0].reference == {}
+    assert reference.values(found.predictions[0])["lambada_word_log_prob"] == -1.0
 
 
 def test_a_reference_of_other_data_does_not_fit(passages, model, tmp_path):
@@ -105,11 +99,10 @@ RECORDED = '{"schema_version": 1, "source": "x", "dataset_sha256": "0", '
         ("[]", "is not a JSON object"),
         (
             '{"schema_version": 1, "source": "x"}',
-            "not of schema_version 1 .*KeyError.'dataset_sha256'",
+            "not of schema_version 1 .*dataset_sha256: Field required",
         ),
         (RECORDED + '"metrics": [1]}', "not of schema_version 1 .*metrics by name"),
         (RECORDED + '"metrics": {"m": "high"}}', "not of schema_version 1 .*metrics by name"),
-        (RECORDED + f'"metrics": {{"m": 1{"0" * 400}}}}}', "not of schema_version 1 .*by name"),
         (RECORDED + '"metrics": {"m": 1}, "per_sample": {"m": 1}}', "as lists of numbers"),
     ],
 )

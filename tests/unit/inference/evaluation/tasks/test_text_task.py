@@ -143,7 +143,7 @@ def test_a_table_that_the_model_lacks_is_refused(tmp_path):
         boolq=TextTaskOptions(prompt=PromptOptions(task_id=2)),
     )
     with pytest.raises(ValueError, match=r"prompt\.task_id=2: .* lists no such prompt table"):
-        TASKS["boolq"](options).needs()
+        _ = TASKS["boolq"](options).needs
 
 
 def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
@@ -315,7 +315,7 @@ def test_summaries_are_scored_by_rouge(tmp_path, fake_model):
     [
         ("boolq", {"passage": "p"}, "line 1 has no text in field question; it has passage"),
         ("boolq", {"passage": "p", "question": "q", "answer": "maybe"}, "the answer is 'maybe'"),
-        ("mnli", {"premise": "p", "hypothesis": "h", "label": 3}, "the label is 3, not one of"),
+        ("mnli", {"premise": "p", "hypothesis": "h", "label": 3}, "the answer is .3., not one of"),
         ("squad", {"context": "c", "question": "q"}, "row 1: no answers"),
         ("summarization", {"article": "a"}, "no text in field highlights"),
     ],

@@ -6,22 +6,21 @@ import asyncio
 import contextlib
 import dataclasses
 import string
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 from aiohttp.test_utils import RawTestServer
 
 from inference.backend.tokenizer import Tokenizer
 from inference.front.access import OPEN_ACCESS, Access
 from inference.front.guard import Guard, RejectedError
-from inference.front.openai.answers import Candidate
+from inference.front.openai.answers import Array, Candidate
 from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
 from inference.front.openai.endpoint import OpenAIEndpoint
-from inference.front.openai.prepare import GenerationJob, ModelFacts
+from inference.front.openai.prepare import ModelFacts
 from inference.front.openai.served import TritonModel
 from inference.front.workers import Workers
 
@@ -89,24 +88,28 @@ class FakeModel(TritonModel):
     ) -> None:
         self.facts = facts
         self._failure = failure or RejectedError("the model broke", HTTPStatus.SERVICE_UNAVAILABLE)
-        self.jobs: list[GenerationJob] = []
+        self.jobs: list[Mapping[str, Array]] = []
         self.given_up = asyncio.Event()
         self._ids = [*Letters().encode(text), END]
         self._fails_after = fails_after
         self._waits = waits
 
-    async def generate(self, job: GenerationJob) -> AsyncGenerator[Sequence[Candidate], None]:
+    async def generate(
+        self, job: Mapping[str, Array], *, streams: bool
+    ) -> AsyncGenerator[Sequence[Candidate], None]:
+        del streams
         self.jobs.append(job)
         try:
-            whole = self._ids[: job.output_len]
+            length = "max_output_len" if self.facts.encoder_decoder else "request_output_len"
+            whole = self._ids[: int(job[length][0, 0])]
             for count in range(1, len(whole) + 1):
                 if count - 1 == self._fails_after:
                     if self._waits:
                         await asyncio.Event().wait()
                     raise self._failure
                 yield [
-                    Candidate(np.array(whole[:count]), cum_log_prob=-float(number))
-                    for number in range(job.candidates)
+                    Candidate(whole[:count], cum_log_prob=-float(number))
+                    for number in range(len(job["input_ids"]))
                 ]
         finally:
             self.given_up.set()

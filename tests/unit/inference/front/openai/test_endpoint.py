@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 
 from inference.front.access import Access, OpenAIOptions
@@ -112,8 +111,8 @@ def test_more_choices_than_a_request_of_the_model_has_are_several_requests(strea
             answer = await ask(client, n=6, best_of=10, seed=3)
             assert [each["index"] for each in answer["choices"]] == list(range(6))
             assert answer["usage"]["completion_tokens"] == 180
-        assert [job.candidates for job in model.jobs] == [4, 4, 2]
-        seeds = [seed for job in model.jobs for seed in job.tensors["random_seed"][:, 0].tolist()]
+        assert [len(job["input_ids"]) for job in model.jobs] == [4, 4, 2]
+        seeds = [seed for job in model.jobs for seed in job["random_seed"][:, 0].tolist()]
         assert len(set(seeds)) == 10
 
     run(check, model)
@@ -126,8 +125,8 @@ def test_of_more_candidates_the_likeliest_is_returned_and_all_are_counted() -> N
         answer = await ask(client, best_of=3, max_tokens=4)
         assert len(answer["choices"]) == 1
         assert answer["usage"]["completion_tokens"] == 12
-        assert model.jobs[0].ranks
-        seeds = model.jobs[0].tensors["random_seed"][:, 0].tolist()
+        assert "is_return_log_probs" in model.jobs[0]
+        seeds = model.jobs[0]["random_seed"][:, 0].tolist()
         assert len(set(seeds)) == 3
 
     run(check, model)
@@ -151,13 +150,13 @@ def test_an_answer_ends_before_a_stop_text(stream: bool) -> None:
             assert answer["usage"]["completion_tokens"] == 13
         # The model was given up there, although it had more to say.
         assert model.given_up.is_set()
-        assert "stop_words_list" not in model.jobs[0].tensors  # six tokens: found in the text
+        assert "stop_words_list" not in model.jobs[0]  # six tokens: found in the text
 
     run(check, model)
 
 
 def test_the_tokens_of_a_whole_answer_count_up_to_its_stop_text() -> None:
-    ids = np.array(Letters().encode("Hello, you there!"))
+    ids = Letters().encode("Hello, you there!")
     answer = Answer(Codec(Letters(), None, end_ids=(END,)), (), 50, ["yonder", "you th"])
     answer.update(Candidate(ids), final=True)
     assert (answer.text, answer.tokens, answer.finish_reason) == ("Hello, ", 13, "stop")
@@ -168,7 +167,7 @@ def test_a_stop_text_of_one_token_ends_the_model_itself() -> None:
 
     async def check(client: aiohttp.ClientSession) -> None:
         assert (await ask(client, stop=","))["choices"][0]["text"] == "Hello"
-        assert model.jobs[0].tensors["stop_words_list"].tolist() == [[[54], [1]]]
+        assert model.jobs[0]["stop_words_list"].tolist() == [[[54], [1]]]
 
     run(check, model)
 
@@ -198,15 +197,15 @@ def test_a_chat_goes_through_the_template() -> None:
         assert answer["object"] == "chat.completion"
         message = answer["choices"][0]["message"]
         assert (message["role"], message["content"]) == ("assistant", "Hello, you there!")
-        prompt = model.jobs[0].prompt
+        (prompt,) = model.jobs[0]["input_ids"].tolist()
         assert len(prompt) == answer["usage"]["prompt_tokens"]
         # Without a limit there is all the room that is left.
-        assert model.jobs[0].output_len == 64 - len(prompt)
+        assert model.jobs[0]["request_output_len"] == 64 - len(prompt)
         parts = [{"type": "text", "text": "W"}, {"type": "text", "text": "ho?"}]
         *chunks, done = await events(
             client, CHAT, model="letters", messages=[{"role": "user", "content": parts}]
         )
-        assert model.jobs[1].prompt == prompt
+        assert model.jobs[1]["input_ids"].tolist() == [prompt]
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         assert deltas[0]["role"] == "assistant"
         assert "".join(delta["content"] for delta in deltas) == "Hello, you there!"
@@ -222,7 +221,7 @@ def test_an_end_token_of_the_chat_ends_it() -> None:
     async def check(client: aiohttp.ClientSession) -> None:
         answer = await ask(client, CHAT, model="letters", messages=TALK)
         assert answer["choices"][0]["message"]["content"] == "so"
-        assert model.jobs[0].tensors["stop_words_list"].shape == (1, 2, 1)
+        assert model.jobs[0]["stop_words_list"].shape == (1, 2, 1)
 
     run(check, model, template=ChatTemplate(TEMPLATE, {"eos_token": "\n"}))
 
@@ -235,10 +234,10 @@ def test_biases_and_the_frequency_penalty_reach_models_that_take_them() -> None:
         bias = {"0": -100, "5": -100, "7": 2.5, "9": 0}
         await ask(client, n=2, logit_bias=bias, frequency_penalty=0.5)
         (job,) = model.jobs
-        assert job.tensors["bad_words_list"][1].tolist() == [[5], [1]]
-        assert job.tensors["logit_bias_ids"].tolist() == [[0, 7]] * 2
-        assert job.tensors["logit_bias"].tolist() == [[-100, 2.5]] * 2
-        assert job.tensors["frequency_penalty"].tolist() == [[0.5]] * 2
+        assert job["bad_words_list"][1].tolist() == [[5], [1]]
+        assert job["logit_bias_ids"].tolist() == [[0, 7]] * 2
+        assert job["logit_bias"].tolist() == [[-100, 2.5]] * 2
+        assert job["frequency_penalty"].tolist() == [[0.5]] * 2
 
     run(check, model)
 
@@ -660,7 +659,7 @@ def test_an_answer_that_did_not_end_itself_has_no_end_token() -> None:
     async def check(client: aiohttp.ClientSession) -> None:
         answer = await ask(client, max_tokens=17)
         assert answer["choices"][0]["finish_reason"] == "length"
-        assert END not in model.jobs[0].prompt
+        assert END not in model.jobs[0]["input_ids"]
         assert answer["usage"]["completion_tokens"] == 17
 
     run(check, model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +11,13 @@ import numpy as np
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from inference.backend.text_generation import QueuedRow, TextService
+from inference.backend.text_generation import TextModel
 from inference.backend.tokenizer import load_tokenizer
 from inference.decoding.request import RequestError
 from inference.engine.engine import Engine, EngineOptions
 from inference.engine.errors import EngineFailedError
 from inference.ranks.settings import Placement
-from tests.text_requests import infer
+from tests.text_requests import infer, text_model
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 from tests.waiting import until
 
@@ -27,15 +26,15 @@ POSITIONS = 48
 
 @pytest.fixture(scope="module")
 def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text_service")
+    folder = tmp_path_factory.mktemp("text_generation")
     source = write_tiny_gpt2(folder / "source", positions=POSITIONS)
     return convert(ConversionRequest(source, folder, tp_size=1, weight_data_type="fp32")).ft_dir
 
 
 @pytest.fixture(scope="module")
-def service(ft_dir: Path) -> Iterator[TextService]:
+def model(ft_dir: Path) -> Iterator[TextModel]:
     with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=6)) as engine:
-        yield TextService(engine, load_tokenizer(ft_dir))
+        yield text_model(TextModel, engine, load_tokenizer(ft_dir))
 
 
 def column(values: list[int]) -> np.ndarray[Any, Any]:
@@ -52,8 +51,8 @@ def sentences(outputs: dict[str, Any]) -> list[list[str]]:
     return [[text.decode() for text in row[:, 0]] for row in outputs["sentences"]]
 
 
-def test_shapes_and_types_are_those_of_the_interface(service: TextService) -> None:
-    (outputs,) = infer(service, [request(["in the end", "a"], [4, 9], beams=3)])
+def test_shapes_and_types_are_those_of_the_interface(model: TextModel) -> None:
+    (outputs,) = infer(model, [request(["in the end", "a"], [4, 9], beams=3)])
     assert {name: (value.dtype.str, value.shape) for name, value in outputs.items()} == {
         "sentences": ("|O", (2, 3, 1)),
         "sequence_length": ("<i8", (2, 3)),
@@ -63,63 +62,59 @@ def test_shapes_and_types_are_those_of_the_interface(service: TextService) -> No
 
 
 def test_a_sentence_is_the_prompt_and_its_answer_and_is_counted_in_characters(
-    service: TextService,
+    model: TextModel,
 ) -> None:
     prompt = "the Straße"
-    (outputs,) = infer(service, [request([prompt], [5])])
+    (outputs,) = infer(model, [request([prompt], [5])])
     ((text,),) = sentences(outputs)
     assert text.startswith(prompt)
     assert outputs["sequence_length"].tolist() == [[len(text)]]
-    ids = load_tokenizer_of(service).encode(prompt)
+    ids = model.tokenizer.encode(prompt)
     assert outputs["sequence_tokens"].tolist() == [[len(ids) + 5]]
     assert outputs["cum_log_probs"][0, 0] < 0
 
 
-def load_tokenizer_of(service: TextService) -> Any:
-    return service._tokenizer
-
-
-def test_every_row_has_its_own_number_of_tokens(service: TextService) -> None:
+def test_every_row_has_its_own_number_of_tokens(model: TextModel) -> None:
     prompts = ["the a", "the a", "s"]
-    (together,) = infer(service, [request(prompts, [2, 7, 30])])
+    (together,) = infer(model, [request(prompts, [2, 7, 30])])
     alone = [
-        infer(service, [request([prompt], [length])])[0]
+        infer(model, [request([prompt], [length])])[0]
         for prompt, length in zip(prompts, [2, 7, 30], strict=True)
     ]
     assert sentences(together) == [sentences(each)[0] for each in alone]
     assert np.diff(together["sequence_tokens"][:2, 0]).tolist() == [5]
 
 
-def test_requests_of_one_call_are_answered_apart(service: TextService) -> None:
+def test_requests_of_one_call_are_answered_apart(model: TextModel) -> None:
     first, second = request(["the"], [3]), request(["in", "on"], [6, 2], beams=2)
-    together = infer(service, [first, second])
-    apart = [*infer(service, [first]), *infer(service, [second])]
+    together = infer(model, [first, second])
+    apart = [*infer(model, [first]), *infer(model, [second])]
     for outputs, alone in zip(together, apart, strict=True):
         assert sentences(outputs) == sentences(alone)
         # The order of summation follows the number of rows: the last digits of fp32.
         np.testing.assert_allclose(outputs["cum_log_probs"], alone["cum_log_probs"], rtol=1e-5)
 
 
-def test_long_prompts_are_cut_to_leave_room_for_the_answer(service: TextService) -> None:
+def test_long_prompts_are_cut_to_leave_room_for_the_answer(model: TextModel) -> None:
     long, output_len = "x" * 200, 20
-    (outputs,) = infer(service, [request([long, "x"], [output_len, POSITIONS - 1])])
+    (outputs,) = infer(model, [request([long, "x"], [output_len, POSITIONS - 1])])
     assert sentences(outputs)[0][0].startswith("x" * (POSITIONS - output_len))
     assert outputs["sequence_tokens"][:, 0].tolist() == [POSITIONS, POSITIONS]
 
 
-def test_empty_prompt_is_answered(service: TextService) -> None:
-    (outputs,) = infer(service, [request([""], [4])])
+def test_empty_prompt_is_answered(model: TextModel) -> None:
+    (outputs,) = infer(model, [request([""], [4])])
     assert outputs["sequence_tokens"].tolist() == [[4]]
 
 
-def test_markers_are_not_part_of_the_text(service: TextService) -> None:
-    limits = service._engine.limits
-    assert load_tokenizer_of(service).special_ids == {limits.end_id}
-    future: Future[Any] = Future()
-    result = SimpleNamespace(output_ids=((41, limits.end_id),), cum_log_probs=[0.0])
-    future.set_result(SimpleNamespace(rows=[result]))
-    outputs = service.answer([QueuedRow([limits.start_id, 40], future)])
-    assert sentences(outputs) == [[load_tokenizer_of(service).decode([40, 41])]]
+def test_markers_are_not_part_of_the_text(model: TextModel) -> None:
+    limits = model.engine.limits
+    assert model.tokenizer.special_ids == {limits.end_id}
+    asked = SimpleNamespace(rows=[SimpleNamespace(returned_ids=(limits.start_id, 40))])
+    row = SimpleNamespace(output_ids=((41, limits.end_id),), cum_log_probs=[0.0])
+    result: Any = SimpleNamespace(request=asked, rows=[row])
+    outputs = model.answer(result)
+    assert sentences(outputs) == [[model.tokenizer.decode([40, 41])]]
     assert outputs["sequence_tokens"].tolist() == [[4]]
 
 
@@ -139,21 +134,21 @@ def test_markers_are_not_part_of_the_text(service: TextService) -> None:
         (request(["a", b"\xff"], [1, 1]), r"prompts\[1\]: not UTF-8 at byte 0"),
     ],
 )
-def test_wrong_requests_are_refused(service: TextService, bad: Any, message: str) -> None:
+def test_wrong_requests_are_refused(model: TextModel, bad: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        infer(service, [bad])
+        infer(model, [bad])
 
 
-def test_a_refused_request_leaves_no_work_behind(service: TextService) -> None:
+def test_a_refused_request_leaves_no_work_behind(model: TextModel) -> None:
     good = request(["the"] * 3, [40] * 3)
     with pytest.raises(RequestError):
-        infer(service, [good, request(["a"], [0])])
-    until(lambda: service._engine.load().running == 0, "the end of the first request's work")
+        infer(model, [good, request(["a"], [0])])
+    until(lambda: model.engine.load().running == 0, "the end of the first request's work")
 
 
 def test_a_failed_engine_is_the_answer(ft_dir: Path) -> None:
     engine = Engine(ft_dir, Placement(device="cpu"))
     with engine:
-        service = TextService(engine, load_tokenizer(ft_dir))
+        model = text_model(TextModel, engine, load_tokenizer(ft_dir))
     with pytest.raises(EngineFailedError, match="the engine was stopped"):
-        infer(service, [request(["a"], [1])])
+        infer(model, [request(["a"], [1])])

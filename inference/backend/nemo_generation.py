@@ -8,16 +8,18 @@ import csv
 import io
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from inference.backend.text_generation import QueuedRow, RowRead, TextModel, TextService, column
+from inference.backend.text_generation import RowRead, TextModel, column
 from inference.backend.text_models import row_texts, word_list_tensor
 from inference.backend.triton_model import Tensors
 from inference.decoding.request import TASK_IDS, RequestError
 from inference.decoding.rows import P_TUNING
+
+if TYPE_CHECKING:
+    from inference.engine.engine import GenerationResult
 
 TASK = "text_generation"
 # NeMo's (nemo/collections/nlp/modules/common/text_generation_utils.py).
@@ -48,12 +50,15 @@ _LIMITS: dict[str, Any] = {"min_length": np.iinfo(np.int32), "top_k": np.iinfo(n
 _WORD_LISTS = {"end_strings": "stop_words_list", "bad_words_list": "bad_words_list"}
 
 
-class NemoService(TextService):
-    """Answers requests of NeMo's clients. Without a seed, samples differ between requests."""
+class NemoModel(TextModel):
+    """The same with the tensors of PyTriton's NeMo example.
+
+    Without a seed, samples differ between requests.
+    """
 
     def _read(self, request: Tensors) -> list[RowRead]:
         """Return the tokens and the options of each row. Raises RequestError."""
-        texts = row_texts("prompts", request["prompts"], most_bytes=self._tokenizer.most_text_bytes)
+        texts = row_texts("prompts", request["prompts"], most_bytes=self.tokenizer.most_text_bytes)
         rows = len(texts)
         given: dict[str, list[Any]] = {
             name: column(request, name, rows, default=default)
@@ -92,7 +97,7 @@ class NemoService(TextService):
         ]
 
     def _task_problems(self, tasks: Sequence[str], scored: Sequence[bool]) -> list[str]:
-        known = [TASK, *self._tasks]
+        known = [TASK, *self.tasks]
         return [
             f"tasks[{b}]={task!r}: the model has no such task; use {' or '.join(known)}"
             for b, task in enumerate(tasks)
@@ -100,11 +105,11 @@ class NemoService(TextService):
         ] + [
             f"compute_logprob[{b}]: virtual tokens are not scored; send false, or {TASK}"
             for b, (task, is_scored) in enumerate(zip(tasks, scored, strict=True))
-            if task in self._tasks and is_scored
+            if task in self.tasks and is_scored
         ]
 
     def _row(self, text: str, given: dict[str, Any], words: Mapping[str, Sequence[str]]) -> RowRead:
-        tokenizer, limits = self._tokenizer, self._engine.limits
+        tokenizer, limits = self.tokenizer, self.engine.limits
         ids = [limits.start_id] * given["add_BOS"]
         if given["use_greedy"]:
             given |= {"top_k": 1, "top_p": 1.0, "temperature": 1.0}
@@ -113,7 +118,7 @@ class NemoService(TextService):
         }
         options["random_seed"] = np.array([[given["seed"]]], np.int64).view(np.uint64)
         if given["tasks"] != TASK:
-            task_id = self._tasks.index(given["tasks"])
+            task_id = self.tasks.index(given["tasks"])
             options[TASK_IDS] = np.array([[task_id]], np.uint32)
             if limits.prompt_learning_type == P_TUNING:
                 first = limits.virtual_start_id
@@ -128,37 +133,24 @@ class NemoService(TextService):
                 options[target] = word_list_tensor([record.getvalue()], tokenizer, name=name)
         return self.fitting([*ids, *tokenizer.encode(text)], given["max_length"]), options
 
-    def _submit(self, b: int, ids: list[int], options: Tensors) -> QueuedRow:
-        row = super()._submit(b, ids, options)
-        if TASK_IDS not in options:
-            return row
-        # Virtual tokens, to which every id from the first on belongs, are not part of the sentence.
-        first = self._engine.limits.virtual_start_id
-        return replace(row, prompt_ids=[each for each in ids if each < first])
-
-    def answer(self, rows: Sequence[QueuedRow]) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the outputs of a request whose rows are done."""
-        end_id = self._engine.limits.end_id
-        results = [row.future.result().rows[0] for row in rows]
-        sequences = [
-            [*row.prompt_ids, *result.output_ids[0]]
-            for row, result in zip(rows, results, strict=True)
-        ]
+    def answer(self, result: GenerationResult) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the outputs of a request."""
+        end_id, count = self.engine.limits.end_id, len(result.rows)
+        sequences = [ids for (ids,) in self.sequences(result)]
         width = max(map(len, sequences))
-        token_ids = np.full((len(rows), 1, width), end_id, np.int32)
-        tokens = np.full((len(rows), 1, width), b"", object)
-        logprob = np.full((len(rows), 1, max(width - 1, 1)), np.nan, np.float32)
-        offsets = np.zeros((len(rows), 1, width), np.int32)
-        sentences = np.empty((len(rows), 1), object)
-        for b, (ids, result) in enumerate(zip(sequences, results, strict=True)):
-            pieces = [self._tokenizer.decode([each]) for each in ids]
+        token_ids = np.full((count, 1, width), end_id, np.int32)
+        tokens = np.full((count, 1, width), b"", object)
+        logprob = np.full((count, 1, max(width - 1, 1)), np.nan, np.float32)
+        offsets = np.zeros((count, 1, width), np.int32)
+        sentences = np.empty((count, 1), object)
+        for b, (ids, row) in enumerate(zip(sequences, result.rows, strict=True)):
+            pieces = [self.tokenizer.decode([each]) for each in ids]
             token_ids[b, 0, : len(ids)] = ids
             tokens[b, 0, : len(ids)] = [piece.encode() for piece in pieces]
             offsets[b, 0, 1:] = np.cumsum([*map(len, pieces), *[0] * (width - len(ids))])[:-1]
-            scores = [score.log_prob for score in (*result.prompt_scores, *result.scores)]
+            scores = [score.log_prob for score in (*row.prompt_scores, *row.scores)]
             logprob[b, 0, : len(scores)] = scores
-            text = self._tokenizer.decode([each for each in ids if each not in self._special])
-            sentences[b, 0] = text.encode()
+            sentences[b, 0] = self.text(ids).encode()
         return {
             "sentences": sentences,
             "tokens": tokens,
@@ -168,8 +160,8 @@ class NemoService(TextService):
         }
 
 
-class NemoDeployService(NemoService):
-    """Answers NeMo's NemoQueryLLMPyTorch and NemoQueryLLM.
+class NemoDeployModel(NemoModel):
+    """The same with the tensors of NeMo's own clients, NemoQueryLLMPyTorch and NemoQueryLLM.
 
     NeMo samples for the second one, which names no use_greedy: a top_k, a top_p or a temperature
     then asks for a sample.
@@ -187,18 +179,6 @@ class NemoDeployService(NemoService):
         if "use_greedy" not in named and not {"top_k", "top_p", "temperature"}.isdisjoint(named):
             named["use_greedy"] = np.zeros((len(named["prompts"]), 1), np.bool_)
         return super()._read(named)
-
-
-class NemoModel(TextModel):
-    """The same with the tensors of PyTriton's NeMo example."""
-
-    service_class = NemoService
-
-
-class NemoDeployModel(TextModel):
-    """The same with the tensors of NeMo's own query clients."""
-
-    service_class = NemoDeployService
 
 
 def _words(request: Tensors, name: str, rows: int) -> list[list[str]]:

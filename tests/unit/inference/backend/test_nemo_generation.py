@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from inference.backend.nemo_service import NemoDeployService, NemoService
-from inference.backend.text_generation import TextService
+from inference.backend.nemo_generation import NemoDeployModel, NemoModel
+from inference.backend.text_generation import TextModel
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.decoding.request import RequestError, parse_request
 from inference.engine.engine import Engine, EngineOptions
 from inference.pytriton.repository import NEMO_INPUTS, NEMO_OUTPUTS
 from inference.ranks.settings import Placement
-from tests.text_requests import infer
+from tests.text_requests import infer, text_model
 from tests.tiny_t5_tuning import write_prompts
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 
@@ -28,7 +28,7 @@ TABLE = torch.randn(3, 24, generator=torch.Generator().manual_seed(1))  # 3 virt
 
 @pytest.fixture(scope="module")
 def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("nemo_service")
+    folder = tmp_path_factory.mktemp("nemo_generation")
     source = write_tiny_gpt2(folder / "source", positions=POSITIONS)
     prompts = (write_prompts(folder / "prompts.nemo", {"squad": TABLE}),)
     return convert(ConversionRequest(source, folder, 1, "fp32", prompt_checkpoints=prompts)).ft_dir
@@ -46,8 +46,8 @@ def engine(ft_dir: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def service(engine: Engine, tokenizer: Tokenizer) -> NemoService:
-    return NemoService(engine, tokenizer, ["squad"])
+def model(engine: Engine, tokenizer: Tokenizer) -> NemoModel:
+    return text_model(NemoModel, engine, tokenizer, ["squad"])
 
 
 def request(prompts: list[str], *, task: str = "text_generation", **options: Any) -> Any:
@@ -68,8 +68,8 @@ def sentences(outputs: dict[str, Any]) -> list[str]:
     return [text.decode() for text in outputs["sentences"][:, 0]]
 
 
-def test_outputs_are_those_of_the_interface(service: NemoService) -> None:
-    (outputs,) = infer(service, [request(["in the end", "a"], max_length=4, add_BOS=True)])
+def test_outputs_are_those_of_the_interface(model: NemoModel) -> None:
+    (outputs,) = infer(model, [request(["in the end", "a"], max_length=4, add_BOS=True)])
     assert list(outputs) == [tensor.name for tensor in NEMO_OUTPUTS]
     assert outputs["sentences"].shape == (2, 1)
     rows, one, width = outputs["token_ids"].shape
@@ -79,11 +79,11 @@ def test_outputs_are_those_of_the_interface(service: NemoService) -> None:
 
 
 def test_greedy_answer_is_that_of_the_text_interface(
-    service: NemoService, engine: Engine, tokenizer: Tokenizer
+    model: NemoModel, engine: Engine, tokenizer: Tokenizer
 ) -> None:
     prompt = "the end of"
-    (outputs,) = infer(service, [request([prompt], max_length=6, add_BOS=False, top_p=0.3)])
-    plain = TextService(engine, tokenizer)
+    (outputs,) = infer(model, [request([prompt], max_length=6, add_BOS=False, top_p=0.3)])
+    plain = text_model(TextModel, engine, tokenizer)
     (expected,) = infer(
         plain,
         [
@@ -97,17 +97,17 @@ def test_greedy_answer_is_that_of_the_text_interface(
 
 
 def test_start_token_goes_in_front_and_is_not_part_of_the_text(
-    service: NemoService, engine: Engine, tokenizer: Tokenizer
+    model: NemoModel, engine: Engine, tokenizer: Tokenizer
 ) -> None:
-    (outputs,) = infer(service, [request(["the end"], max_length=2)])  # add_BOS by default
+    (outputs,) = infer(model, [request(["the end"], max_length=2)])  # add_BOS by default
     prompt = [engine.limits.start_id, *tokenizer.encode("the end")]
     assert outputs["token_ids"][0, 0, : len(prompt)].tolist() == prompt
     assert sentences(outputs)[0].startswith("the end")
 
 
-def test_answer_ends_with_an_end_string(service: NemoService, tokenizer: Tokenizer) -> None:
+def test_answer_ends_with_an_end_string(model: NemoModel, tokenizer: Tokenizer) -> None:
     plain = request(["the end"], max_length=8, add_BOS=False)
-    (outputs,) = infer(service, [plain])
+    (outputs,) = infer(model, [plain])
     prompt = len(tokenizer.encode("the end"))
     answer = outputs["token_ids"][0, 0, prompt:].tolist()
     # A token that its own text gives.
@@ -116,22 +116,22 @@ def test_answer_ends_with_an_end_string(service: NemoService, tokenizer: Tokeniz
     )
     text = tokenizer.decode(answer[place : place + 1])
     strings = np.array([[[text.encode(), b""]]], object)
-    (ended,) = infer(service, [plain | {"end_strings": strings}])
+    (ended,) = infer(model, [plain | {"end_strings": strings}])
     assert ended["token_ids"][0, 0, prompt:].tolist() == answer[: answer.index(answer[place]) + 1]
 
 
-def test_minimum_length_holds_the_end_token_back(service: NemoService) -> None:
+def test_minimum_length_holds_the_end_token_back(model: NemoModel) -> None:
     options: dict[str, Any] = {"use_greedy": False, "top_k": 0, "top_p": 1.0, "add_BOS": False}
-    (outputs,) = infer(service, [request(["a"] * 8, max_length=12, min_length=12, **options)])
+    (outputs,) = infer(model, [request(["a"] * 8, max_length=12, min_length=12, **options)])
     assert len({*sentences(outputs)}) > 1, "sampled rows have seeds of their own"
-    end_id = service._engine.limits.end_id
+    end_id = model.engine.limits.end_id
     assert (outputs["token_ids"] == end_id).sum() == 0
 
 
 def test_a_task_puts_its_virtual_tokens_in_front(
-    service: NemoService, engine: Engine, tokenizer: Tokenizer
+    model: NemoModel, engine: Engine, tokenizer: Tokenizer
 ) -> None:
-    (outputs,) = infer(service, [request(["the end"], task="squad", max_length=4, add_BOS=False)])
+    (outputs,) = infer(model, [request(["the end"], task="squad", max_length=4, add_BOS=False)])
     text, first = tokenizer.encode("the end"), engine.limits.virtual_start_id
     ids = [first, first + 1, first + 2, *text]
     (row,) = engine.generate(
@@ -151,17 +151,20 @@ def test_a_task_puts_its_virtual_tokens_in_front(
 
 
 def test_log_probabilities_and_offsets_are_of_every_token(
-    service: NemoService, engine: Engine, tokenizer: Tokenizer
+    model: NemoModel, engine: Engine, tokenizer: Tokenizer
 ) -> None:
     asked = request(["the end of", "a"], max_length=3, add_BOS=False)
     asked["compute_logprob"] = np.array([[True], [False]])
-    (outputs,) = infer(service, [asked])
+    (outputs,) = infer(model, [asked])
     scores, ids = outputs["logprob"][:, 0], outputs["token_ids"][0, 0].tolist()
-    text = TextService(engine, tokenizer)._submit(
-        0, ids[:-1], {"request_output_len": np.array([[1]], np.uint32),
-                      "is_return_context_cum_log_probs": np.array([[True]])},
-    )  # fmt: skip
-    (row,) = text.future.result().rows
+    tensors = {
+        "input_ids": np.array([ids[:-1]], np.uint32),
+        "input_lengths": np.array([[len(ids) - 1]], np.uint32),
+        "request_output_len": np.array([[1]], np.uint32),
+        "is_return_log_probs": np.array([[True]]),
+        "is_return_context_cum_log_probs": np.array([[True]]),
+    }
+    (row,) = engine.generate(parse_request(tensors, engine.limits)).rows
     assert row.output_ids[0][0] == ids[-1], "greedy"
     assert scores.shape == (2, len(ids) - 1)
     assert np.isfinite(scores[0]).all()
@@ -179,15 +182,15 @@ def test_a_number_that_the_engine_cannot_hold_is_refused(
 ) -> None:
     asked = {"prompts": np.array([[b"a"]]), name: np.array([[value]], np.int64)}
     with pytest.raises(RequestError, match=rf"{name}\[0\]={value} must be "):
-        NemoDeployService(engine, tokenizer).begin(asked)
+        text_model(NemoDeployModel, engine, tokenizer).begin(asked)
 
 
 def test_nemos_query_clients_are_answered_as_the_example(
-    service: NemoService, engine: Engine, tokenizer: Tokenizer
+    model: NemoModel, engine: Engine, tokenizer: Tokenizer
 ) -> None:
-    deployed = NemoDeployService(engine, tokenizer, ["squad"])
+    deployed = text_model(NemoDeployModel, engine, tokenizer, ["squad"])
     prompts = np.array([[b"the end"], [b"a"]])
-    (expected,) = infer(service, [request(["the end", "a"], max_length=12)])
+    (expected,) = infer(model, [request(["the end", "a"], max_length=12)])
     wide = {"max_output_len": np.full((2, 1), 12)}
     (plain,) = infer(deployed, [{"prompts": prompts, **wide}])
     assert sentences(plain) == sentences(expected)
@@ -208,18 +211,16 @@ def test_nemos_query_clients_are_answered_as_the_example(
     assert sentences(other)[0] != sentences(expected)[0]
     task = {"task_id": np.full((2, 1), b"squad"), "add_BOS": np.zeros((2, 1), np.bool_)}
     (tuned,) = infer(deployed, [{"prompts": prompts, **wide, **task}])
-    (same,) = infer(
-        service, [request(["the end", "a"], task="squad", max_length=12, add_BOS=False)]
-    )
+    (same,) = infer(model, [request(["the end", "a"], task="squad", max_length=12, add_BOS=False)])
     assert sentences(tuned) == sentences(same)
     with pytest.raises(RequestError, match="no_repeat_ngram_size is not computed here; send 0"):
         infer(deployed, [{"prompts": prompts, "no_repeat_ngram_size": np.full((2, 1), 2.0)}])
 
 
-def test_all_problems_are_named_at_once(service: NemoService) -> None:
+def test_all_problems_are_named_at_once(model: NemoModel) -> None:
     wrong = request(["a"], task="boolq", max_length=0, top_k=-1, all_probs=True)
     with pytest.raises(RequestError) as caught:
-        infer(service, [wrong])
+        infer(model, [wrong])
     assert caught.value.problems == [
         f"max_length[0]=0 must be in [1, {POSITIONS - 1}]",
         "tasks[0]='boolq': the model has no such task; use text_generation or squad",
@@ -227,4 +228,4 @@ def test_all_problems_are_named_at_once(service: NemoService) -> None:
         "all_probs is not computed here; send false",
     ]
     with pytest.raises(RequestError, match="virtual tokens are not scored"):
-        infer(service, [request(["a"], task="squad", compute_logprob=True)])
+        infer(model, [request(["a"], task="squad", compute_logprob=True)])

@@ -1,0 +1,95 @@
+"""New tokens pass the server by: to the stream that they are for, before the answer's end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from inference.streams import SOCKET_NAME, StreamReceiver, StreamSender
+from inference.supervision import REPORTS_VARIABLE
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a server's sockets, of which its models know."""
+    monkeypatch.setenv(REPORTS_VARIABLE, str(tmp_path / "reports"))
+    return tmp_path
+
+
+def test_each_stream_gets_its_own_tokens_in_order(folder: Path) -> None:
+    async def main() -> None:
+        receiver, senders = StreamReceiver(), [StreamSender(), StreamSender()]
+        await receiver.open(folder)
+        with receiver.stream() as (first, of_first), receiver.stream() as (second, of_second):
+            for number in range(300):
+                senders[0].send(first, [[number], []])
+                senders[1].send(second, [[-number]])
+                senders[0].send("of nobody", [[number]])
+            found = [[await asyncio.wait_for(q.get(), LIMIT_S) for _ in range(300)]
+                     for q in (of_first, of_second)]  # fmt: skip
+        assert found[0] == [[[number], []] for number in range(300)]
+        assert found[1] == [[[-number]] for number in range(300)]
+        for sender in senders:
+            await asyncio.to_thread(sender.stop)
+        receiver.close()
+
+    asyncio.run(main())
+
+
+def test_an_answer_follows_its_tokens(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / SOCKET_NAME))
+        listener.listen()
+        sender, is_sent = StreamSender(), threading.Event()
+        sender.send("name", [[1, 2]])
+        sender.after(is_sent.set)
+        connection, _ = listener.accept()
+        with connection:
+            assert is_sent.wait(LIMIT_S)
+            assert connection.recv(1000) == b'[["name", [[1, 2]]]]\n'
+            sender.stop()
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_without_a_front_answers_still_come(folder: Path, listens: bool) -> None:
+    sender = StreamSender()
+    done: list[int] = []
+    sender.after(lambda: done.append(0))  # nothing was sent: at once
+    assert done == [0]
+    with socket.socket(socket.AF_UNIX) as listener:
+        if listens:
+            listener.bind(str(folder / SOCKET_NAME))
+            listener.listen()
+        sender.send("name", [[1]])
+        if listens:
+            listener.accept()[0].close()
+    for number in range(1, 200):
+        sender.send("name", [[number]])
+        sender.after(lambda number=number: done.append(number))  # type: ignore[misc]
+    sender.stop()
+    assert done == list(range(200))
+
+
+def test_messages_that_wait_are_counted(folder: Path) -> None:
+    async def main() -> None:
+        receiver, sender = StreamReceiver(), StreamSender()
+        await receiver.open(folder)
+        with receiver.stream() as (name, came):
+            for number in range(600):
+                sender.send(name, [[number]])
+            while came.qsize() < 600:
+                await asyncio.sleep(0.01)
+            assert receiver.is_behind
+            for _ in range(100):
+                came.get_nowait()
+            assert not receiver.is_behind
+        await asyncio.to_thread(sender.stop)
+        receiver.close()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
