@@ -22,11 +22,7 @@ from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.prompts import added_tensors, prompt_fields, prompt_tensors
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import join
-from export_scripts.families.t5.tuning import (
-    find_scalers,
-    ia3_reasons,
-    ia3_sources,
-)
+from export_scripts.families.t5.tuning import ia3_reasons, ia3_sources
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config, write_config
 from export_scripts.ft.layout import ft_directory, tensor_table
 from export_scripts.ft.validation import validate_directory
@@ -123,7 +119,7 @@ def _added_ia3(
         extra=added_tensors("ia3", archives),
     )
     made = dataclasses.replace(config, ia3_num_tasks=len(archives))  # type: ignore[call-arg]
-    sources = ia3_sources(find_scalers(facts))
+    sources = ia3_sources(facts)
     added: dict[str, Any] = {}
     missing: list[str] = []
     for spec, index, tensor in family.expand(made):

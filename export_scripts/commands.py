@@ -8,6 +8,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from export_scripts.files.disk import full_disk
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 10.0
@@ -38,7 +41,8 @@ def run_command(parser: argparse.ArgumentParser, handler: Handler, arguments: Se
     try:
         return handler(options)
     except (ValueError, OSError) as error:
-        for line in str(error).split("\n"):
+        full = full_disk(error, Path.cwd()) if isinstance(error, OSError) else None
+        for line in (full or str(error)).split("\n"):
             complain(f"error: {line}")
         return 1
     except KeyboardInterrupt:

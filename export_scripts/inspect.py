@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.checkpoints.base import CheckpointReader, json_file
+from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.checkpoints.huggingface import CONFIG_NAME as HUGGINGFACE_CONFIG
 from export_scripts.checkpoints.huggingface import (
     is_huggingface,
@@ -29,10 +29,9 @@ from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.files.json_content import json_object
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
-from export_scripts.ft.layout import TOKENIZER_FILES, expected_files, manifest_path
-from export_scripts.ft.validation import validate_directory
+from export_scripts.ft.layout import TOKENIZER_FILES, expected_files
+from export_scripts.ft.validation import read_manifest, validate_directory
 
 
 def describe(path: Path, *, tensors: bool = False) -> dict[str, Any]:
@@ -52,8 +51,7 @@ def describe(path: Path, *, tensors: bool = False) -> dict[str, Any]:
         facts = _describe_folder(path, tensors=tensors)
     else:
         try:
-            reader = open_configuration(path) or open_checkpoint(path)
-            facts = _describe_checkpoint(reader, tensors=tensors)
+            facts = _describe_checkpoint(open_checkpoint(path), tensors=tensors)
         except CheckpointMismatchError as error:
             if not is_huggingface(path):
                 raise
@@ -84,13 +82,11 @@ def _describe_folder(path: Path, *, tensors: bool) -> dict[str, Any]:
     }
     if not problems:
         _add_target(facts, path)
-    manifest = manifest_path(path)
     # A damaged manifest is among the problems.
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        if manifest.is_file():
-            record = json_object(manifest.read_bytes(), manifest)
-            facts["converted from"] = record["source"]["path"]
-            facts["converted by"] = record["tool"]
+    with contextlib.suppress(ValueError, LookupError):
+        manifest = read_manifest(path)
+        facts["converted from"] = manifest["source"]["path"]
+        facts["converted by"] = manifest["tool"]
     if tensors:
         facts["tensors"] = {t.name: list(t.shape) for t in family.tensors(config)}
     return facts
@@ -110,9 +106,9 @@ def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> dict[str
         "bytes": sum(piece.span_bytes for each in pieces.values() for piece in each),
         "types": ", ".join(f"{name} ({count})" for name, count in types.most_common()),
         "quantised by": quantised and str(quantised.get("quant_method", "unknown")),
-        "tokenizer": [file.name for file in reader.tokenizer],
+        "tokenizer": list(reader.tokenizer),
         "notes": list(reader.remarks),
-        "config": {k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))},
+        "config": _plain(config),
     }
     facts |= _becomes(reader)
     if "parameters" in facts and pieces:
@@ -125,28 +121,28 @@ def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> dict[str
 
 def _describe_config(path: Path, problems: Sequence[str]) -> dict[str, Any]:
     """Return what config.json alone says of a folder whose weights cannot be read."""
-    file = path / HUGGINGFACE_CONFIG
-    config = json_file(file)
-    reader = CheckpointReader("huggingface", path, config, {}, (file,))
+    reader = open_configuration(path)
+    facts = _becomes(reader)
     return {
         "kind": "huggingface configuration",
         "path": str(path),
         "weights": list(problems),
-        "config": {k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))},
-        **(facts := _becomes(reader)),
+        "tokenizer": list(reader.tokenizer),
+        "config": _plain(reader.config),
+        **facts,
         "can be": facts["can be"] + _passed_through(reader),
     }
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in config.items() if isinstance(v, (str, int, float, bool))}
 
 
 def _becomes(reader: CheckpointReader) -> dict[str, Any]:
     """Return the family a checkpoint becomes, or every reason it cannot be converted."""
     try:
-        facts = Facts(
-            reader=with_plain_weights(reader),
-            tp_size=1,
-            weight_data_type="fp16",
-            tokenizer=tuple(reader.tokenizer),
-        )
+        plain = with_plain_weights(reader)
+        facts = Facts(plain, tp_size=1, weight_data_type="fp16", tokenizer=reader.tokenizer)
         mapping, facts = find_mapping(facts)
     except CheckpointMismatchError as error:
         return {"cannot be converted": error.problems, "can be": []}

@@ -25,7 +25,9 @@ TOKENS, SECONDS, PORT = 1 << 20, 30 * 24 * 3600, 65535
 INT32 = (1 << 31) - 1  # numbers of config.pbtxt
 _NAME = re.compile(r"[\w.-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_PATHS = {Path: str, Path | None: str | None}  # types of fields, and of their keys
+# Types of fields, and of their keys.
+_KEY_TYPES: dict[Any, Any] = {Path: str, Path | None: str | None}
+_KEY_TYPES |= dict.fromkeys((tuple[Path, ...], tuple[str, ...]), list[str])
 _Record = typing.TypeVar("_Record")
 _TYPE_WORDS = {
     int: "a whole number",
@@ -205,7 +207,9 @@ def built(root: type[_Record], values: Mapping[str, Any]) -> _Record:
     def made(kind: Any, value: Any) -> Any:
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return built(kind, value)
-        return Path(value) if value is not None and kind in _PATHS else value
+        if typing.get_origin(kind) is tuple:
+            return tuple(map(typing.get_args(kind)[0], value))
+        return Path(value) if value is not None and kind in _KEY_TYPES else value
 
     return root(**{name: made(hints[name], value) for name, value in values.items()})
 
@@ -215,14 +219,14 @@ def keys_of(root: type, prefix: str = "") -> Iterator[Key]:
     hints = typing.get_type_hints(root)
     for each in dataclasses.fields(root):
         name = f"{prefix}{each.name}"
-        kind = _PATHS.get(hints[each.name], hints[each.name])
+        kind = _KEY_TYPES.get(hints[each.name], hints[each.name])
         if dataclasses.is_dataclass(kind):
             assert isinstance(kind, type)
             yield from keys_of(kind, f"{name}.")
             continue
         made = each.default_factory
         default = each.default if made is dataclasses.MISSING else made()
-        yield Key(name, kind, default=default, **each.metadata)
+        yield Key(name, kind, default=[*default] if default == () else default, **each.metadata)
 
 
 def name_problem(text: str) -> str | None:
@@ -257,6 +261,14 @@ def shown(value: Any) -> str:
 def shortened(text: str) -> str:
     """Return a text with its middle left out where it is long."""
     return text if len(text) <= 120 else f"{text[:60]}...{text[-20:]}"
+
+
+def amount(value: float) -> str:
+    """Return a number with three digits and a decimal unit."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g} "
 
 
 def _figure(number: float) -> str:

@@ -18,12 +18,13 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 from inference.supervision import REPORTS_VARIABLE
 
-# A parameter of requests: the name of a stream, which nobody else can guess; "" for none, and no
+# A parameter of requests: the name of a stream, which no client can guess; "" for none, and no
 # response but the whole answer.
 STREAM_PARAMETER = "slipway_stream"
 SOCKET_NAME = "streams"  # in the folder of the server's sockets
@@ -44,7 +45,6 @@ class StreamSender:
         self._queue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._connection: socket.socket | None = None
-        self._line = b""
 
     def send(self, stream: str, news: News) -> None:
         """Send the new tokens of a stream."""
@@ -70,7 +70,7 @@ class StreamSender:
         self._connection = socket.socket(socket.AF_UNIX)
         path = Path(os.environ[REPORTS_VARIABLE]).with_name(SOCKET_NAME)
         with self._connection:
-            self._attempt(lambda connection: connection.connect(str(path)))
+            self._attempt(methodcaller("connect", str(path)))
             ends = False
             while not ends:
                 waiting = [self._queue.get()]
@@ -78,8 +78,7 @@ class StreamSender:
                     waiting.append(self._queue.get())
                 messages = [each for each in waiting if isinstance(each, tuple)]
                 if messages:
-                    self._line = json.dumps(messages).encode() + b"\n"
-                    self._attempt(lambda connection: connection.sendall(self._line))
+                    self._attempt(methodcaller("sendall", json.dumps(messages).encode() + b"\n"))
                 for each in waiting:
                     if callable(each):
                         each()

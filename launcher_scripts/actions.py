@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,4 @@ def _elapsed(found: record.JobRecord) -> str:
 
 def clock(seconds: float) -> str:
     """Return seconds as [D-]H:MM:SS."""
-    days, rest = divmod(round(max(seconds, 0)), 24 * 3600)
-    text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
-    return f"{days}-{text}" if days else text
+    return re.sub(" days?, ", "-", str(timedelta(seconds=round(max(seconds, 0)))))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from export_scripts.tables import text_table
+from export_scripts.values import amount
 from stages import record
 from stages.progress import ProgressState
 
@@ -112,15 +113,7 @@ def progress_text(state: ProgressState) -> str:
     filled = round(share * _BAR_WIDTH)
     bar = "#" * filled + "-" * (_BAR_WIDTH - filled)
     if state.unit == "bytes":
-        figures = f"{_size(state.done)} of {_size(state.total)}"
+        figures = f"{amount(state.done)}B of {amount(state.total)}B"
     else:
         figures = f"{state.done:g} of {state.total:g} {state.unit}"
     return f"[{bar}] {share:4.0%}  {figures}  {state.phase}"
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.3g} TB"

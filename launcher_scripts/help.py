@@ -6,7 +6,7 @@ import textwrap
 
 from export_scripts.values import shown
 from launcher_scripts.configuration.diagnosis import files_of_group
-from launcher_scripts.configuration.schema import GROUPS, keys
+from launcher_scripts.configuration.schema import GROUPS, KEYS
 from launcher_scripts.configuration.settings import PROGRAM
 
 _USAGE = """\
@@ -62,7 +62,7 @@ def _groups() -> str:
 def _keys() -> str:
     lines = ["keys (--cfg job shows their values; a list is written 'key=[a,b]')"]
     section = None
-    for key in keys():
+    for key in KEYS.values():
         group, _, leaf = key.name.rpartition(".")
         if group != section:
             section = group

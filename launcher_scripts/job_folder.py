@@ -7,6 +7,7 @@ import itertools
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +15,29 @@ import yaml
 
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import Job
-from launcher_scripts.stage_table import STAGE_TABLE
 from stages import record
-from stages.base import Stage
+from stages.base import as_json
 
 _KEPT = ("job.json", "progress.json")
 
 
-def make_job(
-    stage: Stage,
-    config: Config,
-    resolved: Mapping[str, Any],
-    *,
-    git_revision: str,
-    whole_config: str = "",
-) -> Job:
-    """Return a job with the configuration to save.
-
-    `whole_config` is what `repeatable` makes of `resolved`, the same for all jobs of a run.
-    """
-    first, *further = STAGE_TABLE[stage.name].saved
-    section = {**resolved[first], **{name: resolved[name] for name in further}}
-    return Job(
-        stage=stage,
-        prefix=config.cluster.job_name_prefix,
-        environment={
-            name: str(value) for name, value in config.env_vars.items() if value is not None
-        },
-        stage_config=to_yaml(section),
-        whole_config=whole_config,
-        git_revision=git_revision,
-    )
-
-
-def repeatable(resolved: Mapping[str, Any]) -> str:
+def repeatable(config: Config) -> str:
     """Return the whole configuration as YAML that repeats the run; without dry_run."""
-    return to_yaml({**resolved, "dry_run": False})
+    return _yaml({**as_json(asdict(config)), "dry_run": False})
 
 
-def to_yaml(values: Mapping[str, Any]) -> str:
+def _stage_config(job: Job) -> str:
+    """Return the sections of a job's stage as YAML; further ones become part of the first."""
+    saved: dict[str, Any] = {}
+    for name in job.stage.sections:
+        section = as_json(asdict(getattr(job.config, name)))
+        saved |= {name: section} if saved else section
+    return _yaml(saved)
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
     """Return plain data as YAML, in the order of the configuration."""
-    return yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=False)
+    return yaml.safe_dump(values, sort_keys=False, default_flow_style=False)
 
 
 def note_command(results_dir: Path, arguments: Sequence[str], *, at: str) -> None:
@@ -69,9 +52,9 @@ def write_job_files(job: Job, script: str, *, script_name: str) -> list[Path]:
     folder = job.folder
     folder.mkdir(parents=True, exist_ok=True)
     files = {
-        folder / f"{job.name}_hydra.yaml": job.stage_config,
-        job.whole_config_path: job.whole_config,
-        folder / f"{job.prefix}{job.name}_{script_name}": script,
+        folder / f"{job.name}_hydra.yaml": _stage_config(job),
+        job.whole_config_path: repeatable(job.config),
+        folder / f"{job.full_name}_{script_name}": script,
     }
     others = [
         path for path, text in files.items() if path.exists() and path.read_bytes() != text.encode()
@@ -97,7 +80,7 @@ def write_job_record(job: Job, *, cluster: str, dependency: str) -> None:
             dependency=dependency,
             submitted_at=record.now(),
             git_revision=job.git_revision,
-            config_sha256=hashlib.sha256(job.stage_config.encode()).hexdigest(),
+            config_sha256=hashlib.sha256(_stage_config(job).encode()).hexdigest(),
             outputs=tuple(str(path) for path in job.stage.outputs()),
         ),
     )

@@ -34,10 +34,8 @@ from launcher_scripts.configuration.arguments import (  # noqa: E402
     read_arguments,
 )
 from launcher_scripts.configuration.compose import Composition, compose_config, register  # noqa: E402
-from launcher_scripts.configuration.nemo_root import CONFIG_NAME  # noqa: E402
 from launcher_scripts.configuration.schema import Config  # noqa: E402
 from launcher_scripts.configuration.settings import (  # noqa: E402
-    CONFIG_DIR,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -117,31 +115,32 @@ def _run(words: Sequence[str]) -> int:
     if (other := _other_replica(composition.config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
         return EXIT_OK
-    from launcher_scripts.invocation import Invocation
+    from launcher_scripts.invocation import prepare_run
+    from launcher_scripts.run import execute
 
-    invocation = Invocation(composition, words, console)
-    run = invocation.prepare(problems)
-    return _report(problems) if run is None else invocation.execute(run)
+    run = prepare_run(composition, words, console, problems)
+    if run is None:
+        return _report(problems)
+    return execute([run], functools.partial(run.run_all, wait=run.config.wait))
 
 
 def _compose(arguments: Arguments, overrides: Sequence[str]) -> Composition:
     return compose_config(
         overrides,
-        config_dir=arguments.config_dir or CONFIG_DIR,
-        config_name=arguments.config_name or CONFIG_NAME,
+        config_dir=arguments.config_dir,
+        config_name=arguments.config_name,
         extra_dir=arguments.extra_dir,
     )
 
 
 def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
-    from launcher_scripts.invocation import Invocation, run_all
-    from launcher_scripts.stage_table import results_dir
-    from launcher_scripts.sweep import Outcome, combinations, compose_all
+    from launcher_scripts.invocation import prepare_run
+    from launcher_scripts.run import execute
+    from launcher_scripts.sweep import Outcome, combinations, compose_all, run_and_compare
 
     wanted, problems = combinations(arguments.overrides)
     problems = [*arguments.problems, *problems]
     outcomes: list[Outcome] = []
-    invocations: list[Invocation] = []
     composed = compose_all(wanted, functools.partial(_compose, arguments))
     for each, composition in zip(wanted, composed, strict=True):
         found = list(composition.problems)
@@ -150,13 +149,14 @@ def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
                 found.append("--multirun runs; leave action out, or leave --multirun out.")
             if _other_replica(config):
                 return EXIT_OK
-            invocation = Invocation(composition, words, console, each.label)
-            if (run := invocation.prepare(found)) is not None:
-                invocations.append(invocation)
-                outcomes.append(Outcome(each, results_dir(config), run, config))
+            if run := prepare_run(composition, words, console, found, label=each.label):
+                outcomes.append(Outcome(each, run))
         label = f"{each.label}: " if len(wanted) > 1 and each.values else ""
         problems += [f"{label}{text}" for text in found]
-    return _report(problems) if problems else run_all(invocations, outcomes, console)
+    if problems:
+        return _report(problems)
+    start = functools.partial(run_and_compare, outcomes, console)
+    return execute([each.run for each in outcomes], start)
 
 
 def _watch(arguments: Arguments, config: Config, console: Console) -> int:
@@ -175,12 +175,13 @@ def _watch(arguments: Arguments, config: Config, console: Console) -> int:
 
 
 def _other_replica(config: Config) -> int:
-    """Return the number of this replica where the same command runs on each, 0 for the first."""
-    if config.cluster_type != "bcp":
-        return 0
-    from launcher_scripts.launchers.bcp import other_replica
+    """Return the number of this replica of a Base Command job, 0 for the first.
 
-    return other_replica(os.environ)
+    An array of the type PYTORCH runs its command on every replica.
+    """
+    index = os.environ.get("NGC_ARRAY_INDEX", "0")
+    is_replica = config.cluster_type == "bcp" and "NGC_JOB_ID" in os.environ and index.isdigit()
+    return int(index) if is_replica else 0
 
 
 def _answer_by_hydra(arguments: Arguments) -> int:
@@ -188,13 +189,12 @@ def _answer_by_hydra(arguments: Arguments) -> int:
     import hydra
 
     register()
-    root = arguments.config_dir or CONFIG_DIR
     extra = [f"--config-dir={arguments.extra_dir}"] if arguments.extra_dir else []
     sys.argv = [sys.argv[0], *arguments.hydra_flags, *extra, *arguments.overrides]
     hydra.main(
         version_base="1.3",
-        config_path=str(root),
-        config_name=arguments.config_name or CONFIG_NAME,
+        config_path=str(arguments.config_dir),
+        config_name=arguments.config_name,
     )(lambda _: None)()  # Hydra answers without calling it
     return EXIT_OK
 

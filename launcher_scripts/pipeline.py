@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from export_scripts.suggest import did_you_mean
+from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.stage_table import STAGE_TABLE, Context, build_stage
+from launcher_scripts.stage_table import STAGE_TABLE, build_stage
 from stages import STAGES
-from stages.base import Finding, Stage, Standing
+from stages.base import Finding, Stage
 from stages.convert import ConvertStage
 from stages.deploy_config import OPENAI, VLLM, is_store_url
 
@@ -157,9 +158,9 @@ def _uses_export(name: str, config: Config) -> bool:
 
 def _is_there(stage: Stage) -> bool:
     """Return whether the outputs are usable: finished, or made by other means and valid."""
-    standing = stage.finding().standing
-    if standing is not Standing.MISSING:
-        return standing is Standing.FINISHED
+    finding = stage.finding()
+    if finding.marker is not None or finding.problems:
+        return finding.marker is not None
     return (
         isinstance(stage, ConvertStage)
         and not stage.marker_path().exists()
@@ -175,9 +176,8 @@ def _planned(stage: Stage, before: dict[str, PlannedStage], needed_by: str | Non
         each.runs for each in before.values() if each.stage.marker_path() is not None
     )
     if stage.job.overwrite:
-        finding = Finding(Standing.MISSING)
-    if finding.standing is Standing.FINISHED and is_fresh:
-        assert finding.marker is not None
+        finding = Finding()
+    if finding.marker is not None and is_fresh:
         reason = f"finished at {finding.marker.finished_at}"
         return PlannedStage(stage, finding, False, "finished earlier", reason, needed_by)
     return PlannedStage(stage, finding, needed_by=needed_by)

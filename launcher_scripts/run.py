@@ -5,25 +5,38 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from export_scripts.files.disk import full_disk
 from launcher_scripts import job_folder
-from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from launcher_scripts.actions import note_last_run
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.settings import (
+    CHECKOUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    FULL_ERROR,
+    is_dry_run,
+    is_set,
+)
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import (
     AFTER_START,
     AFTER_SUCCESS,
-    Dependency,
     Job,
     JobHandle,
     Launcher,
     SubmissionError,
 )
 from launcher_scripts.pipeline import PlannedStage
+from launcher_scripts.stage_table import results_dir
 from launcher_scripts.summary import summary
 from stages import record
 from stages.base import Stage
@@ -45,26 +58,43 @@ class Run:
     Attributes:
         planned: every stage, including those that do not run.
         jobs: the jobs of the stages that run, by stage name.
-        keep_serving: stay with the server after the evaluation.
+        words: the command line.
     """
 
     launcher: Launcher
     console: Console
     planned: Sequence[PlannedStage]
     jobs: dict[str, Job]
-    keep_serving: bool = False
+    words: Sequence[str] = ()
     handles: dict[str, JobHandle] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the run."""
+        return self.launcher.config
+
+    @property
+    def only_renders(self) -> bool:
+        """Return whether the jobs' files are written and nothing is started."""
+        return is_dry_run(self.config) or self.launcher.only_renders
+
+    def begin(self) -> None:
+        """Record the command in the results folder."""
+        results = results_dir(self.config)
+        if self.jobs:
+            arguments = [sys.executable, str(CHECKOUT / "main.py"), *self.words]
+            job_folder.note_command(results, arguments, at=record.now())
+        if not self.only_renders:
+            note_last_run(Path(self.config.base_results_dir), results)
 
     def render(self) -> None:
         """Write and print every job's script and configuration; start nothing."""
         ids: dict[str, str] = {}
         rows = []
         for number, (name, job) in enumerate(self.jobs.items()):
+            after = self._dependency(ids)
             ids[name] = str(_FIRST_DRY_ID + number)
-            after = self._dependencies(name, ids)
-            rows.append(
-                (f"{name} ({ids[name]})", *_requested(job), ", ".join(map(str, after)) or "-")
-            )
+            rows.append((f"{name} ({ids[name]})", *_requested(job), after or "-"))
             script = self.launcher.render(job, after)
             written = job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
             for path in written:
@@ -131,9 +161,10 @@ class Run:
                 self.stop_all()
                 return status
         servers = [handle for name, handle in self.handles.items() if self._is_server(name)]
-        if servers and self.keep_serving:
+        keeps_serving = self.config.deploy.keep
+        if servers and keeps_serving:
             self.console.say("serving until Ctrl-C or the time limit")
-        if self.keep_serving or not self.launcher.in_foreground:
+        if keeps_serving or not self.launcher.in_foreground:
             return max((self._follow(each, until_ready=False) for each in servers), default=EXIT_OK)
         return EXIT_OK
 
@@ -163,8 +194,7 @@ class Run:
 
     def _submit(self, name: str) -> JobHandle:
         job = self.jobs[name]
-        ids = {before: handle.job_id for before, handle in self.handles.items()}
-        after = self._dependencies(name, ids)
+        after = self._dependency({before: each.job_id for before, each in self.handles.items()})
         self.announce(name, after)
         try:
             handle = self.launcher.submit(job, after)
@@ -174,13 +204,12 @@ class Run:
         self.note_submission(name, handle)
         return handle
 
-    def announce(self, name: str, after: Sequence[Dependency]) -> None:
+    def announce(self, name: str, after: str) -> None:
         """Write a job's files and its record, just before it is submitted."""
         job = self.jobs[name]
-        dependency = ",".join(map(str, after))
         script = self.launcher.render(job, after)
         job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
-        job_folder.write_job_record(job, cluster=self.launcher.name, dependency=dependency)
+        job_folder.write_job_record(job, cluster=self.launcher.name, dependency=after)
 
     def note_refusal(self, name: str, error: SubmissionError) -> None:
         """Record the scheduler's message in the job's record."""
@@ -194,14 +223,13 @@ class Run:
             log.write(f"{record.now()} Submitted {self.launcher.name} job {handle.job_id}\n")
         self.console.say(f"{name}: job {handle.job_id}, log {handle.log_path}")
 
-    def _dependencies(self, name: str, ids: dict[str, str]) -> list[Dependency]:
-        """Return a job's dependency: the job before it, and of a server only its start."""
-        before = [each for each in self.jobs if each in ids and each != name]
-        if not before:
-            return []
-        last = before[-1]
+    def _dependency(self, ids: dict[str, str]) -> str:
+        """Return the next job's dependency: the last of `ids`, and of a server only its start."""
+        if not ids:
+            return ""
+        last = list(ids)[-1]
         kind = AFTER_START if self._is_server(last) else AFTER_SUCCESS
-        return [Dependency(ids[last], kind)]
+        return f"{kind}:{ids[last]}"
 
     def _is_server(self, name: str) -> bool:
         """Return whether the stage is ready long before it ends."""
@@ -291,6 +319,33 @@ class Run:
                 )
 
 
+def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
+    """Write the files of runs, and `start` them unless a dry run or a user does; return the status.
+
+    Raises:
+        OSError: an error of the file system, if tracebacks are wanted, or if the reader of the
+            output has left.
+    """
+    config = runs[0].config
+    try:
+        for run in runs:
+            run.begin()
+            if run.only_renders:
+                run.render()
+        if runs[0].only_renders:
+            return EXIT_OK
+        for signum in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.default_int_handler)  # as Ctrl-C
+        return start()
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) or config.debug or is_set(FULL_ERROR):
+            raise
+        place = Path(config.base_results_dir)
+        plain = f"{error.filename or place}: {error.strerror}"
+        sys.stderr.write(f"{full_disk(error, place) or plain}\n")
+        return EXIT_FAILED
+
+
 def _progress_of(stage: Stage) -> ProgressState:
     """Return the progress of a job; one that cannot be read ends no job."""
     with contextlib.suppress(DamagedFileError):
@@ -300,7 +355,7 @@ def _progress_of(stage: Stage) -> ProgressState:
 
 def _requested(job: Job) -> tuple[str, str, str]:
     """Return the nodes, GPUs in all and time limit that a job requests."""
-    asked = job.stage.resources()
+    asked = job.stage.job.resources
     gpus = "-" if asked.gpus_per_node is None else str(asked.gpus_per_node * asked.nodes)
     return str(asked.nodes), gpus, slurm_notation(asked.time_limit_min)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher_scripts.configuration.evaluation_config import evaluation_config
+from launcher_scripts.configuration.evaluation_config import Context, evaluation_config
 from launcher_scripts.configuration.export_config import (
     conversion_request,
     planned_model,
@@ -17,7 +17,6 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import (
     deploy_resources,
     server_config,
-    server_store,
 )
 from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.configuration.time_limit import minutes
@@ -29,37 +28,17 @@ from stages.export import ExportStage
 
 
 @dataclass(frozen=True)
-class Context:
-    """Facts about a run that the configuration does not hold.
-
-    Attributes:
-        deploys: whether the same pipeline deploys a server.
-        exports: whether what it converts is exported and served.
-        command: the command line.
-    """
-
-    deploys: bool = False
-    exports: bool = False
-    command: str = ""
-    git_revision: str = ""
-
-
-@dataclass(frozen=True)
 class StageRow:
     """A row of the table: one stage.
 
     Attributes:
         make: builds it from the configuration.
-        resources: the resources of its job, given its time limit in minutes.
         settings: section of the configuration with the `name` and `time_limit` of its job.
-        saved: sections that are saved with its job; further ones become part of the first.
         needs: the stage whose outputs it works on.
     """
 
     make: Callable[[Config, JobSettings, Context], Stage]
-    resources: Callable[[Config, int], Resources]
     settings: str
-    saved: tuple[str, ...]
     needs: str | None = None
 
 
@@ -86,7 +65,7 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
     job = JobSettings(
         name=settings.name,
         folder=results_dir(config) / name,
-        resources=row.resources(config, limit_min),
+        resources=_resources(name, config, limit_min),
         overwrite=config.overwrite,
         # Slurm's signal may come up to a minute early.
         warning_s=45.0 if config.cluster_type == "local" else config.cluster.signal_delay_s + 60.0,
@@ -94,13 +73,18 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
     return row.make(config, job, context)
 
 
-def _export_resources(config: Config, limit_min: int, *, cpus: int = 1) -> Resources:
-    run = config.export.run
+def _resources(name: str, config: Config, limit_min: int) -> Resources:
+    """Return the resources of a stage's job, whose time limit is in minutes."""
+    if name == "deploy":
+        return deploy_resources(config, limit_min)
+    if name == "evaluate":
+        gpus, cpus, mem_gb = None, config.evaluate.cpus_per_task, config.evaluate.mem_gb
+    else:
+        gpus, mem_gb = config.export.run.gpus_per_node, config.export.run.mem_gb
+        processes = config.export.model.processes if name == "convert" else 1
+        cpus = config.export.run.cpus_per_task or processes
     return Resources(
-        gpus_per_node=run.gpus_per_node,
-        cpus_per_task=run.cpus_per_task or cpus,
-        mem_gb=run.mem_gb,
-        time_limit_min=limit_min,
+        gpus_per_node=gpus, cpus_per_task=cpus, mem_gb=mem_gb, time_limit_min=limit_min
     )
 
 
@@ -111,48 +95,26 @@ STAGE_TABLE: dict[str, StageRow] = {
             conversion_request(config, exports=context.exports),
             planned=planned_model(config) if is_dry_run(config) else None,
         ),
-        resources=lambda config, limit_min: _export_resources(
-            config, limit_min, cpus=config.export.model.processes
-        ),
         settings="export.run",
-        saved=("export", "convert"),
     ),
     "export": StageRow(
         make=lambda config, job, _: ExportStage(
             job,
             repository_request(config),
             kind=config.export.run.model_type,
-            publish_to=server_store(config),
+            publish_to=config.deploy.store,
         ),
-        resources=_export_resources,
         settings="export.run",
-        saved=("export",),
         needs="convert",
     ),
     "deploy": StageRow(
         make=lambda config, job, _: DeployStage(job, server_config(config)),
-        resources=deploy_resources,
         settings="deploy",
-        saved=("deploy",),
         needs="export",
     ),
     "evaluate": StageRow(
-        make=lambda config, job, context: EvaluateStage(
-            job,
-            evaluation_config(
-                config,
-                deploys=context.deploys,
-                command=context.command,
-                git_revision=context.git_revision,
-            ),
-        ),
-        resources=lambda config, limit_min: Resources(
-            cpus_per_task=config.evaluate.cpus_per_task,
-            mem_gb=config.evaluate.mem_gb,
-            time_limit_min=limit_min,
-        ),
+        make=lambda config, job, context: EvaluateStage(job, evaluation_config(config, context)),
         settings="evaluate",
-        saved=("evaluate",),
         needs="export",
     ),
 }

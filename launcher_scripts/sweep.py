@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
+from launcher_scripts.actions import note_last_run
 from launcher_scripts.configuration.arguments import hydra_text
 from launcher_scripts.configuration.compose import Composition
-from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
-from launcher_scripts.launchers.base import AFTER_TWIN, Dependency, SubmissionError
+from launcher_scripts.launchers.base import AFTER_TWIN, SubmissionError
 from launcher_scripts.run import Run
+from launcher_scripts.stage_table import results_dir
 from launcher_scripts.summary import metrics
 from stages import record
 from stages.progress import write_json
@@ -60,9 +62,7 @@ class Outcome:
     """The result of one combination."""
 
     combination: Combination
-    results_dir: Path
     run: Run
-    config: Config | None = None
     status: int | None = None
     state: str = "not started"
     seconds: float | None = None
@@ -118,6 +118,20 @@ def _results_of(composition: Composition) -> str | None:
     return composition.config.export.run.results_dir if composition.config else None
 
 
+def run_and_compare(outcomes: Sequence[Outcome], console: Console) -> int:
+    """Run the combinations, show and save their comparison; return the first bad exit status."""
+    config = outcomes[0].run.config
+    base = Path(config.base_results_dir)
+    note_last_run(base, *(results_dir(each.run.config) for each in outcomes))
+    folder = base / f"sweep_{datetime.now():%m%d_%H%M%S}"
+    status = run_sweep(outcomes, wait=config.wait, console=console, folder=folder)
+    console.say(comparison(outcomes, console))
+    path = base / SUMMARY_NAME
+    save(outcomes, path)
+    console.say(f"comparison: {path}")
+    return status
+
+
 def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console, folder: Path) -> int:
     """Run the combinations, or put them into the queue; return the first bad exit status.
 
@@ -159,17 +173,10 @@ def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Consol
     launcher = runs[0].launcher if runs else None
     if not isinstance(launcher, SlurmLauncher) or len(set(names)) != 1 or not names[0]:
         return False
-    stages = {
-        name: [
-            (run.jobs[name], each.config)
-            for run, each in zip(runs, outcomes, strict=True)
-            if each.config is not None
-        ]
-        for name in names[0]
-    }
+    stages = {name: [run.jobs[name] for run in runs] for name in names[0]}
     if not all(launcher.fits_array(jobs) for jobs in stages.values()):
         return False
-    after: list[Dependency] = []
+    after = ""
     for name, jobs in stages.items():
         for run in runs:
             run.announce(name, after)
@@ -184,7 +191,7 @@ def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Consol
             return True
         for run, handle in zip(runs, handles, strict=True):
             run.note_submission(name, handle)
-        after = [Dependency(handles[0].job_id.partition("_")[0], AFTER_TWIN)]
+        after = f"{AFTER_TWIN}:{handles[0].job_id.partition('_')[0]}"
     for outcome in outcomes:
         outcome.status = EXIT_OK
     return True
@@ -200,7 +207,7 @@ def comparison(outcomes: Sequence[Outcome], console: Console) -> str:
             each.state,
             "-" if each.seconds is None else f"{each.seconds:.1f}",
             *(f"{each.metrics[name]:.4g}" if name in each.metrics else "-" for name in names),
-            str(each.results_dir),
+            str(results_dir(each.run.config)),
         )
         for each in outcomes
     ]
@@ -213,7 +220,7 @@ def save(outcomes: Sequence[Outcome], path: Path) -> None:
     values: list[dict[str, Any]] = [
         {
             "values": dict(each.combination.values),
-            "results_dir": str(each.results_dir),
+            "results_dir": str(results_dir(each.run.config)),
             "state": each.state,
             "exit_status": each.status,
             "seconds": each.seconds,

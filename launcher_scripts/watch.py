@@ -21,7 +21,7 @@ from launcher_scripts.configuration.settings import (
     is_dry_run,
 )
 from launcher_scripts.console import Console
-from launcher_scripts.invocation import Invocation
+from launcher_scripts.invocation import prepare_run
 from launcher_scripts.launchers.slurm_state import cancel, jobs_below
 from launcher_scripts.run import Run
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
@@ -41,8 +41,8 @@ from launcher_scripts.watch_state import (
 )
 from stages import record
 from stages.base import fingerprint
+from stages.evaluate import REPORT_NAME
 
-REPORT_JSON = "report.json"
 # Where several servers may share a node, each takes ports of its own.
 _PORTS = ("deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0")
 _OWN_KEYS = ("action=", "export.model.checkpoint_", "export.run.results_dir=")
@@ -217,20 +217,20 @@ class Watch:
         if each.name is not None:
             overrides.append(f"export.model.checkpoint_name={hydra_text(each.name)}")
         composition = self._compose(overrides)
-        invocation = Invocation(composition, overrides, self._console, f"step {each.step}")
         problems = list(composition.problems)
-        run = None if composition.config is None else invocation.prepare(problems)
+        label = f"step {each.step}"
+        run = prepare_run(composition, overrides, self._console, problems, label=label)
         if run is None:
             self._refused(each, problems)
             return
         each.state, each.results_dir = RUNNING, str(results)
         each.attempts += 1
         each.jobs = list(run.jobs)
-        each.report = str(Path(invocation.config.evaluate.output_dir) / REPORT_JSON)
-        model_dir = Path(invocation.config.export.triton_deployment.triton_model_dir)
+        each.report = str(Path(run.config.evaluate.output_dir) / REPORT_NAME)
+        model_dir = Path(run.config.export.triton_deployment.triton_model_dir)
         each.repository = str(model_dir.parent) if model_dir.is_relative_to(results) else ""
         write_state(self._folder, self.state)
-        invocation.begin(run)
+        run.begin()
         self._submit(each, run)
 
     def _gate_overrides(self, results: Path) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -64,14 +63,6 @@ class JobSettings:
         return self.folder / "progress.json"
 
 
-class Standing(Enum):
-    """Relation of a stage's outputs on disk to its configuration."""
-
-    MISSING = "missing"
-    FINISHED = "finished"
-    CONFLICT = "conflict"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Marker:
     """The marker of finished work: configuration and inputs, by which a stage is skipped."""
@@ -86,14 +77,16 @@ class Marker:
 
 @dataclass(frozen=True)
 class Finding:
-    """A standing, with the reasons of a conflict or the marker of finished work.
+    """The outputs of a stage on disk, compared with its configuration.
 
-    `changes` says why work that was done before has to be done again.
+    Attributes:
+        marker: of finished work; None where it has to be done.
+        problems: why outputs that are there cannot stay.
+        changes: why work that was done before has to be done again.
     """
 
-    standing: Standing
-    problems: tuple[str, ...] = ()
     marker: Marker | None = None
+    problems: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
 
 
@@ -114,6 +107,8 @@ class Stage(Checkpointable):
     """Base of the four stages. Subclasses declare their inputs and outputs, and work in `run`."""
 
     name: ClassVar[str]
+    # Sections of the configuration that are saved with its job, as one.
+    sections: ClassVar[tuple[str, ...]] = ()
     # Whether outputs of another configuration, or of inputs that have changed since, stop the run.
     # Outputs that are not guarded are made again.
     guards_configuration: ClassVar[bool] = True
@@ -129,10 +124,6 @@ class Stage(Checkpointable):
     def forecasts(self) -> list[str]:
         """Return what can be said of the result before the job starts, for a dry run."""
         return []
-
-    def resources(self) -> Resources:
-        """Return the resources that the job requests."""
-        return self.job.resources
 
     def outputs(self) -> list[Path]:
         """Return the paths that exist once the stage has succeeded."""
@@ -191,7 +182,7 @@ class Stage(Checkpointable):
         path = self.marker_path()
         marker = None if path is None else read_as(path, Marker, "the marker of finished work")
         if marker is None or not all(output.exists() for output in self.outputs()):
-            return Finding(Standing.MISSING)
+            return Finding()
         settings = [
             f"{key}={_shown(mine)} differs from {_shown(saved)}, with which"
             for key, mine, saved in _differences(self.identity(), marker.identity)
@@ -202,18 +193,16 @@ class Stage(Checkpointable):
         ]
         if changes := settings or inputs:
             if self.guards_configuration if settings else self.guards_inputs:
-                return Finding(Standing.CONFLICT, self._conflicts(changes), marker)
-            return Finding(Standing.MISSING, changes=tuple(changes))
+                return Finding(problems=self._conflicts(changes))
+            return Finding(changes=tuple(changes))
         if damage := self.damage():
-            return Finding(Standing.CONFLICT, tuple(damage), marker)
-        return Finding(Standing.FINISHED, (), marker)
+            return Finding(problems=tuple(damage))
+        return Finding(marker)
 
     def __call__(self) -> Summary:
         """Do the work unless it is already done; called again after a requeue."""
-        finding = self.finding()
-        if finding.standing is Standing.FINISHED and not self.job.overwrite:
-            assert finding.marker is not None
-            return dict(finding.marker.summary)
+        if (marker := self.finding().marker) is not None and not self.job.overwrite:
+            return dict(marker.summary)
         progress = self.new_progress()
         progress.update("starting")
         summary = self.run(progress)

@@ -38,6 +38,7 @@ class ConvertStage(Stage):
     """Writes `<triton_model_dir>/1/<TP>-gpu`, or `huggingface` there, from a checkpoint."""
 
     name = "convert"
+    sections = ("export", "convert")
     guards_inputs = True
 
     def __init__(
@@ -90,17 +91,7 @@ class ConvertStage(Stage):
 
     def inputs(self) -> list[Path]:
         """Return the checkpoint and the files that go with it."""
-        request = self._found()
-        extra = (
-            *request.prompt_checkpoints,
-            *request.ia3_checkpoints,
-            *request.adapter_checkpoints,
-            *request.lora_checkpoints,
-            request.activation_ranges,
-            request.vocab_path,
-            request.merges_path,
-        )
-        return [request.checkpoint_path, *(each for each in extra if each is not None)]
+        return [path for _, path in self._found().sources]
 
     def damage(self) -> list[str]:
         """Return differences between the folder on disk and what describes it."""

@@ -17,7 +17,7 @@ from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
 from stages.gemm_tuning import tuning_command
 from stages.job_process import job_id_here
 from stages.progress import Progress
-from stages.server_starts import announce_end, rank_command, take_part
+from stages.server_starts import ServerStart, announce, rank_command, take_part
 from stages.service import Service
 from stages.serving import server_environment, server_prefix
 
@@ -33,6 +33,7 @@ class DeployStage(Stage):
     """
 
     name = "deploy"
+    sections = ("deploy",)
     predecessor: str = ""
     ends_at: float | None = None
 
@@ -172,7 +173,7 @@ class DeployStage(Stage):
             reason = service.run()
         finally:
             if self.config.nodes > 1:
-                announce_end(self.job.folder, job_id_here())
+                announce(self.job.folder, ServerStart(job_id_here(), 0))
         served_s = round(time.monotonic() - started, 1)
         return {"served_s": served_s, "ended": reason, "restarts": service.restarts}
 

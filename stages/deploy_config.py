@@ -24,7 +24,7 @@ from export_scripts.values import (
 )
 from inference.front.access import OPEN_ACCESS, Access, OpenAIOptions, access_of
 from inference.ports import DEFAULT_PORTS, ports_problems
-from inference.server.openai_server import PORT_FIELD
+from inference.server.openai_server import HOST_FIELD, PORT_FIELD
 from inference.server.process import host_problem
 from stages.engines import OWN_VLLM_OPTIONS, VLLM_TYPES, vllm_command
 
@@ -139,6 +139,11 @@ class DeploySection(Access):
     cpus_per_task: int | None = option("CPU cores for the server", None, within=(1, NODE_CPUS))
     mem_gb: float | None = option("memory for the server, in GB", None, within=(0, NODE_MEMORY_GB))
 
+    @property
+    def store(self) -> StoreLocation | None:
+        """The place in an object store that is served; None for a folder. Raises ValueError."""
+        return store_location(self.repository, self.endpoint_url)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeployConfig(DeploySection):
@@ -147,7 +152,6 @@ class DeployConfig(DeploySection):
     Attributes:
         folder: of the Triton repository, or the Hugging Face folder of another engine.
         model_name: the model that takes token ids.
-        store: the place in an object store that is served instead of `folder`.
         instance_count: engines of the model in the server, each on GPUs or cores of its own.
         data_type: type of computation; the tuning and other engines read it.
         max_seq_len: tokens of a sequence, for vLLM; None for the model's own.
@@ -162,7 +166,6 @@ class DeployConfig(DeploySection):
 
     folder: Path
     model_name: str
-    store: StoreLocation | None = None
     tp_size: int = 1
     pp_size: int = 1
     instance_count: int = 1
@@ -201,17 +204,20 @@ class DeployConfig(DeploySection):
         """The command of another engine's server, with the fields of `openai_server`."""
         if self.engine != VLLM:
             return tuple(self.command)
-        usual: dict[str, Any] = {"max_model_len": self.max_seq_len}
+        options: dict[str, Any] = {
+            "served_model_name": self.model_name,
+            "host": HOST_FIELD,
+            "port": PORT_FIELD,
+            "tensor_parallel_size": self.tp_size,
+            "pipeline_parallel_size": self.pp_size,
+            "ssl_certfile": self.tls_cert,
+            "ssl_keyfile": self.tls_key,
+            "max_model_len": self.max_seq_len,
+        }
         if not self.is_from_elsewhere:  # such a folder states its own, and how it is quantised
-            usual["dtype"] = VLLM_TYPES[self.data_type]
-        return vllm_command(
-            self.executable,
-            name=self.model_name,
-            tp_size=self.tp_size,
-            pp_size=self.pp_size,
-            options=usual | {key.replace("-", "_"): value for key, value in self.vllm.items()},
-            tls=None if self.tls_cert is None else (str(self.tls_cert), str(self.tls_key)),
-        )
+            options["dtype"] = VLLM_TYPES[self.data_type]
+        options |= {key.replace("-", "_"): value for key, value in self.vllm.items()}
+        return vllm_command(self.executable, options)
 
     @property
     def ports(self) -> dict[str, int]:

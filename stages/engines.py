@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inference.server.openai_server import HOST_FIELD, MODEL_FIELD, PORT_FIELD
+from inference.server.openai_server import MODEL_FIELD
 
 TOKEN_VARIABLE = "VLLM_API_KEY"  # vllm/envs.py; a command line is seen by other users
 # Options of `vllm serve` that other keys of the configuration decide.
@@ -27,29 +27,12 @@ OWN_VLLM_OPTIONS: Mapping[str, str] = {
 VLLM_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-def vllm_command(
-    executable: str,
-    *,
-    name: str,
-    tp_size: int,
-    pp_size: int,
-    options: Mapping[str, Any],
-    tls: tuple[str, str] | None = None,
-) -> tuple[str, ...]:
+def vllm_command(executable: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the command of `vllm serve`; its options are vLLM's own, and it checks them.
 
     vLLM, docs/serving/openai_compatible_server.md and vllm/engine/arg_utils.py.
     """
-    own = {
-        "served_model_name": name,
-        "host": HOST_FIELD,
-        "port": PORT_FIELD,
-        "tensor_parallel_size": tp_size,
-        "pipeline_parallel_size": pp_size,
-    }
-    if tls is not None:
-        own |= dict(zip(("ssl_certfile", "ssl_keyfile"), tls, strict=True))
-    words = [word for key, value in (own | dict(options)).items() for word in _option(key, value)]
+    words = [word for key, value in options.items() for word in _option(key, value)]
     return (executable, "serve", MODEL_FIELD, *words)
 
 

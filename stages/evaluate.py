@@ -69,6 +69,7 @@ class EvaluateStage(Stage):
     """Writes a report about a served model."""
 
     name = "evaluate"
+    sections = ("evaluate",)
     # A report of another configuration is kept under another name.
     guards_configuration = False
 

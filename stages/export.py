@@ -17,7 +17,7 @@ from export_scripts.triton.repository import (
     check_repository,
     repository_models,
 )
-from stages.base import Finding, JobSettings, Stage, StageError, Standing, Summary, as_json
+from stages.base import Finding, JobSettings, Stage, StageError, Summary, as_json
 from stages.convert import KEYS as CONVERT_KEYS
 from stages.progress import Progress
 
@@ -40,6 +40,7 @@ class ExportStage(Stage):
     """Writes the models of a Triton repository around the shards of `convert`."""
 
     name = "export"
+    sections = ("export",)
 
     def __init__(
         self,
@@ -104,13 +105,12 @@ class ExportStage(Stage):
     def finding(self) -> Finding:
         """Compare what is on disk, and what has been published, with the configuration."""
         found = super().finding()
-        if found.standing is not Standing.FINISHED or self.publish_to is None:
+        if found.marker is None or self.publish_to is None:
             return found
-        assert found.marker is not None
         url = self.publish_to.triton_url
         if found.marker.summary.get("published") == url:
             return found
-        return Finding(Standing.MISSING, changes=(f"it was not published to {url} when",))
+        return Finding(changes=(f"it was not published to {url} when",))
 
     def marker_path(self) -> Path:
         """Return the marker inside the model's folder."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from submitit.core.utils import UncompletedJobError
 from submitit.helpers import Checkpointable, DelayedSubmission
@@ -40,26 +39,20 @@ LOG_LEVEL_VARIABLE = "NEMO_LAUNCHER_LOG_LEVEL"
 _SELF_EXPLANATORY = (StageError, CheckpointMismatchError, ServerStartError)
 
 
-class JobChain(Protocol):
-    """Keeps a successor of the job in the scheduler's queue."""
-
-    def run(self, serve: Callable[[], Summary], stopped: threading.Event) -> Summary:
-        """Run the stage with `serve`; `stopped` is set by a signal that ends the job."""
-
-
 @dataclass(frozen=True)
 class StageJob(Checkpointable):
     """Runs a stage and keeps its record up to date.
 
     Attributes:
         step: how to run the stage in a process of its own; None to run it right here.
-        chain: the jobs of a server that outlives the time limit of each.
+        chain: runs the stage and keeps a successor in the scheduler's queue, for a server that
+            outlives the time limit of its job; the event is set by a signal that ends the job.
     """
 
     stage: Stage
     record_path: Path
     step: JobStep | None = None
-    chain: JobChain | None = None
+    chain: Callable[[Callable[[], Summary], threading.Event], Summary] | None = None
 
     def __call__(self) -> Summary:
         """Run the stage.
@@ -82,7 +75,7 @@ class StageJob(Checkpointable):
         )
         try:
             with stop_signals() as stopped, watching_owner():
-                summary = self.chain.run(self._run, stopped) if self.chain else self._run()
+                summary = self.chain(self._run, stopped) if self.chain else self._run()
         except KeyboardInterrupt as error:
             self._note_end(started, record.CANCELLED, error="stopped by a signal", stopped=True)
             # The parent processes wait for this one, and end by themselves.
@@ -90,7 +83,7 @@ class StageJob(Checkpointable):
             sys.excepthook = _print_cause
             raise StageError("stopped by a signal") from error
         except UncompletedJobError as error:
-            limit_min = self.stage.resources().time_limit_min
+            limit_min = self.stage.job.resources.time_limit_min
             text = f"the time limit of {limit_min} minutes has passed ({error})"
             self._note_end(started, record.FAILED, error=text)
             raise

@@ -43,45 +43,33 @@ def place(*, tp_size: int, pp_size: int, gpus_per_node: int, instance_count: int
     """
     world_size = tp_size * pp_size
     if instance_count > 1:
-        return _place_instances(world_size, instance_count, gpus_per_node)
-    fewest = math.ceil(world_size / gpus_per_node)
-    nodes = next(each for each in range(fewest, world_size + 1) if world_size % each == 0)
-    used = world_size // nodes
-    if nodes > fewest and used == 1:
-        raise ValueError(
-            f"{TP_KEY}={tp_size} x {PP_KEY}={pp_size} asks for {world_size} GPUs, which cannot be "
-            f"divided evenly over nodes of {GPUS_KEY}={gpus_per_node}; choose sizes whose product "
-            f"is at most {gpus_per_node}, or a multiple of it."
+        nodes, groups = 1, gpus_per_node // world_size
+        if not groups:
+            raise ValueError(
+                f"{INSTANCES_KEY}={instance_count}: the instances of a model are on one node, and "
+                f"one needs {world_size} of {GPUS_KEY}={gpus_per_node} GPUs; use 1, and start a "
+                "server for each."
+            )
+        used = min(groups, instance_count) * world_size
+        warning = (
+            f"{INSTANCES_KEY}={instance_count} instances share {groups} groups of {world_size} "
+            "GPUs, each with weights of its own"
+            if groups < instance_count
+            else None
         )
-    return NodeLayout(
-        nodes=nodes,
-        gpus_per_node=used,
-        visible_devices=_first(used) if used < gpus_per_node else None,
-        warning=_warning(tp_size, nodes, used),
-    )
-
-
-def _place_instances(world_size: int, count: int, gpus_per_node: int) -> NodeLayout:
-    groups = gpus_per_node // world_size
-    if not groups:
-        raise ValueError(
-            f"{INSTANCES_KEY}={count}: the instances of a model are on one node, and one needs "
-            f"{world_size} of {GPUS_KEY}={gpus_per_node} GPUs; use 1, and start a server for each."
-        )
-    used = min(groups, count) * world_size
-    return NodeLayout(
-        nodes=1,
-        gpus_per_node=used,
-        visible_devices=_first(used) if used < gpus_per_node else None,
-        warning=f"{INSTANCES_KEY}={count} instances share {groups} groups of {world_size} GPUs, "
-        "each with weights of its own"
-        if groups < count
-        else None,
-    )
-
-
-def _first(gpus: int) -> str:
-    return ",".join(map(str, range(gpus)))
+    else:
+        fewest = math.ceil(world_size / gpus_per_node)
+        nodes = next(each for each in range(fewest, world_size + 1) if world_size % each == 0)
+        used = world_size // nodes
+        if nodes > fewest and used == 1:
+            raise ValueError(
+                f"{TP_KEY}={tp_size} x {PP_KEY}={pp_size} asks for {world_size} GPUs, which cannot "
+                f"be divided evenly over nodes of {GPUS_KEY}={gpus_per_node}; choose sizes whose "
+                f"product is at most {gpus_per_node}, or a multiple of it."
+            )
+        warning = _warning(tp_size, nodes, used)
+    shown = ",".join(map(str, range(used))) if used < gpus_per_node else None
+    return NodeLayout(nodes, used, shown, warning)
 
 
 def _warning(tp_size: int, nodes: int, used: int) -> str | None:

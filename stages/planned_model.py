@@ -6,34 +6,37 @@ import math
 from dataclasses import dataclass
 
 from export_scripts.conversion.request import ConversionRequest
+from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.values import INT32, TOKENS, amount, option
 
 SIZES_KEY = "export.model.sizes"
-_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True)
-class PlannedModel:
-    """The sizes of a model.
+class SizesSection:
+    """`export.model.sizes`: a model to plan for (dry_run=true) before its checkpoint is here."""
 
-    Attributes:
-        family: name of its family, such as gpt.
-        hidden, layers, heads, vocab: width, depth (of each stack of a T5), heads and tokens.
-        inter_size: width of the MLP; None for 4 x hidden.
-        positions: longest sequence, where the family has a limit.
-        compute_type: type of the cache of keys and values.
-    """
+    family: str | None = option("its family", None, choices=tuple(FAMILIES))
+    hidden: int | None = option("width of the residual stream", None, within=(1, TOKENS))
+    layers: int | None = option("layers; of a T5, those of each stack", None, within=(1, 10_000))
+    heads: int | None = option("attention heads", None, within=(1, TOKENS))
+    vocab: int = option("tokens", 51200, within=(1, INT32))
+    inter_size: int | None = option("width of the MLP; null: 4 x hidden", None, within=(1, INT32))
+    positions: int = option("longest sequence, where there is a limit", 2048, within=(1, TOKENS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel(SizesSection):
+    """The sizes of a model, with the type of its cache of keys and values."""
 
     family: str
     hidden: int
     layers: int
     heads: int
-    vocab: int = 51200
-    inter_size: int | None = None
-    positions: int = 2048
-    compute_type: str = "fp16"
+    compute_type: str
 
     def problems(self, request: ConversionRequest) -> list[str]:
         """Return why the model could not be converted and served as the request asks."""
@@ -66,13 +69,12 @@ class PlannedModel:
         # Keys and values of every layer, on the ranks that share it.
         token = 2 * self.layers * self.hidden * _ITEM_BYTES[self.compute_type] / ranks
         return (
-            f"planned without the checkpoint: {self.family}, {_amount(count)} parameters, "
-            f"{_amount(of_rank / request.pp_size)}B of {request.weight_data_type} weights and "
-            f"{_amount(token)}B of cache for each token on each of {ranks} ranks"
+            f"planned without the checkpoint: {self.family}, {amount(count)} parameters, "
+            f"{amount(of_rank / request.pp_size)}B of {request.weight_data_type} weights and "
+            f"{amount(token)}B of cache for each token on each of {ranks} ranks"
         )
 
     def _config(self, request: ConversionRequest) -> tuple[ModelFamily, FTConfig]:
-        from export_scripts.families import FAMILIES
         from export_scripts.synthesize import synthetic_config
 
         family = FAMILIES[self.family]
@@ -87,11 +89,3 @@ class PlannedModel:
             weight_data_type=request.weight_data_type,
         )
         return family, config
-
-
-def _amount(value: float) -> str:
-    """Return a number with three digits and a decimal unit."""
-    for size, unit in _UNITS:
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g} "

@@ -47,23 +47,18 @@ class ServerStart:
     """One start of the server.
 
     Attributes:
-        number: counts the starts of one job; 0 means that none follows.
-        host, port: where the ranks meet, on the first node.
-        is_over: the first process knows that the start has failed.
+        number: counts the starts of one job; 0 means that none follows, which ends the other
+            processes.
+        address: where the ranks meet, on the first node, as `host:port`.
+        is_over: the start has failed, and the first process knows: others may end without a report.
         life: counts how often the scheduler has put the job back into its queue.
     """
 
     job_id: str
     number: int
-    host: str = ""
-    port: int = 0
+    address: str = ""
     is_over: bool = False
     life: str = field(default_factory=_life)
-
-    @property
-    def address(self) -> str:
-        """`host:port`."""
-        return f"{self.host}:{self.port}"
 
 
 def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
@@ -72,7 +67,9 @@ def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
     with socket.socket() as probe:
         probe.bind((host, 0))
         port = int(probe.getsockname()[1])
-    return _announce(folder, ServerStart(job_id, number, host, port))
+    start = ServerStart(job_id, number, f"{host}:{port}")
+    announce(folder, start)
+    return start
 
 
 def rendezvous_variables(folder: Path, start: ServerStart) -> dict[str, str]:
@@ -81,14 +78,9 @@ def rendezvous_variables(folder: Path, start: ServerStart) -> dict[str, str]:
     return {RENDEZVOUS_VARIABLE: start.address, KEY_FILE_VARIABLE: str(key_file)}
 
 
-def announce_failure(folder: Path, job_id: str, number: int) -> None:
-    """Announce that a start has failed: its other processes may end without a report."""
-    _announce(folder, ServerStart(job_id, number, is_over=True))
-
-
-def announce_end(folder: Path, job_id: str) -> None:
-    """Announce that no start follows, which ends the other processes."""
-    _announce(folder, ServerStart(job_id, 0))
+def announce(folder: Path, start: ServerStart) -> None:
+    """Let the other processes of a job know of a start, of its failure, or that none follows."""
+    write_json(folder / _START_NAME.format(job=start.job_id), asdict(start))
 
 
 def read_start(folder: Path, job_id: str) -> ServerStart | None:
@@ -99,11 +91,6 @@ def read_start(folder: Path, job_id: str) -> ServerStart | None:
     path = folder / _START_NAME.format(job=job_id)
     start = read_as(path, ServerStart, "the announcement of a server")
     return start if start is not None and start.life == _life() else None
-
-
-def _announce(folder: Path, start: ServerStart) -> ServerStart:
-    write_json(folder / _START_NAME.format(job=start.job_id), asdict(start))
-    return start
 
 
 def take_part(

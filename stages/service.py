@@ -22,7 +22,7 @@ from stages.endpoint import (
 )
 from stages.job_process import job_id_here, log_line
 from stages.progress import Progress
-from stages.server_starts import announce_failure, losses
+from stages.server_starts import ServerStart, announce, losses
 from stages.serving import serving
 
 if TYPE_CHECKING:
@@ -205,7 +205,8 @@ class Service:
 
     def _call_off(self) -> None:
         if self._config.nodes > 1:
-            announce_failure(self._folder, job_id_here(), self.restarts + 1)
+            start = ServerStart(job_id_here(), self.restarts + 1, is_over=True)
+            announce(self._folder, start)
 
     def _losses(self) -> list[str]:
         """Return the processes of further nodes that a signal has ended."""

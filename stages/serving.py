@@ -67,9 +67,11 @@ def serving(
         StageError: the configured model is not served, or its kernels cannot be measured.
     """
     job_id = job_id_here()
+    log_path = server_log(folder, job_id)
+    put_aside(log_path)
     environment = server_environment(config)
     if config.is_other_engine:
-        with _other_engine(config, folder, job_id, environment) as own:
+        with _other_engine(config, log_path, environment) as own:
             progress.update("starting the server")
             own.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
             yield own, _endpoint(config, own, job_id, restarts, model=config.model_name)
@@ -81,8 +83,7 @@ def serving(
         start = announce_start(folder, job_id, restarts + 1)
         environment |= rendezvous_variables(folder, start)
     environment[RESTARTS_VARIABLE] = str(restarts)
-    server = _server(config, folder, job_id, environment, former)
-    with server:
+    with _server(config, folder, log_path, environment, former) as server:
         progress.update("starting the server")
         began = time.monotonic()
         server.start(
@@ -176,14 +177,12 @@ def _is_under_mpi(config: DeployConfig) -> bool:
 def _server(
     config: DeployConfig,
     folder: Path,
-    job_id: str,
+    log_path: Path,
     environment: dict[str, str],
     former: TritonServer | None,
 ) -> TritonServer:
     from inference.server.server import TritonServer
 
-    log_path = server_log(folder, job_id)
-    put_aside(log_path)
     source = config.source
     if config.server == PYTRITON:
         from inference.pytriton.repository import NEMO_NAME, write_text_repository
@@ -216,13 +215,11 @@ def _server(
 
 
 def _other_engine(
-    config: DeployConfig, folder: Path, job_id: str, environment: dict[str, str]
+    config: DeployConfig, log_path: Path, environment: dict[str, str]
 ) -> OpenAIServer:
     """Return the server of another engine; its token, if any, is in its environment."""
     from inference.server.openai_server import OpenAIServer
 
-    log_path = server_log(folder, job_id)
-    put_aside(log_path)
     tokens = config.access.tokens()
     secret = {TOKEN_VARIABLE: tokens[0]} if config.engine == VLLM and tokens else {}
     return OpenAIServer(

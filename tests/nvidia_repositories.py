@@ -11,11 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from export_scripts.triton.signature import (
-    MODEL_SIGNATURES,
     ModelSignature,
     TensorSignature,
     interactive,
-    resolve,
+    model_signature,
 )
 
 # Text models of a user: a word is its number.
@@ -153,7 +152,7 @@ def add_nvidia_model(
     """Write a config.pbtxt with `parameters`, and an empty version folder, which is returned."""
     model_type = parameters["model_type"]
     # NVIDIA's type of prompt tables, whatever the model computes in.
-    signature = _without_additions(resolve(MODEL_SIGNATURES[model_type], data_type="fp16"))
+    signature = _without_additions(model_signature(model_type, data_type="fp16"))
     if keeps_sessions:
         signature = interactive(signature)
     more = _SESSIONS if keeps_sessions else _RAGGED if model_type == "GPT" else ""

@@ -26,24 +26,15 @@ from export_scripts.checkpoints.partitioned import parse_rank_folder
 from export_scripts.errors import CheckpointMismatchError
 
 LATEST = "latest"  # of the NeMo launcher's configurations
-Recognise = Callable[[Path], bool]
-# (path, folder to unpack gzip archives in)
-Open = Callable[[Path, Path | None], CheckpointReader]
 
-# Tried in order; the first that recognises the path opens it.
-FORMATS: dict[str, tuple[Recognise, Open]] = {
-    "huggingface": (is_huggingface, lambda path, _: open_huggingface(path)),
-    "jax": (
-        lambda path: step_directory(path) is not None,
-        lambda path, _: open_jax(path),
-    ),
-    "eleuther": (
-        lambda path: layer_directory(path) is not None,
-        lambda path, _: open_eleuther(path),
-    ),
-    "bridge": (is_bridge, lambda path, _: open_bridge(path)),
-    "nemo": (is_nemo, lambda path, scratch_dir: open_nemo(path, scratch_dir=scratch_dir)),
-    "megatron": (is_megatron, lambda path, _: open_megatron(path)),
+# How a format is recognised and opened. Tried in order; the first that recognises a path opens it.
+FORMATS: dict[str, tuple[Callable[[Path], object], Callable[..., CheckpointReader]]] = {
+    "huggingface": (is_huggingface, open_huggingface),
+    "jax": (step_directory, open_jax),
+    "eleuther": (layer_directory, open_eleuther),
+    "bridge": (is_bridge, open_bridge),
+    "nemo": (is_nemo, open_nemo),
+    "megatron": (is_megatron, open_megatron),
 }
 
 
@@ -76,7 +67,11 @@ def recognise_format(path: Path) -> str:
 
 
 def open_checkpoint(
-    path: Path | str, *, scratch_dir: Path | None = None, name: str | None = None
+    path: Path | str,
+    *,
+    scratch_dir: Path | None = None,
+    name: str | None = None,
+    base: CheckpointReader | None = None,
 ) -> CheckpointReader:
     """Return the index of a checkpoint; no tensor is read.
 
@@ -85,10 +80,12 @@ def open_checkpoint(
         scratch_dir: Where a gzip archive is unpacked while the reader is in use.
         name: Name, or shell pattern, of one of several checkpoints in the folder; None, or latest,
             for the last.
+        base: The model on top of which a NeMo archive was trained. Such archives (prompt tables,
+            adapters, IA3) do not state the depth of the model's stages.
 
     Raises:
         ValueError: The path does not exist, or is not a known checkpoint; no checkpoint has the
-            name, or several do.
+            name, or several do; what was trained on top is not a NeMo archive.
         CheckpointMismatchError: It is damaged, incomplete or unsafe.
     """
     path = snapshot_folder(Path(path))
@@ -99,11 +96,14 @@ def open_checkpoint(
     found = recognise_format(path)
     _, open_format = FORMATS[found]
     try:
-        if name is not None and found == "nemo":
-            return open_nemo(path, scratch_dir=scratch_dir, name=name)
+        if found == "nemo":
+            depths = base.config if base else None
+            return open_nemo(path, scratch_dir=scratch_dir, depths=depths, name=name)
+        if base is not None:
+            raise ValueError(f"{path} is a {found} checkpoint; expected a NeMo archive")
         if name is not None:
             raise ValueError(f"{path} is one {found} checkpoint; there is none named {name} in it")
-        return open_format(path, scratch_dir)
+        return open_format(path)
     except OSError as error:
         raise CheckpointMismatchError(f"{path} cannot be read: {error}") from error
 
@@ -126,29 +126,3 @@ def _named_entry(path: Path, name: str) -> tuple[Path, str | None]:
             f"{', '.join(each.name for each in found)}; name one"
         )
     return (found[0], None) if found else (path, name)
-
-
-def open_addition(
-    path: Path | str, *, base: CheckpointReader, scratch_dir: Path | None = None
-) -> CheckpointReader:
-    """Return the index of an archive that was trained on top of another checkpoint.
-
-    Such archives (prompt tables, adapters, IA3) do not state the depth of the model's stages.
-
-    Args:
-        path: The archive, or its unpacked folder.
-        base: The model it belongs to.
-        scratch_dir: Where a gzip archive is unpacked while the reader is in use.
-
-    Raises:
-        ValueError: The path does not exist, or is not a NeMo archive.
-        CheckpointMismatchError: It is damaged, incomplete or unsafe.
-    """
-    path = Path(path)
-    found = recognise_format(path)
-    if found != "nemo":
-        raise ValueError(f"{path} is a {found} checkpoint; expected a NeMo archive")
-    try:
-        return open_nemo(path, scratch_dir=scratch_dir, depths=base.config)
-    except OSError as error:
-        raise CheckpointMismatchError(f"{path} cannot be read: {error}") from error

@@ -7,12 +7,13 @@ every name and shape; `StoredTensor.load` maps the bytes when a conversion needs
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import mmap
 import os
 import resource
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ _MOST_VALUES, _MOST_DIGITS = 1_000_000, 400
 FLOATING_TYPES = frozenset({"fp64", "fp32", "fp16", "bf16"})
 
 
+# Written by torch.serialization.set_crc32_options(False) in place of checksums.
+NO_CRC = 0
 # Checksums are computed piece by piece, so that a large record does not stay in memory.
 _CHECKED_BYTES = 64 << 20
 _COMPARED_BYTES = 1 << 18
@@ -146,6 +149,29 @@ class StoredTensor(Piece):
         )
 
 
+@dataclass(frozen=True)
+class ComputedPiece(Piece):
+    """Values in fp32 that are computed of stored tensors."""
+
+    dtype = "fp32"
+    shape: tuple[int, ...]
+    inputs: tuple[StoredTensor, ...]
+    compute: Callable[[FileMaps], Array]
+
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors that are read."""
+        return self.inputs
+
+    def load(self, maps: FileMaps) -> Array:
+        """Return the values, computed in memory."""
+        return self.compute(maps)
+
+    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:  # noqa: ARG002
+        """Return whether both are the same computation."""
+        return self == other
+
+
 class FileMaps:
     """Read-only memory maps of source files, opened once each; safe to share among threads.
 
@@ -223,20 +249,60 @@ class FileMaps:
 
 
 @dataclass(frozen=True)
-class TokenizerFile:
-    """A tokenizer file of a source: a byte range of a file, and its name in the FT folder."""
+class Region:
+    """A byte range of a file: the whole of it, or a member of a tar."""
 
-    name: str
     path: Path
     offset: int = 0
-    size: int | None = None  # None: to the end
-    is_outside: bool = False  # the checkpoint names it, and does not hold it
+    size: int = -1  # -1: to the end
+    name: str = ""
+
+    def open(self) -> io.BufferedReader:
+        """Return the range as a seekable stream."""
+        return io.BufferedReader(_RawRegion(self))
 
     def read(self) -> bytes:
         """Return the contents."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            return file.read() if self.size is None else file.read(self.size)
+        with self.open() as stream:
+            return stream.read()
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}" if self.name else str(self.path)
+
+
+class _RawRegion(io.RawIOBase):
+    def __init__(self, region: Region) -> None:
+        self._file = region.path.open("rb", buffering=0)
+        end = self._file.seek(0, io.SEEK_END)
+        self._start = region.offset
+        self._size = end - region.offset if region.size < 0 else region.size
+        if region.offset + self._size > end:
+            self._file.close()
+            raise truncated(region.path, f"{region.name or 'its contents'} would end at "
+                            f"{region.offset + self._size}, the file at {end}")  # fmt: skip
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
+        count = os.preadv(self._file.fileno(), [view], self._start + self._position)
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
 
 
 @dataclass(frozen=True)
@@ -253,7 +319,8 @@ class CheckpointReader:
     # Name -> its pieces in order of training tensor-parallel rank.
     tensors: Mapping[str, tuple[Piece, ...]]
     files: tuple[Path, ...]  # every file the checkpoint consists of
-    tokenizer: tuple[TokenizerFile, ...] = ()  # the tokenizer files that come with it
+    # The tokenizer files that come with it, by their names in the FT folder.
+    tokenizer: Mapping[str, Region] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()  # what to report, such as the choice among several files
     kept: tuple[Any, ...] = field(default=(), compare=False)  # objects that keep files alive
     # True if tensors are whole, with global layer numbers, not ranks' pieces.

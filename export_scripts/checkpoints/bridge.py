@@ -71,7 +71,7 @@ def open_bridge(path: Path) -> CheckpointReader:
             "peft": run.get("peft"),
         },
         files=tuple(sorted({*found.files, root / CONFIG_NAME})),
-        tokenizer=tuple(vocabulary.values()),
+        tokenizer=vocabulary,
         remarks=remarks,
     )
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,22 +23,7 @@ if TYPE_CHECKING:
 _MOST_CHUNKS = 4096
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor."""
-
-    begin: tuple[int, ...]  # index of its first value on each axis of the whole
-    values: StoredTensor  # its stored values
-
-    @property
-    def end(self) -> tuple[int, ...]:
-        """Index behind its last value on each axis."""
-        return tuple(b + n for b, n in zip(self.begin, self.values.shape, strict=True))
-
-    def overlaps(self, other: Chunk) -> bool:
-        """Return whether two chunks overlap."""
-        ranges = zip(self.begin, self.end, other.begin, other.end, strict=True)
-        return all(max(a, c) < min(b, d) for a, b, c, d in ranges)
+Place = tuple[int, ...]  # index of a chunk's first value on each axis of the whole
 
 
 @dataclass(frozen=True)
@@ -45,12 +32,15 @@ class ChunkedTensor(Piece):
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: Mapping[Place, StoredTensor]
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors it consists of."""
-        return tuple(chunk.values for chunk in self.chunks)
+        """The stored tensors it consists of, in order of their places.
+
+        In this order, chunks that fill a shape lie at the same places if they have the same sizes.
+        """
+        return tuple(self.chunks[begin] for begin in sorted(self.chunks))
 
     def load(self, maps: FileMaps) -> Array:
         """Return the tensor gathered in memory."""
@@ -59,9 +49,9 @@ class ChunkedTensor(Piece):
         from export_scripts.numeric.arrays import DTYPES, bits
 
         whole = np.empty(self.shape, DTYPES[self.dtype])
-        for chunk in self.chunks:
-            box = tuple(itertools.starmap(slice, zip(chunk.begin, chunk.end, strict=True)))
-            np.copyto(bits(whole[box]), bits(chunk.values.load(maps)))
+        for begin, values in self.chunks.items():
+            box = tuple(map(slice, begin, _end(begin, values)))
+            np.copyto(bits(whole[box]), bits(values.load(maps)))
         return whole
 
     def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:
@@ -73,32 +63,22 @@ class ChunkedTensor(Piece):
             size = values.shape[axis]
             if values.shape != (*before, size, *after) or size % unit:
                 return (self,)
-        return tuple(chunk.values for chunk in sorted(self.chunks, key=lambda each: each.begin))
-
-    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:
-        """Return whether both have the same chunks and the same values, byte by byte."""
-        if not isinstance(other, ChunkedTensor) or self.shape != other.shape:
-            return False
-        mine, theirs = ({chunk.begin: chunk for chunk in each.chunks} for each in (self, other))
-        return mine.keys() == theirs.keys() and all(
-            chunk.values.same_bytes(theirs[begin].values, maps) for begin, chunk in mine.items()
-        )
+        return self.stored
 
     def problems(self) -> list[str]:
         """Return the reason the chunks do not make the whole: overlap, excess or holes."""
         if len(self.chunks) > _MOST_CHUNKS:
             return [f"it has {len(self.chunks)} chunks; expected at most {_MOST_CHUNKS}"]
+        boxes = [(begin, _end(begin, values)) for begin, values in self.chunks.items()]
         outside = [
-            f"a chunk of {list(chunk.values.shape)} at {list(chunk.begin)} reaches beyond "
-            f"{list(self.shape)}"
-            for chunk in self.chunks
-            if any(end > size for end, size in zip(chunk.end, self.shape, strict=True))
+            f"a chunk of {_sizes(box)} at {list(box[0])} reaches beyond {list(self.shape)}"
+            for box in boxes
+            if any(map(operator.gt, box[1], self.shape))
         ]
         overlapping = [
-            f"chunks of {list(a.values.shape)} at {list(a.begin)} and of {list(b.values.shape)} at "
-            f"{list(b.begin)} overlap"
-            for a, b in itertools.combinations(self.chunks, 2)
-            if a.overlaps(b)
+            f"chunks of {_sizes(a)} at {list(a[0])} and of {_sizes(b)} at {list(b[0])} overlap"
+            for a, b in itertools.combinations(boxes, 2)
+            if all(map(operator.lt, map(max, a[0], b[0]), map(min, a[1], b[1])))
         ]
         if outside or overlapping:
             return (outside + overlapping)[:1]
@@ -109,22 +89,29 @@ class ChunkedTensor(Piece):
 
     def select(self, index: int) -> ChunkedTensor:
         """Return the values at `index` of the first axis."""
-        chunks = tuple(
-            Chunk(chunk.begin[1:], _row(chunk.values, index - chunk.begin[0]))
-            for chunk in self.chunks
-            if chunk.begin[0] <= index < chunk.end[0]
-        )
+        chunks = {
+            begin[1:]: _row(values, index - begin[0])
+            for begin, values in self.chunks.items()
+            if 0 <= index - begin[0] < values.shape[0]
+        }
         return ChunkedTensor(self.dtype, self.shape[1:], chunks)
 
 
 def concatenated(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:
     """Return two tensors of one type one after the other along their first axis."""
     rows = first.shape[0]
-    moved = tuple(
-        Chunk((chunk.begin[0] + rows, *chunk.begin[1:]), chunk.values) for chunk in second.chunks
-    )
+    moved = {(begin[0] + rows, *begin[1:]): values for begin, values in second.chunks.items()}
     shape = (rows + second.shape[0], *first.shape[1:])
-    return ChunkedTensor(first.dtype, shape, first.chunks + moved)
+    return ChunkedTensor(first.dtype, shape, {**first.chunks, **moved})
+
+
+def _end(begin: Place, values: StoredTensor) -> Place:
+    """Return the index behind a chunk's last value on each axis."""
+    return tuple(map(operator.add, begin, values.shape))
+
+
+def _sizes(box: tuple[Place, Place]) -> list[int]:
+    return list(map(operator.sub, box[1], box[0]))
 
 
 def _row(values: StoredTensor, index: int) -> StoredTensor:

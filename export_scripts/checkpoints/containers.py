@@ -7,21 +7,18 @@ folder. Member names that could leave their folder, links and devices are refuse
 from __future__ import annotations
 
 import gzip
-import shutil
 import stat
 import tarfile
 import tempfile
-import weakref
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import MAX_YAML_BYTES, truncated, yaml_table
-from export_scripts.checkpoints.pt_archive import Region
+from export_scripts.checkpoints.base import MAX_YAML_BYTES, Region, truncated, yaml_table
 from export_scripts.errors import CheckpointMismatchError, refuse
-from export_scripts.files.disk import disk_full_as_value_error
+from export_scripts.files.disk import full_disk
 from export_scripts.files.tree import files_below
 
 _COPY_BYTES = 1 << 22
@@ -79,8 +76,7 @@ class Container:
             raise CheckpointMismatchError(
                 f"{region} has {region.size} bytes, more than the {limit_bytes} such a file may"
             )
-        with region.open() as stream:
-            return stream.read()
+        return region.read()
 
 
 def read_yaml(container: Container, name: str) -> dict[str, Any]:
@@ -114,25 +110,16 @@ def open_container(path: Path, *, scratch_dir: Path | None = None) -> Container:
         is_gzip = file.read(2) == _GZIP_MAGIC
     if not is_gzip:
         return Container(path, _tar_members(path, path))
-    scratch = _Scratch(scratch_dir)
-    plain = scratch.folder / "archive.tar"
+    scratch = tempfile.TemporaryDirectory(
+        prefix=".unpacked-", dir=scratch_dir, ignore_cleanup_errors=True
+    )
+    plain = Path(scratch.name) / "archive.tar"
     try:
-        with disk_full_as_value_error(
-            scratch.folder, f"unpacking {path.name}", path.stat().st_size
-        ):
-            _gunzip(path, plain)
+        _gunzip(path, plain)
         return Container(path, _tar_members(plain, path), (scratch,))
     except BaseException:
-        scratch.remove()
+        scratch.cleanup()
         raise
-
-
-class _Scratch:
-    """A temporary folder removed with its last user."""
-
-    def __init__(self, parent: Path | None) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix=".unpacked-", dir=parent))
-        self.remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
 
 def _gunzip(path: Path, target: Path) -> None:
@@ -150,6 +137,10 @@ def _gunzip(path: Path, target: Path) -> None:
                 out.write(chunk)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise truncated(path, f"gzip stream: {error}") from error
+    except OSError as error:
+        if problem := full_disk(error, target):
+            raise ValueError(f"unpacking {path}: {problem}") from error
+        raise
 
 
 def _tar_members(tar: Path, shown: Path) -> dict[str, Region]:

@@ -6,14 +6,14 @@ dist_checkpointing/strategies/torch.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from export_scripts.checkpoints.base import StoredTensor
-from export_scripts.checkpoints.chunks import Chunk, ChunkedTensor
+from export_scripts.checkpoints.base import Region, StoredTensor
+from export_scripts.checkpoints.chunks import ChunkedTensor
 from export_scripts.checkpoints.containers import Container
-from export_scripts.checkpoints.pt_archive import Region, read_torch_file
+from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 
@@ -59,98 +59,48 @@ class _Shape:
     chunks: Mapping[tuple[int, ...], tuple[int, ...]]
 
 
-class TorchDistFolder:
-    """The index of an archive or a folder.
+def torch_dist_tensors(
+    container: Container, wanted: Callable[[str], bool]
+) -> tuple[dict[str, ChunkedTensor], Any]:
+    """Return the tensors of an archive or a folder whose name is wanted, and all but tensors.
+
+    The latter is None if common.pt holds it. Chunks are not compared with each other.
 
     Raises:
-        CheckpointMismatchError: The index is missing, damaged or unsafe.
+        CheckpointMismatchError: The index is missing, damaged or unsafe; files are missing,
+            truncated or of other contents.
     """
-
-    def __init__(self, container: Container) -> None:
-        self._container = container
-        region = container.needed(
-            INDEX_NAME, "the index of a distributed checkpoint; copy it again with its hidden files"
-        )
-        self._source = str(region)
-        with region.open() as stream:
-            tree = unpickle(stream, source=self._source, storages={})
-        try:
-            self._tensors = dict(_tensors(tree))
-            self._entries = dict(_entries(tree))
-        except (_OddIndexError, KeyError, TypeError) as error:
-            raise CheckpointMismatchError(
-                f"{self._source} is not the index of a distributed checkpoint: {error}"
-            ) from error
-
-    def common(self) -> Any:
-        """Return the index's contents other than tensors, or None if common.pt holds them."""
-        entry = self._entries.get((_COMMON_KEY, None))
-        if entry is None:
-            return None
-        objects = read_torch_file(self._region(entry, _COMMON_KEY))
-        return objects[0] if isinstance(objects, list) and len(objects) == 1 else objects
-
-    def tensors(self, wanted: Callable[[str], bool]) -> dict[str, ChunkedTensor]:
-        """Return the wanted tensors; their chunks are not compared with each other.
-
-        Raises:
-            CheckpointMismatchError: Files are missing, truncated or of other contents.
-        """
-        names = [name for name in self._tensors if wanted(name)]
-        problems = [
-            f"{self._source}: {name} has an unsupported type; save the model in bf16 or fp32"
-            for name in names
-            if not self._tensors[name].dtype
-        ]
-        problems += self._lost(names)
-        refuse(problems)
-        found = {name: self._read(name, problems) for name in names}
-        refuse(listed(problems))
-        return found
-
-    def _lost(self, names: list[str]) -> list[str]:
-        """Return the missing and truncated files of some tensors."""
-        homeless: list[str] = []
-        held: dict[str, list[_Entry]] = {}
-        for name in names:
-            for begin in self._tensors[name].chunks:
-                entry = self._entries.get((name, begin))
-                if entry is None:
-                    homeless.append(f"the chunk of {name} at {list(begin)} is in no file")
-                else:
-                    held.setdefault(entry.file, []).append(entry)
-        problems = listed(homeless, f"{self._source}: ")
-        for file, entries in sorted(held.items()):
-            region = self._container.find(file)
-            end = max(entry.offset + entry.size for entry in entries)
-            if region is None:
-                problems.append(
-                    f"{self._container.path} lacks {self._container.folder}{file}, which holds "
-                    f"{len(entries)} chunks of the model"
-                )
-            elif region.size < end:
-                problems.append(
-                    f"{region} is truncated: it has {region.size} bytes, its chunks end at {end}; "
-                    "copy it again"
-                )
-        return problems
-
-    def _region(self, entry: _Entry, name: str) -> Region:
-        file = self._container.find(entry.file)
-        if file is None or entry.offset + entry.size > file.size:
-            raise CheckpointMismatchError(
-                f"{self._container.path} lacks {self._container.folder}{entry.file}, or its end"
-            )
-        shown = f"{file.name}:{name}" if file.name else name
-        return Region(file.path, file.offset + entry.offset, entry.size, shown)
-
-    def _read(self, name: str, problems: list[str]) -> ChunkedTensor:
-        """Return a tensor without the chunks that disagree with the index."""
-        shape = self._tensors[name]
-        chunks = []
+    index = container.needed(
+        INDEX_NAME, "the index of a distributed checkpoint; copy it again with its hidden files"
+    )
+    with index.open() as stream:
+        tree = unpickle(stream, source=str(index))
+    try:
+        shapes = {name: shape for name, shape in _tensors(tree) if wanted(name)}
+        entries = dict(_entries(tree))
+    except (_OddIndexError, KeyError, TypeError) as error:
+        raise CheckpointMismatchError(
+            f"{index} is not the index of a distributed checkpoint: {error}"
+        ) from error
+    problems = [
+        f"{index}: {name} has an unsupported type; save the model in bf16 or fp32"
+        for name, shape in shapes.items()
+        if not shape.dtype
+    ]
+    places = [(name, begin) for name, shape in shapes.items() for begin in shape.chunks]
+    lost = [(name, begin) for name, begin in places if (name, begin) not in entries]
+    problems += listed(
+        [f"the chunk of {name} at {list(begin)} is in no file" for name, begin in lost],
+        f"{index}: ",
+    )
+    problems += _lost_files(container, [entries[each] for each in places if each in entries])
+    refuse(problems)
+    tensors = {}
+    for name, shape in shapes.items():
+        chunks = {}
         for begin, size in shape.chunks.items():
-            region = self._region(self._entries[name, begin], name)
-            values = read_torch_file(region)
+            region = _region(container, entries[name, begin], name)
+            values = chunks[begin] = read_torch_file(region)
             if not isinstance(values, StoredTensor):
                 problems.append(f"{region} does not hold a tensor")
             elif (values.shape, values.dtype) != (size, shape.dtype):
@@ -158,9 +108,39 @@ class TorchDistFolder:
                     f"{region} holds {values.dtype} {list(values.shape)}, its index says "
                     f"{shape.dtype} {list(size)}"
                 )
-            else:
-                chunks.append(Chunk(begin, values))
-        return ChunkedTensor(shape.dtype, shape.whole, tuple(chunks))
+        tensors[name] = ChunkedTensor(shape.dtype, shape.whole, chunks)
+    refuse(listed(problems))
+    common = entries.get((_COMMON_KEY, None))
+    objects = read_torch_file(_region(container, common, _COMMON_KEY)) if common else None
+    return tensors, objects[0] if isinstance(objects, list) and len(objects) == 1 else objects
+
+
+def _lost_files(container: Container, entries: Sequence[_Entry]) -> list[str]:
+    """Return the missing and truncated files of some chunks."""
+    held: dict[str, list[_Entry]] = {}
+    for entry in entries:
+        held.setdefault(entry.file, []).append(entry)
+    problems = []
+    for file, inside in sorted(held.items()):
+        region = container.find(file)
+        end = max(entry.offset + entry.size for entry in inside)
+        if region is None:
+            problems.append(
+                f"{container.path} lacks {container.folder}{file}, which holds {len(inside)} "
+                "chunks of the model"
+            )
+        elif region.size < end:
+            problems.append(
+                f"{region} is truncated: it has {region.size} bytes, its chunks end at {end}; "
+                "copy it again"
+            )
+    return problems
+
+
+def _region(container: Container, entry: _Entry, name: str) -> Region:
+    file = container.needed(entry.file, f"which holds {name}")
+    shown = f"{file.name}:{name}" if file.name else name
+    return Region(file.path, file.offset + entry.offset, entry.size, shown)
 
 
 def _state(value: Any, *qualified_names: str) -> Mapping[str, Any]:

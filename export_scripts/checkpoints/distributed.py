@@ -15,7 +15,7 @@ from typing import Any
 from export_scripts.checkpoints.base import CheckpointReader, Piece, json_table
 from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
 from export_scripts.checkpoints.containers import Container
-from export_scripts.checkpoints.dcp import INDEX_NAME, TorchDistFolder
+from export_scripts.checkpoints.dcp import INDEX_NAME, torch_dist_tensors
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.zarr import zarr_tensors
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
@@ -82,9 +82,7 @@ def read_distributed(container: Container) -> Distributed:
     if backend == "zarr":
         found = zarr_tensors(container, _is_of_model)
     else:
-        index = TorchDistFolder(container)
-        common = index.common()
-        found = index.tensors(_is_of_model)
+        found, common = torch_dist_tensors(container, _is_of_model)
     if common is None:
         region = container.needed(_COMMON_NAME, "the description of what was saved")
         common = read_torch_file(region)
@@ -171,6 +169,6 @@ def _as_pieces(tensors: Mapping[str, ChunkedTensor], where: str) -> dict[str, tu
     ]
     refuse(listed(problems, f"{where}: "))
     return {
-        name: (tensor.chunks[0].values if len(tensor.chunks) == 1 else tensor,)
+        name: (tensor.stored if len(tensor.chunks) == 1 else (tensor,))
         for name, tensor in tensors.items()
     }

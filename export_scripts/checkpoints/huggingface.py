@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any, TypeGuard
 
 from export_scripts.checkpoints.base import (
     CheckpointReader,
+    Region,
     StoredTensor,
-    TokenizerFile,
     json_file,
     json_table,
     read_small,
@@ -102,7 +103,7 @@ def open_huggingface(path: Path) -> CheckpointReader:
     Raises:
         CheckpointMismatchError: config.json or the weights are missing, damaged or inconsistent.
     """
-    config = json_file(path / CONFIG_NAME)
+    configuration = open_configuration(path)
     files, index = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, Path] = {}
@@ -121,30 +122,16 @@ def open_huggingface(path: Path) -> CheckpointReader:
         tensors |= found
         home |= dict.fromkeys(found, file)
     refuse(listed(problems or _misplaced(path, index, home)))
-    return CheckpointReader(
-        format="huggingface",
-        path=path,
-        config=config,
-        tensors={key: (tensor,) for key, tensor in tensors.items()},
-        files=(path / CONFIG_NAME, *files),
-        tokenizer=_tokenizer_files(path),
-    )
+    pieces = {key: (tensor,) for key, tensor in tensors.items()}
+    files = [path / CONFIG_NAME, *files]
+    return dataclasses.replace(configuration, tensors=pieces, files=tuple(files))
 
 
-def open_configuration(path: Path) -> CheckpointReader | None:
-    """Return the index of a folder that holds a configuration and no weights; else None."""
-    if not is_huggingface(path) or foreign_weights(path):
-        return None
-    if any(next(path.glob(f"*{suffix}*"), None) for suffix in (".safetensors", ".bin")):
-        return None
+def open_configuration(path: Path) -> CheckpointReader:
+    """Return the index of a folder without its weights."""
+    file = path / CONFIG_NAME
     return CheckpointReader(
-        format="huggingface",
-        path=path,
-        config=json_file(path / CONFIG_NAME),
-        tensors={},
-        files=(path / CONFIG_NAME,),
-        tokenizer=_tokenizer_files(path),
-        remarks=("the folder holds no weights: what is said of them follows from config.json",),
+        "huggingface", path, json_file(file), {}, (file,), tokenizer=_tokenizer_files(path)
     )
 
 
@@ -304,9 +291,9 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     )
 
 
-def _tokenizer_files(path: Path) -> tuple[TokenizerFile, ...]:
-    found: dict[str, TokenizerFile] = {}
+def _tokenizer_files(path: Path) -> dict[str, Region]:
+    found: dict[str, Region] = {}
     for name, target in HUGGINGFACE_FILES.items():
-        if (path / name).is_file() and target not in found:
-            found[target] = TokenizerFile(target, path / name)
-    return tuple(found.values())
+        if (path / name).is_file():
+            found.setdefault(target, Region(path / name))
+    return found

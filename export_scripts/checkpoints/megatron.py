@@ -12,8 +12,8 @@ from typing import Any
 
 from export_scripts.checkpoints.base import (
     CheckpointReader,
+    Region,
     StoredTensor,
-    TokenizerFile,
     read_small,
 )
 from export_scripts.checkpoints.containers import open_container
@@ -30,7 +30,13 @@ from export_scripts.errors import CheckpointMismatchError
 
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 LATEST_NAME = "latest_checkpointed_iteration.txt"
-_VOCABULARIES = ("*vocab.json", "*vocab.txt", "*.model")
+# Patterns of the files of tokenizers -> their names in the FT folder.
+_VOCABULARIES = {
+    "*vocab.json": "vocab.json",
+    "*vocab.txt": "vocab.txt",
+    "*.model": "tokenizer.model",
+    "*merges.txt": "merges.txt",
+}
 
 
 def is_megatron(path: Path) -> bool:
@@ -147,17 +153,11 @@ def _state(tree: Mapping[str, Any], root: Path) -> dict[str, StoredTensor]:
     return flatten(model)
 
 
-def _tokenizer_files(root: Path) -> tuple[TokenizerFile, ...]:
+def _tokenizer_files(root: Path) -> dict[str, Region]:
     """Return the vocabulary files next to the rank folders."""
-    if root.is_file():
-        return ()
-    found = []
-    for pattern in _VOCABULARIES:
-        hits = sorted(root.glob(pattern))
+    found = {}
+    for pattern, name in _VOCABULARIES.items():
+        hits = sorted(root.glob(pattern)) if root.is_dir() else []
         if len(hits) == 1:
-            stem = "tokenizer" if hits[0].suffix == ".model" else "vocab"
-            found.append(TokenizerFile(f"{stem}{hits[0].suffix}", hits[0]))
-    merges = sorted(root.glob("*merges.txt"))
-    if len(merges) == 1:
-        found.append(TokenizerFile("merges.txt", merges[0]))
-    return tuple(found)
+            found[name] = Region(hits[0])
+    return found

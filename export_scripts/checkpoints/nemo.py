@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, StoredTensor
+from export_scripts.checkpoints.base import CheckpointReader, Region, StoredTensor
 from export_scripts.checkpoints.containers import Container, is_tar, open_container, read_yaml
 from export_scripts.checkpoints.distributed import (
     METADATA_NAME,
@@ -29,9 +29,9 @@ from export_scripts.checkpoints.partitioned import (
     join_ranks,
     parse_rank_folder,
 )
-from export_scripts.checkpoints.pt_archive import Region, read_torch_file, read_torch_table
+from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
 from export_scripts.checkpoints.tokenizers import nemo_files
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, refuse
 
 CONFIG_NAME = "model_config.yaml"
 WEIGHTS_NAME = "model_weights.ckpt"
@@ -89,7 +89,7 @@ def open_nemo(
             return _open_distributed(container, folder, config, remarks)
     # Each file is read once.
     trees = functools.cache(lambda region: read_torch_table(region, "a state dict"))
-    ranks, weights = _find_weights(container, config, trees, remarks, name)
+    weights = _find_weights(container, config, trees, remarks, name)
     if config is None:
         config = _config_of_checkpoint(trees(next(iter(weights.values()))), path)
     return CheckpointReader(
@@ -97,8 +97,8 @@ def open_nemo(
         path=path,
         config=config,
         tensors=join_ranks(
-            ranks,
-            lambda rank: _state(trees(weights[rank.folder])),
+            weights,
+            lambda rank: _state(trees(weights[rank])),
             config,
             where=path,
             layer_offset=_layer_offset({**depths, **config}, path) if depths else None,
@@ -202,22 +202,21 @@ def _find_weights(
     trees: _Trees,
     remarks: list[str],
     asked: str | None,
-) -> tuple[list[RankName], dict[str, Region]]:
-    """Return the rank folders and each one's weight file ("" is the root, rank 0)."""
+) -> dict[RankName, Region]:
+    """Return the weight file of each rank (in the root, of rank 0)."""
     folders = {name.partition("/")[0] for name in container.members}
     ranks = [rank for name in folders if (rank := parse_rank_folder(name))]
-    if not ranks:
-        ranks = [RankName("", 0, 0)]
-    name = _asked_name(container, ranks, asked) if asked else ""
-    name = name or _weights_name(container, ranks, trees, remarks)
-    found = {r.folder: container.find(_joined(r.folder, name)) for r in ranks}
-    lost = sorted(folder for folder, region in found.items() if region is None)
-    present = {folder: region for folder, region in found.items() if region is not None}
-    if lost and (config is not None or not present):
-        raise CheckpointMismatchError(
-            [f"{container.path} lacks {_joined(folder, name)}" for folder in lost]
-        )
-    return [rank for rank in ranks if rank.folder in present], present
+    ranks = ranks or [RankName("", 0, 0)]
+    if asked:
+        name = _asked_name(container, ranks, asked)
+    else:
+        name = _weights_name(container, ranks, trees, remarks)
+    files = {rank: _joined(rank.folder, name) for rank in ranks}
+    present = {rank: container.members[f] for rank, f in files.items() if f in container.members}
+    lost = sorted(file for rank, file in files.items() if rank not in present)
+    if config is not None or not present:
+        refuse([f"{container.path} lacks {file}" for file in lost])
+    return present
 
 
 def _weight_files(container: Container, ranks: list[RankName]) -> dict[str, Region]:

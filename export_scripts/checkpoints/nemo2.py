@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, TokenizerFile
+from export_scripts.checkpoints.base import CheckpointReader, Region
 from export_scripts.checkpoints.containers import Container, read_yaml
 from export_scripts.checkpoints.distributed import METADATA_NAME, read_distributed
 from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
@@ -66,22 +66,18 @@ def _class_name(value: Mapping[str, Any]) -> str:
     return str(value.get("_target_") or "").rpartition(".")[2]
 
 
-def huggingface_files(container: Container, *folders: str) -> dict[str, TokenizerFile]:
+def huggingface_files(container: Container, *folders: str) -> dict[str, Region]:
     """Return the files of a Hugging Face tokenizer in a container's folders, the first of each."""
-    found: dict[str, TokenizerFile] = {}
+    found: dict[str, Region] = {}
     for folder in folders:
         for theirs, ours in HUGGINGFACE_FILES.items():
-            region = container.find(folder + theirs)
-            if region is not None and ours not in found:
-                found[ours] = TokenizerFile(ours, region.path, region.offset, region.size)
+            if region := container.find(folder + theirs):
+                found.setdefault(ours, region)
     return found
 
 
-def _tokenizer_files(container: Container, settings: Any) -> tuple[TokenizerFile, ...]:
+def _tokenizer_files(container: Container, settings: Any) -> dict[str, Region]:
     found = huggingface_files(container, *_TOKENIZER_FOLDERS)
     path = settings.get("model_path") if isinstance(settings, Mapping) else None
     region = container.find(CONTEXT + PurePosixPath(str(path)).name) if path else None
-    if region is not None:
-        name = "tokenizer.model"
-        found[name] = TokenizerFile(name, region.path, region.offset, region.size)
-    return tuple(found.values())
+    return found | ({"tokenizer.model": region} if region else {})

@@ -6,23 +6,17 @@ or inside an uncompressed tar. The file's code is not executed and tensors are n
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from export_scripts.checkpoints.base import Record, StoredTensor, truncated
-from export_scripts.checkpoints.unpickling import (
-    Inert,
-    PendingTensor,
-    Storage,
-    StorageType,
-    unpickle,
-)
+from export_scripts.checkpoints.base import NO_CRC, Record, Region, truncated
+from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.numeric.dtypes import SOURCE_TYPES
 
@@ -32,70 +26,8 @@ _LEGACY_PROTOCOL = 1001
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
-# Written by torch.serialization.set_crc32_options(False) in place of checksums.
-NO_CRC = 0
 # Of an object tree whose shared objects would be repeated.
 _MOST_VALUES = 20_000_000
-
-
-@dataclass(frozen=True)
-class Region:
-    """A byte range of a file: the whole of it, or a member of a tar."""
-
-    path: Path
-    offset: int = 0
-    size: int = -1  # -1: to the end
-    name: str = ""
-
-    def open(self) -> io.BufferedReader:
-        """Return the range as a seekable stream."""
-        return io.BufferedReader(_RawRegion(self))
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.name}" if self.name else str(self.path)
-
-
-class _RawRegion(io.RawIOBase):
-    def __init__(self, region: Region) -> None:
-        self._file = region.path.open("rb", buffering=0)
-        end = self._file.seek(0, io.SEEK_END)
-        self._start = region.offset
-        self._size = end - region.offset if region.size < 0 else region.size
-        if region.offset + self._size > end:
-            self._file.close()
-            raise truncated(region.path, f"{region.name or 'its contents'} would end at "
-                            f"{region.offset + self._size}, the file at {end}")  # fmt: skip
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = min(len(view), max(0, self._size - self._position))
-        if count == 0:
-            return 0
-        self._file.seek(self._start + self._position)
-        data = self._file.read(count)
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
 
 
 def read_torch_file(region: Region | Path) -> Any:
@@ -150,13 +82,20 @@ def _read_zip(region: Region, stream: io.BufferedReader) -> Any:
         data = _member(region, stream, members[f"{prefix}data.pkl"])
     except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError) as error:
         raise truncated(region.path, f"{region.name or 'the zip archive'}: {error}") from error
-    storages: dict[str, Storage] = {}
-    tree = unpickle(io.BytesIO(data), source=str(region), storages=storages)
-    places = {
-        key: _storage_record(region, stream, members.get(f"{prefix}data/{key}"), storage)
-        for key, storage in storages.items()
-    }
-    return _place(tree, region, places)
+
+    def place(key: str, dtype: str, count: int) -> Record:
+        wanted_bytes = count * SOURCE_TYPES[dtype][0]
+        info = members.get(f"{prefix}data/{key}")
+        if info is None:
+            raise truncated(region.path, f"storage {key} is missing")
+        if info.file_size < wanted_bytes:
+            raise truncated(
+                region.path, f"storage {key} has {info.file_size} bytes, needs {wanted_bytes}"
+            )
+        begin = region.offset + zip_data_offset(region.path, stream, info)
+        return Record(region.path, begin, info.file_size, info.CRC)
+
+    return _plain(unpickle(io.BytesIO(data), source=str(region), place=place), region)
 
 
 def _zip_prefix(members: Mapping[str, zipfile.ZipInfo], region: Region) -> str:
@@ -175,21 +114,6 @@ def _member(region: Region, stream: BinaryIO, info: zipfile.ZipInfo) -> bytes:
     if info.CRC != NO_CRC and zlib.crc32(data) != info.CRC:
         raise truncated(region.path, f"{info.filename} does not match its checksum")
     return data
-
-
-def _storage_record(
-    region: Region, stream: BinaryIO, info: zipfile.ZipInfo | None, storage: Storage
-) -> Record:
-    """Return the byte range of a storage in the file."""
-    wanted = storage.count * SOURCE_TYPES[storage.dtype][0]
-    if info is None:
-        raise truncated(region.path, f"storage {storage.key} is missing")
-    if info.file_size < wanted:
-        raise truncated(
-            region.path, f"storage {storage.key} has {info.file_size} bytes, needs {wanted}"
-        )
-    begin = region.offset + zip_data_offset(region.path, stream, info)
-    return Record(region.path, begin, info.file_size, info.CRC)
 
 
 def zip_data_offset(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
@@ -212,73 +136,53 @@ def zip_data_offset(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
 
 
 def _read_legacy(region: Region, stream: io.BufferedReader) -> Any:
-    source = str(region)
-    storages: dict[str, Storage] = {}
-    if unpickle(stream, source=source, storages=storages) != _LEGACY_MAGIC:
+    # Storages follow the tree of objects, which is read once more when their places are known.
+    storages: dict[str, tuple[str, int]] = {}
+    places: dict[str, Record] = {}
+
+    def place(key: str, dtype: str, count: int) -> Record:
+        storages[key] = dtype, count
+        return places.get(key, Record(region.path, region.offset, 0, NO_CRC))
+
+    load = functools.partial(unpickle, stream, source=str(region), place=place)
+    if load() != _LEGACY_MAGIC:
         raise CheckpointMismatchError(f"{region} is a pickle, but not of torch.save")
-    if unpickle(stream, source=source, storages=storages) != _LEGACY_PROTOCOL:
+    if load() != _LEGACY_PROTOCOL:
         raise CheckpointMismatchError(f"{region} has an unknown torch.save protocol")
-    system = unpickle(stream, source=source, storages=storages)
+    system = load()
     if isinstance(system, Mapping) and system.get("little_endian") is False:
         raise CheckpointMismatchError(f"{region} was saved on a big-endian machine")
-    tree = unpickle(stream, source=source, storages=storages)
-    keys = unpickle(stream, source=source, storages=storages)
-    end = stream.seek(0, io.SEEK_CUR)
+    begin = stream.tell()
+    load()
+    keys = [str(key) for key in load()]
+    end = stream.tell()
     size = stream.seek(0, io.SEEK_END)
-    places: dict[str, Record] = {}
     for key in keys:
-        storage = storages.get(str(key))
         stream.seek(end)
         header = stream.read(8)
-        if storage is None or len(header) < 8:
+        if key not in storages or len(header) < 8:
             raise truncated(region.path, f"storage {key} is missing")
+        dtype, wanted = storages[key]
         (count,) = struct.unpack("<q", header)
-        size_bytes = count * SOURCE_TYPES[storage.dtype][0]
-        places[str(key)] = Record(region.path, region.offset + end + 8, size_bytes, NO_CRC)
+        size_bytes = count * SOURCE_TYPES[dtype][0]
+        places[key] = Record(region.path, region.offset + end + 8, size_bytes, NO_CRC)
         end += 8 + size_bytes
-        if count < storage.count or end > size:
+        if count < wanted or end > size:
             raise truncated(region.path, f"storage {key} ends beyond the file")
-    return _place(tree, region, places)
+    for key in storages.keys() - places.keys():
+        raise truncated(region.path, f"storage {key} is missing")
+    stream.seek(begin)
+    return _plain(load(), region)
 
 
-def _place(tree: Any, region: Region, places: Mapping[str, Record]) -> Any:
-    """Return plain data with every tensor at its byte range."""
+def _plain(tree: Any, region: Region) -> Any:
+    """Return an object tree as plain data."""
     try:
-        return _PlainData(lambda tensor: _stored(tensor, region, places))(tree)
+        return _PlainData()(tree)
     except RecursionError as error:
         raise CheckpointMismatchError(f"{region} is refused: its objects nest too deep") from error
     except _UnfoldingError as error:
         raise CheckpointMismatchError(f"{region} is refused: {error}") from error
-
-
-def _stored(tensor: PendingTensor, region: Region, places: Mapping[str, Record]) -> StoredTensor:
-    item = SOURCE_TYPES[tensor.dtype][0]
-    storage_bytes = tensor.storage.count * SOURCE_TYPES[tensor.storage.dtype][0]
-    if tensor.storage.key not in places:
-        raise truncated(region.path, f"storage {tensor.storage.key} is missing")
-    record = places[tensor.storage.key]
-    stored = StoredTensor(
-        path=region.path,
-        offset=record.offset + tensor.offset * item,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        stride=None if _is_contiguous(tensor.shape, tensor.stride) else tensor.stride,
-        record=record if record.crc32 != NO_CRC else None,
-    )
-    if tensor.offset * item + stored.span_bytes > storage_bytes:
-        raise CheckpointMismatchError(
-            f"{region}: a tensor of shape {list(tensor.shape)} reaches beyond its storage"
-        )
-    return stored
-
-
-def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
 
 
 class _UnfoldingError(ValueError):
@@ -290,20 +194,14 @@ class _PlainData:
 
     A shared object is converted once, and a cycle ends in None. A tree that would be too large if
     nothing were shared is refused: walking over it would not terminate.
-
-    Args:
-        tensor_at: Gives the byte range of a tensor.
     """
 
-    def __init__(self, tensor_at: Callable[[PendingTensor], StoredTensor]) -> None:
-        self._tensor_at = tensor_at
+    def __init__(self) -> None:
         self._done: dict[int, Any] = {}
         self._sizes: dict[int, int] = {}  # values below a container, by the identity of the result
 
     def __call__(self, value: Any) -> Any:
         """Return `value` as plain data."""
-        if isinstance(value, PendingTensor):
-            return self._tensor_at(value)
         if isinstance(value, StorageType):
             return value.dtype
         if not isinstance(value, (Inert, Mapping, list, tuple, set, frozenset)):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     CheckpointReader,
+    ComputedPiece,
     FileMaps,
     Piece,
     StoredTensor,
@@ -43,28 +44,6 @@ Pair = tuple[int, int]
 # The tensors of a matrix by the ends of their names.
 Parts = Mapping[str, StoredTensor]
 Widen = Callable[[Mapping[str, "Array"]], "Array"]
-
-
-@dataclass(frozen=True)
-class WidePiece(Piece):
-    """A quantised matrix (out, in) as the fp32 values that it stands for."""
-
-    dtype = "fp32"
-    shape: Shape  # sizes of the values
-    widen: Widen  # returns the values of the loaded parts
-    parts: Parts  # the tensors it is stored in
-
-    @property
-    def stored(self) -> tuple[StoredTensor, ...]:
-        """The tensors it is stored in."""
-        return tuple(self.parts.values())
-
-    def load(self, maps: FileMaps) -> Array:
-        """Return the values."""
-        try:
-            return self.widen({name: part.load(maps) for name, part in self.parts.items()})
-        except ValueError as error:  # of indices
-            raise CheckpointMismatchError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -137,7 +116,7 @@ def _wide_tensors(reader: CheckpointReader, form: _Form) -> dict[str, tuple[Piec
             continue
         parts = {end: plain[name + end][0].stored[0] for end in ends}
         try:
-            tensors[f"{name}.weight"] = (WidePiece(*form.fit(parts), parts),)
+            tensors[f"{name}.weight"] = (_wide(*form.fit(parts), parts),)
         except ValueError as error:
             problems.append(f"{name}{error}")
     refuse(listed(problems, f"{reader.path}: "))
@@ -147,6 +126,18 @@ def _wide_tensors(reader: CheckpointReader, form: _Form) -> dict[str, tuple[Piec
         if key not in taken and not key.endswith(_ACTIVATIONS)
     }
     return rest | tensors
+
+
+def _wide(shape: Shape, widen: Widen, parts: Parts) -> Piece:
+    """Return a quantised matrix (out, in) as the fp32 values that it stands for."""
+
+    def compute(maps: FileMaps) -> Array:
+        try:
+            return widen({name: part.load(maps) for name, part in parts.items()})
+        except ValueError as error:  # of indices
+            raise CheckpointMismatchError(str(error)) from error
+
+    return ComputedPiece(shape, tuple(parts.values()), compute)
 
 
 def _widening() -> ModuleType:

@@ -7,14 +7,13 @@ a sentencepiece model is a protocol buffer of which three integers are read.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import TokenizerFile, json_table
+from export_scripts.checkpoints.base import Region, json_table
 from export_scripts.checkpoints.containers import Container
-from export_scripts.checkpoints.pt_archive import Region
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.wire_format import WireFormatError, wire_fields
 
@@ -46,33 +45,35 @@ HUGGINGFACE_FILES: Mapping[str, str] = {
 class SpecialIds:
     """Ids of special tokens; None where the tokenizer has none."""
 
-    bos: int | None
-    eos: int | None
+    bos: int | None = None
+    eos: int | None = None
     pad: int | None = None
 
 
-def special_ids(files: Sequence[TokenizerFile]) -> SpecialIds | None:
-    """Return the special ids in the tokenizer files, or None if they state none.
+def special_ids(files: Mapping[str, Region]) -> SpecialIds:
+    """Return the special ids that tokenizer files state.
+
+    Args:
+        files: The files by their names in the FT folder.
 
     Raises:
         CheckpointMismatchError: A tokenizer file cannot be read.
     """
-    by_name = {file.name: file for file in files}
-    if "tokenizer.model" in by_name:
-        return _sentencepiece_ids(by_name["tokenizer.model"])
-    if "vocab.json" in by_name:
-        token = _table_in(by_name["vocab.json"]).get(_END_OF_TEXT)
-        return SpecialIds(token, token) if isinstance(token, int) else None
-    if "vocab.txt" in by_name:
-        lines = by_name["vocab.txt"].read().decode(errors="replace").split("\n")
+    if "tokenizer.model" in files:
+        return _sentencepiece_ids(files["tokenizer.model"])
+    if "vocab.json" in files:
+        token = _table_in(files["vocab.json"]).get(_END_OF_TEXT)
+        return SpecialIds(token, token) if isinstance(token, int) else SpecialIds()
+    if "vocab.txt" in files:
+        lines = files["vocab.txt"].read().decode(errors="replace").split("\n")
         ids = {line.rstrip("\r"): i for i, line in reversed(list(enumerate(lines)))}
         return SpecialIds(ids.get("[CLS]"), ids.get("[SEP]"), ids.get("[PAD]"))
-    if "tokenizer.json" in by_name and "tokenizer_config.json" in by_name:
-        return _added_ids(by_name["tokenizer.json"], by_name["tokenizer_config.json"])
-    return None
+    if "tokenizer.json" in files and "tokenizer_config.json" in files:
+        return _added_ids(files["tokenizer.json"], files["tokenizer_config.json"])
+    return SpecialIds()
 
 
-def _added_ids(tokenizer: TokenizerFile, settings: TokenizerFile) -> SpecialIds | None:
+def _added_ids(tokenizer: Region, settings: Region) -> SpecialIds:
     """Return the ids of the tokens that a Hugging Face tokenizer's settings name."""
     added = _table_in(tokenizer).get("added_tokens")
     ids: dict[str, int] = {
@@ -96,45 +97,30 @@ def _added_ids(tokenizer: TokenizerFile, settings: TokenizerFile) -> SpecialIds 
         return ids.get(name) if isinstance(name, str) else None
 
     found = SpecialIds(known("bos_token"), known("eos_token"), known("pad_token"))
-    return None if found.bos is None and found.eos is None else found
+    return SpecialIds() if found.bos is None and found.eos is None else found
 
 
-def _table_in(file: TokenizerFile) -> dict[str, Any]:
-    return json_table(file.read(), f"{file.path}: {file.name}")
+def _table_in(file: Region) -> dict[str, Any]:
+    return json_table(file.read(), file)
 
 
-def _sentencepiece_ids(file: TokenizerFile) -> SpecialIds:
+def _sentencepiece_ids(file: Region) -> SpecialIds:
     ids = dict(_SENTENCEPIECE_DEFAULTS)
+    data = file.read()
     try:
-        for number, value in _fields(file.read()):
-            if number == _TRAINER_SPEC and isinstance(value, bytes):
-                for inner, item in _fields(value):
-                    if inner in ids and isinstance(item, int):
+        for field in wire_fields(data):
+            if field.number == _TRAINER_SPEC and field.content is not None:
+                for inner in wire_fields(data[field.content]):
+                    if inner.number in ids and (value := inner.value) is not None:
                         # int32 is sent as a 64-bit two's complement.
-                        ids[inner] = item - (1 << 64) if item >> 63 else item
+                        ids[inner.number] = value - (1 << 64) if value >> 63 else value
     except WireFormatError as error:
-        raise CheckpointMismatchError(
-            f"{file.path}: {file.name} is not a sentencepiece model: {error}"
-        ) from error
+        raise CheckpointMismatchError(f"{file} is not a sentencepiece model: {error}") from error
     bos, eos, pad = (ids[n] if ids[n] >= 0 else None for n in (_BOS, _EOS, _PAD))
     return SpecialIds(bos, eos, pad)
 
 
-def _fields(data: bytes) -> list[tuple[int, int | bytes]]:
-    """Return (field number, value) of one protocol buffer message, without numbers of fixed size.
-
-    Raises WireFormatError if it is something else.
-    """
-    out: list[tuple[int, int | bytes]] = []
-    for field in wire_fields(data):
-        if field.value is not None:
-            out.append((field.number, field.value))
-        elif field.content is not None:
-            out.append((field.number, data[field.content]))
-    return out
-
-
-def check_outside_files(files: Sequence[TokenizerFile]) -> None:
+def check_outside_files(files: Mapping[str, Region], checkpoint: Path) -> None:
     """Check the files that a checkpoint does not hold itself, which are copied with its model.
 
     It may name any file of the user's, or hold links to some: those that are not a tokenizer's are
@@ -143,72 +129,65 @@ def check_outside_files(files: Sequence[TokenizerFile]) -> None:
     Raises:
         CheckpointMismatchError: Such a file is not a tokenizer's.
     """
-    by_name = {file.name: file for file in files}
+    folder = checkpoint.resolve()
+    if folder.parent.name == "snapshots":  # of a Hugging Face cache: links into its own blobs
+        folder = folder.parent.parent
     problems = [
         f"{file.path} is refused: it lies outside of the checkpoint and is not a tokenizer's "
-        f"{file.name}; if you trust it, copy it into the checkpoint"
-        for file in files
-        if (file.is_outside or _is_link_outside(file.path)) and not _is_tokenizer(file, by_name)
+        f"{name}; if you trust it, copy it into the checkpoint"
+        for name, file in files.items()
+        # A member of an archive has a name of its own.
+        if not file.name
+        and not file.path.resolve().is_relative_to(folder)
+        and not _is_tokenizer(name, files)
     ]
     refuse(problems)
 
 
-def _is_link_outside(path: Path) -> bool:
-    """Return whether a file is a link that leaves its folder."""
-    if not path.is_symlink():
-        return False
-    folder = path.parent.resolve()
-    if folder.parent.name == "snapshots":  # of a Hugging Face cache: links into its own blobs
-        folder = folder.parent.parent
-    return not path.resolve().is_relative_to(folder)
-
-
-def _is_tokenizer(file: TokenizerFile, others: Mapping[str, TokenizerFile]) -> bool:
+def _is_tokenizer(name: str, files: Mapping[str, Region]) -> bool:
     """Return whether a file holds what its name says, and nothing that would also be a secret."""
-    if file.path.stat().st_size > _MOST_BYTES:
+    if files[name].path.stat().st_size > _MOST_BYTES:
         return False
-    data = file.read()
+    data = files[name].read()
     try:
-        if file.name == "tokenizer.model":
-            return {1, _TRAINER_SPEC} <= {number for number, _ in _fields(data)}  # 1: pieces
-        if file.name == "vocab.txt":
+        if name == "tokenizer.model":
+            return {1, _TRAINER_SPEC} <= {field.number for field in wire_fields(data)}  # 1: pieces
+        if name == "vocab.txt":
             return {b"[UNK]", b"[CLS]", b"[SEP]"} <= set(data.split())
-        vocabulary = _table_in(others["vocab.json"])
+        vocabulary = _table_in(files["vocab.json"])
         if not vocabulary or not all(type(each) is int for each in vocabulary.values()):
             return False
-        if file.name == "merges.txt":
+        if name == "merges.txt":
             pairs = [line.split(" ") for line in data.decode().splitlines()[1:] if line]
             return all(len(pair) == 2 and "".join(pair) in vocabulary for pair in pairs)
     except (ValueError, KeyError):
         return False
-    return file.name == "vocab.json"
+    return name == "vocab.json"
 
 
-def given_files(vocab_path: Path | None, merges_path: Path | None) -> tuple[TokenizerFile, ...]:
+def given_files(vocab_path: Path | None, merges_path: Path | None) -> dict[str, Region]:
     """Return the tokenizer files a user named, under their names in the FT folder.
 
     Raises:
         ValueError: A path does not exist.
     """
-    files = []
+    files = {}
     for path, stem in ((vocab_path, "vocab"), (merges_path, "merges")):
         if path is None:
             continue
         if not path.is_file():
             raise ValueError(f"tokenizer file {path} does not exist")
         stem = "tokenizer" if path.suffix == ".model" or _is_whole_tokenizer(path) else stem
-        files.append(TokenizerFile(f"{stem}{path.suffix}", path))
-    return tuple(files)
+        files[f"{stem}{path.suffix}"] = Region(path)
+    return files
 
 
 def _is_whole_tokenizer(path: Path) -> bool:
     """Return whether a file is a tokenizer.json, whatever its name (20B_tokenizer.json)."""
-    if path.suffix != ".json":
-        return False
-    return isinstance(_table_in(TokenizerFile(path.name, path)).get("model"), dict)
+    return path.suffix == ".json" and isinstance(_table_in(Region(path)).get("model"), dict)
 
 
-def nemo_files(container: Container, config: Mapping[str, Any]) -> tuple[TokenizerFile, ...]:
+def nemo_files(container: Container, config: Mapping[str, Any]) -> dict[str, Region]:
     """Return the tokenizer files that a NeMo 1.x configuration names: in the archive or outside.
 
     Raises:
@@ -216,24 +195,18 @@ def nemo_files(container: Container, config: Mapping[str, Any]) -> tuple[Tokeniz
     """
     settings = config.get("tokenizer")
     if not isinstance(settings, Mapping):
-        return ()
+        return {}
     kinds = (
         ("model", "tokenizer", "*.model"),
         ("vocab_file", "vocab", "*vocab*"),
         ("merge_file", "merges", "*merge*.txt"),
     )
-    found = []
+    found = {}
     for key, stem, pattern in kinds:
         region = _tokenizer_region(container, settings.get(key), pattern)
         if region is not None:
-            suffix = PurePosixPath(region.name or region.path.name).suffix
-            is_outside = region not in container.members.values()
-            found.append(
-                TokenizerFile(
-                    f"{stem}{suffix}", region.path, region.offset, region.size, is_outside
-                )
-            )
-    return tuple(found)
+            found[stem + PurePosixPath(region.name or region.path).suffix] = region
+    return found
 
 
 def _tokenizer_region(container: Container, value: Any, pattern: str) -> Region | None:
@@ -261,5 +234,5 @@ def _outside_file(checkpoint: Path, value: Path) -> Region | None:
     for base in bases:
         file = base / value
         if file.is_file():
-            return Region(file, 0, file.stat().st_size)
+            return Region(file)
     return None

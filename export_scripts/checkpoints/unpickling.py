@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from export_scripts.checkpoints.base import NO_CRC, Record, StoredTensor
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.numeric.dtypes import SOURCE_TYPES
 
@@ -59,11 +60,15 @@ class StorageType:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The bytes behind one or more tensors: where they start and how many values they are."""
+    """The bytes behind one or more tensors."""
 
-    key: str
     dtype: str
-    count: int
+    count: int  # values
+    record: Record
+
+
+# Of its key, type and number of values, the byte range of a storage.
+Place = Callable[[str, str, int], Record]
 
 
 class Inert:
@@ -145,15 +150,14 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
     Args:
         data: One pickle.
         source: The file's name in messages.
-        storages: Filled with the storages that the pickle names, by their keys.
+        place: Gives the byte range of a storage.
     """
 
-    def __init__(
-        self, data: io.BufferedIOBase, *, source: str, storages: dict[str, Storage]
-    ) -> None:
+    def __init__(self, data: io.BufferedIOBase, *, source: str, place: Place) -> None:
         super().__init__(data, encoding="utf-8")
         self._source = source
-        self._storages = storages
+        self._place = place
+        self._storages: dict[str, Storage] = {}
         self._classes: dict[str, type[Inert]] = {}
 
     def _build(self) -> None:
@@ -213,26 +217,16 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
         _check_type(kind)
         if not isinstance(key, (str, int)) or type(count) is not int or count < 0:
             raise pickle.UnpicklingError(f"malformed storage {reprlib.repr(pid):.80}")
-        storage = Storage(str(key), kind.dtype, count)
-        self._storages[storage.key] = storage
-        return storage
-
-
-@dataclass(frozen=True, slots=True)
-class PendingTensor:
-    """A tensor whose storage has no offset in the file yet."""
-
-    storage: Storage
-    dtype: str
-    offset: int  # elements
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+        if str(key) not in self._storages:
+            record = self._place(str(key), kind.dtype, count)
+            self._storages[str(key)] = Storage(kind.dtype, count, record)
+        return self._storages[str(key)]
 
 
 def _rebuild(
     storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any
-) -> PendingTensor:
-    return _pending(storage, storage.dtype, offset, shape, stride)
+) -> StoredTensor:
+    return _stored(storage, storage.dtype, offset, shape, stride)
 
 
 def _rebuild_typed(
@@ -244,9 +238,9 @@ def _rebuild_typed(
     _hooks: Any,
     dtype: StorageType,
     *_: Any,
-) -> PendingTensor:
+) -> StoredTensor:
     _check_type(dtype)
-    return _pending(storage, dtype.dtype, offset, shape, stride)
+    return _stored(storage, dtype.dtype, offset, shape, stride)
 
 
 def _check_type(kind: Any) -> None:
@@ -258,7 +252,7 @@ def _check_type(kind: Any) -> None:
         )
 
 
-def _pending(storage: Any, dtype: str, offset: Any, shape: Any, stride: Any) -> PendingTensor:
+def _stored(storage: Any, dtype: str, offset: Any, shape: Any, stride: Any) -> StoredTensor:
     sizes, steps = tuple(shape), tuple(stride)
     numbers = (offset, *sizes, *steps)
     if (
@@ -267,7 +261,28 @@ def _pending(storage: Any, dtype: str, offset: Any, shape: Any, stride: Any) -> 
         or any(type(n) is not int or n < 0 for n in numbers)
     ):
         raise pickle.UnpicklingError(f"a tensor's record is malformed: {reprlib.repr(numbers):.80}")
-    return PendingTensor(storage, dtype, offset, sizes, steps)
+    record = storage.record
+    begin = offset * SOURCE_TYPES[dtype][0]
+    tensor = StoredTensor(
+        path=record.path,
+        offset=record.offset + begin,
+        dtype=dtype,
+        shape=sizes,
+        stride=None if _is_contiguous(sizes, steps) else steps,
+        record=record if record.crc32 != NO_CRC else None,
+    )
+    if begin + tensor.span_bytes > storage.count * SOURCE_TYPES[storage.dtype][0]:
+        raise pickle.UnpicklingError(f"a tensor of shape {list(sizes)} reaches beyond its storage")
+    return tensor
+
+
+def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
 
 
 _REBUILDERS: dict[str, Callable[..., Any]] = {
@@ -286,14 +301,18 @@ _DAMAGED = (
 )  # fmt: skip
 
 
-def unpickle(stream: io.BufferedIOBase, *, source: str, storages: dict[str, Storage]) -> Any:
+def _no_place(*_: Any) -> Record:
+    raise pickle.UnpicklingError("it holds tensors")
+
+
+def unpickle(stream: io.BufferedIOBase, *, source: str, place: Place = _no_place) -> Any:
     """Return the object tree of the pickle at the stream's position.
 
     Raises:
         CheckpointMismatchError: The pickle names a refused object, or is damaged.
     """
     try:
-        return RestrictedUnpickler(stream, source=source, storages=storages).load()
+        return RestrictedUnpickler(stream, source=source, place=place).load()
     except CheckpointMismatchError:
         raise
     except (MemoryError, RecursionError) as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 from export_scripts.checkpoints.base import StoredTensor
-from export_scripts.checkpoints.chunks import Chunk, ChunkedTensor
+from export_scripts.checkpoints.chunks import ChunkedTensor, Place
 from export_scripts.checkpoints.containers import Container
 from export_scripts.errors import listed, refuse
 from export_scripts.files.json_content import json_object
@@ -64,13 +64,13 @@ def _read(container: Container, folder: str, problems: list[str]) -> ChunkedTens
         found = [str(error)]
     if found:
         problems += found
-        return ChunkedTensor("fp32", (0,), ())
+        return ChunkedTensor("fp32", (0,), {})
     dtype, whole, step = _TYPES[header["dtype"]], tuple(header["shape"]), tuple(header["chunks"])
     separator = header.get("dimension_separator") or "."
     full_bytes = math.prod(step) * SOURCE_TYPES[dtype][0]
     # The last chunk of an axis is stored whole and reaches beyond its end.
     stride = tuple(math.prod(step[axis + 1 :]) for axis in range(len(step)))
-    chunks: list[Chunk] = []
+    chunks: dict[Place, StoredTensor] = {}
     counts = (-(-size // each) for size, each in zip(whole, step, strict=True))
     for place in itertools.product(*map(range, counts)):
         name = folder + (separator.join(map(str, place)) or "0")
@@ -83,9 +83,8 @@ def _read(container: Container, folder: str, problems: list[str]) -> ChunkedTens
             problems.append(f"{name} has {region.size} bytes; expected {full_bytes}")
         else:
             own = None if shape == step else stride
-            values = StoredTensor(region.path, region.offset, dtype, shape, own)
-            chunks.append(Chunk(begin, values))
-    return ChunkedTensor(dtype, whole, tuple(chunks))
+            chunks[begin] = StoredTensor(region.path, region.offset, dtype, shape, own)
+    return ChunkedTensor(dtype, whole, chunks)
 
 
 def _oddities(header: Mapping[str, Any], name: str) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints import open_addition, open_checkpoint, recognise_format
+from export_scripts.checkpoints import open_checkpoint, recognise_format
 from export_scripts.checkpoints.base import CheckpointReader, Piece, json_file
 from export_scripts.checkpoints.huggingface import index_tensors
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
@@ -73,7 +73,6 @@ class Update:
     down: tuple[Piece, ...]  # the first factor (r, in), in pieces along `down_axis`
     up: tuple[Piece, ...]  # the second factor (out, r), in pieces along its rows
     scale: float  # factor of the product
-    origin: Path  # the adapter, for messages
     down_axis: int = 0  # axis along which training ranks cut the first factor
     is_transposed: bool = False  # whether the matrix is stored as (in, out)
 
@@ -112,11 +111,8 @@ def open_adapter(path: Path, *, base: CheckpointReader, scratch_dir: Path | None
     """
     if (path / _PEFT_CONFIG).is_file():
         return _open_peft(path, base)
-    found = recognise_format(path)
-    if found == "bridge":
-        reader = open_checkpoint(path)
-    else:
-        reader = open_addition(path, base=base, scratch_dir=scratch_dir)
+    own_base = None if recognise_format(path) == "bridge" else base
+    reader = open_checkpoint(path, base=own_base, scratch_dir=scratch_dir)
     if reader.format == "nemo":
         return _open_nemo(path, reader)
     return _open_core(path, reader)
@@ -154,7 +150,7 @@ def _adapter(
         down, up = (reader.tensors[sides[side]] for side in ("in", "out"))
         rank = up[0].shape[-1] if up[0].shape else 0
         scale = alpha / rank if rank else 0.0
-        updates.append(Update(names, down, up, scale, origin=path, down_axis=axis))
+        updates.append(Update(names, down, up, scale, axis))
     return Adapter(path, tuple(updates), reader.files, kept=reader)
 
 
@@ -253,10 +249,8 @@ def _open_peft(path: Path, base: CheckpointReader) -> Adapter:
         if set(sides) == {"A", "B"}:
             scale = _peft_scale(config, module, sides["B"], path / _PEFT_CONFIG, problems)
             turned = module in embeddings or (conv1d and _CONV1D.search(module) is not None)
-            updates.append(
-                Update((f"{module}.weight",), (sides["A"],), (sides["B"],), scale, origin=path,
-                       is_transposed=turned)
-            )  # fmt: skip
+            down, up, names = (sides["A"],), (sides["B"],), (f"{module}.weight",)
+            updates.append(Update(names, down, up, scale, is_transposed=turned))
     refuse(listed(problems))
     return Adapter(path, tuple(updates), (path / _PEFT_CONFIG, weights), replaced)
 

@@ -17,21 +17,19 @@ from export_scripts import __version__
 from export_scripts.checkpoints import recognise_format
 from export_scripts.checkpoints.base import fingerprint_files
 from export_scripts.checkpoints.huggingface import is_huggingface
-from export_scripts.conversion.huggingface import HuggingFacePlan, plan_huggingface
+from export_scripts.conversion.huggingface import plan_huggingface
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 from export_scripts.files.disk import check_space
-from export_scripts.files.json_content import json_object
 from export_scripts.files.lock import FolderLock
 from export_scripts.files.tree import files_below
-from export_scripts.ft.validation import manifest_problems, validate_directory
+from export_scripts.ft.validation import manifest_problems, read_manifest, validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, recover
 
 __all__ = ["ConversionRequest", "ConversionSummary", "check_conversion", "convert"]
 
 Progress = Callable[[int, int], None]
-Plan = ConversionPlan | HuggingFacePlan
 
 # A gzip archive must be unpacked to be read; a quick check skips larger ones.
 _QUICK_GZIP_BYTES = 32 << 20
@@ -77,7 +75,7 @@ def check_conversion(
         return _under_key(error.problems, request, names)
     except ValueError as error:
         return _under_key(str(error).split("\n"), request, names)
-    paths = WorkPaths.of(request.folder)
+    paths = WorkPaths(request.folder)
     return _folder_problems(request, paths, _identity(request), names)
 
 
@@ -131,13 +129,14 @@ def convert(
 
     Raises:
         CheckpointMismatchError: The source cannot be converted; every reason is listed.
-        ValueError: The request is wrong, the output folder is taken, or the disk is full.
+        ValueError: The request is wrong, the output folder is taken, or the disk is too small.
+        OSError: A file cannot be written.
     """
     started = time.monotonic()
     names = {**OPTION_NAMES, **(names or {})}
     problems = request_problems(request, names)
     refuse(problems)
-    paths = WorkPaths.of(request.folder)
+    paths = WorkPaths(request.folder)
     with FolderLock(paths.lock, f"another conversion is writing {paths.final}") as lock:
         recover(paths)
         shutil.rmtree(paths.scratch, ignore_errors=True)  # of a killed run, maybe a finished one
@@ -159,7 +158,7 @@ def convert(
 
 def _planned(
     request: ConversionRequest, names: Mapping[str, str], scratch_dir: Path | None = None
-) -> Plan:
+) -> ConversionPlan:
     plan = plan_conversion(request, names=names, scratch_dir=scratch_dir)
     return plan_huggingface(plan) if request.is_huggingface else plan
 
@@ -204,14 +203,13 @@ def _is_finished(paths: WorkPaths, identity: str) -> bool:
     if is_interrupted(paths, identity) or not paths.final.is_dir():
         return False
     try:
-        manifest = json_object(paths.manifest.read_bytes(), paths.manifest)
-    except (OSError, ValueError):
+        is_ours = read_manifest(paths.final).get("identity") == identity
+    except CheckpointMismatchError:
         return False
-    is_ours = manifest.get("identity") == identity
     return is_ours and not folder_problems(paths.final, checksums=False)
 
 
-def _run(plan: Plan, paths: WorkPaths, identity: str, progress: Progress | None) -> int:
+def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progress | None) -> int:
     """Execute a plan; return the bytes of weights written."""
     from export_scripts.conversion.write import Counter, tensor_records, write_files
 
@@ -223,7 +221,7 @@ def _run(plan: Plan, paths: WorkPaths, identity: str, progress: Progress | None)
             if not writer.records:
                 writer.discard()
             raise ValueError(problem)
-        problems = write_files(plan, writer, counter, processes=plan.source.request.processes)
+        problems = write_files(plan, writer, counter, processes=plan.request.processes)
         if problems:
             writer.discard()
             raise CheckpointMismatchError(listed(problems))
@@ -238,8 +236,8 @@ def _run(plan: Plan, paths: WorkPaths, identity: str, progress: Progress | None)
     return counter.written
 
 
-def _manifest(plan: Plan, writer: FTWriter, identity: str) -> dict[str, Any]:
-    source, request = plan.source, plan.source.request
+def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str, Any]:
+    reader, request = plan.facts.reader, plan.request
     files = {
         name: {key: record[key] for key in ("size_bytes", "crc32", "tensor") if key in record}
         for name, record in sorted(writer.records.items())
@@ -251,9 +249,9 @@ def _manifest(plan: Plan, writer: FTWriter, identity: str) -> dict[str, Any]:
         "command": sys.argv,
         "source": {
             "path": str(Path(request.checkpoint_path).absolute()),
-            "format": source.facts.reader.format,
-            "origin": source.mapping.name,
-            "files": [str(path.absolute()) for path in source.facts.reader.files],
+            "format": reader.format,
+            "origin": plan.mapping.name,
+            "files": [str(path.absolute()) for path in reader.files],
             "fingerprint": _source_print(Path(request.checkpoint_path)),
         },
         "lora": [
@@ -271,7 +269,7 @@ def _manifest(plan: Plan, writer: FTWriter, identity: str) -> dict[str, Any]:
 
 def _summary(paths: WorkPaths, started: float, *, written_bytes: int | None) -> ConversionSummary:
     """Return the summary of a finished folder; `written_bytes` is None if it already existed."""
-    manifest = json.loads(paths.manifest.read_bytes())
+    manifest = read_manifest(paths.final)
     return ConversionSummary(
         ft_dir=paths.final,
         family=manifest["family"],

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Record, StoredTensor, TokenizerFile
+from export_scripts.checkpoints.base import CheckpointReader, Record, Region, StoredTensor
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
@@ -17,7 +17,7 @@ from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
 from export_scripts.ft.layout import TOKENIZER_FILES
-from export_scripts.ft.validation import Manifest, read_manifest, validate_directory
+from export_scripts.ft.validation import read_manifest, validate_directory
 
 FT_FORMAT = "fastertransformer"
 _INT8_LEFT_OUT = (
@@ -48,8 +48,8 @@ def open_ft_folder(path: Path) -> FTFolder:
     if problems := validate_directory(path, checksums=False):
         raise CheckpointMismatchError([f"{path} cannot be read:", *problems])
     family, config = read_config(path)
-    manifest = read_manifest(path) or Manifest({})
-    sums = {name: int(checksum, 16) for name, (_, checksum) in manifest.files.items()}
+    manifest = read_manifest(path)
+    sums = {name: int(record["crc32"], 16) for name, record in manifest["files"].items()}
     tensors = {
         tensor.name: _pieces(path, tensor, config, sums)
         for _, _, tensor in family.expand(config)
@@ -61,14 +61,14 @@ def open_ft_folder(path: Path) -> FTFolder:
         config={},
         tensors=tensors,
         files=(path / CONFIG_NAME, *(s.path for ps in tensors.values() for s in ps)),
-        tokenizer=tuple(
-            TokenizerFile(file.name, file)
+        tokenizer={
+            file.name: Region(file)
             for file in sorted(path.iterdir())
             if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in TOKENIZER_FILES)
-        ),
+        },
         family=family,
         ft_config=config,
-        origin=manifest.origin,
+        origin=str(manifest["source"].get("origin", "")),
     )
 
 

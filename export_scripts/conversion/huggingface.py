@@ -20,7 +20,6 @@ from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     CheckpointReader,
     StoredTensor,
-    TokenizerFile,
     json_table,
 )
 from export_scripts.conversion.ft_source import FTFolder
@@ -64,24 +63,8 @@ _TOKENIZERS = {
 }
 
 
-@dataclass(frozen=True)
-class HuggingFacePlan:
-    """A Hugging Face folder checked in everything but the values."""
-
-    source: ConversionPlan  # how the source becomes the family's tensors, on one rank
-    mapping: SourceMapping  # the mapping whose inverse is written
-    shards: tuple[WrittenFile, ...]  # the files of weights
-    remarks: tuple[str, ...]  # warnings to report
-    extra_files: Mapping[str, bytes]  # contents of all other files
-
-    @property
-    def files(self) -> tuple[tuple[WrittenFile, ...], ...]:
-        """The files of weights, each on its own."""
-        return tuple((shard,) for shard in self.shards)
-
-
-def plan_huggingface(source: ConversionPlan) -> HuggingFacePlan:
-    """Return the plan of the folder that a planned source becomes.
+def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
+    """Return the plan of the Hugging Face folder that a planned source becomes.
 
     Raises:
         CheckpointMismatchError: Hugging Face has no model like it; every reason is listed.
@@ -96,12 +79,16 @@ def plan_huggingface(source: ConversionPlan) -> HuggingFacePlan:
         places = {tensor.key: shard.name for shard in shards for tensor in shard.tensors}
         size = sum(shard.size_bytes - len(shard.header) for shard in shards)
         files[INDEX_NAME] = _json({"metadata": {"total_size": size}, "weight_map": places})
-    for adapter in peft_adapters(source):
-        written = [WrittenTensor(key, ((item, view),)) for key, item, view in adapter.tensors]
-        shards = (*shards, _shard(f"{adapter.folder}/adapter_model.safetensors", written, kind))
-        files[f"{adapter.folder}/adapter_config.json"] = _json(adapter.config)
-        remarks = (*remarks, f"{adapter.folder} is a PEFT adapter")
-    return HuggingFacePlan(source, found.mapping, shards, (*source.remarks, *remarks), files)
+    for folder, settings, written in peft_adapters(source):
+        shards = (*shards, _shard(f"{folder}/adapter_model.safetensors", written, kind))
+        files[f"{folder}/adapter_config.json"] = _json(settings)
+        remarks = (*remarks, f"{folder} is a PEFT adapter")
+    return dataclasses.replace(
+        source,
+        files=tuple((shard,) for shard in shards),
+        extra_files=files,
+        remarks=(*source.remarks, *remarks),
+    )
 
 
 @dataclass(frozen=True)
@@ -227,7 +214,7 @@ def _views(
     source: ConversionPlan, mapping: SourceMapping, facts: Facts, is_tied: bool
 ) -> tuple[tuple[WrittenTensor, ...], list[str], tuple[str, ...]]:
     """Return the tensors as the mapping names them, reasons against it, and names without one."""
-    table = mapping.weights(facts, source.config)
+    table = mapping.sources(facts, source.config)
     own = source.facts if mapping is source.mapping else None
     written: dict[str, dict[int, tuple[TensorPlan, View]]] = {}
     homeless: dict[str, None] = {}
@@ -349,16 +336,12 @@ def _other_files(
 
 def _tokenizer(source: ConversionPlan) -> dict[str, bytes]:
     """Return the tokenizer's files, named as transformers looks for them."""
-    files = {_tokenizer_name(file, source): file.read() for file in source.facts.tokenizer}
+    is_t5 = source.mapping.family.name.startswith("t5")
+    names = {"tokenizer.model": "spiece.model"} if is_t5 else {}
+    files = {names.get(name, name): file.read() for name, file in source.facts.tokenizer.items()}
     settings = json_table(files[SETTINGS_FILE], SETTINGS_FILE) if SETTINGS_FILE in files else {}
     kind = next((kind for name, kind in _TOKENIZERS.items() if name in files), None)
     if kind is not None and "tokenizer_class" not in settings:
         own = {"add_bos_token": False} if kind == "LlamaTokenizer" and not settings else {}
         files[SETTINGS_FILE] = _json({**settings, "tokenizer_class": kind, **own})
     return files
-
-
-def _tokenizer_name(file: TokenizerFile, source: ConversionPlan) -> str:
-    if file.name == "tokenizer.model" and source.mapping.family.name.startswith("t5"):
-        return "spiece.model"
-    return file.name

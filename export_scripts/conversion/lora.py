@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, TypeVar
 from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     CheckpointReader,
+    ComputedPiece,
     FileMaps,
     Piece,
-    StoredTensor,
 )
 from export_scripts.checkpoints.huggingface import TIED_TABLES
 from export_scripts.conversion.adapters import Adapter, Update, open_adapter
@@ -49,38 +49,10 @@ class _Share:
     is_gated: bool
 
 
-@dataclass(frozen=True)
-class MergedPiece(Piece):
-    """A training rank's piece of a matrix, with low-rank updates added in order, in fp32."""
+def _merged(base: Piece, update: Update, share: _Share) -> Piece:
+    """Return a training rank's piece of a matrix with its share of an update added, in fp32."""
 
-    dtype = "fp32"
-    shape: tuple[int, ...]
-    base: Piece
-    updates: tuple[Update, ...]
-    share: _Share
-
-    @property
-    def stored(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors it consists of."""
-        factors = (piece for update in self.updates for piece in (*update.down, *update.up))
-        return tuple(part for piece in (self.base, *factors) for part in piece.stored)
-
-    def load(self, maps: FileMaps) -> Array:
-        """Return the sum, computed in memory."""
-        from export_scripts.numeric.arrays import to_float32
-
-        first, *others = self.updates
-        values: Array = to_float32(self.base.load(maps)) + self._delta(first, maps)
-        for update in others:
-            values += self._delta(update, maps)
-        return values
-
-    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:  # noqa: ARG002
-        """Return whether both are the same sum."""
-        return self == other
-
-    def _delta(self, update: Update, maps: FileMaps) -> Array:
-        """Return this piece's share of scale * up @ down."""
+    def compute(maps: FileMaps) -> Array:
         import numpy as np
 
         from export_scripts.numeric.arrays import to_float32
@@ -89,7 +61,6 @@ class MergedPiece(Piece):
             [to_float32(piece.load(maps)) for piece in update.down], update.down_axis
         )  # (r, in)
         parts = [to_float32(piece.load(maps)) for piece in update.up]
-        share = self.share
         taken = slice(share.begin, share.end)
         if share.is_gated and share.axis == 0:
             halves = np.concatenate([part.reshape(2, -1, part.shape[1]) for part in parts], 1)
@@ -99,7 +70,12 @@ class MergedPiece(Piece):
             up = up[taken] if share.axis == 0 else up
         down = down if share.axis == 0 else down[:, taken]
         delta: Array = (up @ down) * np.float32(update.scale)
-        return delta.T if update.is_transposed else delta
+        values: Array = to_float32(base.load(maps))
+        return values + (delta.T if update.is_transposed else delta)
+
+    pieces = (base, *update.down, *update.up)
+    inputs = tuple(part for piece in pieces for part in piece.stored)
+    return ComputedPiece(base.shape, inputs, compute)
 
 
 def with_adapters(
@@ -119,7 +95,6 @@ def with_adapters(
     if not paths:
         return reader
     tensors = dict(reader.tensors)
-    updates: dict[str, list[Update]] = {}
     problems: list[str] = []
     adapters: list[Adapter] = []
     for path in paths:
@@ -136,25 +111,17 @@ def with_adapters(
         for key, pieces in replaced.items():
             problems += _replacement_problems(adapter, key, tensors[key], pieces)
             tensors[key] = pieces
-            updates.pop(key, None)
         for key, update in added.items():
-            updates.setdefault(key, []).append(update)
-    shares: dict[str, tuple[_Share, ...]] = {}
-    for key, several in updates.items():
-        fits = [_shares(key, tensors, update) for update in several]
-        problems += [
-            f"{update.origin}: {key} is {_shapes(tensors[key])}, the adapter's factors are "
-            f"{_shapes(update.down)} and {_shapes(update.up)}; expected those of this model"
-            for update, fit in zip(several, fits, strict=True)
-            if fit is None
-        ]
-        shares[key] = fits[0] or ()
+            shares = _shares(key, tensors, update)
+            if shares is None:
+                problems.append(
+                    f"{path}: {key} is {_shapes(tensors[key])}, the adapter's factors are "
+                    f"{_shapes(update.down)} and {_shapes(update.up)}; expected those of this model"
+                )
+                continue
+            bases = zip(tensors[key], shares, strict=True)
+            tensors[key] = tuple(_merged(base, update, share) for base, share in bases)
     refuse(listed(problems))
-    for key, several in updates.items():
-        tensors[key] = tuple(
-            MergedPiece(base.shape, base, tuple(several), share)
-            for base, share in zip(tensors[key], shares[key], strict=True)
-        )
     files = (*reader.files, *(file for each in adapters for file in each.files))
     return dataclasses.replace(
         reader,

@@ -6,11 +6,10 @@ Layout: peft, tuners/prompt_tuning/config.py, tuners/ia3/layer.py and utils/save
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.conversion.plan import ConversionPlan
-from export_scripts.conversion.tensor_plan import TensorPlan
+from export_scripts.conversion.tensor_plan import TensorPlan, WrittenTensor
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.mapping.sources import View, same
 
@@ -21,14 +20,8 @@ _IA3 = ".ia3.weight"
 _MLP = "DenseReluDense"
 
 
-@dataclass(frozen=True)
-class PeftAdapter:
-    """One adapter."""
-
-    folder: str  # its folder in that of the model
-    config: dict[str, Any]  # its adapter_config.json
-    # Name in adapter_model.safetensors, tensor of the family, and how it is taken.
-    tensors: tuple[tuple[str, TensorPlan, View], ...]
+# Its folder in that of the model, its adapter_config.json, and its tensors.
+PeftAdapter = tuple[str, dict[str, Any], tuple[WrittenTensor, ...]]
 
 
 def is_adapted(name: str) -> bool:
@@ -69,39 +62,34 @@ def _prompts(source: ConversionPlan) -> Iterator[PeftAdapter]:
             continue
         item = tables[PROMPT_TABLE.format(task=name)]
         rows, width = item.tensor.shape
-        yield PeftAdapter(
-            f"{ADAPTERS}/{name}",
-            _config(source, "PROMPT_TUNING")
-            | {
-                "num_virtual_tokens": rows,
-                "token_dim": width,
-                # The table comes before the encoder's text of a T5, and before no answer.
-                "num_transformer_submodules": 1,
-                "prompt_tuning_init": "RANDOM",
-            },
-            (("prompt_embeddings", item, same(item.tensor.shape)),),
-        )
+        settings = _config(source, "PROMPT_TUNING") | {
+            "num_virtual_tokens": rows,
+            "token_dim": width,
+            # The table comes before the encoder's text of a T5, and before no answer.
+            "num_transformer_submodules": 1,
+            "prompt_tuning_init": "RANDOM",
+        }
+        tensor = WrittenTensor("prompt_embeddings", ((item, same(item.tensor.shape)),))
+        yield f"{ADAPTERS}/{name}", settings, (tensor,)
 
 
 def _scalers(source: ConversionPlan) -> Iterator[PeftAdapter]:
     items = [item for item in source.tensors if item.tensor.name.endswith(_IA3)]
+    modules = {"target_modules": ["k", "v", "wo"], "feedforward_modules": ["wo"]}
     for task in range(getattr(source.config, "ia3_num_tasks", 0)):
-        yield PeftAdapter(
-            f"{ADAPTERS}/ia3_{task}",
-            _config(source, "IA3")
-            | {"target_modules": ["k", "v", "wo"], "feedforward_modules": ["wo"]},
-            tuple(_scaler(item, task) for item in items),
-        )
+        tensors = tuple(_scaler(item, task) for item in items)
+        yield f"{ADAPTERS}/ia3_{task}", _config(source, "IA3") | modules, tensors
 
 
-def _scaler(item: TensorPlan, task: int) -> tuple[str, TensorPlan, View]:
+def _scaler(item: TensorPlan, task: int) -> WrittenTensor:
     """Return the row of a task, (1, in) for an MLP and (out, 1) for keys and values."""
     module = item.tensor.name.removesuffix(_IA3)
     width = item.tensor.shape[1]
     is_mlp = module.endswith(_MLP)
-    key = f"base_model.model.{module}{'.wo' if is_mlp else ''}.ia3_l"
     shape = (1, width) if is_mlp else (width, 1)
-    return key, item, View(item.tensor.shape, (1,), shape, task)
+    view = View(item.tensor.shape, (1,), shape, task)
+    key = f"base_model.model.{module}{'.wo' if is_mlp else ''}.ia3_l"
+    return WrittenTensor(key, ((item, view),))
 
 
 def _config(source: ConversionPlan, kind: str) -> dict[str, Any]:

@@ -7,15 +7,14 @@ numpy is not imported.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from export_scripts.checkpoints import open_addition, open_checkpoint
-from export_scripts.checkpoints.base import CheckpointReader, TokenizerFile, json_table
+from export_scripts.checkpoints import open_checkpoint
+from export_scripts.checkpoints.base import CheckpointReader, Region, json_table
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.checkpoints.quantized import with_plain_weights
 from export_scripts.checkpoints.tokenizers import check_outside_files, given_files
@@ -33,13 +32,9 @@ from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.prompts import added_tensors, prompt_tensors
-from export_scripts.families.mapping.settings import (
-    negative_token_warnings,
-    own_code_warnings,
-    token_warnings,
-)
+from export_scripts.families.mapping.settings import source_warnings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.ft.config_ini import config_text
+from export_scripts.ft.config_ini import CONFIG_NAME, config_text
 from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, is_replaced, makes_tokenizer
 
 # In the names of tensors of NeMo's and Megatron Bridge's adapters.
@@ -69,30 +64,22 @@ class ConversionPlan:
     mapping: SourceMapping
     facts: Facts
     config: FTConfig
-    tensors: tuple[TensorPlan, ...]
-    remarks: tuple[str, ...]
-    source_files: tuple[Path, ...]
-    extra_files: Mapping[str, bytes] = field(default_factory=dict)
+    tensors: tuple[TensorPlan, ...]  # those of the family
+    files: tuple[tuple[WrittenFile, ...], ...]  # those of weights; together, all of one tensor
+    extra_files: Mapping[str, bytes]  # contents of all other files
+    remarks: tuple[str, ...]  # warnings to report
 
-    @property
-    def source(self) -> ConversionPlan:
-        """The plan of the family's tensors, which this is."""
-        return self
 
-    @functools.cached_property
-    def files(self) -> tuple[tuple[WrittenFile, ...], ...]:
-        """The files of each tensor."""
-        return tuple(map(self._files_of, self.tensors))
-
-    def _files_of(self, item: TensorPlan) -> tuple[WrittenFile, ...]:
-        tensor, tp_size = item.tensor, self.config.tensor_para_size
-        kind = tensor.dtype or self.config.weight_data_type
-        written = WrittenTensor(tensor.name, ((item, None),))
-        size = tensor.file_bytes(tp_size, kind)
-        return tuple(
-            WrittenFile(name, (written,), kind, size, tp_rank=rank)
-            for rank, name in enumerate(tensor.file_names(tp_size))
-        )
+def _shards(item: TensorPlan, config: FTConfig) -> tuple[WrittenFile, ...]:
+    """Return the files of a tensor, one for each rank that has its own part."""
+    tensor, tp_size = item.tensor, config.tensor_para_size
+    kind = tensor.dtype or config.weight_data_type
+    written = WrittenTensor(tensor.name, ((item, None),))
+    size = tensor.file_bytes(tp_size, kind)
+    return tuple(
+        WrittenFile(name, (written,), kind, size, tp_rank=rank)
+        for rank, name in enumerate(tensor.file_names(tp_size))
+    )
 
 
 def plan_conversion(
@@ -126,38 +113,30 @@ def plan_conversion(
         mapping, facts, config, request, tp_size=1 if problems else request.tp_size
     )
     problems += tensor_problems
-    text = ""
+    extra_files = {name: file.read() for name, file in facts.tokenizer.items()}
     try:
         if not request.is_huggingface:
-            text = config_text(config)
+            extra_files[CONFIG_NAME] = config_text(config).encode()
     except ValueError as error:
         problems += str(error).split("\n")
     problems += _tokenizer_problems(request, facts, names)
     refuse(problems)
     readers = (facts.reader, *facts.prompts, *facts.ia3, *facts.adapters)
-    outside = {file.path for file in facts.tokenizer if file.path not in facts.reader.files}
+    shards = () if request.is_huggingface else tuple(_shards(item, config) for item in tensors)
     return ConversionPlan(
         request=request,
         mapping=mapping,
         facts=facts,
         config=config,
         tensors=tensors,
+        files=shards,
+        extra_files=extra_files,
         remarks=(
             *(note for reader in readers for note in reader.remarks),
             *mapping.warnings(facts, config),
-            *own_code_warnings(facts),
-            *token_warnings(facts, getattr(config, "end_id", None)),
-            *negative_token_warnings(facts, config),
+            *source_warnings(facts, config),
             *_special_token_warnings(config, names),
         ),
-        source_files=(
-            *(file for reader in readers for file in reader.files),
-            *sorted(outside),
-        ),
-        extra_files={
-            **{file.name: file.read() for file in facts.tokenizer},
-            "config.ini": text.encode(),
-        },
     )
 
 
@@ -200,10 +179,9 @@ def _tokenizer_problems(
     """Return a problem if the folder would lack the tokenizer that text models need."""
     # One may have been added by hand to an existing folder.
     there = request.folder.glob("*")
-    carried = [file.name for file in facts.tokenizer]
     if (
         not request.for_text
-        or makes_tokenizer(carried)
+        or makes_tokenizer(facts.tokenizer)
         or makes_tokenizer(path.name for path in there)
     ):
         return []
@@ -227,7 +205,7 @@ def _open(
         reader = with_adapters(with_plain_weights(reader), request.lora_checkpoints, scratch_dir)
 
     def opened(paths: Sequence[Path]) -> tuple[Any, ...]:
-        return tuple(open_addition(path, base=reader, scratch_dir=scratch_dir) for path in paths)
+        return tuple(open_checkpoint(path, base=reader, scratch_dir=scratch_dir) for path in paths)
 
     prompts, ia3, adapters = (
         opened(request.prompt_checkpoints),
@@ -239,7 +217,7 @@ def _open(
         tp_size=request.tp_size,
         weight_data_type=request.weight_data_type,
         given=dict(request.given),
-        tokenizer=_tokenizer(request, reader.tokenizer),
+        tokenizer=_tokenizer(request, reader),
         prompts=prompts,
         ia3=ia3,
         ia3_in_place=request.ia3_in_place,
@@ -277,14 +255,12 @@ def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
     return read_torch_table(path, "a table of activation ranges")
 
 
-def _tokenizer(
-    request: ConversionRequest, found: Sequence[TokenizerFile]
-) -> tuple[TokenizerFile, ...]:
+def _tokenizer(request: ConversionRequest, reader: CheckpointReader) -> dict[str, Region]:
     given = given_files(request.vocab_path, request.merges_path)
-    names = [file.name for file in given]
-    kept = [file for file in found if not is_replaced(file.name, names)]
-    check_outside_files(kept)
-    return (*given, *kept)
+    found = reader.tokenizer.items()
+    kept = {name: file for name, file in found if not is_replaced(name, list(given))}
+    check_outside_files(kept, reader.path)
+    return {**given, **kept}
 
 
 def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMapping, Facts]:

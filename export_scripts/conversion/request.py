@@ -1,5 +1,7 @@
 """The request for a conversion, and its checks that need no checkpoint."""
 
+# ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
+
 from __future__ import annotations
 
 import dataclasses
@@ -14,6 +16,7 @@ from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.ft.layout import ft_directory
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from export_scripts.suggest import did_you_mean
+from export_scripts.values import option
 
 # Formats of a result: shards for this engine and FT's backend, or a folder for all others.
 OUTPUT_FORMATS = ("fastertransformer", "huggingface")
@@ -27,8 +30,34 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConversionOptions:
+    """Options of a conversion; keys of the section `convert` of the configuration."""
+
+    max_shard_bytes: int = option(
+        "most bytes of a file of a Hugging Face folder", MAX_SHARD_BYTES, within=(1, 1 << 50)
+    )
+    prompt_checkpoints: tuple[Path, ...] = option("p-tuning checkpoints to add", (), path=True)
+    ia3_checkpoints: tuple[Path, ...] = option("IA3 adapters to add, one task each", (), path=True)
+    ia3_in_place: bool = option("multiply the IA3 scalers into the weights", False)
+    adapter_checkpoints: tuple[Path, ...] = option("linear adapters to add", (), path=True)
+    lora_checkpoints: tuple[Path, ...] = option(
+        "LoRA adapters to merge into the weights", (), path=True
+    )
+    activation_ranges: Path | None = option(
+        "activation ranges, for static int8 weights", None, path=True
+    )
+    vocab_path: Path | None = option(
+        "vocabulary to use instead of the checkpoint's", None, path=True
+    )
+    merges_path: Path | None = option(
+        "BPE merges to use instead of the checkpoint's", None, path=True
+    )
+    allow: tuple[str, ...] = option("tensors (patterns) that may be unknown or not finite", ())
+
+
 @dataclass(frozen=True)
-class ConversionRequest:
+class ConversionRequest(ConversionOptions):
     """A request to convert a checkpoint."""
 
     checkpoint_path: Path  # file or folder of the source
@@ -36,17 +65,7 @@ class ConversionRequest:
     tp_size: int  # tensor-parallel ranks of inference
     weight_data_type: str  # "fp32", "fp16" or "bf16"
     processes: int = 1  # workers
-    prompt_checkpoints: tuple[Path, ...] = ()  # prompt-learning archives to add
-    ia3_checkpoints: tuple[Path, ...] = ()  # IA3 archives to add, one task each
-    ia3_in_place: bool = False  # multiply the IA3 scalers into the weights
-    adapter_checkpoints: tuple[Path, ...] = ()  # linear adapter archives to add
-    lora_checkpoints: tuple[Path, ...] = ()  # LoRA adapters to merge into the weights, in order
-    activation_ranges: Path | None = None  # file of activation ranges, for static int8 weights
-    # Vocabulary (or sentencepiece model) in place of the checkpoint's.
-    vocab_path: Path | None = None
-    merges_path: Path | None = None  # merges in place of the checkpoint's
     overwrite: bool = False  # replace a folder that holds something else
-    allow: tuple[str, ...] = ()  # patterns of tensor names accepted although unknown or non-finite
     # Kind the user expects ("gpt3", "t5", "mt5", a family); None for any.
     model_type: str | None = None
     pp_size: int = 1  # pipeline stages of inference; must divide the layers
@@ -56,8 +75,6 @@ class ConversionRequest:
     checkpoint_name: str | None = None
     # One of OUTPUT_FORMATS; a Hugging Face folder has no ranks.
     output_format: str = "fastertransformer"
-    # Most bytes of a file of a Hugging Face folder, unless one tensor has more.
-    max_shard_bytes: int = MAX_SHARD_BYTES
 
     @property
     def is_huggingface(self) -> bool:
@@ -70,6 +87,13 @@ class ConversionRequest:
         if self.is_huggingface:
             return Path(self.output_dir) / "huggingface"
         return ft_directory(Path(self.output_dir), self.tp_size)
+
+    @property
+    def sources(self) -> list[tuple[str, Path]]:
+        """The files and folders that are read, each after the name of its field."""
+        found = ((name, getattr(self, name)) for name in _SOURCES)
+        each = ((name, value if isinstance(value, tuple) else (value,)) for name, value in found)
+        return [(name, path) for name, paths in each for path in paths if path is not None]
 
     def allows(self, name: str) -> bool:
         """Return whether the user accepts a tensor that would otherwise be an error."""
@@ -124,10 +148,8 @@ def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> li
     problems += [
         f"{names[key]}={path} does not exist; check the spelling, and that this machine sees it"
         + (hub_advice(Path(path)) if key == "checkpoint_path" else "")
-        for key in _SOURCES
-        for value in [getattr(request, key)]
-        for path in (value if isinstance(value, tuple) else (value,))
-        if path is not None and not Path(path).exists()
+        for key, path in request.sources
+        if not Path(path).exists()
     ]
     problems += _output_problems(Path(request.output_dir), names["output_dir"])
     families = (mapping.family.name for mapping in SOURCE_MAPPINGS)

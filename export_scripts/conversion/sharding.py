@@ -10,7 +10,7 @@ import math
 import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,20 +60,16 @@ class ValueRange:
         self.finite = self.finite and other.finite
 
 
-@dataclass
-class Workspace:
-    """One worker's buffers, allocated once.
+class Workspace(threading.local):
+    """Buffers of each worker, allocated once.
 
     Chunks of large files alternate between two: one is written while the next is filled.
     """
 
-    chunk_bytes: int = CHUNK_BYTES
-    _chunks: list[Bytes] = field(default_factory=list)
-    _tile: Bytes = field(
-        default_factory=lambda: np.empty(
-            _TILE_ROWS * (_TILE_COLUMNS * 4 + _TILE_GAP_BYTES), np.uint8
-        )
-    )
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._chunks: list[Bytes] = []
+        self._tile = np.empty(_TILE_ROWS * (_TILE_COLUMNS * 4 + _TILE_GAP_BYTES), np.uint8)
 
     def next_chunk(self, size_bytes: int) -> Bytes:
         """Return `size_bytes` of the buffer that was not returned last."""
@@ -110,16 +106,7 @@ def _aligned(size_bytes: int) -> Bytes:
     return whole[start : start + size_bytes]
 
 
-_workspaces = threading.local()
-
-
-def workspace() -> Workspace:
-    """Return the calling thread's buffers."""
-    found = getattr(_workspaces, "own", None)
-    if found is None:
-        found = _workspaces.own = Workspace()
-    assert isinstance(found, Workspace)
-    return found
+_WORKSPACE = Workspace()
 
 
 def rank_window(shape: Sequence[int], split_axis: int, tp_rank: int) -> Window:
@@ -148,7 +135,7 @@ def file_chunks(
         size_bytes: Size of the file.
         header: What comes first.
     """
-    space, dtype = workspace(), DTYPES[data_type]
+    space, dtype = _WORKSPACE, DTYPES[data_type]
     is_large = size_bytes >= LARGE_BYTES
     buffer = space.next_chunk(space.chunk_bytes) if is_large else np.empty(size_bytes, np.uint8)
     buffer, filled = _with_room(buffer, 0, len(header), space), len(header)

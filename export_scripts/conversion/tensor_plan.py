@@ -74,7 +74,7 @@ def plan_tensors(
     tp_size: int,
 ) -> tuple[tuple[TensorPlan, ...], list[str]]:
     """Return each tensor's source, and every missing, mis-shaped or unknown one."""
-    table = mapping.weights(facts, config)
+    table = mapping.sources(facts, config)
     plans: list[TensorPlan] = []
     used: set[str] = set()
     missing: list[str] = []

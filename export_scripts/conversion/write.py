@@ -12,12 +12,11 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from export_scripts.checkpoints.base import StoredTensor
-from export_scripts.conversion.huggingface import HuggingFacePlan
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.sharding import ValueRange, Window, file_chunks, rank_window
 from export_scripts.conversion.tensor_plan import (
@@ -28,15 +27,13 @@ from export_scripts.conversion.tensor_plan import (
     values_of,
 )
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.mapping.sources import Parts
+from export_scripts.families.mapping.sources import Parts, taken
 from export_scripts.families.mapping.tensors import ShapeTensor
-from export_scripts.families.mapping.views import taken
 from export_scripts.ft.writer import FTWriter
 from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE
 
 Progress = Callable[[int, int], None]
-_Item = TypeVar("_Item")
 
 _SCAN_VALUES = 1 << 20
 # Tensors of the family by name, with the parts that were made of their sources.
@@ -63,51 +60,30 @@ class Counter:
 
 
 def write_files(
-    plan: ConversionPlan | HuggingFacePlan, writer: FTWriter, counter: Counter, *, processes: int
+    plan: ConversionPlan, writer: FTWriter, counter: Counter, *, processes: int
 ) -> list[str]:
-    """Write every missing file; return the problems of the values."""
-    worker = _Worker(plan.source, writer, counter)
+    """Write every missing file; return the problems of the values.
+
+    The first other exception ends all workers, and is raised.
+    """
+    worker = _Worker(plan, writer, counter)
     # Source order: reads go forward, and a layer's small tensors come between its large ones,
     # which keeps the disk busy.
     groups = list(enumerate(plan.files))
     groups.sort(key=lambda each: worker.place(each[1][0].tensors[0].items[0]))
-    found = write_all(
-        worker.write, [files for _, files in groups], worker.stopping, processes=processes
-    )
-    writer.flush()
-    problems = {number: each for (number, _), each in zip(groups, found, strict=True)}
-    return [problem for number in sorted(problems) for problem in problems[number]]
-
-
-def write_all(
-    write: Callable[[_Item], list[str]],
-    items: Sequence[_Item],
-    stopping: threading.Event,
-    *,
-    processes: int,
-) -> list[list[str]]:
-    """Return the problems that `write` returns, or raises as a mismatch, for each item in order.
-
-    Items are worked on in parallel. The first other exception sets `stopping` and is raised, once
-    all workers have ended.
-    """
-
-    def attempt(item: _Item) -> list[str]:
-        try:
-            return write(item)
-        except CheckpointMismatchError as error:
-            return error.problems
-
     pool = concurrent.futures.ThreadPoolExecutor(processes, "convert")
     try:
-        futures = [pool.submit(attempt, item) for item in items]
+        futures = [pool.submit(worker.write, files) for _, files in groups]
         done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
         for future in done:
             future.result()
-        return [future.result() for future in futures]
+        found = [future.result() for future in futures]
     finally:
-        stopping.set()
+        worker.stopping.set()
         pool.shutdown(wait=True, cancel_futures=True)
+    writer.flush()
+    problems = {number: each for (number, _), each in zip(groups, found, strict=True)}
+    return [problem for number in sorted(problems) for problem in problems[number]]
 
 
 def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
@@ -192,6 +168,13 @@ class _Worker:
         return chunk
 
     def write(self, files: Sequence[WrittenFile]) -> list[str]:
+        """Return the problems of some files, whose missing ones are written."""
+        try:
+            return self._written(files)
+        except CheckpointMismatchError as error:
+            return error.problems
+
+    def _written(self, files: Sequence[WrittenFile]) -> list[str]:
         """Write the missing ones of some files; return the problems of their values.
 
         What the tensors of a file are made of is kept for the next file if that has the same.
@@ -269,7 +252,7 @@ def _record(file: WrittenFile, ranges: Mapping[str, ValueRange]) -> Mapping[str,
 
 def _recorded_range(record: Mapping[str, Any], key: str) -> ValueRange:
     """Return the range of a tensor's values that a file's record holds."""
-    own = record.get("tensors", {key: record})[key]
+    own = record["tensors"][key]
     low, high = float(own["min"]), float(own["max"])
     return ValueRange(low, high, math.isfinite(low) and math.isfinite(high))
 
@@ -291,9 +274,7 @@ def _source_extent(parts: Parts) -> tuple[float, int]:
     return largest, bad
 
 
-def tensor_records(
-    plan: ConversionPlan | HuggingFacePlan, writer: FTWriter
-) -> dict[str, dict[str, Any]]:
+def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, dict[str, Any]]:
     """Return the manifest's record of each tensor: shape, type, sources, range of values."""
     out: dict[str, dict[str, Any]] = {}
     for files in plan.files:

@@ -111,10 +111,9 @@ def _config(facts: Facts) -> BertConfig:
     hidden = values.pop("hidden")
     return settings.built(
         BertConfig,
+        facts,
         **values | {"activation_type": values["activation_type"].lower()},
         model_name=model_name(source, "bert"),
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
         size_per_head=settings.divide(
             hidden, values["head_num"], "hidden_size by num_attention_heads"
         ),

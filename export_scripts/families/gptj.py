@@ -26,7 +26,6 @@ from export_scripts.families.layout.decoder import (
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.names import in_layers
-from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
@@ -167,22 +166,19 @@ def _jax_config(facts: Facts) -> GPTJConfig:
     else:
         rotary = min(rotary, size_per_head // 2 * 2)
     ids, keys = facts.special_ids(), facts.keys()
-    vocab_size = facts.rows("wte.weight")
     return settings.built(
         GPTJConfig,
+        facts,
         model_name="gptj-6B" if hidden == _RELEASED["hidden"] else "gptj",
         head_num=head_num,
         size_per_head=size_per_head,
         inter_size=facts.rows("h.0.c_fc.bias"),
         num_layer=sum(key.endswith(".q.weight") for key in keys),
-        vocab_size=vocab_size,
+        vocab_size=facts.rows("wte.weight"),
         rotary_embedding=rotary,
         start_id=_END_OF_TEXT if ids.bos is None else ids.bos,
         end_id=_END_OF_TEXT if ids.eos is None else ids.eos,
         layernorm_eps=1e-5,
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
-        **prompt_fields(facts, start_id=vocab_size),
     )
 
 
@@ -265,7 +261,6 @@ _JAX_WEIGHTS: Mapping[str, TensorSource] = {
     "model.final_layernorm.bias": _norm("ln_f", "bias", 0.0),
     "model.lm_head.weight": _copied(transposed("lm_head.weight", cut=1)),
     "model.lm_head.bias": _copied(Copy("lm_head.bias", cut=0)),
-    **PROMPT_SOURCES,
 }
 
 GPTJ_JAX = SourceMapping(

@@ -21,8 +21,7 @@ from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, activation_name, key
-from export_scripts.families.mapping.names import in_layers, named_sources
-from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
+from export_scripts.families.mapping.names import fused_layer, in_layers, named_sources
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import (
     HUGGINGFACE_ACTIVATIONS,
@@ -50,11 +49,6 @@ class GPTNeoXConfig(DecoderConfig):
     layernorm_eps: float = FT_LAYERNORM_EPS
     exact_gelu: bool = False
 
-    @property
-    def has_sequential_residual(self) -> bool:
-        """True if the MLP follows attention instead of running parallel to it."""
-        return not self.use_gptj_residual
-
 
 def gptneox_architecture(config: GPTNeoXConfig) -> DecoderArchitecture:
     """Return the decoder a GPT-NeoX config describes."""
@@ -67,7 +61,7 @@ def gptneox_architecture(config: GPTNeoXConfig) -> DecoderArchitecture:
     )
 
 
-_SEQUENTIAL = ("has_sequential_residual",)
+_SEQUENTIAL = ("not use_gptj_residual",)
 
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
@@ -99,7 +93,7 @@ def _whole_biases(stored: GPTNeoXConfig, names: Collection[str]) -> dict[str, Te
 
     Where only their sum is left, it becomes the MLP's, and attention's zeros.
     """
-    if stored.has_sequential_residual:
+    if not stored.use_gptj_residual:
         return {}
     ranks = stored.tensor_para_size
 
@@ -144,7 +138,7 @@ def _sources(facts: Facts, config: GPTNeoXConfig) -> dict[str, TensorSource]:
     table: dict[str, TensorSource] = {
         _SUM: Compute(divided_bias_sum, (attention, mlp) if has_bias else (mlp,))
     }
-    if not config.has_sequential_residual and config.tensor_para_size > 1:
+    if config.use_gptj_residual and config.tensor_para_size > 1:
         table |= {
             name: Compute(_share, (key,))
             for name, key in zip(_SHARES, (attention, mlp), strict=True)
@@ -183,19 +177,6 @@ def _written(config: GPTNeoXConfig) -> dict[str, Any]:
 
 
 _L = "gpt_neox.layers.{layer}."
-# Modules that both the library and its ancestor name as the layout does.
-LAYER_MODULES = {
-    name: name
-    for name in (
-        "input_layernorm",
-        "attention.query_key_value",
-        "attention.dense",
-        "post_attention_layernorm",
-        "mlp.dense_h_to_4h",
-        "mlp.dense_4h_to_h",
-    )
-}
-
 GPTNEOX_HUGGINGFACE = HuggingFaceDecoder(
     model_type="gpt_neox",
     model="GPTNeoXForCausalLM",
@@ -214,7 +195,7 @@ GPTNEOX_HUGGINGFACE = HuggingFaceDecoder(
     names={
         "model.wte": "gpt_neox.embed_in",
         "model.final_layernorm": "gpt_neox.final_layer_norm",
-        **in_layers(_L, LAYER_MODULES),
+        **in_layers(_L, fused_layer()),
     },
     sources=_sources,
     read=_read,
@@ -248,19 +229,19 @@ def _eleuther_config(facts: Facts) -> GPTNeoXConfig:
     settings.expect("num-kv-heads", None, stated_heads, why="FT has one key/value head per head")
     assumed = not _is_whole(settings.source)
     hidden = facts.size(_WTE, 1)
-    vocab_size = facts.rows(_WTE)
     given_heads = facts.given_int("head_num")
     heads = given_heads if given_heads is not None else settings.integer("num-attention-heads")
     size_per_head = settings.divide(hidden, heads, "hidden size by heads")
     ids, keys = facts.special_ids(), facts.keys()
     return settings.built(
         GPTNeoXConfig,
+        facts,
         model_name="gptneox",
         head_num=heads,
         size_per_head=size_per_head,
         inter_size=facts.rows("layers.0.mlp.dense_h_to_4h.bias"),
         num_layer=sum(key.endswith(".input_layernorm.weight") for key in keys),
-        vocab_size=vocab_size,
+        vocab_size=facts.rows(_WTE),
         rotary_embedding=_rotary_dims(facts, settings, size_per_head),
         start_id=_START_ID if ids.bos is None else ids.bos,
         end_id=_END_ID if ids.eos is None else ids.eos,
@@ -268,9 +249,6 @@ def _eleuther_config(facts: Facts) -> GPTNeoXConfig:
         layernorm_eps=settings.number("layernorm-epsilon", default=1e-5),
         # The fused kernel computes the tanh form.
         exact_gelu=not settings.flag("bias-gelu-fusion", default=assumed),
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
-        **prompt_fields(facts, start_id=vocab_size),
     )
 
 
@@ -333,7 +311,7 @@ _ELEUTHER_NAMES = {
     "model.wte": _WTE.removesuffix(".weight"),
     "model.final_layernorm": "final.norm",
     "model.lm_head": _HEAD.removesuffix(".weight"),
-    **in_layers(_E, LAYER_MODULES),
+    **in_layers(_E, fused_layer()),
 }
 
 _ELEUTHER_WEIGHTS: Mapping[str, TensorSource] = {
@@ -355,7 +333,6 @@ _ELEUTHER_WEIGHTS: Mapping[str, TensorSource] = {
         _ATTENTION_BIAS,
         _MLP_BIAS,
     ),
-    **PROMPT_SOURCES,
 }
 
 

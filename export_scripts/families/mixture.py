@@ -28,7 +28,6 @@ from export_scripts.families.gpt.megatron import (
     core_traits,
     is_core,
 )
-from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import Setting, key
@@ -52,28 +51,11 @@ class MixtureConfig(DenseConfig):
     normalized_routing: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixtureArchitecture(DecoderArchitecture):
-    """A decoder whose MLPs are experts behind a router."""
-
-    expert_num: int
-    experts_per_token: int
-    normalized_routing: bool
-
-
-_ROUTING = ("expert_num", "experts_per_token", "normalized_routing")
-
-
-def _architecture(config: MixtureConfig) -> MixtureArchitecture:
-    routing = {name: getattr(config, name) for name in _ROUTING}
-    return MixtureArchitecture(**vars(dense_architecture(config)), **routing)
-
-
 MIXTURE = ModelFamily(
     name="mixture",
     model_type="Mixture",
     config=MixtureConfig,
-    architecture=_architecture,
+    architecture=dense_architecture,
     layout=(
         *(spec for spec in LAYOUT if ".mlp." not in spec.name),
         WeightSpec(LAYER + "mlp.router.weight", ("expert_num", "hidden")),

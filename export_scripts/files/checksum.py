@@ -7,33 +7,18 @@ from pathlib import Path
 
 from isal.isal_zlib import crc32
 
-__all__ = ["Checksum", "checksum_of", "crc32", "sha256_of"]
+__all__ = ["checksum_of", "crc32", "sha256_of"]
 
 _PIECE_BYTES = 1 << 22
 
 
-class Checksum:
-    """A running CRC-32 of bytes added piece by piece."""
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def add(self, piece: bytes | memoryview) -> None:
-        """Add a piece."""
-        self._value = crc32(piece, self._value)
-
-    def text(self) -> str:
-        """Return the checksum so far as 8 hexadecimal digits."""
-        return f"{self._value:08x}"
-
-
 def checksum_of(path: Path) -> str:
-    """Return the CRC-32 of a file."""
-    checksum = Checksum()
+    """Return the CRC-32 of a file as 8 hexadecimal digits."""
+    found = 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
-            checksum.add(piece)
-    return checksum.text()
+            found = crc32(piece, found)
+    return f"{found:08x}"
 
 
 def sha256_of(path: Path) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 BLOCK_BYTES = 4096
 # Smaller files do not justify these calls, nor a background thread.
 LARGE_BYTES = 1 << 20
+_TEMPORARY_SUFFIX = ".writing"
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -23,31 +24,43 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class SequentialFile:
-    """A file written once, from start to end, at disk speed.
+    """A file written once, from start to end, at disk speed; under a temporary name until complete.
 
     Space is reserved at once, which makes the writes several times cheaper, and chunks of whole
     blocks from aligned memory pass by the page cache: no copy, no flood of dirty pages to write
     back at the end. File systems without either get plain writes.
 
     Args:
-        path: The file; replaced if it exists.
-        size_bytes: Its final size.
+        path: The file; replaced if it exists. Its folder is made.
+        size_bytes: Its size.
 
     Raises:
-        OSError: The disk is full, or the file cannot be made.
+        OSError: The file cannot be written, here and in every method; the error names it.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(path, flags, 0o666)
-        self.written_bytes = 0
+        self._path, self._size = path, size_bytes
+        self._temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
+        self._written_bytes = 0
+        self._fd = -1
         self._direct = False
-        try:
+        with self._closed_on_failure():
+            path.parent.mkdir(exist_ok=True, parents=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(self._temporary, flags, 0o666)
             if size_bytes >= LARGE_BYTES:
                 _reserve(self._fd, size_bytes)
                 self._set_direct(True)
-        except BaseException:
+
+    @contextlib.contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        """Name the file in an error, after which it is not written further."""
+        try:
+            yield
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                error.filename = str(self._path)
             raise
 
     def _set_direct(self, wanted: bool) -> None:
@@ -60,29 +73,34 @@ class SequentialFile:
 
     def write(self, chunk: memoryview) -> None:
         """Append a chunk; whole blocks are written directly while every earlier one was."""
-        blocks = len(chunk) // BLOCK_BYTES * BLOCK_BYTES
-        done = 0
-        while self._direct and done < blocks:
-            try:
-                done += os.write(self._fd, chunk[done:blocks])
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                break  # this disk needs another alignment of memory or offset
-            if done % BLOCK_BYTES:
-                break
-        if done < len(chunk) and self._direct:
-            self._set_direct(False)
-        while done < len(chunk):
-            done += os.write(self._fd, chunk[done:])
-        self.written_bytes += done
+        with self._closed_on_failure():
+            blocks = len(chunk) // BLOCK_BYTES * BLOCK_BYTES
+            done = 0
+            while self._direct and done < blocks:
+                try:
+                    done += os.write(self._fd, chunk[done:blocks])
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    break  # this disk needs another alignment of memory or offset
+                if done % BLOCK_BYTES:
+                    break
+            if done < len(chunk) and self._direct:
+                self._set_direct(False)
+            while done < len(chunk):
+                done += os.write(self._fd, chunk[done:])
+            self._written_bytes += done
+
+    def finish(self) -> None:
+        """Close the complete file and give it its name."""
+        with self._closed_on_failure():
+            self.close()  # a file system may report a failed write only now
+            written = self._written_bytes
+            assert written == self._size, f"{self._path}: wrote {written} of {self._size} bytes"
+            self._temporary.rename(self._path)
 
     def close(self) -> None:
-        """Close the file, unless it is closed.
-
-        Raises:
-            OSError: The file system reports a failed write only now.
-        """
+        """Close the file, unless it is closed."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -100,28 +118,6 @@ def _reserve(fd: int, size_bytes: int) -> None:
     call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     if call(fd, 0, 0, size_bytes) != 0 and ctypes.get_errno() in _FULL:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-@contextlib.contextmanager
-def disk_full_as_value_error(folder: Path, what: str, needed_bytes: int) -> Iterator[None]:
-    """Turn a full disk into an error that names what was being written and the space it needs.
-
-    Raises:
-        ValueError: The disk, or the user's share of it, is full.
-        OSError: Any other error; the message names what was being written.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
-            if what in str(error.strerror):  # one of these within another
-                raise
-            raise OSError(error.errno, f"{what} under {folder}: {error.strerror}") from error
-        free = shutil.disk_usage(folder).free
-        raise ValueError(
-            f"the disk is full: {what} under {folder} needs {needed_bytes} bytes, {free} are free; "
-            "free space and run again; finished files are kept"
-        ) from error
 
 
 def full_disk(error: OSError, nearby: Path) -> str | None:

@@ -62,15 +62,15 @@ def _pair(line: str, number: int) -> tuple[str, str]:
     return match[1].strip().lower(), match[2].strip()
 
 
-def format_ini(sections: Sections) -> str:
-    """Return the text of config.ini.
+def config_text(config: FTConfig) -> str:
+    """Return the config.ini of a folder.
 
     Raises:
         ValueError: A value the loader, or a configparser, would read back differently.
     """
     problems: list[str] = []
     lines: list[str] = []
-    for name, keys in sections.items():
+    for name, keys in config.sections().items():
         lines.append(f"[{name}]")
         for key, value in keys.items():
             problems += _unreadable(name, key, value)
@@ -93,24 +93,9 @@ def _unreadable(section: str, key: str, value: str) -> list[str]:
     return problems
 
 
-def config_text(config: FTConfig) -> str:
-    """Return the config.ini of a folder.
-
-    Raises:
-        ValueError: A value cannot be written so that the loader reads it back.
-    """
-    return format_ini(config.sections())
-
-
-def write_config(ft_dir: Path, config: FTConfig) -> Path:
-    """Write `<ft_dir>/config.ini` and return its path.
-
-    Raises:
-        ValueError: A value cannot be written so that the loader reads it back.
-    """
-    path = ft_dir / CONFIG_NAME
-    path.write_text(config_text(config), encoding="utf-8")
-    return path
+def write_config(ft_dir: Path, config: FTConfig) -> None:
+    """Write `<ft_dir>/config.ini`. Raises as `config_text`."""
+    (ft_dir / CONFIG_NAME).write_text(config_text(config), encoding="utf-8")
 
 
 def family_of(sections: Sections) -> ModelFamily:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import fnmatch
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +46,9 @@ def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[
     except ValueError as error:
         return {str(ft_dir): str(error)}
     found = {entry.name: entry for entry in ft_dir.iterdir()}
+    for _, _, tensor in family.expand(config):
+        if tensor.optional and (name := tensor.file_name()) in found:
+            expected[name] = tensor.file_bytes(1, config.weight_data_type)
     problems = {}
     for name, size in expected.items():
         entry = found.pop(name, None)
@@ -57,14 +58,7 @@ def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[
             problems[name] = f"{name} is not a regular file"
         elif (actual := entry.stat().st_size) != size:
             problems[name] = f"{name} has {actual} bytes, expected {size}"
-    optional = {t.file_name(): t for _, _, t in family.expand(config) if t.optional}
-    tolerated = (*EXTRA_FILES, *family.unread, *optional)
-    problems |= {
-        name: f"{name} has {found[name].stat().st_size} bytes, expected {size}"
-        for name, tensor in optional.items()
-        if name in found
-        and found[name].stat().st_size != (size := tensor.file_bytes(1, config.weight_data_type))
-    }
+    tolerated = (*EXTRA_FILES, *family.unread)
     return problems | {
         name: f"{name} is not expected in a {family.name} folder of {tp_size} ranks"
         for name in sorted(found)
@@ -72,33 +66,29 @@ def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[
     }
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """The record of a conversion, as far as it is read again."""
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a converted folder, as `conversion.convert` makes it.
 
-    files: Mapping[str, tuple[int, str]]  # file name -> size in bytes and CRC-32 in hexadecimal
-    origin: str = ""  # name of the mapping that made the folder
-
-
-def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a converted folder, or None if it has none.
+    Of a folder without one, `files` and `source` are empty.
 
     Raises:
         CheckpointMismatchError: It cannot be read.
     """
     path = manifest_path(folder)
     if not path.exists():
-        return None
+        return {"files": {}, "source": {}}
     try:
         table = json_object(path.read_bytes(), path)
-        files: dict[str, dict[str, Any]] = table["files"]
-        facts = {name: (int(r["size_bytes"]), str(r["crc32"])) for name, r in files.items()}
-        return Manifest(facts, str(table.get("source", {}).get("origin", "")))
+        records = table["files"].values()
+        if any(int(each["size_bytes"]) < 0 or int(each["crc32"], 16) < 0 for each in records):
+            raise ValueError("sizes and checksums below 0")
+        table["source"] = dict(table.get("source", {}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointMismatchError(
             f"{path} is not a readable manifest ({error!r}); delete it, or convert again with "
             "--overwrite"
         ) from error
+    return table
 
 
 def manifest_problems(folder: Path, *, checksums: bool) -> dict[str, str]:
@@ -108,14 +98,14 @@ def manifest_problems(folder: Path, *, checksums: bool) -> dict[str, str]:
     except CheckpointMismatchError as error:
         return {str(manifest_path(folder)): str(error)}
     problems, sound = {}, {}
-    for name, (size, checksum) in manifest.files.items() if manifest else ():
-        file = folder / name
+    for name, record in manifest["files"].items():
+        file, size = folder / name, record["size_bytes"]
         if not file.is_file():
             problems[name] = f"{name} is missing, but the manifest records it"
         elif file.stat().st_size != size:
             problems[name] = f"{name} has {file.stat().st_size} bytes, the manifest records {size}"
         else:
-            sound[name] = checksum
+            sound[name] = record["crc32"]
     if checksums:
         with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
             found = pool.map(checksum_of, (folder / name for name in sound))

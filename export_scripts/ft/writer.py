@@ -7,89 +7,43 @@ journal next to it lists the complete ones.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import json
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.files.checksum import Checksum, checksum_of
+from export_scripts.files.checksum import checksum_of, crc32
 from export_scripts.files.disk import (
     LARGE_BYTES,
     SequentialFile,
-    disk_full_as_value_error,
     sync_file_system,
     sync_folder,
 )
 from export_scripts.files.tree import files_below
 from export_scripts.ft.layout import manifest_path, staging_directory
 
-_TEMPORARY_SUFFIX = ".writing"
-
 Step = Callable[[], object]
 
 
-@dataclass(frozen=True)
 class WorkPaths:
-    """The folder, its manifest, and the hidden paths next to it during a conversion."""
+    """A folder, its manifest, and the hidden paths next to it during a conversion."""
 
-    final: Path
-    staging: Path
-    manifest: Path
-    journal: Path
-    lock: Path
-    replaced: Path
-    replaced_manifest: Path
-    scratch: Path
-
-    @classmethod
-    def of(cls, final: Path) -> WorkPaths:
-        """Return the paths for one folder."""
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self.manifest = manifest_path(final)
+        self.staging = staging_directory(final)
         hidden = final.with_name(f".{final.name}")
-        ends = (".journal", ".lock", ".replaced", ".replaced.json", ".unpacked")
-        paths = (hidden.with_suffix(end) for end in ends)
-        return cls(final, staging_directory(final), manifest_path(final), *paths)
-
-
-class _PartialFile:
-    """A file under its temporary name; made and written by one thread at a time."""
-
-    def __init__(self, folder: Path, name: str, size: int) -> None:
-        self.name = name
-        self._folder = folder
-        self._size = size
-        self._temporary = folder / (name + _TEMPORARY_SUFFIX)
-        self._file: SequentialFile | None = None
-
-    def append(self, chunk: memoryview) -> None:
-        try:
-            with disk_full_as_value_error(self._folder, f"writing {self.name}", self._size):
-                self._opened().write(chunk)
-        except BaseException:
-            self.close()  # no step follows a failed one
-            raise
-
-    def _opened(self) -> SequentialFile:
-        if self._file is None:
-            self._temporary.parent.mkdir(exist_ok=True, parents=True)
-            self._file = SequentialFile(self._temporary, self._size)
-        return self._file
-
-    def close(self) -> None:
-        if self._file is not None:
-            with disk_full_as_value_error(self._folder, f"writing {self.name}", self._size):
-                self._file.close()
-
-    def finish(self) -> None:
-        written = self._opened().written_bytes
-        self.close()
-        assert written == self._size, f"{self.name}: wrote {written} of {self._size} bytes"
-        self._temporary.rename(self._folder / self.name)
+        self.journal = hidden.with_suffix(".journal")
+        self.lock = hidden.with_suffix(".lock")
+        self.replaced = hidden.with_suffix(".replaced")
+        self.replaced_manifest = hidden.with_suffix(".replaced.json")
+        self.scratch = hidden.with_suffix(".unpacked")
 
 
 class WriteBehind:
@@ -124,12 +78,6 @@ class WriteBehind:
             step()
 
         self._last = self._thread.submit(after)
-
-    def settle(self) -> None:
-        """Wait for all steps, failed ones included."""
-        last, self._last = self._last, None
-        if last is not None:
-            concurrent.futures.wait([last])
 
     def close(self) -> None:
         """Wait for all steps, failed ones included, and end the thread."""
@@ -217,31 +165,31 @@ class FTWriter:
             facts: Called after the last chunk; returns further facts for the record.
 
         Raises:
-            ValueError: The disk is full.
+            OSError: A file cannot be written.
         """
         queue = self._queue() if size >= LARGE_BYTES else None
-        run = queue.run if queue else run_now
-        checksum = Checksum()
-        with disk_full_as_value_error(self.paths.staging, f"writing {name}", size):
-            file = _PartialFile(self.paths.staging, name, size)
-            try:
-                for chunk in chunks:
-                    run(functools.partial(file.append, chunk))
-                    checksum.add(chunk)
-                record = {"file": name, "size_bytes": size, "crc32": checksum.text(), **facts()}
-            except BaseException:
+        run = queue.run if queue else _run_now  # small files are worth no thread
+        found = 0
+        file = SequentialFile(self.paths.staging / name, size)
+        try:
+            for chunk in chunks:
+                run(functools.partial(file.write, chunk))
+                found = crc32(chunk, found)
+            record = {"file": name, "size_bytes": size, "crc32": f"{found:08x}", **facts()}
+        except BaseException:
+            with contextlib.suppress(OSError):  # which the last step may have raised already
                 if queue:
-                    queue.settle()
-                file.close()
-                raise
-        run = queue.run_next if queue else run_now
+                    queue.wait()
+            file.close()
+            raise
+        run = queue.run_next if queue else _run_now
         run(functools.partial(self._complete, file, record))
 
-    def _complete(self, file: _PartialFile, record: dict[str, Any]) -> None:
+    def _complete(self, file: SequentialFile, record: dict[str, Any]) -> None:
         file.finish()
         with self._lock:
             self._append(record)
-            self.records[file.name] = record
+            self.records[record["file"]] = record
 
     def _queue(self) -> WriteBehind:
         """Return the calling thread's queue."""
@@ -257,7 +205,7 @@ class FTWriter:
         """Wait until every file is complete and renamed. No thread may be writing.
 
         Raises:
-            ValueError: The disk is full.
+            OSError: A file cannot be written.
         """
         for queue in self._queues:
             queue.wait()
@@ -349,7 +297,7 @@ def _boot_id() -> str:
 
 
 def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}{_TEMPORARY_SUFFIX}")
+    temporary = path.with_name(f".{path.name}.writing")
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.write("\n")
@@ -358,8 +306,7 @@ def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     temporary.rename(path)
 
 
-def run_now(step: Step) -> None:
-    """Run a step at once: of a small file, which is worth no thread."""
+def _run_now(step: Step) -> None:
     step()
 
 

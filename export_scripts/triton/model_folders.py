@@ -26,7 +26,7 @@ ENGINES = {"pytorch": "python", "fastertransformer": "fastertransformer"}  # -> 
 
 _SCRIPTS = Path(__file__).parent / "models"
 _SCRIPT = "model.py"
-_KEEP = "An object store has no empty folders: this file makes version 1 exist there.\n"
+_KEEP = b"An object store has no empty folders: this file makes version 1 exist there.\n"
 # The families' names for the first and the last token.
 _START = ("start_id", "decoder_start_token_id")
 _END = ("end_id", "eos_token_id")
@@ -76,7 +76,7 @@ class ModelFolder:
     """One model of the repository; `files` go into its version folder."""
 
     config: TritonModelConfig
-    files: Mapping[str, Path | str] = field(default_factory=dict)  # name -> source or text
+    files: Mapping[str, bytes] = field(default_factory=dict)  # name -> content
 
 
 def served_type(request: RepositoryRequest, family: ModelFamily) -> str:
@@ -101,11 +101,11 @@ def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
     if not is_python:
         tensors = signature.as_sent_by_fastertransformer(tensors, model_type)
     elif is_generative(model_type):
-        tensors = signature.with_biases(tensors)
+        tensors += signature.BIASES
     if request.interactive:
         tensors = signature.interactive(tensors)
     elif is_python and is_generative(model_type) and model_type not in _ENCODER_DECODERS:
-        tensors = signature.with_scores(tensors)
+        tensors += signature.SCORES
     # The C++ backend joins a BERT's file names to its folder without a slash.
     end = "/" if model_type == "bert" and not is_python else ""
     parameters = {
@@ -135,8 +135,12 @@ def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
         batch_input=not is_python,
         instance_count=request.instance_count,
     )
-    script = _SCRIPTS / ("generation" if is_generative(model_type) else "encoder") / _SCRIPT
-    return ModelFolder(config, {_SCRIPT: script} if is_python else {})
+    kind = "generation" if is_generative(model_type) else "encoder"
+    return ModelFolder(config, _script(kind) if is_python else {})
+
+
+def _script(model: str) -> dict[str, bytes]:
+    return {_SCRIPT: (_SCRIPTS / model / _SCRIPT).read_bytes()}
 
 
 def text_models(
@@ -163,8 +167,8 @@ def text_models(
             signature=signature.with_leading_axis(tensors) if request.interactive else tensors,
             parameters={**common, **more},
         )
-        own = {path.name: path for path in files.all_files}
-        return ModelFolder(config, {**own, _SCRIPT: _SCRIPTS / name / _SCRIPT})
+        own = {path.name: path.read_bytes() for path in files.all_files}
+        return ModelFolder(config, {**own, **_script(name)})
 
     has_encoder = model_type in (*signature.ENCODERS, *_ENCODER_DECODERS)
     append_end = int(has_encoder and files.kind in _PLAIN_TOKENIZERS)

@@ -102,16 +102,16 @@ def publish_repository(
         OSError: the store cannot be reached or refuses.
     """
     files = _files(repository, without)
-    if not any(name.endswith(f"/{CONFIG_FILE}") for name in files):
+    if not any(map(_is_config, files)):
         raise ValueError(f"{repository} holds no model ({CONFIG_FILE}) to publish.")
     with _Store(location) as store:
-        changes = _changes(files, store)
-        if changes.conflicts and not overwrite:
+        send, delete, conflicts = _changes(files, store)
+        if conflicts and not overwrite:
             raise ValueError(
-                f"{location.triton_url} holds other contents: {first_names(changes.conflicts, 3)}; "
+                f"{location.triton_url} holds other contents: {first_names(conflicts, 3)}; "
                 "set overwrite=true to replace them, or choose another prefix."
             )
-        total = sum(path.stat().st_size for path in changes.send.values())
+        total = sum(path.stat().st_size for path in send.values())
         done, lock = 0, threading.Lock()
 
         def count(sent_bytes: int) -> None:  # from several threads
@@ -121,22 +121,17 @@ def publish_repository(
                 if progress is not None:
                     progress(done, max(total, done))
 
-        store.delete(changes.delete)
-        store.send({n: p for n, p in changes.send.items() if not _is_config(n)}, count)
-        store.send({n: p for n, p in changes.send.items() if _is_config(n)}, count)
-    return PublishSummary(location.triton_url, len(files), len(changes.send), done)
+        store.delete(delete)
+        for last in (False, True):
+            store.send({n: p for n, p in send.items() if _is_config(n) is last}, count)
+    return PublishSummary(location.triton_url, len(files), len(send), done)
 
 
-@dataclass(frozen=True)
-class _Changes:
-    """The changes to make in the store."""
+def _changes(files: dict[str, Path], store: _Store) -> tuple[dict[str, Path], list[str], list[str]]:
+    """Return the files to send, the objects to delete, and those that are replaced or deleted.
 
-    send: dict[str, Path]
-    delete: list[str]  # in this order: configurations first
-    conflicts: list[str]  # objects that are replaced or deleted
-
-
-def _changes(files: dict[str, Path], store: _Store) -> _Changes:
+    Configurations are deleted first.
+    """
     stored = store.objects()
     send = {name: path for name, path in files.items() if not store.holds(name, path, stored)}
     stale = set(stored) - set(files)
@@ -145,8 +140,7 @@ def _changes(files: dict[str, Path], store: _Store) -> _Changes:
     models = {name.partition("/")[0] for name in conflicts}
     configs = {f"{model}/{CONFIG_FILE}" for model in models}
     send |= {name: files[name] for name in configs & set(files)}
-    first = sorted(configs & set(stored))
-    return _Changes(send, [*first, *sorted(stale - configs)], conflicts)
+    return send, [*sorted(configs & set(stored)), *sorted(stale - configs)], conflicts
 
 
 def _is_config(name: str) -> bool:

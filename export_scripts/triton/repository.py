@@ -213,10 +213,6 @@ def _weight_problems(
     return found
 
 
-def _content(source: Path | str) -> bytes:
-    return source.read_bytes() if isinstance(source, Path) else source.encode()
-
-
 def _differing(request: RepositoryRequest, models: Sequence[ModelFolder]) -> list[str]:
     """Return the existing configurations that differ."""
     found = []
@@ -236,7 +232,7 @@ def _write_model(repository: Path, model: ModelFolder) -> Path:
     version.mkdir(parents=True, exist_ok=True)
     text = model.config.to_text().encode()
     config_path = folder / CONFIG_FILE
-    wanted = {version / name: _content(source) for name, source in model.files.items()}
+    wanted = {version / name: content for name, content in model.files.items()}
     if config_path.exists() and config_path.read_bytes() != text:
         config_path.unlink()  # hides the model while its parts change
     for stale in _own_files(version) - set(wanted):

@@ -8,10 +8,11 @@ come from here. Names, types and shapes are those of the FasterTransformer Trito
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-DATA_TYPE = "DATA_TYPE"  # placeholder of the model's computation type, filled in by `resolve`
+DATA_TYPE = "DATA_TYPE"  # stands for the type in which a model computes
 
 _TRITON_DATA_TYPES = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16"}
 
@@ -27,10 +28,10 @@ class TensorSignature:
     name: str
     dtype: str  # as on the wire: UINT32, INT32, UINT64, FP16, FP32, BF16, BOOL, BYTES
     dims: tuple[int, ...]
+    doc: str = ""
     optional: bool = False
     reshape: tuple[int, ...] | None = None
     ragged: bool = False
-    doc: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,18 @@ class ModelSignature:
     """Inputs and outputs of one model, in the order they are declared."""
 
     inputs: tuple[TensorSignature, ...]
-    outputs: tuple[TensorSignature, ...]
+    outputs: tuple[TensorSignature, ...] = ()
+
+    def __add__(self, more: ModelSignature) -> ModelSignature:
+        return ModelSignature(self.inputs + more.inputs, self.outputs + more.outputs)
+
+    def each(self, change: Callable[[TensorSignature], TensorSignature]) -> ModelSignature:
+        """Return the signature with every input and output changed."""
+        return ModelSignature(tuple(map(change, self.inputs)), tuple(map(change, self.outputs)))
+
+    def with_types(self, types: Mapping[str, str]) -> ModelSignature:
+        """Return the signature with other types of the inputs and outputs that are named."""
+        return self.each(lambda each: replace(each, dtype=types.get(each.name, each.dtype)))
 
     def input(self, name: str) -> TensorSignature:
         """Return the input called `name`. Raises KeyError."""
@@ -51,15 +63,10 @@ class ModelSignature:
 
 def _scalar(name: str, dtype: str, doc: str, *, optional: bool = True) -> TensorSignature:
     """One value per row: (B, 1) on the wire, (B,) for the model."""
-    return TensorSignature(name, dtype, (1,), optional=optional, reshape=(), doc=doc)
+    return TensorSignature(name, dtype, (1,), doc, optional=optional, reshape=())
 
 
-def _tensor(name: str, dtype: str, dims: tuple[int, ...], doc: str) -> TensorSignature:
-    return TensorSignature(name, dtype, dims, doc=doc)
-
-
-def _optional(name: str, dtype: str, dims: tuple[int, ...], doc: str) -> TensorSignature:
-    return TensorSignature(name, dtype, dims, optional=True, doc=doc)
+_tensor, _optional = TensorSignature, functools.partial(TensorSignature, optional=True)
 
 
 # Shapes in the texts: B rows, S padded prompt, K beams, R new tokens, W word list width,
@@ -272,23 +279,23 @@ TOKENS_OF_ENCODER = {"input_ids": "input_ids", "sequence_length": "request_input
 
 def postprocessing(model: ModelSignature) -> ModelSignature:
     """Return postprocessing with the types in which `model` sends tokens and lengths."""
-    sent = {
-        "TOKENS_BATCH": model.output("output_ids").dtype,
-        "sequence_length": model.output("sequence_length").dtype,
-    }
-    return _each(POSTPROCESSING, lambda each: replace(each, dtype=sent.get(each.name, each.dtype)))
+    lengths = model.output("sequence_length").dtype
+    tokens = model.output("output_ids").dtype
+    return POSTPROCESSING.with_types({"TOKENS_BATCH": tokens, "sequence_length": lengths})
 
 
 # Of our own engine alone.
-_BIASES = (
-    _scalar(
-        "frequency_penalty", "FP32", "added: times a token's count in the answer, off its logit"
-    ),
-    _optional("logit_bias_ids", "INT32", (-1,), "added: tokens with a bias; -1 pads"),
-    _optional("logit_bias", "FP32", (-1,), "added: what their logits get added"),
+BIASES = ModelSignature(
+    (
+        _scalar(
+            "frequency_penalty", "FP32", "added: times a token's count in the answer, off its logit"
+        ),
+        _optional("logit_bias_ids", "INT32", (-1,), "added: tokens with a bias; -1 pads"),
+        _optional("logit_bias", "FP32", (-1,), "added: what their logits get added"),
+    )
 )
 # Of our own engine alone, and of models with one answer to a prompt that they repeat.
-_SCORES = ModelSignature(
+SCORES = ModelSignature(
     inputs=(
         _scalar("num_log_probs", "UINT32", "added: best tokens to report at places of the answer"),
         _scalar("num_prompt_log_probs", "UINT32", "added: the same of the prompt; 0 to 20"),
@@ -301,14 +308,13 @@ _SCORES = ModelSignature(
 )
 
 
-def with_biases(model: ModelSignature) -> ModelSignature:
-    """Return the signature with a frequency penalty and biases of single tokens."""
-    return replace(model, inputs=(*model.inputs, *_BIASES))
-
-
-def with_scores(model: ModelSignature) -> ModelSignature:
-    """Return the signature with the log probability of each token, and of the best in its place."""
-    return ModelSignature((*model.inputs, *_SCORES.inputs), (*model.outputs, *_SCORES.outputs))
+# Of interactive models.
+_SESSION = ModelSignature(
+    (
+        _scalar("session_len", "UINT32", "tokens the whole session may hold"),
+        _scalar("memory_len", "UINT32", "tokens kept in the circular cache"),
+    )
+)
 
 
 def ensemble(model: ModelSignature, *, keeps_sessions: bool = False) -> ModelSignature:
@@ -322,7 +328,7 @@ def ensemble(model: ModelSignature, *, keeps_sessions: bool = False) -> ModelSig
     options = tuple(
         replace(tensor, reshape=None)
         for tensor in model.inputs
-        if tensor.name not in FROM_TEXT and tensor not in _SCORES.inputs
+        if tensor.name not in FROM_TEXT and tensor not in SCORES.inputs
     )
     shared = ("sequence_length", "cum_log_probs", "output_log_probs")
     return ModelSignature(
@@ -345,22 +351,12 @@ def text_encoder(model: ModelSignature) -> ModelSignature:
 
 def interactive(model: ModelSignature) -> ModelSignature:
     """Return the signature of an interactive model: every shape gains a leading axis of size 1."""
-    session = (
-        _scalar("session_len", "UINT32", "tokens the whole session may hold"),
-        _scalar("memory_len", "UINT32", "tokens kept in the circular cache"),
-    )
-    return with_leading_axis(ModelSignature((*model.inputs, *session), model.outputs))
+    return with_leading_axis(model + _SESSION)
 
 
 def with_leading_axis(model: ModelSignature) -> ModelSignature:
     """Return a signature in which every shape has a leading axis, of size 1 on the wire."""
-    return _each(model, _with_rows)
-
-
-def _each(
-    model: ModelSignature, change: Callable[[TensorSignature], TensorSignature]
-) -> ModelSignature:
-    return ModelSignature(tuple(map(change, model.inputs)), tuple(map(change, model.outputs)))
+    return model.each(_with_rows)
 
 
 def _with_rows(tensor: TensorSignature) -> TensorSignature:
@@ -368,24 +364,33 @@ def _with_rows(tensor: TensorSignature) -> TensorSignature:
     return replace(tensor, dims=(-1, *tensor.dims), reshape=reshape, ragged=False)
 
 
-def resolve(model: ModelSignature, *, data_type: str) -> ModelSignature:
-    """Return the signature with the computation type filled in.
-
-    Raises ValueError for an unknown `data_type`.
+def _computed_types(model_type: str, *, data_type: str) -> dict[str, str]:
+    """Return the type of each input and output of a model whose type is that of the computation.
 
     Common clients cannot send BF16 tensors, so a bf16 model accepts FP32 prompt tables.
     """
+    if model_type not in MODEL_SIGNATURES:
+        known = ", ".join(MODEL_SIGNATURES)
+        raise ValueError(f"model_type={model_type!r} is unknown; known types: {known}.")
     if data_type not in _TRITON_DATA_TYPES:
         known = ", ".join(_TRITON_DATA_TYPES)
         raise ValueError(f"data_type={data_type!r} is unknown; use one of {known}.")
+    kind, model = _TRITON_DATA_TYPES[data_type], MODEL_SIGNATURES[model_type]
+    return {
+        tensor.name: "FP32" if tensor is _PROMPT_EMBEDDING and kind == "BF16" else kind
+        for tensor in (*model.inputs, *model.outputs)
+        if tensor.dtype == DATA_TYPE
+    }
 
-    def filled(tensor: TensorSignature) -> TensorSignature:
-        if tensor.dtype != DATA_TYPE:
-            return tensor
-        is_wide = tensor.name == _PROMPT_EMBEDDING.name and data_type != "fp16"
-        return replace(tensor, dtype="FP32" if is_wide else _TRITON_DATA_TYPES[data_type])
 
-    return _each(model, filled)
+def model_signature(model_type: str, *, data_type: str) -> ModelSignature:
+    """Return the signature of a model with the computation type filled in.
+
+    Raises:
+        ValueError: A name is unknown; the message has the known ones.
+    """
+    types = _computed_types(model_type, data_type=data_type)
+    return MODEL_SIGNATURES[model_type].with_types(types)
 
 
 def hidden_state_types(model_type: str, *, data_type: str) -> dict[str, str]:
@@ -393,14 +398,8 @@ def hidden_state_types(model_type: str, *, data_type: str) -> dict[str, str]:
 
     Empty for models that generate tokens, for unknown ones, and for an unknown `data_type`.
     """
-    if model_type not in ENCODERS or data_type not in _TRITON_DATA_TYPES:
-        return {}
-    model = MODEL_SIGNATURES[model_type]
-    return {
-        tensor.name: _TRITON_DATA_TYPES[data_type]
-        for tensor in (*model.inputs, *model.outputs)
-        if tensor.dtype == DATA_TYPE
-    }
+    is_known = model_type in ENCODERS and data_type in _TRITON_DATA_TYPES
+    return _computed_types(model_type, data_type=data_type) if is_known else {}
 
 
 # Whose C++ models send lengths as INT32, whatever a repository declares. Triton's ensembles compare
@@ -410,18 +409,4 @@ _SIGNED_LENGTHS = ("GPT", "GPT-J")
 
 def as_sent_by_fastertransformer(model: ModelSignature, model_type: str) -> ModelSignature:
     """Return a model's signature with the types that NVIDIA's C++ backend sends."""
-    if model_type not in _SIGNED_LENGTHS:
-        return model
-    outputs = tuple(
-        replace(tensor, dtype="INT32") if tensor.name == "sequence_length" else tensor
-        for tensor in model.outputs
-    )
-    return ModelSignature(model.inputs, outputs)
-
-
-def model_signature(model_type: str, *, data_type: str) -> ModelSignature:
-    """Return the signature of a `model_type`. Raises ValueError naming the known types."""
-    if model_type not in MODEL_SIGNATURES:
-        known = ", ".join(MODEL_SIGNATURES)
-        raise ValueError(f"model_type={model_type!r} is unknown; known types: {known}.")
-    return resolve(MODEL_SIGNATURES[model_type], data_type=data_type)
+    return model.with_types({"sequence_length": "INT32"} if model_type in _SIGNED_LENGTHS else {})

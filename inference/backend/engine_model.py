@@ -32,7 +32,7 @@ from inference.process_memory import keep_loaded
 from inference.ranks.launched_rank import open_rendezvous, started_place
 from inference.ranks.processes import early_workers
 from inference.streams import STREAM_PARAMETER, StreamSender
-from inference.supervision import BUSY, CANARY_PARAMETER, report_end
+from inference.supervision import BUSY, CANARY_PARAMETER, REPORTS_VARIABLE, report_end
 
 if TYPE_CHECKING:
     from inference.engine.base import EngineBase
@@ -68,7 +68,8 @@ class Exchange:
         self.began = time.perf_counter()
         parameters = json.loads(request.parameters() or "{}")
         self.is_canary = CANARY_PARAMETER in parameters
-        self.stream = parameters.get(STREAM_PARAMETER)
+        has_front = bool(os.environ.get(REPORTS_VARIABLE))
+        self.stream = parameters.get(STREAM_PARAMETER) if has_front else None
         self._closed = False
         self._lock = threading.Lock()
 

@@ -50,9 +50,8 @@ class _Front:
         """Listen, follow the owner's orders, and finish what has begun at the end."""
         settings, ports = self._settings, self._settings.ports
         self._link = link = OwnerLink(connection)
-        self._context = context = FrontContext(
-            settings.access, Upstream(settings.served), host=settings.host, ready=link.ready
-        )
+        upstream = Upstream(settings.served)
+        self._context = context = FrontContext(settings.access, upstream, host=settings.host)
         handler = KServeGrpc(context, port=ports["grpc"])
         server = grpc_server(settings.access, handler, host=settings.host, port=ports["grpc"])
         try:

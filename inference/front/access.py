@@ -55,10 +55,9 @@ class Access:
     def problems(self, *, prefix: str = "deploy.", joiner: str = "_") -> list[str]:
         """Return the problems of the settings, by key or option; files are read."""
         size, cert, key, tokens = (
-            prefix + joiner.join(words)
-            for words in (("max", "request", "mb"), ("tls", "cert"), ("tls", "key"),
-                          ("token", "file"))
-        )  # fmt: skip
+            prefix + name.replace("_", joiner)
+            for name in ("max_request_mb", "tls_cert", "tls_key", "token_file")
+        )
         found = []
         if not 1 <= self.max_request_mb <= MOST_REQUEST_MB:
             found.append(f"{size}={self.max_request_mb} must be 1 to {MOST_REQUEST_MB}.")

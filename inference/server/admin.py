@@ -6,8 +6,7 @@ serves FasterTransformer models has these calls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tritonclient.utils import InferenceServerException
@@ -15,7 +14,6 @@ from tritonclient.utils import InferenceServerException
 from inference.decoding.rows import SessionTurn
 from inference.front.sockets import CHANNEL_OPTIONS
 from inference.server.client import Tensors, TritonClient
-from inference.server.server_log import short_reason
 
 _TIMEOUT_S = 1.0
 # Channels of one process to the same address would share a connection.
@@ -36,15 +34,6 @@ class RefusalError(ValueError):
         self.code = code
 
 
-@dataclass(frozen=True)
-class ModelStatus:
-    """One line of the server's repository index."""
-
-    name: str
-    state: str  # READY, UNAVAILABLE, LOADING, UNLOADING, or "" if it was never loaded
-    reason: str
-
-
 class Admin(TritonClient):
     """A connection to one server; safe to use from several threads.
 
@@ -60,12 +49,12 @@ class Admin(TritonClient):
         """Return whether the server says that a model serves."""
         return bool(self._asked("is_model_ready", name))
 
-    def statuses(self) -> list[ModelStatus]:
-        """Return the state of every model of the repository."""
-        index = self._asked("get_model_repository_index")
-        return [
-            ModelStatus(each.name, each.state, short_reason(each.reason)) for each in index.models
-        ]
+    def statuses(self) -> Sequence[Any]:
+        """Return each model of the repository, with name, state and reason, as Triton has them.
+
+        The state is READY, UNAVAILABLE, LOADING, UNLOADING, or "" if it was never loaded.
+        """
+        return list(self._asked("get_model_repository_index").models)
 
     def config(self, name: str) -> Any:
         """Return a model's configuration, the protobuf message of Triton."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -60,12 +61,8 @@ class TritonInstallation:
 
     def arguments(self) -> list[str]:
         """Return the options with the paths of the server's parts."""
-        arguments = []
-        if self.backend_directory:
-            arguments.append(f"--backend-directory={self.backend_directory}")
-        if self.cache_directory:
-            arguments.append(f"--cache-directory={self.cache_directory}")
-        return arguments
+        given = {"backend": self.backend_directory, "cache": self.cache_directory}
+        return [f"--{name}-directory={path}" for name, path in given.items() if path]
 
 
 def find_triton(*, own_backends: bool = True) -> TritonInstallation:
@@ -225,20 +222,14 @@ def _importable() -> dict[str, Path]:
 
 def _cache_root() -> Path:
     """Return a folder of this user that holds copies between runs."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    candidates = [Path(base)] if base else []
-    if home := os.environ.get("HOME"):
-        candidates.append(Path(home) / ".cache")
-    for candidate in candidates:
-        folder = candidate / "slipway"
-        if not is_plain(folder):
-            continue
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue  # a read-only home; try the next folder
-        if os.access(folder, os.W_OK):
-            return folder
+    home = os.environ.get("HOME")
+    for base in filter(None, (os.environ.get("XDG_CACHE_HOME"), home and f"{home}/.cache")):
+        folder = Path(base) / "slipway"
+        with contextlib.suppress(OSError):  # a read-only home; try the next folder
+            if is_plain(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                if os.access(folder, os.W_OK):
+                    return folder
     folder = plain_temporary_folder() / f"slipway-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

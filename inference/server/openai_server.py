@@ -49,11 +49,6 @@ class OpenAIServer(ServedProcess):
         self._uses_tls = uses_tls
         self._headers = dict(headers or {})
 
-    @property
-    def port(self) -> int:
-        """Port of all requests."""
-        return self._ports["http"]
-
     def start(
         self,
         *,
@@ -72,7 +67,11 @@ class OpenAIServer(ServedProcess):
         self._choose_ports()
         deadline = time.monotonic() + timeout_s
         try:
-            values = {HOST_FIELD: self.host, PORT_FIELD: self.port, MODEL_FIELD: self._folder}
+            values = {
+                HOST_FIELD: self.host,
+                PORT_FIELD: self.ports["http"],
+                MODEL_FIELD: self._folder,
+            }
             command = list(self._command)
             for field, value in values.items():
                 command = [word.replace(field, str(value)) for word in command]
@@ -130,7 +129,7 @@ class OpenAIServer(ServedProcess):
     ) -> tuple[int, bytes]:
         return ask_locally(
             self.connect_host,
-            self.port,
+            self.ports["http"],
             path,
             timeout_s=timeout_s,
             uses_tls=self._uses_tls,

@@ -30,8 +30,8 @@ _Server = TypeVar("_Server", bound="ServedProcess")
 class ServedProcess:
     """A server that runs under a supervisor, with all that it starts, and ends with this process.
 
-    Ports of 0 are chosen when it starts. `port_keys` gives the configuration key of each port and
-    of the host, for messages.
+    Ports of 0 are chosen when it starts, and are then in `ports`. `port_keys` gives the
+    configuration key of each port and of the host, for messages.
     """
 
     name = "tritonserver"
@@ -49,7 +49,7 @@ class ServedProcess:
         self.log_path = Path(log_path)
         self.models: tuple[str, ...] = ()
         self._wanted_ports = dict(ports)
-        self._ports = self._wanted_ports
+        self.ports = self._wanted_ports
         self._port_keys = {name: f"{name}_port" for name in ports} | dict(port_keys or {})
         self._env = dict(env or {})
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,15 +62,10 @@ class ServedProcess:
         """Address at which this machine reaches the server."""
         return _WILDCARDS.get(self.host, self.host)
 
-    @property
-    def ports(self) -> Mapping[str, int]:
-        """The ports by name; those chosen at the start in place of 0."""
-        return self._ports
-
     def address(self, port: str) -> str:
         """Return `host:port` for clients on this machine."""
         host = f"[{self.connect_host}]" if ":" in self.connect_host else self.connect_host
-        return f"{host}:{self._ports[port]}"
+        return f"{host}:{self.ports[port]}"
 
     @property
     def pid(self) -> int | None:
@@ -140,7 +135,7 @@ class ServedProcess:
     def _choose_ports(self) -> None:
         missing = [name for name, port in self._wanted_ports.items() if port == 0]
         chosen = zip(missing, pick_free_ports(self.host, len(missing)), strict=True)
-        self._ports = self._wanted_ports | dict(chosen)
+        self.ports = self._wanted_ports | dict(chosen)
 
     def _spawn(
         self,

@@ -17,7 +17,7 @@ from inference.front.sockets import ServerSockets, new_sockets
 from inference.plain_path import PlainFolder
 from inference.ports import TRITON_PORTS, accepts_connections
 from inference.server import supervisor
-from inference.server.admin import Admin, ModelStatus, RefusalError, is_interactive
+from inference.server.admin import Admin, RefusalError, is_interactive
 from inference.server.front import FrontProcess
 from inference.server.health import INTERVAL_S, TIMEOUT_S, Health, front_target, model_targets
 from inference.server.installation import find_triton
@@ -36,10 +36,11 @@ from inference.server.server_log import (
     crash_of,
     last_lines,
     put_aside,
+    short_reason,
 )
 from inference.supervision import REPORTS_VARIABLE
 
-__all__ = ["ModelStatus", "ServerStartError", "TritonServer"]
+__all__ = ["ServerStartError", "TritonServer"]
 
 _POLL_S = 0.1
 _TAKE_OVER_S = 60.0  # the front loads the new server's tokenizer
@@ -100,7 +101,7 @@ class TritonServer(ServedProcess):
     @property
     def openai_url(self) -> str | None:
         """Base URL of OpenAI's protocol for clients on this machine, None without it."""
-        if "openai" not in self._ports:
+        if "openai" not in self.ports:
             return None
         scheme = "http" if self._access.tls_cert is None else "https"
         return f"{scheme}://{self.address('openai')}/v1"
@@ -179,19 +180,19 @@ class TritonServer(ServedProcess):
         states that an encoder takes; an encoder of unknown width gets none. `interval_s` and
         `timeout_s` are those of `Health`.
         """
-        if self._is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
+        if self._sockets is None:  # NVIDIA's would keep a canary waiting behind long requests
             return
         assert self._process is not None, "the server was not started"
         targets = model_targets(self.admin, self.models, root=self._process.pid, hidden=hidden)
         if self._front is not None:
             uses_tls, pid = self._access.tls_cert is not None, self._front.pid
             targets += [
-                front_target(self.connect_host, self._ports[name], uses_tls=uses_tls, pid=pid)
+                front_target(self.connect_host, self.ports[name], uses_tls=uses_tls, pid=pid)
                 for name in ("http", "openai")
-                if name in self._ports
+                if name in self.ports
             ]
         self._health = Health(
-            targets, tell=self._tell_front, interval_s=interval_s, timeout_s=timeout_s
+            targets, tell=self._sockets.set_ready, interval_s=interval_s, timeout_s=timeout_s
         )
         self._health.start()
 
@@ -199,10 +200,6 @@ class TritonServer(ServedProcess):
         """Return the Unix time of the last request of a client through the front."""
         assert self._sockets is not None, "NVIDIA's server has no front"
         return self._sockets.last_used()
-
-    def _tell_front(self, is_ready: bool) -> None:
-        if self._front is not None and self._sockets is not None:
-            self._front.set_ready(self._sockets.folder, is_ready=is_ready)
 
     def failure(self, *, patience_s: float = 0.0) -> str | None:
         """Return why a started server no longer serves all its models, None while it does.
@@ -261,7 +258,7 @@ class TritonServer(ServedProcess):
 
     def _launch(self) -> ServerLog:
         if self._former is not None:
-            self._wanted_ports = self._former._ports
+            self._wanted_ports = self._former.ports
         self._choose_ports()
         command, environment = self._command()
         reports = "" if self._sockets is None else str(self._sockets.reports)
@@ -275,7 +272,7 @@ class TritonServer(ServedProcess):
         if self._sockets is not None and self._former is None:
             served = self._served(self._sockets)
             settings = FrontSettings(
-                served, self.host, self._ports, self._access, self._openai, Path.cwd()
+                served, self.host, self.ports, self._access, self._openai, Path.cwd()
             )
             self._front = FrontProcess(settings, log_path=self.log_path)
         configs = Path(self.model_repository).glob("*/config.pbtxt")  # none at a URL
@@ -292,7 +289,7 @@ class TritonServer(ServedProcess):
         if self._is_old:
             known = installation.known_options()
             options = old_server_options(
-                self._repository.path, self._ports, host=self.host, known=known
+                self._repository.path, self.ports, host=self.host, known=known
             )
         else:
             self._sockets = new_sockets()
@@ -321,7 +318,7 @@ class TritonServer(ServedProcess):
         assert former._front is not None
         assert sockets is not None
         front = former._front
-        front.set_ready(sockets.folder, is_ready=True)
+        sockets.set_ready(True)
         front.take(self._served(sockets))
         deadline = time.monotonic() + timeout_s
         while not front.serves(sockets.folder):
@@ -384,7 +381,7 @@ class TritonServer(ServedProcess):
             failed = [each for each in statuses if each.state == "UNAVAILABLE"]
             # An ensemble fails because of another model: causes first.
             failed.sort(key=lambda each: "depend" in each.reason)
-            log.failures += [f"model {each.name}: {each.reason}" for each in failed]
+            log.failures += [f"model {each.name}: {short_reason(each.reason)}" for each in failed]
             if failed or any(each.state != "READY" for each in statuses):
                 return False
             if not self.admin.is_ready() or not self._listens():
@@ -405,7 +402,7 @@ class TritonServer(ServedProcess):
         """Return whether HTTP and metrics are there too; gRPC listens before them."""
         addresses: list[str | tuple[str, int]]
         if self._sockets is None:
-            addresses = [(self.connect_host, self._ports[name]) for name in ("http", "metrics")]
+            addresses = [(self.connect_host, self.ports[name]) for name in ("http", "metrics")]
         else:
             addresses = [str(self._sockets.http), str(self._sockets.metrics)]
         return all(map(accepts_connections, addresses))
@@ -416,13 +413,13 @@ class TritonServer(ServedProcess):
         Not earlier: tritonserver is ready by gRPC before it listens for HTTP, and both are ready
         before OpenAI's port is open.
         """
-        if self._front is None:
+        if self._front is None or self._sockets is None:
             return True
-        self._tell_front(True)
+        self._sockets.set_ready(True)
         uses_tls = self._access.tls_cert is not None
         try:
             status, _ = ask_locally(
-                self.connect_host, self._ports["http"], READY_PATH, timeout_s=1.0, uses_tls=uses_tls
+                self.connect_host, self.ports["http"], READY_PATH, timeout_s=1.0, uses_tls=uses_tls
             )
         except OSError:
             return False

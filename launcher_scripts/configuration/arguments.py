@@ -15,13 +15,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from export_scripts.suggest import did_you_mean
-from export_scripts.values import keys_of
-from launcher_scripts.configuration.diagnosis import KEYS, likely_key
+from launcher_scripts.configuration.diagnosis import likely_key
 from launcher_scripts.configuration.nemo_root import CONFIG_NAME, has_groups
-from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, ClusterSection
+from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, KEYS
+from launcher_scripts.configuration.settings import CONFIG_DIR
 
 SHELL_COMPLETION = "--shell-completion"
-_CLUSTER_KEYS = {key.name for key in keys_of(ClusterSection)}
 # Beginnings of keys inside mappings with free names.
 _FREE_NAMES = tuple(f"{name}." for name, key in KEYS.items() if typing.get_origin(key.type) is dict)
 _NOT_UTF8 = re.compile(r"[\ud800-\udfff]")  # Python decodes such bytes to surrogates
@@ -35,15 +34,15 @@ class Arguments:
     Attributes:
         overrides: configuration overrides, translated.
         problems: problems of the words themselves.
-        config_dir, config_name: the root of the configuration, when it is not the shipped one.
+        config_dir, config_name: the root of the configuration.
         extra_dir: a further folder of configuration files.
         hydra_flags: arguments that Hydra answers itself (`--cfg`, `--info`, ...); usually none.
     """
 
     overrides: tuple[str, ...]
     problems: tuple[str, ...] = ()
-    config_dir: Path | None = None
-    config_name: str | None = None
+    config_dir: Path = CONFIG_DIR
+    config_name: str = CONFIG_NAME
     extra_dir: Path | None = None
     multirun: bool = False
     wants_help: bool = False
@@ -71,14 +70,14 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     if extra_dir is not None and not extra_dir.is_dir():
         problems.append(f"--config-dir={extra_dir} is not a folder.")
         extra_dir = None
-    config_dir = _folder(known.config_path)
-    chooses_files = config_dir is None or has_groups(config_dir, known.config_name or CONFIG_NAME)
-    overrides, more = _translate(words, chooses_files=chooses_files)
+    config_dir = _folder(known.config_path) or CONFIG_DIR
+    config_name = known.config_name or CONFIG_NAME
+    overrides, more = _translate(words, chooses_files=has_groups(config_dir, config_name))
     return Arguments(
         overrides=tuple(overrides),
         problems=(*problems, *more),
         config_dir=config_dir,
-        config_name=known.config_name,
+        config_name=config_name,
         extra_dir=extra_dir,
         multirun=bool(known.multirun),
         wants_help=bool(known.help) or "help" in known.overrides,
@@ -174,7 +173,7 @@ def _pass_through(override: str) -> str:
     if match is None:
         return override
     name, value = match.groups()
-    if name in _CLUSTER_KEYS:
+    if f"cluster.{name}" in KEYS:
         return f"cluster.{name}={value}"
     return f"+cluster.additional_parameters.{name}={value}"
 

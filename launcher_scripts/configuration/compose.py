@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from export_scripts.suggest import closest
 from export_scripts.values import MISSING, Key, built
 from launcher_scripts.configuration.diagnosis import (
-    KEYS,
     InvalidValueError,
     check_name,
     diagnose,
@@ -37,7 +35,7 @@ from launcher_scripts.configuration.diagnosis import (
     unknown_keys,
 )
 from launcher_scripts.configuration.nemo_root import CONFIG_NAME, read_root
-from launcher_scripts.configuration.schema import GROUPS, Config
+from launcher_scripts.configuration.schema import GROUPS, KEYS, Config
 from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR, IS_INSTALLED
 
 
@@ -47,13 +45,11 @@ class Composition:
 
     Attributes:
         config: the configuration; None when too much of it is missing or wrong.
-        resolved: the same as plain data, in the form that is saved.
         problems: every problem, one sentence each.
         notes: remarks about the files that were used.
     """
 
     config: Config | None
-    resolved: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -118,7 +114,8 @@ def compose_config(
     always = [f"hydra.searchpath=[{searched}]"] if searched else []
     choices = [each for each in overrides if _is_for_hydra(each)]
     problems: list[str] = []
-    with _hydra(config_dir):
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_dir), version_base="1.3"):
         try:
             config = _merged(root.name, [*always, *choices])
             has_files = True
@@ -140,7 +137,7 @@ def compose_config(
     notes = (f"{path}: not part of this pipeline: {others}",) if others else ()
     if more or not has_files:
         return Composition(None, problems=tuple(problems))
-    return Composition(built(Config, resolved), resolved, tuple(problems), notes)
+    return Composition(built(Config, resolved), tuple(problems), notes)
 
 
 def _is_for_hydra(override: str) -> bool:
@@ -282,10 +279,3 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
     for each in sections:
         values = values.setdefault(each, {})
     values[leaf] = value
-
-
-@contextmanager
-def _hydra(config_dir: Path) -> Iterator[None]:
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(config_dir), version_base="1.3"):
-        yield

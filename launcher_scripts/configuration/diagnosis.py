@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -13,12 +13,11 @@ from omegaconf import DictConfig
 
 from export_scripts.suggest import closest, did_you_mean
 from export_scripts.values import Key, shortened
-from launcher_scripts.configuration.schema import CLUSTER_ALIASES, GROUPS, keys
+from launcher_scripts.configuration.schema import CLUSTER_ALIASES, GROUPS, KEYS
 from launcher_scripts.configuration.settings import CONFIG_DIR
 from stages import STAGES
 
 _STAGES = "stages"  # a list that is not empty, of known names
-KEYS: Mapping[str, Key] = {key.name: key for key in keys()}
 _SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, name.count(".") + 1)}
 
 

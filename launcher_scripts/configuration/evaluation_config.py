@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export_scripts.checkpoints.hub import cached_model
@@ -19,23 +19,31 @@ from stages.endpoint import ENDPOINT_NAME
 from stages.evaluate import EvaluateConfig
 
 
-def evaluation_config(
-    config: Config, *, deploys: bool, command: str, git_revision: str
-) -> EvaluateConfig:
-    """Return the server and the options of the evaluation.
+@dataclass(frozen=True)
+class Context:
+    """Facts about a run that the configuration does not hold.
 
-    Args:
-        config: The whole configuration.
-        deploys: Whether the same pipeline deploys a server.
-        command: The command line, for the report.
-        git_revision: Commit of the checkout, for the report.
+    Attributes:
+        deploys: whether the same pipeline deploys a server.
+        exports: whether what it converts is exported and served.
+        command: the command line.
+    """
+
+    deploys: bool = False
+    exports: bool = False
+    command: str = ""
+    git_revision: str = ""
+
+
+def evaluation_config(config: Config, context: Context) -> EvaluateConfig:
+    """Return the server and the options of the evaluation.
 
     Raises:
         ValueError: No server is available to the evaluation.
     """
     evaluate = config.evaluate
     server = server_config(config)
-    follows = deploys and evaluate.server is None
+    follows = context.deploys and evaluate.server is None
     if server.nodes > 1 and evaluate.server is None and not follows:
         raise ValueError(
             f"a model over {server.nodes} nodes needs a server job of its own; add deploy to "
@@ -52,7 +60,7 @@ def evaluation_config(
         deploy=server,
         endpoint_path=endpoint_path if follows else None,
         stops_server=follows and not config.deploy.keep,
-        facts=_facts(config, command=command, git_revision=git_revision),
+        facts=_facts(config, context),
     )
 
 
@@ -98,7 +106,7 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
     return replace(options, reference=reference)
 
 
-def _facts(config: Config, *, command: str, git_revision: str) -> RunFacts:
+def _facts(config: Config, context: Context) -> RunFacts:
     model, triton = config.export.model, config.export.triton_deployment
     return RunFacts(
         name=config.export.run.model_train_name,
@@ -111,8 +119,8 @@ def _facts(config: Config, *, command: str, git_revision: str) -> RunFacts:
         int8_mode=int(triton.int8_mode),
         max_batch_size=triton.max_batch_size,
         cluster=config.cluster_type,
-        command=command,
-        git_revision=git_revision,
+        command=context.command,
+        git_revision=context.git_revision,
     )
 
 

@@ -11,7 +11,7 @@ from export_scripts.conversion.request import ConversionRequest
 from export_scripts.triton.parameters import FLAG, PARAMETERS
 from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
 from export_scripts.values import shown
-from launcher_scripts.configuration.schema import Config, ConvertSection
+from launcher_scripts.configuration.schema import Config
 from stages.planned_model import SIZES_KEY, PlannedModel
 
 
@@ -22,9 +22,10 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
         ValueError: The repository that follows cannot hold the format.
     """
     model = config.export.model
-    own = _request_values(config.convert)
     deployment = config.export.triton_deployment
-    is_huggingface = own.pop("format") == "huggingface"
+    own = dict(vars(config.convert))
+    output_format, given = own.pop("format"), own.pop("given")
+    is_huggingface = output_format == "huggingface"
     if exports and is_huggingface:
         raise ValueError(
             "convert.format=huggingface makes a folder for other engines, which a repository "
@@ -32,7 +33,8 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
         )
     return ConversionRequest(
         **own,
-        output_format=config.convert.format,
+        output_format=output_format,
+        given=tuple((name, str(value)) for name, value in given.items()),
         checkpoint_path=cached_model(Path(model.checkpoint_path)),
         checkpoint_name=model.checkpoint_name,
         output_dir=Path(deployment.triton_model_dir) / "1",
@@ -44,21 +46,6 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
         model_type=config.export.run.model_type,
         for_text=exports and len(_model_folders(config)) > 1,
     )
-
-
-def _request_values(section: ConvertSection) -> dict[str, Any]:
-    """Return the values of a section in the types of a request: tuples, and paths."""
-    found: dict[str, Any] = {}
-    for each in fields(section):
-        value, is_path = getattr(section, each.name), each.metadata["is_path"]
-        if isinstance(value, list):
-            value = tuple(Path(entry) if is_path else entry for entry in value)
-        elif isinstance(value, dict):
-            value = tuple((name, str(entry)) for name, entry in value.items())
-        elif is_path:
-            value = Path(value) if value else None
-        found[each.name] = value
-    return found
 
 
 def planned_model(config: Config) -> PlannedModel | None:

@@ -8,12 +8,11 @@ defaults are here. The texts are printed by `--help` and quoted by error message
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from export_scripts.conversion.request import MAX_SHARD_BYTES, OUTPUT_FORMATS
-from export_scripts.families import FAMILIES
+from export_scripts.conversion.request import OUTPUT_FORMATS, ConversionOptions
 from export_scripts.values import (
     INT32,
     NODE_CPUS,
@@ -27,6 +26,7 @@ from export_scripts.values import (
 )
 from inference.evaluation.options import EvaluateSection
 from stages.deploy_config import DeploySection
+from stages.planned_model import SizesSection
 
 CLUSTERS = ("local", "bcm", "bcp", "kubernetes")
 CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm", "k8s": "kubernetes"}
@@ -128,19 +128,6 @@ class RunSection:
 
 
 @dataclass
-class SizesSection:
-    """`export.model.sizes`: a model to plan for (dry_run=true) before its checkpoint is here."""
-
-    family: str | None = option("its family", None, choices=tuple(FAMILIES))
-    hidden: int | None = option("width of the residual stream", None, within=(1, TOKENS))
-    layers: int | None = option("layers; of a T5, those of each stack", None, within=(1, 10_000))
-    heads: int | None = option("attention heads", None, within=(1, TOKENS))
-    vocab: int = option("tokens", 51200, within=(1, INT32))
-    inter_size: int | None = option("width of the MLP; null: 4 x hidden", None, within=(1, INT32))
-    positions: int = option("longest sequence, where there is a limit", 2048, within=(1, TOKENS))
-
-
-@dataclass
 class ModelSection:
     """`export.model`: the checkpoint and how its weights are divided."""
 
@@ -230,8 +217,8 @@ class ExportSection:
     accuracy: AccuracySection = field(default_factory=AccuracySection)
 
 
-@dataclass
-class ConvertSection:
+@dataclass(frozen=True, kw_only=True)
+class ConvertSection(ConversionOptions):
     """`convert`: options of the conversion beyond those of `export.model`."""
 
     format: str = option(
@@ -239,24 +226,6 @@ class ConvertSection:
         OUTPUT_FORMATS[0],
         choices=OUTPUT_FORMATS,
     )
-    max_shard_bytes: int = option(
-        "most bytes of a file of a Hugging Face folder", MAX_SHARD_BYTES, within=(1, 1 << 50)
-    )
-    prompt_checkpoints: list[str] = option("p-tuning checkpoints to add", [], path=True)
-    ia3_checkpoints: list[str] = option("IA3 adapters to add, one task each", [], path=True)
-    ia3_in_place: bool = option("multiply the IA3 scalers into the weights", False)
-    adapter_checkpoints: list[str] = option("linear adapters to add", [], path=True)
-    lora_checkpoints: list[str] = option("LoRA adapters to merge into the weights", [], path=True)
-    activation_ranges: str | None = option(
-        "activation ranges, for static int8 weights", None, path=True
-    )
-    vocab_path: str | None = option(
-        "vocabulary to use instead of the checkpoint's", None, path=True
-    )
-    merges_path: str | None = option(
-        "BPE merges to use instead of the checkpoint's", None, path=True
-    )
-    allow: list[str] = option("tensors (patterns) that may be unknown or not finite", [])
     given: dict[str, Any] = option("config.ini values that the checkpoint does not record", {})
 
 
@@ -332,8 +301,4 @@ class Config:
 
 # The sections that are chosen as files.
 GROUPS = tuple(each.name for each in fields(Config) if is_dataclass(each.default_factory))
-
-
-def keys() -> Iterator[Key]:
-    """Yield every key of the configuration, in the order of the dataclasses."""
-    return keys_of(Config)
+KEYS: Mapping[str, Key] = {key.name: key for key in keys_of(Config)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from export_scripts.triton.model_config import ModelSizes, served_model_of
-from export_scripts.triton.object_store import StoreLocation
 from inference.launch_environment import visible_gpus
 from launcher_scripts.configuration.export_config import conversion_request
 from launcher_scripts.configuration.schema import Config
@@ -18,7 +17,6 @@ from stages.deploy_config import (
     VLLM,
     DeployConfig,
     is_store_url,
-    store_location,
 )
 from stages.node_layout import NodeLayout, place
 
@@ -36,12 +34,12 @@ def server_config(config: Config) -> DeployConfig:
         )
     model_dir = Path(config.export.triton_deployment.triton_model_dir)
     uptime_s = _uptime_s(config)
-    store = server_store(config)
     sizes = _served_sizes(config)
     placement = _placement(config)
     # The names of the visible GPUs, if this machine serves and has some.
     is_here = config.cluster_type == "local" and sizes.device != "cpu"
     shown = (visible_gpus() or None) if is_here else None
+    store = deploy.store
     folder = Path(deploy.repository) if deploy.repository and store is None else model_dir.parent
     name = model_dir.name
     if deploy.engine in (VLLM, OPENAI):
@@ -54,7 +52,6 @@ def server_config(config: Config) -> DeployConfig:
         model_name=name,
         max_seq_len=stated_max_seq_len(config),
         uptime_s=uptime_s,
-        store=store,
         tp_size=sizes.tp_size,
         pp_size=sizes.pp_size,
         instance_count=sizes.instance_count,
@@ -132,11 +129,6 @@ def _visible_devices(
         return ",".join(shown[:needed]) if needed < len(shown) else None
     takes_whole_nodes = config.cluster_type == "bcp" or config.cluster.exclusive
     return placement.visible_devices if placement and takes_whole_nodes else None
-
-
-def server_store(config: Config) -> StoreLocation | None:
-    """Return the location of the served repository in an object store; None for a folder."""
-    return store_location(config.deploy.repository, config.deploy.endpoint_url)
 
 
 def deploy_resources(config: Config, limit_min: int) -> Resources:

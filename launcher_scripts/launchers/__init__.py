@@ -31,4 +31,4 @@ def make_launcher(config: Config) -> Launcher:
         case _:
             from launcher_scripts.launchers.local import LocalLauncher
 
-            return LocalLauncher()
+            return LocalLauncher(config)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from launcher_scripts.configuration.schema import Config
 from stages.base import Stage
 from stages.record import RECORD_NAME
 
-# Kinds of dependency: on the success of another job, or only on its start or end.
+# Kinds of dependency, as in `afterok:12`: on the success of another job, or on its start or end.
 AFTER_SUCCESS, AFTER_START, AFTER_END = "afterok", "after", "afterany"
 # In an array: each job waits for the one with its own number.
 AFTER_TWIN = "aftercorr"
@@ -33,25 +34,27 @@ class SubmissionError(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """A stage that is ready to be submitted.
-
-    Attributes:
-        prefix: prefix of the job's name on clusters that share a queue.
-        environment: variables of the job, null entries already left out.
-        stage_config, whole_config: resolved YAML of the stage's section and of everything.
-    """
+    """A stage that is ready to be submitted, with the configuration of its run."""
 
     stage: Stage
-    prefix: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    stage_config: str = ""
-    whole_config: str = ""
+    config: Config
     git_revision: str = ""
 
     @property
     def name(self) -> str:
         """Name of the job without the cluster's prefix."""
         return self.stage.job.name
+
+    @property
+    def full_name(self) -> str:
+        """Name of the job on a cluster, whose users may share a queue."""
+        return self.config.cluster.job_name_prefix + self.name
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the job."""
+        variables = self.config.env_vars.items()
+        return {name: str(value) for name, value in variables if value is not None}
 
     @property
     def folder(self) -> Path:
@@ -67,17 +70,6 @@ class Job:
     def whole_config_path(self) -> Path:
         """The whole configuration, with which `main.py` repeats the job."""
         return self.folder / f"{self.name}_config.yaml"
-
-
-@dataclass(frozen=True)
-class Dependency:
-    """A job's dependency: `kind` is one of AFTER_SUCCESS, AFTER_START, AFTER_END and AFTER_TWIN."""
-
-    job_id: str
-    kind: str = AFTER_SUCCESS
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.job_id}"
 
 
 @dataclass
@@ -98,7 +90,7 @@ class JobHandle(ABC):
 
 
 class Launcher(ABC):
-    """Submits jobs to one kind of cluster."""
+    """Submits jobs to one kind of cluster, of one configuration."""
 
     name: ClassVar[str]
     # Whether jobs are part of this command and end with it; otherwise they are queued.
@@ -107,6 +99,9 @@ class Launcher(ABC):
     script_name: ClassVar[str] = "submission.sh"
     # Whether files are all that it makes: the user starts what they describe.
     only_renders: ClassVar[bool] = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
 
     @abstractmethod
     def check(self, stages: Sequence[Stage]) -> list[str]:
@@ -118,16 +113,16 @@ class Launcher(ABC):
         return []
 
     @abstractmethod
-    def render(self, job: Job, after: Sequence[Dependency]) -> str:
-        """Return the submission script without submitting it."""
+    def render(self, job: Job, after: str) -> str:
+        """Return the submission script without submitting it; `after` is the job's dependency."""
 
-    @abstractmethod
-    def submit(self, job: Job, after: Sequence[Dependency]) -> JobHandle:
+    def submit(self, job: Job, after: str) -> JobHandle:
         """Start or queue the job, whose files are already in place.
 
         Raises:
             SubmissionError: the cluster refuses it.
         """
+        raise NotImplementedError  # where only files are made
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -8,21 +8,19 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from submitit.core.utils import pickle_load
 
-from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import is_dry_run
-from launcher_scripts.launchers.base import Dependency, Job, clean_environment
+from launcher_scripts.launchers.base import Job, clean_environment
 from launcher_scripts.launchers.bcp_executor import (
     MPIRUN,
     TIMED_OUT,
     BcpExecutor,
     BcpJob,
     runner,
-    task_command,
 )
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher, log_of
 from stages import record
@@ -32,21 +30,6 @@ from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 
 # Folders that each replica has to itself.
 _PRIVATE_RESULTS = Path("/results")
-
-
-def other_replica(environment: Mapping[str, str]) -> int:
-    """Return the number of this replica of the Base Command job, 0 for the first.
-
-    An array of the type PYTORCH runs its command on every replica.
-    """
-    index = environment.get("NGC_ARRAY_INDEX", "0")
-    return int(index) if "NGC_JOB_ID" in environment and index.isdigit() else 0
-
-
-def replicas(environment: Mapping[str, str]) -> int:
-    """Return the number of replicas of the Base Command job."""
-    size = environment.get("NGC_ARRAY_SIZE", "1")
-    return int(size) if size.isdigit() else 1
 
 
 class BcpHandle(LocalHandle):
@@ -72,7 +55,7 @@ class BcpHandle(LocalHandle):
         assert isinstance(submitted, BcpJob)
         error = self._failed_task()
         if submitted.process.poll() == TIMED_OUT:
-            limit_min = self.job.stage.resources().time_limit_min
+            limit_min = self.job.stage.job.resources.time_limit_min
             error = f"the time limit of {limit_min} minutes has passed"
         if error is None:
             return state
@@ -103,35 +86,34 @@ class BcpLauncher(LocalLauncher):
     name = "bcp"
     handle_class = BcpHandle
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return the problems of the stages inside this Base Command job."""
-        count = replicas(os.environ)
-        problems = [
-            f"{stage.name} needs {stage.resources().nodes} nodes, and this job has {count} "
-            "(NGC_ARRAY_SIZE); start it with more replicas, or lower the parallel sizes."
+        size = os.environ.get("NGC_ARRAY_SIZE", "1")
+        count = int(size) if size.isdigit() else 1
+        problems = self._private_places() if count > 1 else []
+        if is_dry_run(self.config):
+            return problems
+        problems += [
+            f"{stage.name} needs {nodes} nodes, and this job has {count} (NGC_ARRAY_SIZE); start "
+            "it with more replicas, or lower the parallel sizes."
             for stage in stages
-            if stage.resources().nodes > count and not is_dry_run(self._config)
+            if (nodes := stage.job.resources.nodes) > count
         ]
-        if count > 1:
-            problems += self._private_places()
-        if not is_dry_run(self._config) and runner(self._config.cluster.bcprun) is None:
+        if runner(self.config.cluster.bcprun) is None:
             problems.append(
-                f"cluster_type=bcp needs {self._config.cluster.bcprun} or {MPIRUN}, and neither is "
+                f"cluster_type=bcp needs {self.config.cluster.bcprun} or {MPIRUN}, and neither is "
                 "on PATH; run inside a Base Command job, or use cluster_type=local."
             )
         return problems
 
-    def render(self, job: Job, after: Sequence[Dependency]) -> str:
+    def render(self, job: Job, after: str) -> str:
         """Return the script, with JOB_ID in place of the start time."""
         del after
         executor = self._executor(job, "JOB_ID", "JOB_ID")
-        return executor.script(task_command(executor.python, executor.folder), "JOB_ID")
+        return executor._make_submission_file_text(executor._submitit_command_str, "JOB_ID")
 
     def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
-        config, resources = self._config, job.stage.resources()
+        config, resources = self.config, job.stage.job.resources
         # At most one task for each GPU of a node.
         most = config.cluster.gpus_per_node or resources.tasks_per_node
         per_node = min(resources.tasks_per_node, most)
@@ -142,6 +124,9 @@ class BcpLauncher(LocalLauncher):
         )
         level = os.environ.get(LOG_LEVEL_VARIABLE)
         levels = {} if level is None else {LOG_LEVEL_VARIABLE: level}
+        tasks = resources.nodes * per_node
+        # The preflight check, by which several tasks reach each other.
+        ping = [sys.executable, "-u", "-m", "stages.preflight", str(executor.folder), str(tasks)]
         executor.update_parameters(
             nodes=resources.nodes,
             tasks_per_node=per_node,
@@ -150,7 +135,7 @@ class BcpLauncher(LocalLauncher):
             log_path=str(log_of(job, job_id)),
             exports={**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark, **levels},
             setup=config.cluster.setup,
-            first=_ping(executor.folder, resources.nodes * per_node),
+            first=None if tasks == 1 else shlex.join([*ping, "none"]),
             no_redirect=config.bcp_no_redirect,
             arguments=config.cluster.bcprun_args,
         )
@@ -158,7 +143,7 @@ class BcpLauncher(LocalLauncher):
 
     def _private_places(self) -> list[str]:
         """Return the problems of folders that the other replicas do not see."""
-        config = self._config
+        config = self.config
         found = {
             "base_results_dir": config.base_results_dir,
             "export.run.results_dir": config.export.run.results_dir,
@@ -173,12 +158,3 @@ class BcpLauncher(LocalLauncher):
             for key, path in found.items()
             if path is not None and _PRIVATE_RESULTS in (Path(path), *Path(path).parents)
         ]
-
-
-def _ping(folder: Path, tasks: int) -> str | None:
-    """Return the command of the preflight check, by which several tasks reach each other."""
-    if tasks == 1:
-        return None
-    return shlex.join(
-        [sys.executable, "-u", "-m", "stages.preflight", str(folder), str(tasks), "none"]
-    )

@@ -7,7 +7,6 @@ task reads its rank from its environment and runs the same pickled callable.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
@@ -117,13 +116,9 @@ class BcpExecutor(core.PicklingExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return task_command(self.python, self.folder)
+        return shlex.join([self.python, "-u", "-m", __name__, str(self.folder)])
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        job_id = self.parameters.get("job_id") or f"{datetime.now():%m%d_%H%M%S}_{uid}"
-        return self.script(command, job_id)
-
-    def script(self, command: str, job_id: str) -> str:
         """Return the script that runs the shell line of one task as each of them.
 
         bash is replaced by the runner, whose status is the job's. Of the parameters, `exports` are
@@ -139,7 +134,7 @@ class BcpExecutor(core.PicklingExecutor):
             "# setup",
             "set -euo pipefail",
             *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
-            f"export {ID_VARIABLE}={shlex.quote(job_id)}",
+            f"export {ID_VARIABLE}={shlex.quote(uid)}",
             "export SUBMITIT_EXECUTOR=bcp",
             f"export PYTHONPATH={shlex.quote(str(CHECKOUT))}${{PYTHONPATH:+:$PYTHONPATH}}",
             *parameters.get("setup", ()),
@@ -167,8 +162,9 @@ class BcpExecutor(core.PicklingExecutor):
         parameters = self.parameters
         if runner(self.bcprun, self.environment) is None:
             raise RuntimeError(f"neither {self.bcprun} nor {MPIRUN} is on PATH")
-        text = self._make_submission_file_text(command, uuid.uuid4().hex[:6])
-        job_id = self._get_job_id_from_submission_command(text)
+        own_id = f"{datetime.now():%m%d_%H%M%S}_{uuid.uuid4().hex[:6]}"
+        job_id = parameters.get("job_id") or own_id
+        text = self._make_submission_file_text(command, job_id)
         paths = JobPaths(self.folder, job_id)
         self.folder.mkdir(parents=True, exist_ok=True)
         paths.submission_file.write_text(text, encoding="utf-8")
@@ -192,12 +188,7 @@ class BcpExecutor(core.PicklingExecutor):
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        text = string.decode() if isinstance(string, bytes) else string
-        return next(
-            line.partition("=")[2]
-            for line in text.splitlines()
-            if line.startswith(f"export {ID_VARIABLE}=")
-        )
+        raise NotImplementedError  # ids are our own
 
 
 def runner(bcprun: str = "bcprun", environment: Mapping[str, str] = os.environ) -> str | None:
@@ -230,16 +221,8 @@ def _hand_on(names: Sequence[str], *, by_name: bool) -> Iterator[str]:
     yield "done"
 
 
-def task_command(python: str, folder: Path) -> str:
-    """Return the shell line that runs the pickled callable as one task."""
-    return shlex.join([python, "-u", "-m", __name__, str(folder)])
-
-
-def main() -> None:
+def main(folder: Path) -> None:
     """Run one task; this project need not be installed, PYTHONPATH is enough."""
-    parser = argparse.ArgumentParser(description="run one task of a Base Command job")
-    parser.add_argument("folder", type=Path, help="folder of the pickled callable")
-    folder = parser.parse_args().folder
     place = read_launch_environment(os.environ)
     size, local_size = place.world_size, place.local_size
     values = (size, -(-size // local_size), place.rank // local_size, place.rank, place.local_rank)
@@ -253,4 +236,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -19,13 +19,7 @@ from inference.launch_environment import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 from inference.ports import DEFAULT_PORTS
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import deploy_resources, image_of, server_config
-from launcher_scripts.launchers.base import (
-    Dependency,
-    Job,
-    JobHandle,
-    Launcher,
-    SubmissionError,
-)
+from launcher_scripts.launchers.base import Job, Launcher
 from stages.base import Stage
 from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
 
@@ -44,29 +38,26 @@ class KubernetesLauncher(Launcher):
     script_name = "manifests.yaml"
     only_renders = True
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return what a pod could not do, or could not find."""
-        return list(_problems(self._config, stages))
+        return list(_problems(self.config, stages))
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
         """Return where the repository has to be before the pods start."""
         found = [stage for stage in stages if stage.name == "deploy"]
-        config = server_config(self._config)
+        config = server_config(self.config)
         if not found or config.store is not None:
             return []
-        settings = self._config.cluster.kubernetes
+        settings = self.config.cluster.kubernetes
         return [
             f"{config.folder} has to be in the claim {settings.claim}, as "
             f"{settings.claim_path or 'its root'}, before the pods start"
         ]
 
-    def render(self, job: Job, after: Sequence[Dependency]) -> str:
+    def render(self, job: Job, after: str) -> str:
         """Return the objects of a server, its workload and its Service, as YAML."""
         del after
-        config = self._config
+        config = self.config
         server, settings = server_config(config), config.cluster.kubernetes
         name, options = object_name(job.name), _server_options(config, server)
         ranks = server.tp_size * server.pp_size
@@ -97,11 +88,6 @@ class KubernetesLauncher(Launcher):
             key_variable=KEY_FILE_VARIABLE,
             is_interactive=config.export.triton_deployment.interactive,
         )
-
-    def submit(self, job: Job, after: Sequence[Dependency]) -> JobHandle:
-        """Refuse: applying the manifests is up to the user."""
-        del after
-        raise SubmissionError(f"{job.name}: cluster_type=kubernetes writes manifests only")
 
 
 def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:

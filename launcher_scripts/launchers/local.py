@@ -23,7 +23,7 @@ from submitit.core.utils import pickle_load
 from submitit.local.local import LocalExecutor, LocalJob
 
 from launcher_scripts.configuration.settings import CHECKOUT
-from launcher_scripts.launchers.base import Dependency, Job, JobHandle, Launcher, clean_environment
+from launcher_scripts.launchers.base import Job, JobHandle, Launcher, clean_environment
 from stages import record
 from stages.base import Stage
 from stages.job import StageJob
@@ -112,13 +112,13 @@ class LocalLauncher(Launcher):
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return the problems of stages that need more than one node."""
         return [
-            f"{stage.name} needs {stage.resources().nodes} nodes, and cluster_type=local has one; "
+            f"{stage.name} needs {nodes} nodes, and cluster_type=local has one; "
             "lower the parallel sizes, or raise cluster.gpus_per_node."
             for stage in stages
-            if stage.resources().nodes > 1
+            if (nodes := stage.job.resources.nodes) > 1
         ]
 
-    def render(self, job: Job, after: Sequence[Dependency]) -> str:
+    def render(self, job: Job, after: str) -> str:
         """Return a script that repeats the job by hand."""
         del after
         config = job.whole_config_path
@@ -137,7 +137,7 @@ class LocalLauncher(Launcher):
         ]
         return "\n".join(lines) + "\n"
 
-    def submit(self, job: Job, after: Sequence[Dependency]) -> LocalHandle:
+    def submit(self, job: Job, after: str) -> LocalHandle:
         """Start the job. Its dependency must be satisfied: nothing is queued."""
         del after
         job_id, mark = _new_id(job), uuid.uuid4().hex
@@ -163,7 +163,7 @@ class LocalLauncher(Launcher):
         paths = filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")])
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         executor = _Executor(job.folder / "submitit" / job_id, environment)
-        resources = job.stage.resources()
+        resources = job.stage.job.resources
         executor.update_parameters(
             timeout_min=resources.time_limit_min,
             tasks_per_node=1,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,16 @@ from submitit.core.core import PicklingExecutor
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
-from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import (
-    Dependency,
     Job,
     JobHandle,
     Launcher,
     SubmissionError,
     clean_environment,
 )
-from launcher_scripts.launchers.slurm_chain import SlurmChain
+from launcher_scripts.launchers.slurm_chain import serve_in_chain
 from launcher_scripts.launchers.slurm_checks import own_file_system, problems_of_cluster
 from launcher_scripts.launchers.slurm_script import (
-    Array,
-    array_log,
     batch_script,
     is_chained,
     log_path,
@@ -53,19 +50,16 @@ class SlurmLauncher(Launcher):
     name = "bcm"
     in_foreground = False
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return the problems that the cluster reports, as far as this machine can reach it."""
-        return problems_of_cluster(self._config, stages)
+        return problems_of_cluster(self.config, stages)
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
         """Return a note for each folder that the nodes may not see."""
         del stages
         folders = {
-            "base_results_dir": self._config.base_results_dir,
-            "export.model.checkpoint_path": self._config.export.model.checkpoint_path,
+            "base_results_dir": self.config.base_results_dir,
+            "export.model.checkpoint_path": self.config.export.model.checkpoint_path,
         }
         return [
             f"{key}={path} is on a local file system of this machine ({kind}); every node must "
@@ -74,49 +68,44 @@ class SlurmLauncher(Launcher):
             if (kind := own_file_system(Path(path))) is not None
         ]
 
-    def render(self, job: Job, after: Sequence[Dependency]) -> str:
+    def render(self, job: Job, after: str) -> str:
         """Return the batch script; needs no Slurm."""
-        return batch_script(job, self._config, after)
+        return batch_script(job, after)
 
-    def submit(self, job: Job, after: Sequence[Dependency]) -> SlurmHandle:
+    def submit(self, job: Job, after: str) -> SlurmHandle:
         """Queue the job. Raises SubmissionError with sbatch's message."""
         folder, text = submitit_folder(job), self.render(job, after)
-        (job_id,) = self._submit(folder, text, [(job, self._config)])
+        (job_id,) = self._submit(folder, text, [job])
         return _noted(SlurmHandle(job, job_id, log_path(job, job_id)))
 
-    def fits_array(self, jobs: Sequence[tuple[Job, Config]]) -> bool:
+    def fits_array(self, jobs: Sequence[Job]) -> bool:
         """Return whether jobs of several configurations request the same, and end by themselves."""
-        first = shape(*jobs[0])
+        first = shape(jobs[0])
         return len(jobs) > 1 and all(
-            job.stage.readiness_path() is None and shape(job, config) == first
-            for job, config in jobs
+            each.stage.readiness_path() is None and shape(each) == first for each in jobs
         )
 
-    def submit_array(
-        self, jobs: Sequence[tuple[Job, Config]], after: Sequence[Dependency], folder: Path
-    ) -> list[SlurmHandle]:
+    def submit_array(self, jobs: Sequence[Job], after: str, folder: Path) -> list[SlurmHandle]:
         """Queue jobs of one shape as an array. Raises SubmissionError."""
-        first, config = jobs[0]
-        array = Array(folder, len(jobs))
-        text = batch_script(first, config, after, array=array)
+        text = batch_script(jobs[0], after, array=folder, size=len(jobs))
         ids = self._submit(folder, text, jobs)
         return [
-            _noted(SlurmHandle(job, job_id, array_log(job, array, job_id)))
-            for (job, _), job_id in zip(jobs, ids, strict=True)
+            _noted(SlurmHandle(job, job_id, log_path(job, job_id, folder)))
+            for job, job_id in zip(jobs, ids, strict=True)
         ]
 
-    def _submit(self, folder: Path, text: str, jobs: Sequence[tuple[Job, Config]]) -> list[str]:
+    def _submit(self, folder: Path, text: str, jobs: Sequence[Job]) -> list[str]:
         executor = _Executor(folder, text)
         # submitit counts time-outs with this number, which the script repeats.
-        executor.update_parameters(time=jobs[0][0].stage.resources().time_limit_min)
+        executor.update_parameters(time=jobs[0].stage.job.resources.time_limit_min)
         payloads = [
             StageJob(
                 job.stage,
                 job.record_path,
-                step_of(job, config),
-                SlurmChain(self, job) if is_chained(job) else None,
+                step_of(job),
+                partial(serve_in_chain, self, job) if is_chained(job) else None,
             )
-            for job, config in jobs
+            for job in jobs
         ]
         try:
             # The error quotes sbatch; submitit would print the same text again.

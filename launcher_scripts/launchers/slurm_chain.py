@@ -11,9 +11,9 @@ import copy
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from launcher_scripts.launchers.base import AFTER_END, Dependency, Job, Launcher, SubmissionError
+from launcher_scripts.launchers.base import AFTER_END, Job, Launcher, SubmissionError
 from launcher_scripts.launchers.slurm_script import log_path
 from launcher_scripts.launchers.slurm_state import (
     cancel,
@@ -36,57 +36,47 @@ _LONGEST_PAUSE_S = 300.0  # before a further attempt
 _LATE_S = 300.0  # beyond deploy.ready_timeout_s: a node may fetch its container first
 
 
-@dataclass(frozen=True)
-class SlurmChain:
-    """A job of the chain: the launcher and itself, with which it submits its successor."""
+def serve_in_chain(
+    launcher: Launcher, job: Job, serve: Callable[[], Summary], stopped: threading.Event
+) -> Summary:
+    """Serve, with a successor in the queue; cancel that if the whole chain is to end.
 
-    launcher: Launcher
-    job: Job
-
-    def run(self, serve: Callable[[], Summary], stopped: threading.Event) -> Summary:
-        """Serve, with a successor in the queue; cancel that if the whole chain is to end.
-
-        Args:
-            serve: Runs the stage.
-            stopped: Is set by a signal that ends the job.
-        """
-        keeper = _Keeper(self, stopped)
-        keeper.thread.start()
-        is_over = False  # a server that cannot be started again here may start elsewhere
-        try:
-            summary = serve()
-            is_over = summary["ended"] == NOT_NEEDED
-            return summary
-        except (KeyboardInterrupt, SystemExit):  # cancelled
-            is_over = True
-            raise
-        finally:
-            keeper.finish(is_over=is_over)
+    Args:
+        launcher: Submits the successor.
+        job: This one.
+        serve: Runs the stage.
+        stopped: Is set by a signal that ends the job.
+    """
+    keeper = _Keeper(launcher, job, stopped)
+    keeper.thread.start()
+    try:
+        summary = serve()
+        if summary["ended"] == NOT_NEEDED:
+            stopped.set()
+        return summary  # a server that cannot be started again here may start elsewhere
+    except (KeyboardInterrupt, SystemExit):  # cancelled
+        stopped.set()
+        raise
+    finally:
+        keeper.finished.set()
+        keeper.thread.join()
 
 
 class _Keeper:
     """Watches one job's place in the chain, in a thread: the job itself serves."""
 
-    def __init__(self, chain: SlurmChain, stopped: threading.Event) -> None:
-        stage = chain.job.stage
+    def __init__(self, launcher: Launcher, job: Job, stopped: threading.Event) -> None:
+        stage = job.stage
         assert isinstance(stage, DeployStage)
         self.thread = threading.Thread(target=self._run, name="chain", daemon=True)
-        self._chain = chain
-        self._stage = stage
+        self.finished = threading.Event()
+        self._launcher, self._job, self._stage = launcher, job, stage
         self._id = job_id_here()
         self._stopped = stopped
-        self._finished = threading.Event()
         self._began, self._started_at = time.time(), record.now()
         self._ends_at = stage.ends_at or self._began + (stage.config.uptime_s or 0)
         self._may_start_at = self._began + stage.alone_s
         self._successor = ""
-
-    def finish(self, *, is_over: bool) -> None:
-        """End the watch as the job ends."""
-        if is_over:
-            self._stopped.set()
-        self._finished.set()
-        self.thread.join()
 
     def _run(self) -> None:
         try:
@@ -106,7 +96,7 @@ class _Keeper:
         self._may_start_at = min(self._may_start_at, latest)
         if self._began + self._stage.serving_s >= self._ends_at:
             return  # the last of the chain
-        after = [Dependency(self._id, AFTER_END)]
+        after = f"{AFTER_END}:{self._id}"
         config, pause_s = self._stage.config, self._stage.config.restart_backoff_s
         for left in range(config.max_restarts, -1, -1):
             while not self._submit(after):
@@ -117,15 +107,15 @@ class _Keeper:
             log_line(f"chain: the next job, {self._successor}, {problem}; {left} attempts are left")
             if not self._waits(until=time.time() + pause_s):
                 return
-            self._may_start_at, after = 0.0, []
+            self._may_start_at, after = 0.0, ""
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _submit(self, after: list[Dependency]) -> bool:
+    def _submit(self, after: str) -> bool:
         """Put a successor into the queue; return False if Slurm refuses it now."""
-        job, stage = self._chain.job, copy.copy(self._stage)
+        job, stage = self._job, copy.copy(self._stage)
         stage.predecessor, stage.ends_at = self._id, self._ends_at
         try:
-            self._successor = self._chain.launcher.submit(replace(job, stage=stage), after).job_id
+            self._successor = self._launcher.submit(replace(job, stage=stage), after).job_id
         except SubmissionError as error:  # such as a limit of queued jobs
             log_line(
                 f"chain: the next job was refused, and is submitted again in a minute: {error}"
@@ -167,7 +157,7 @@ class _Keeper:
     ) -> bool:
         """Wait for a condition or a time; return False if the job ends first."""
         while not condition() and time.time() < until:
-            if self._stopped.wait(_POLL_S) or self._finished.is_set():
+            if self._stopped.wait(_POLL_S) or self.finished.is_set():
                 return False
         return True
 
@@ -176,7 +166,7 @@ class _Keeper:
 
     def _claim_record(self) -> None:
         """Make `job.json` the record of this job, unless it is already."""
-        path = self._chain.job.record_path
+        path = self._job.record_path
         found = record.read_record(path)
         if found is None or found.job_id == self._id:
             return
@@ -187,7 +177,7 @@ class _Keeper:
             state=record.READY,
             cluster=found.cluster,
             host=node_name(),
-            log=str(log_path(self._chain.job, self._id)),
+            log=str(log_path(self._job, self._id)),
             submitted_at=found.submitted_at,
             started_at=self._started_at,
             git_revision=found.git_revision,

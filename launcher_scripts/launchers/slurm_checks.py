@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import re
 import shlex
 import shutil
@@ -25,7 +24,7 @@ from stages.base import Stage
 from stages.preflight import mpi_problem
 
 # Local file systems; an ext4 or xfs disk may be exported to the nodes, these cannot be.
-_OWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
+_OWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlayfs")
 # Busy nodes may not answer in this time; the check is then skipped.
 _PROBE_WAIT_S = 60
 _UNSEEN = "unseen:"
@@ -52,7 +51,7 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
             "cluster_type=local or dry_run=true.",
         ]
     problems += [*_problems_of_partition(config), *_problems_of_pyxis(config, stages)]
-    nodes = max((stage.resources().nodes for stage in stages), default=1)
+    nodes = max((stage.job.resources.nodes for stage in stages), default=1)
     if nodes > 1 and config.cluster.mpi is not None:
         with suppress(OSError, subprocess.TimeoutExpired):
             problems += filter(None, [mpi_problem(config.cluster.mpi, timeout_s=ASK_S)])
@@ -94,7 +93,7 @@ def _gpus(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
     """Compare the stages' GPUs with those of a node and of a task in the configuration."""
     most, per_task = config.cluster.gpus_per_node, config.cluster.gpus_per_task
     for stage in stages:
-        resources = stage.resources()
+        resources = stage.job.resources
         asked, tasks = resources.gpus_per_node or 0, resources.tasks_per_node
         if most is not None and asked > most:
             yield (
@@ -187,13 +186,7 @@ def _problems_of_pyxis(config: Config, stages: Sequence[Stage]) -> list[str]:
 
 def own_file_system(path: Path) -> str | None:
     """Return the kind of file system of `path`, if other machines cannot share it."""
-    there = nearest_that_exists(path).resolve()
-    kinds: dict[str, str] = {}
-    with suppress(OSError):
-        for line in Path("/proc/mounts").read_bytes().splitlines():
-            _, mounted, system, *_ = line.split()
-            kinds[os.fsdecode(mounted)] = os.fsdecode(system)
-    kind = next((kinds[str(each)] for each in (there, *there.parents) if str(each) in kinds), "")
+    kind = (_answer(["stat", "-f", "-c", "%T", str(nearest_that_exists(path))]) or "").strip()
     return kind if kind in _OWN_FILE_SYSTEMS else None
 
 

@@ -6,7 +6,6 @@ import operator
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import image_of
 from launcher_scripts.configuration.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
-from launcher_scripts.launchers.base import Dependency, Job
+from launcher_scripts.launchers.base import Job
 from stages.deploy import DeployStage
 from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
@@ -34,34 +33,18 @@ _MEMORY_EVERY_S = 5
 _CONTAINER_FLAGS = ("--container", "--no-container")
 
 
-@dataclass(frozen=True)
-class Array:
-    """Jobs of the same shape that are submitted as one job array.
-
-    Attributes:
-        folder: folder of their common script, pickles and logs.
-        size: number of jobs.
-    """
-
-    folder: Path
-    size: int
-
-
-def batch_script(
-    job: Job, config: Config, after: Sequence[Dependency], *, array: Array | None = None
-) -> str:
+def batch_script(job: Job, after: str, *, array: Path | None = None, size: int = 1) -> str:
     """Return the script for sbatch: options, environment, and the job's Python in place of bash.
 
     Python replaces the shell: it receives the signal before the time limit and can requeue. The
-    script of an array serves each of its jobs; `job` is any one of them.
+    script of an array of `size` jobs serves each of them, and `job` is any one; the folder `array`
+    receives their pickles and logs.
     """
-    options = sbatch_options(job, config, after)
+    options = sbatch_options(job, after)
     job_id, folder = "$SLURM_JOB_ID", submitit_folder(job)
     if array is not None:
-        options |= {"array": f"0-{array.size - 1}"}
-        options |= _logs(array_log(job, array, "%A_%a"), "%A_%a")
-        job_id = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
-        folder = array.folder
+        options |= {"array": f"0-{size - 1}"} | _logs(log_path(job, "%A_%a", array), "%A_%a")
+        job_id, folder = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", array
     flags = [flag(name, value) for name, value in sorted(options.items())]
     lines = [
         "#!/bin/bash",
@@ -77,10 +60,10 @@ def batch_script(
         f"export {MARK_VARIABLE}=slurm-{job_id}:{shlex.quote(str(folder))}",
         "export SUBMITIT_EXECUTOR=slurm",
         f"export PYTHONPATH={shlex.quote(str(CHECKOUT))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        *config.cluster.setup,
+        *job.config.cluster.setup,
         "",
         *_measure_memory(job, array),
-        *_about_step(step_of(job, config)),
+        *_about_step(step_of(job)),
         "# command",
         f"exec {shlex.join([sys.executable, '-u', '-m', 'submitit.core._submit', str(folder)])}",
     ]
@@ -92,12 +75,12 @@ def is_chained(job: Job) -> bool:
     return isinstance(job.stage, DeployStage) and job.stage.is_chained
 
 
-def _measure_memory(job: Job, array: Array | None) -> list[str]:
+def _measure_memory(job: Job, array: Path | None) -> list[str]:
     """Return the lines of a step that records GPU memory while the job runs."""
     if not (is_set(MEMORY_MEASURE) and _needs_gpus(job)):
         return []
-    nodes = job.stage.resources().nodes
-    folder, job_id = (job.folder, "%j") if array is None else (array.folder, "%A_%a")
+    nodes = job.stage.job.resources.nodes
+    folder, job_id = (job.folder, "%j") if array is None else (array, "%A_%a")
     command = [
         "srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
         f"--output={_pattern(folder / f'memory_{job_id}.csv', job_id)}",
@@ -108,7 +91,7 @@ def _measure_memory(job: Job, array: Array | None) -> list[str]:
 
 
 def _needs_gpus(job: Job) -> bool:
-    return job.stage.name == "deploy" or job.stage.resources().gpus_per_node is not None
+    return job.stage.name == "deploy" or job.stage.job.resources.gpus_per_node is not None
 
 
 def _about_step(step: JobStep | None) -> list[str]:
@@ -125,23 +108,17 @@ def _about_step(step: JobStep | None) -> list[str]:
     ]
 
 
-def log_path(job: Job, job_id: str) -> Path:
+def log_path(job: Job, job_id: str, array: Path | None = None) -> Path:
     """Return the log of a job; the CI switch of the NeMo launcher puts everything into one."""
-    if is_set(CI):
-        return job.folder / f"slurm_{job_id}.out"
-    return job.folder / f"log-{job.prefix}{job.name}_{job_id}.out"
+    name = f"slurm_{job_id}" if is_set(CI) else f"log-{job.full_name}_{job_id}"
+    return (array or job.folder) / f"{name}.out"
 
 
-def array_log(job: Job, array: Array, job_id: str) -> Path:
-    """Return the log of one job of an array."""
-    return array.folder / f"log-{job.prefix}{job.name}_{job_id}.out"
-
-
-def shape(job: Job, config: Config) -> dict[str, Any]:
+def shape(job: Job) -> dict[str, Any]:
     """Return the options that the jobs of an array share: all but their logs."""
-    options = sbatch_options(job, config, ())
+    options = sbatch_options(job, "")
     common = {name: value for name, value in options.items() if name not in ("output", "error")}
-    return common | {"environment": dict(job.environment), "setup": list(config.cluster.setup)}
+    return common | {"environment": job.environment, "setup": job.config.cluster.setup}
 
 
 def submitit_folder(job: Job) -> Path:
@@ -149,13 +126,14 @@ def submitit_folder(job: Job) -> Path:
     return job.folder / "submitit"
 
 
-def sbatch_options(job: Job, config: Config, after: Sequence[Dependency]) -> dict[str, Any]:
+def sbatch_options(job: Job, after: str) -> dict[str, Any]:
     """Return the options of sbatch by name; None and False mean that the option is left out."""
-    cluster = config.cluster
-    resources = job.stage.resources()
+    cluster = job.config.cluster
+    resources = job.stage.job.resources
     options: dict[str, Any] = {name: getattr(cluster, name) for name in _SAME_NAME}
+    own = job.config.export.run.dependency if job.stage.name in ("convert", "export") else None
     options |= {
-        "job-name": f"{job.prefix}{job.name}",
+        "job-name": job.full_name,
         "nodes": resources.nodes,
         "ntasks-per-node": resources.tasks_per_node,
         "time": slurm_notation(resources.time_limit_min),
@@ -168,7 +146,7 @@ def sbatch_options(job: Job, config: Config, after: Sequence[Dependency]) -> dic
         "no-requeue" if is_chained(job) else "requeue": True,
         "signal": f"B:USR2@{cluster.signal_delay_s}",
         "kill-on-invalid-dep": "yes" if after else None,
-        "dependency": dependency(job, config, after),
+        "dependency": ",".join(filter(None, [after, own, cluster.dependency])) or None,
     }
     if cluster.gpus_per_task and _needs_gpus(job):
         # Slurm refuses --gpus-per-task without a number of tasks.
@@ -177,13 +155,6 @@ def sbatch_options(job: Job, config: Config, after: Sequence[Dependency]) -> dic
     return options | {
         name.replace("_", "-"): value for name, value in cluster.additional_parameters.items()
     }
-
-
-def dependency(job: Job, config: Config, after: Sequence[Dependency]) -> str | None:
-    """Return a job's dependencies: of the pipeline, its own configuration and the cluster's."""
-    own = config.export.run.dependency if job.stage.name in ("convert", "export") else None
-    parts = [*map(str, after), own, config.cluster.dependency]
-    return ",".join(part for part in parts if part) or None
 
 
 def _logs(log: Path, job_id: str) -> dict[str, str | None]:
@@ -213,14 +184,14 @@ def flag(name: str, value: Any) -> str | None:
     return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
 
 
-def step_of(job: Job, config: Config) -> JobStep | None:
+def step_of(job: Job) -> JobStep | None:
     """Return the srun that runs a stage; None when the batch process can run it itself."""
-    cluster = config.cluster
+    config, cluster = job.config, job.config.cluster
     image = image_of(job.stage.name, config)
     arguments = [
         each for each in cluster.srun_args if image or not each.startswith(_CONTAINER_FLAGS)
     ]
-    resources = job.stage.resources()
+    resources = job.stage.job.resources
     ranks = resources.nodes * resources.tasks_per_node
     # NVIDIA's server initializes MPI even when it is alone.
     needs_mpi = ranks > 1 or (

@@ -62,11 +62,10 @@ def configure(*words: str) -> Config:
 
 
 def make_run(*stages: Stage, words: tuple[str, ...] = ()) -> Run:
-    jobs = {
-        stage.name: Job(stage=stage, prefix="t-", environment={"TOYS": "1"}) for stage in stages
-    }
+    config = configure("cluster.job_name_prefix=t-", "+env_vars.TOYS=1", *words)
+    jobs = {stage.name: Job(stage, config) for stage in stages}
     planned = [PlannedStage(stage, stage.finding()) for stage in stages]
-    return Run(SlurmLauncher(configure(*words)), Console(), planned, jobs)
+    return Run(SlurmLauncher(config), Console(), planned, jobs)
 
 
 def restart_now(cluster: SlurmCluster, run: Run, stage: str) -> None:

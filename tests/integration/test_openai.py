@@ -235,9 +235,8 @@ def test_the_documents_example_runs(
 def test_health_is_the_servers(server: TritonServer) -> None:
     assert server.openai_url is not None
     url = server.openai_url.replace("/v1", "/health")
-    assert server._front is not None
-    assert server._sockets is not None
-    folder = server._sockets.folder
+    sockets = server._sockets
+    assert sockets is not None
 
     def status() -> int:
         try:
@@ -249,7 +248,7 @@ def test_health_is_the_servers(server: TritonServer) -> None:
         return status() == expected
 
     for is_ready in (False, True):
-        server._front.set_ready(folder, is_ready=is_ready)
+        sockets.set_ready(is_ready)
         expected = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
         until(partial(answers, expected), f"{expected}")
 

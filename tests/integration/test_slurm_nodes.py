@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 
+from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.console import Console
-from launcher_scripts.job_folder import make_job
+from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm import SlurmLauncher
-from launcher_scripts.stage_table import Context, build_stage
+from launcher_scripts.stage_table import build_stage
 from launcher_scripts.sweep import Combination, Outcome, run_sweep
 from stages.base import Resources, StageError
 from stages.convert import ConvertStage
@@ -48,7 +49,6 @@ from tests.unit.launcher_scripts.toy_stages import (
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]
-SECTIONS: dict[str, Any] = {name: {} for name in ("export", "convert", "deploy", "evaluate")}
 TWO_NODES = Resources(nodes=2, tasks_per_node=2)
 
 
@@ -186,7 +186,7 @@ def test_one_failure_in_an_array_stops_only_its_own_chain(tmp_path: Path) -> Non
             EnvironmentStage(settings(folder, "environment")),
         )
         combination = Combination({"size": value}, ())
-        outcomes.append(Outcome(combination, folder, run, configure()))
+        outcomes.append(Outcome(combination, run))
     console = Console(io.StringIO())
     assert run_sweep(outcomes, wait=True, console=console, folder=tmp_path / "both") == 1
     assert [each.state for each in outcomes] == ["failed", "completed"]
@@ -200,12 +200,6 @@ def test_one_failure_in_an_array_stops_only_its_own_chain(tmp_path: Path) -> Non
 def test_values_that_need_other_resources_are_submitted_as_chains() -> None:
     launcher = SlurmLauncher(configure())
     both = [configure(f"export.model.processes={each}") for each in (1, 2)]
-    jobs = [
-        (
-            make_job(build_stage("convert", each, Context(), []), each, SECTIONS, git_revision=""),
-            each,
-        )
-        for each in both
-    ]
+    jobs = [Job(build_stage("convert", each, Context(), []), each) for each in both]
     assert not launcher.fits_array(jobs)
     assert launcher.fits_array([jobs[0], jobs[0]])

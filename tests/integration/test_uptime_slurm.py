@@ -23,11 +23,12 @@ import pytest
 
 from inference.ports import pick_free_ports
 from inference.server.client import TritonClient
+from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.launchers import slurm_chain
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm import SlurmLauncher
-from launcher_scripts.launchers.slurm_chain import SlurmChain
-from launcher_scripts.stage_table import Context, build_stage
+from launcher_scripts.launchers.slurm_chain import serve_in_chain
+from launcher_scripts.stage_table import build_stage
 from stages.deploy import DeployStage
 from stages.endpoint import ServerEndpoint
 from stages.progress import write_json
@@ -302,8 +303,7 @@ def test_successor_that_is_late_is_replaced_a_bounded_number_of_times(
         until(has_failed)
         return {"ended": "no longer needed"}
 
-    chain = SlurmChain(SlurmLauncher(config), Job(stage=stage, prefix="t-"))
-    chain.run(work, threading.Event())
+    serve_in_chain(SlurmLauncher(config), Job(stage, config), work, threading.Event())
     assert "".join(said).count("has run for 0 s and does not serve") == 2
     slurm_cluster.run("scancel", job_id)
     until(lambda: not slurm_cluster.run("squeue", "-h").strip(), "the end of every job")

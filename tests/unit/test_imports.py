@@ -77,6 +77,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.ft",
         "export_scripts.numeric",
         "export_scripts.suggest",
+        "export_scripts.values",
     ),
     "export_scripts.triton": (
         "export_scripts.errors",
@@ -259,7 +260,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "launcher_scripts.configuration": (
         "export_scripts.checkpoints",
         "export_scripts.conversion",
-        "export_scripts.families",
         "export_scripts.suggest",
         "export_scripts.triton",
         "export_scripts.values",

@@ -79,7 +79,7 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
     ]
     if is_mixture and not traits.gated:
         reasons.append(f"activation = {traits.activation}: mixtures are written with a gate alone")
-    if traits.qk_norm and not is_rms:
+    if traits.source.get("qk_layernorm") and not is_rms:
         reasons.append(
             f"qk_layernorm = true with normalization = {traits.normalization}: queries and keys "
             "are normalised with RMSNorm alone"
@@ -115,13 +115,14 @@ def core_config(facts: Facts) -> DenseConfig:
         settings.note("no_rope_freq: it leaves no layer with rotary positions")
     return settings.built(
         DenseConfig,
+        facts,
         **fields,
         model_name="llama",
         kv_head_num=traits.query_groups,
         hidden_size=traits.hidden,
         norm_type=traits.normalization.removesuffix("1p"),
         norm_one_plus=_keeps_one_plus(traits),
-        query_key_norm="head" if traits.qk_norm else None,
+        query_key_norm="head" if traits.source.get("qk_layernorm") else None,
         activation_type=GATED[traits.activation] if traits.gated else traits.activation,
     )
 

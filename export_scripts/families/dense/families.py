@@ -18,7 +18,12 @@ from export_scripts.families.dense.huggingface import (
 )
 from export_scripts.families.dense.layout import LAYOUT, DenseConfig
 from export_scripts.families.mapping.huggingface import Setting, inverse_root, key, reciprocal
-from export_scripts.families.mapping.names import QUERY_KEY_VALUE, in_layers, named_sources
+from export_scripts.families.mapping.names import (
+    QUERY_KEY_VALUE,
+    fused_layer,
+    in_layers,
+    named_sources,
+)
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
 
@@ -349,12 +354,8 @@ _FALCON_NAMES = {
     **in_layers(
         _FALCON_LAYER,
         {
-            "input_layernorm": "input_layernorm",
+            **fused_layer("self_attention"),
             **dict.fromkeys(QUERY_KEY_VALUE, "self_attention.query_key_value"),
-            "attention.dense": "self_attention.dense",
-            "post_attention_layernorm": "post_attention_layernorm",
-            "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",
-            "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
         },
     ),
 }

@@ -88,38 +88,27 @@ class DenseConfig(DecoderConfig):
     rotary_short_factor: tuple[float, ...] | None = None
     rotary_long_factor: tuple[float, ...] | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse traits that no runtime computes.
-
-        Raises:
-            ValueError: An unknown choice, or rotated dimensions that do not fit.
-        """
-        dims, size = self.rotary_embedding, self.size_per_head
-        problems = [
+    def problems(self) -> list[str]:
+        """Return traits that no runtime computes: unknown choices, numbers that do not fit."""
+        problems = super().problems() + [
             f"{name} = {getattr(self, name)}; known: {', '.join(map(str, known))}"
             for name, known in _CHOICES.items()
             if getattr(self, name) not in known
         ]
         if self.kv_head_num < 1:
             problems.append(f"kv_head_num = {self.kv_head_num}: expected at least 1")
-        if dims % 2 or dims > size:
-            problems.append(
-                f"rotary_embedding = {dims} of the head size {size} cannot be represented: "
-                "dimensions are rotated two at a time"
-            )
         kind = self.rotary_scaling_type or ""
         problems += [
             f"rotary_scaling_type = {kind} needs rotary_{name}"
             for name in (*ROTARY_SCALINGS.get(kind, ()), *_COMPUTED.get(kind, ()))
             if name not in self.rotary_scaling
         ]
-        problems += [
+        dims = self.rotary_embedding
+        return problems + [
             f"{name} has {len(factors)} factors for {dims} rotated dimensions: expected {dims // 2}"
             for name in ("rotary_short_factor", "rotary_long_factor")
             if (factors := getattr(self, name)) is not None and len(factors) != dims // 2
         ]
-        if problems:
-            raise ValueError("\n".join(problems))
 
     @property
     def rotary_scaling(self) -> dict[str, Any]:
@@ -141,21 +130,6 @@ class DenseConfig(DecoderConfig):
     def has_mlp_norm(self) -> bool:
         """True if the MLP has an input norm of its own."""
         return self.has_input_norms and self.residual != "parallel_shared"
-
-    @property
-    def has_norm_bias(self) -> bool:
-        """True if norms have a bias next to their scale."""
-        return self.norm_type == "layernorm"
-
-    @property
-    def has_head_norms(self) -> bool:
-        """True if each head of queries and keys is normalised."""
-        return self.query_key_norm == "head"
-
-    @property
-    def has_joint_norms(self) -> bool:
-        """True if all heads of the queries, and all of the keys, are normalised together."""
-        return self.query_key_norm == "all"
 
     @property
     def attention_width(self) -> int:
@@ -218,13 +192,13 @@ def _per_layer(config: DenseConfig, layers: tuple[int, ...] | None) -> tuple[boo
 def _heads_norm(name: str, width: str) -> tuple[WeightSpec, ...]:
     name = f"{LAYER}attention.{name}.weight"
     return (
-        WeightSpec(name, ("size_per_head",), when=("has_head_norms",)),
-        WeightSpec(name, (width,), split=0, when=("has_joint_norms",)),
+        WeightSpec(name, ("size_per_head",), when=("query_key_norm=head",)),
+        WeightSpec(name, (width,), split=0, when=("query_key_norm=all",)),
     )
 
 
 _INPUT, _OUTPUT, _MLP = ("has_input_norms",), ("has_output_norms",), ("has_mlp_bias",)
-_QKV, _NORM = ("has_qkv_bias",), ("has_norm_bias",)
+_QKV, _NORM = ("has_qkv_bias",), ("norm_type=layernorm",)
 
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
@@ -247,7 +221,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
     *WeightSpec.row(LAYER + "mlp.dense_4h_to_h", "inter_size", "hidden", bias=_MLP),
     *WeightSpec.norm(LAYER + "mlp_output_layernorm", when=_OUTPUT, bias=_NORM),
     *WeightSpec.norm("model.final_layernorm", bias=_NORM),
-    WeightSpec("model.lm_head.weight", ("vocab_size", "hidden"), when=("untied_head",)),
+    WeightSpec("model.lm_head.weight", ("vocab_size", "hidden"), when=("not tie_word_embeddings",)),
 )
 
 
@@ -263,17 +237,13 @@ class _FirstCopies(Copy):
         return Parts(parts.axis, parts.tensors[:: self.copies])
 
 
-def _whole_heads(stored: DenseConfig, names: Collection[str]) -> dict[str, TensorSource]:
+def _whole_heads(stored: DenseConfig, _: Collection[str]) -> dict[str, TensorSource]:
     """Return the sources of keys and values where several ranks have the same head."""
     copies = stored.stored_kv_head_num // stored.kv_head_num
-    split = {"attention.key.weight": 1, "attention.key.bias": 0, "attention.value.weight": 1,
-             "attention.value.bias": 0}  # fmt: skip
-    if stored.has_joint_norms:
-        split["attention.key_norm.weight"] = 0
     return {
-        LAYER + name: _FirstCopies(LAYER + name, cut=axis, copies=copies)
-        for name, axis in split.items()
-        if copies > 1 and (LAYER + name).format(layer=0) in names
+        spec.name: _FirstCopies(spec.name, cut=spec.split, copies=copies)
+        for spec in LAYOUT
+        if copies > 1 and "kv_width" in spec.shape and any(spec.expand(stored))
     }
 
 

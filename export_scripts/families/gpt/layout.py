@@ -6,12 +6,11 @@ ParallelGptDecoderLayerWeight.cc (5.3 line).
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, activation_choice
-from export_scripts.families.layout.config import Sections
+from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 
@@ -37,22 +36,14 @@ class GPTConfig(DecoderConfig):
     model_variant: str | None = None
     int8: bool | None = None  # static int8 files are next to the weights
     exact_gelu: bool = False  # not an FT key (FT takes tanh gelu): the source's is by erf
-    # Not an FT key: distinguishes a lost model.lm_head.weight.bin from a tied head.
-    tie_word_embeddings: bool = True
+    # Not an FT key: distinguishes a lost model.lm_head.weight.bin from a tied head. FT takes the
+    # head for tied where the file is absent.
+    tie_word_embeddings: bool = ini_field(True, absent=lambda _, files: f"{HEAD}.bin" not in files)
 
     @property
     def local_hidden(self) -> int:
         """Attention width of one tensor-parallel rank."""
         return self.hidden // self.tensor_para_size
-
-    @classmethod
-    def absent_keys(
-        cls,
-        sections: Sections,  # noqa: ARG003 - the hook's signature
-        files: Collection[str],
-    ) -> dict[str, Any]:
-        """Return tie_word_embeddings, which FT derives from the absence of the head's file."""
-        return {"tie_word_embeddings": f"{HEAD}.bin" not in files}
 
 
 def gpt_architecture(config: GPTConfig) -> DecoderArchitecture:
@@ -126,7 +117,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
     *_adapter("after_attention_adapter"),
     *_adapter("after_ffn_adapter"),
     *WeightSpec.norm("model.final_layernorm", when=("has_post_decoder_layernorm",)),
-    WeightSpec(HEAD, ("vocab_size", "hidden"), when=("untied_head",)),
+    WeightSpec(HEAD, ("vocab_size", "hidden"), when=("not tie_word_embeddings",)),
     *PROMPT_WEIGHTS,
 )
 

@@ -13,20 +13,17 @@ from typing import Any
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
 from export_scripts.families.mapping.megatron_traits import (
     MegatronTraits,
-    bridge_traits,
     foreign_settings,
-    megatron_traits,
-    nemo2_traits,
-    nemo_traits,
+    traits_of,
     unknown_model,
 )
 from export_scripts.families.mapping.names import (
     QUERY_KEY_VALUE,
     completed,
+    fused_layer,
     in_layers,
     named_sources,
 )
-from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
 
@@ -89,8 +86,6 @@ def common_fields(
         "end_id": end_id,
         "layernorm_eps": traits.norm_eps,
         "tie_word_embeddings": tied,
-        "weight_data_type": facts.weight_data_type,
-        "tensor_para_size": facts.tp_size,
     }
 
 
@@ -101,13 +96,14 @@ def gpt_config(facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: b
         ValueError: The special tokens are unknown, or an added archive contradicts itself.
     """
     adapter_size = int(traits.source.get("project_size") or 0)
-    return GPTConfig(
+    return traits.settings.built(
+        GPTConfig,
+        facts,
         model_name="gpt",
         **common_fields(facts, traits, vocab_size=vocab_size, tied=tied),
         activation_type=_ACTIVATIONS[traits.activation],
         has_adapters=adapter_size > 0,
         adapter_inter_size=adapter_size,
-        **prompt_fields(facts, start_id=vocab_size),
     )
 
 
@@ -153,7 +149,7 @@ def gpt_sources(
 ) -> dict[str, TensorSource]:
     """Return the source of each tensor of a GPT."""
     return completed(
-        {**named_sources(names, LAYOUT, order=order), **PROMPT_SOURCES},
+        named_sources(names, LAYOUT, order=order),
         LAYOUT,
         facts,
         lacks=lambda _: not traits.bias,
@@ -170,12 +166,7 @@ def _names(facts: Facts) -> dict[str, str]:
     attention = "self_attention" if facts.has_any("*.self_attention.*") else "attention"
     stack = _stack(facts)
     layer = {
-        "input_layernorm": "input_layernorm",
-        "attention.query_key_value": f"{attention}.query_key_value",
-        "attention.dense": f"{attention}.dense",
-        "post_attention_layernorm": "post_attention_layernorm",
-        "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",
-        "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
+        **fused_layer(attention),
         "after_attention_adapter.dense_h_to_4h": "adaptor1.dense_h_to_4h",
         "after_attention_adapter.dense_4h_to_h": "adaptor1.dense_4h_to_h",
         "after_ffn_adapter.dense_h_to_4h": "adaptor2.dense_h_to_4h",
@@ -213,14 +204,14 @@ def tuned_keys(facts: Facts) -> list[str]:
 
 def _traits(facts: Facts) -> MegatronTraits:
     """Return the traits; of Megatron-LM's version 0 from the tensors and the user."""
-    if facts.reader.format == "nemo":
-        return nemo_traits(facts.config)
-    if facts.config.get("num_layers") is not None:
-        return megatron_traits(facts.config)
+    source_format = facts.reader.format
+    if source_format == "nemo" or facts.config.get("num_layers") is not None:
+        return traits_of(source_format, facts.config)
     layer = f"{_stack(facts)}layers."
     keys = facts.keys()
     numbers = [int(m[1]) for k in keys if (m := re.match(rf"{layer}(\d+)\.", k))]
-    return megatron_traits(
+    return traits_of(
+        source_format,
         {
             "num_attention_heads": facts.given_int("head_num"),
             "hidden_size": facts.size(_embedding(facts), 1),
@@ -228,7 +219,7 @@ def _traits(facts: Facts) -> MegatronTraits:
             "num_layers": max(numbers, default=-1) + 1 or None,
             "max_position_embeddings": facts.size(_POSITIONS, 0),
             "layernorm_epsilon": 1e-6,
-        }
+        },
     )
 
 
@@ -289,14 +280,6 @@ GPT_MEGATRON_MAPPINGS: tuple[SourceMapping, ...] = tuple(
     )
 )
 
-# Format -> reader of its configuration.
-_TRAITS = {
-    "nemo": nemo_traits,
-    "megatron": megatron_traits,
-    "nemo2": nemo2_traits,
-    "bridge": bridge_traits,
-}
-
 CORE_LAYER = "model.decoder.layers.{layer}."
 CORE_WTE = "model.embedding.word_embeddings.weight"
 # Of Megatron Bridge's Gemma 2 and 3.
@@ -342,11 +325,11 @@ def is_core(facts: Facts) -> bool:
 
 def core_traits(facts: Facts) -> MegatronTraits:
     """Return the traits of a megatron-core checkpoint, saved by NeMo or by Megatron-LM."""
-    traits = _TRAITS[facts.reader.format](facts.config)
+    config = facts.config
     if facts.reader.is_distributed:
         # Layers are numbered over all pipeline stages.
-        return dataclasses.replace(traits, virtual_pp=1)
-    return traits
+        config = {**config, "virtual_pipeline_model_parallel_size": None}
+    return traits_of(facts.reader.format, config)
 
 
 def core_is_tied(facts: Facts) -> bool:

@@ -18,18 +18,13 @@ Activation = Literal["gelu", "relu", "relu2", "silu"]
 # parallel: x + attention(norm1(x)) + mlp(norm2(x)); parallel_shared: one norm feeds both.
 Residual = Literal["sequential", "parallel", "parallel_shared"]
 
+_KINDS: tuple[Activation, ...] = ("gelu", "relu", "relu2", "silu")
 _ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
-    "gelu": ("gelu", False),
-    "relu": ("relu", False),
-    "relu2": ("relu2", False),
-    "silu": ("silu", False),
+    **{kind: (kind, False) for kind in _KINDS},
+    **{f"gated-{kind}": (kind, True) for kind in _KINDS},
     "geglu": ("gelu", True),
-    "gated-gelu": ("gelu", True),
     "reglu": ("relu", True),
-    "gated-relu": ("relu", True),
-    "gated-relu2": ("relu2", True),
     "siglu": ("silu", True),
-    "gated-silu": ("silu", True),
 }
 
 
@@ -100,6 +95,9 @@ class DecoderArchitecture:
     activation: Activation = "gelu"
     exact_gelu: bool = False  # gelu by erf, as the source computes it, instead of tanh
     gated: bool = False  # act(x W1) * (x W3) before W2
+    expert_num: int = 0  # MLPs behind a router in each layer; 0: one MLP without
+    experts_per_token: int = 0
+    normalized_routing: bool = True  # the weights of a token's experts sum to 1
     pre_decoder_norm: bool = False
     post_decoder_norm: bool = True
     # attention.{query,key,value} instead of attention.query_key_value

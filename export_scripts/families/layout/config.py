@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
@@ -31,6 +31,7 @@ def ini_field(
     sections: tuple[str, ...] | None = None,
     as_digit: bool = False,
     unless_default: bool = False,
+    absent: Callable[[Sections, Collection[str]], Any] | None = None,
 ) -> Any:
     """Declare a config field that differs in config.ini from its name in the main section.
 
@@ -40,9 +41,12 @@ def ini_field(
         sections: Sections that hold it (all get the same value), when not the main one.
         as_digit: Write a boolean as 1 or 0, for keys the loader reads as integers.
         unless_default: Leave the key out where the value is the default.
+        absent: Makes the value of a key that other writers leave out, of the sections and the names
+            of the folder's files.
     """
     metadata = {
-        "key": key, "sections": sections, "as_digit": as_digit, "unless_default": unless_default
+        "key": key, "sections": sections, "as_digit": as_digit, "unless_default": unless_default,
+        "absent": absent,
     }  # fmt: skip
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
@@ -76,6 +80,19 @@ class FTConfig:
     prompt_learning_start_id: int | None = None
     prompt_learning_type: int | None = None
     tasks: tuple[PromptTask, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values that do not belong together.
+
+        Raises:
+            ValueError: There are any; all problems are listed.
+        """
+        if problems := self.problems():
+            raise ValueError("\n".join(problems))
+
+    def problems(self) -> list[str]:
+        """Return what no runtime computes or no file holds."""
+        return []
 
     @property
     def prompt_length(self) -> Mapping[str, int]:
@@ -125,15 +142,6 @@ class FTConfig:
         return out
 
     @classmethod
-    def absent_keys(
-        cls,
-        sections: Sections,  # noqa: ARG003 - for families that need them
-        files: Collection[str],  # noqa: ARG003
-    ) -> dict[str, Any]:
-        """Return values of fields whose keys other writers leave out, from the folder's files."""
-        return {}
-
-    @classmethod
     def from_sections(
         cls: type[ConfigT], sections: Sections, files: Collection[str] = ()
     ) -> ConfigT:
@@ -146,14 +154,13 @@ class FTConfig:
         """
         values: dict[str, Any] = {}
         problems: list[str] = []
-        known = cls.absent_keys(sections, files)
         hints = get_type_hints(cls)
         for field in ini_fields(cls):
             section = (field.metadata.get("sections") or (cls.SECTION,))[0]
             text = sections.get(section, {}).get(_key(field).lower())
             if text is None:
-                if field.name in known:
-                    values[field.name] = known[field.name]
+                if absent := field.metadata.get("absent"):
+                    values[field.name] = absent(sections, files)
                 elif field.default is dataclasses.MISSING:
                     problems.append(f"config.ini [{section}] has no {_key(field)}")
                 continue

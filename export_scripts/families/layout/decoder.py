@@ -41,15 +41,11 @@ class DecoderConfig(FTConfig):
     start_id: int
     end_id: int
 
-    def __post_init__(self) -> None:
-        """Refuse rotated dimensions that no head has.
-
-        Raises:
-            ValueError: They are odd, or more than a head's.
-        """
+    def problems(self) -> list[str]:
+        """Return a problem if no head has the rotated dimensions."""
         dims, size = getattr(self, "rotary_embedding", 0), self.size_per_head
-        if not can_rotate(dims, size):
-            raise ValueError(f"rotary_embedding = {dims} {NOT_ROTATED.format(size)}")
+        fits = can_rotate(dims, size)
+        return [] if fits else [f"rotary_embedding = {dims} {NOT_ROTATED.format(size)}"]
 
     @property
     def hidden(self) -> int:
@@ -72,14 +68,9 @@ class DecoderConfig(FTConfig):
         """True if the loaded prompts are keys and values of every layer."""
         return self.prompt_learning_type == PREFIX_PROMPT
 
-    @property
-    def has_prompt_tables(self) -> bool:
-        """True if the loaded prompts, if any, are tables of virtual tokens."""
-        return not self.has_prefix_prompts
-
 
 PROMPT_WEIGHTS = (
-    WeightSpec(PROMPT_TABLE, ("prompt_length", "hidden"), when=("has_prompt_tables",)),
+    WeightSpec(PROMPT_TABLE, ("prompt_length", "hidden"), when=("not has_prefix_prompts",)),
     # Keys (already rotated), then values, of every layer.
     WeightSpec(
         "model.prefix_prompt.{task}.weight",

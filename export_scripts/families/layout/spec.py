@@ -18,7 +18,8 @@ from export_scripts.families.layout.architecture import Architecture
 from export_scripts.families.layout.config import FTConfig, Index, Sections
 from export_scripts.numeric.dtypes import item_size
 
-# Config fields or properties that must all be true, or not zero.
+# Config fields or properties, which must all be true (with "not " before a name: false), or have
+# the value after "=".
 When = tuple[str, ...]
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -76,16 +77,11 @@ class WeightSpec:
     dtype: str | None = None  # on disk, when it is not the folder's weight_data_type
     optional: bool = False  # written, though no loader reads it, so as to make the source again
 
-    @property
-    def placeholders(self) -> tuple[str, ...]:
-        """Names of the indices in `name`, such as layer."""
-        return tuple(_PLACEHOLDER.findall(self.name))
-
     def expand(self, config: FTConfig) -> Iterator[tuple[Index, FTTensor]]:
         """Yield (index, tensor) for every tensor of a model that this record describes."""
-        if not all(getattr(config, name) for name in self.when):
+        if not all(_holds(config, condition) for condition in self.when):
             return
-        names = self.placeholders
+        names = _PLACEHOLDER.findall(self.name)
         for values in itertools.product(*(config.index_values(name) for name in names)):
             index: Index = dict(zip(names, values, strict=True))
             shape = tuple(config.dim(size, index) for size in self.shape)
@@ -121,6 +117,12 @@ class WeightSpec:
             WeightSpec(f"{name}.weight", (rows, columns), split=0, when=when),
             WeightSpec(f"{name}.bias", (columns,), when=when + bias),
         )
+
+
+def _holds(config: FTConfig, condition: str) -> bool:
+    name, _, value = condition.removeprefix("not ").partition("=")
+    found = getattr(config, name)
+    return bool(found == value if value else found) is not condition.startswith("not ")
 
 
 @dataclass(frozen=True)

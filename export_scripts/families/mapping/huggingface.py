@@ -14,7 +14,6 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.names import Names, named_sources
-from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
 from export_scripts.families.mapping.settings import (
     ALL_ACTIVATIONS,
     Settings,
@@ -169,11 +168,9 @@ class HuggingFaceDecoder:
             )
         return settings.built(
             self.family.config,
+            facts,
             **values,
-            **prompt_fields(facts, start_id=values["vocab_size"]),
             model_name=model_name(facts.config, self.name or self.model_type),
-            weight_data_type=facts.weight_data_type,
-            tensor_para_size=facts.tp_size,
         )
 
     def derived(self, settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +209,7 @@ class HuggingFaceDecoder:
         if self.stores_head:
             key = stored_head(facts, self.heads, self.embedding, default=self.is_tied)
             table[HEAD] = Copy(key, cut=0)
-        return {**table, **PROMPT_SOURCES, **self.sources(facts, config)}
+        return {**table, **self.sources(facts, config)}
 
     def _warnings(self, facts: Facts, config: Any) -> list[str]:
         own = self.warnings(facts, config)

@@ -9,7 +9,7 @@ megatron/core/transformer/transformer_config.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +51,7 @@ class MegatronTraits:
     exact_gelu: bool  # gelu by erf
     bias: bool
     tied: bool
-    block_type: str
-    virtual_pp: int
     expert_num: int
-    qk_norm: bool
     rotary_base: float
     rotary_local_base: float | None  # of layers with a window, if another
     rotary_fraction: float
@@ -83,16 +80,18 @@ def megatron_settings(config: Mapping[str, Any], label: str) -> Settings:
     return Settings({**config, **numbers}, label)
 
 
-def traits_of(
-    config: Mapping[str, Any], label: str, *positions: str, **activation: Any
-) -> MegatronTraits:
-    """Return the traits that NeMo and Megatron-LM state alike; no key means two things.
-
-    `label` names the configuration in messages, `positions` are keys of the longest sequence.
+def traits_of(source_format: str, config: Mapping[str, Any]) -> MegatronTraits:
+    """Return the traits that the configuration of a format states; no key means two things.
 
     Raises:
         CheckpointMismatchError: Sizes or numbers are malformed; all are listed.
     """
+    label, positions, activation_of = _FORMATS[source_format]
+    if source_format in _SCALED:
+        config = {**config, "use_rope_scaling": bool(config.get(_SCALED[source_format]))}
+        bases = config.get("rotary_base")
+        if isinstance(bases, list) and len(bases) == 2:  # of layers with a window, and the others
+            config = {**config, "rotary_local_base": bases[0], "rotary_base": bases[1]}
     settings = megatron_settings(config, label)
 
     def size(*keys: str, default: int = 0) -> int:
@@ -102,7 +101,6 @@ def traits_of(
         return settings.number(_stated(config, *keys), default=default)
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
-    post = config.get("apply_residual_connection_post_layernorm")
     rotates = config.get("use_rotary_position_embeddings")
     # Megatron-LM states a number of groups even where no heads share one.
     is_grouped = config.get("group_query_attention", True)
@@ -112,6 +110,7 @@ def traits_of(
     if isinstance(experts, list) and not all(type(each) is int for each in experts):
         settings.note(f"number of experts = {experts!r:.100}: expected one for each layer")
         experts = []
+    activation, gated, fused, by_erf = activation_of(config)
     traits = MegatronTraits(
         head_num=heads,
         hidden=hidden,
@@ -123,15 +122,16 @@ def traits_of(
         norm_eps=number("layernorm_epsilon", "norm_epsilon", default=1e-5),
         position="rope" if rotates else str(_first(config, "position_embedding_type") or _LEARNED),
         normalization=_normalization(config),
+        activation=activation,
+        gated=gated,
+        fused_gelu=fused,
+        exact_gelu=by_erf and not fused,
         bias=bool(_first(config, "bias", "add_bias_linear", default=True)),
         tied=bool(_first(config, "share_embeddings_and_output_weights", default=True))
         and not config.get("untie_embeddings_and_output_weights"),
-        block_type="post_ln" if post else str(_first(config, "transformer_block_type") or "pre_ln"),
-        virtual_pp=size("virtual_pipeline_model_parallel_size", default=1),
         expert_num=max(experts, default=1)
         if isinstance(experts, list)
         else size("num_moe_experts", "num_experts", default=1),
-        qk_norm=bool(config.get("qk_layernorm")),
         rotary_base=number("rotary_base", default=10000),
         rotary_local_base=settings.optional("rotary_local_base"),
         rotary_fraction=number("rotary_percentage", "rotary_percent", default=1.0),
@@ -139,55 +139,9 @@ def traits_of(
             "seq_len_interpolation_factor", "rotary_seq_len_interpolation_factor", default=1.0
         ),
         settings=settings,
-        **activation,
     )
     settings.finish()
     return traits
-
-
-def nemo_traits(config: Mapping[str, Any]) -> MegatronTraits:
-    """Return the traits of a NeMo model_config.
-
-    Raises:
-        CheckpointMismatchError: A size is malformed.
-    """
-    word = str(config.get("activation") or "gelu")
-    activation, gated = _activation(word, openai_gelu=bool(config.get("openai_gelu")))
-    # Without a gate the fused kernel needs a bias to add.
-    has_kernel = activation == "gelu" and (gated or _first(config, "bias", default=True))
-    fused = nemo_fuses_activation(config) and bool(has_kernel)
-    return traits_of(
-        config,
-        "model_config.yaml",
-        "max_position_embeddings",
-        "encoder_seq_length",
-        activation=activation,
-        gated=gated,
-        fused_gelu=fused,
-        exact_gelu=not fused and nemo_gelu_is_exact(config),
-    )
-
-
-def megatron_traits(args: Mapping[str, Any]) -> MegatronTraits:
-    """Return the traits of Megatron-LM's saved arguments.
-
-    Raises:
-        CheckpointMismatchError: A size is malformed.
-    """
-    activation = _megatron_activation(args)
-    fuses = _first(args, "add_bias_linear", default=True) and _first(
-        args, "bias_gelu_fusion", default=True
-    )
-    fused = activation == "gelu" and bool(fuses)
-    return traits_of(
-        args,
-        "the checkpoint's args",
-        "max_position_embeddings",
-        activation=activation,
-        gated=bool(args.get("swiglu") or args.get("quick_geglu")),
-        fused_gelu=fused,
-        exact_gelu=activation == "gelu" and not fused and not args.get("openai_gelu"),
-    )
 
 
 def _stated(config: Mapping[str, Any], *keys: str) -> str:
@@ -206,24 +160,54 @@ def _normalization(config: Mapping[str, Any]) -> str:
     return word if word.endswith("1p") or not is_centred else f"{word}1p"
 
 
-def _activation(word: str, *, openai_gelu: bool) -> tuple[str, bool]:
-    """Return (kind, gated); NeMo's openai_gelu overrides `activation`."""
-    bare = _bare(word)
-    if bare in _GATED:
-        return "gelu" if openai_gelu else _GATED[bare], True
-    kind = _PLAIN.get(bare, word)
-    return "gelu" if openai_gelu and bare in _PLAIN else kind, False
+# The kind of activation, whether it is gated, whether a kernel fuses gelu with its bias, and
+# whether gelu is by erf where none does.
+_Activation = tuple[str, bool, bool, bool]
+
+
+def _nemo_activation(config: Mapping[str, Any]) -> _Activation:
+    """Return what NeMo computes, whose openai_gelu overrides `activation`."""
+    word = str(config.get("activation") or "gelu")
+    bare, gated = _bare(word), _bare(word) in _GATED
+    kind = _GATED.get(bare) or _PLAIN.get(bare)
+    kind = "gelu" if kind and config.get("openai_gelu") else kind or word
+    # Without a gate the fused kernel needs a bias to add.
+    has_kernel = kind == "gelu" and (gated or _first(config, "bias", default=True))
+    fused = nemo_fuses_activation(config) and bool(has_kernel)
+    return kind, gated, fused, nemo_gelu_is_exact(config)
 
 
 def _bare(word: str) -> str:
     return word.lower().removeprefix("fast-").removeprefix("fast_")
 
 
-def _megatron_activation(args: Mapping[str, Any]) -> str:
-    for flag, word in (("squared_relu", "relu2"), ("quick_geglu", "quick_gelu")):
-        if args.get(flag):
-            return word
-    return "silu" if args.get("swiglu") else "gelu"
+def _megatron_activation(args: Mapping[str, Any]) -> _Activation:
+    flags = {"squared_relu": "relu2", "quick_geglu": "quick_gelu", "swiglu": "silu"}
+    kind = next((word for flag, word in flags.items() if args.get(flag)), "gelu")
+    fuses = ("add_bias_linear", "bias_gelu_fusion")
+    fused = kind == "gelu" and all(_first(args, each, default=True) for each in fuses)
+    gated = bool(args.get("swiglu") or args.get("quick_geglu"))
+    return kind, gated, fused, kind == "gelu" and not args.get("openai_gelu")
+
+
+def _core_activation(config: Mapping[str, Any]) -> _Activation:
+    word = _function_name(config.get("activation_func")) or "gelu"
+    fused = word == "gelu" and bool(config.get("bias_activation_fusion"))
+    gated = bool(config.get("gated_linear_unit"))
+    return _FUNCTIONS.get(word, word), gated, fused, word == "gelu"
+
+
+# Formats -> the name of their configuration in messages, keys of the longest sequence, activation.
+_FORMATS: Mapping[str, tuple[str, tuple[str, ...], Callable[[Mapping[str, Any]], _Activation]]] = {
+    "nemo": (
+        "model_config.yaml", ("max_position_embeddings", "encoder_seq_length"), _nemo_activation
+    ),
+    "megatron": ("the checkpoint's args", ("max_position_embeddings",), _megatron_activation),
+    "nemo2": ("context/model.yaml", ("seq_length",), _core_activation),
+    "bridge": ("run_config.yaml", ("seq_length",), _core_activation),
+}  # fmt: skip
+# Keys that are set where positions are scaled as Llama 3.1's.
+_SCALED = {"nemo2": "scale_factor", "bridge": "rope_scaling"}
 
 
 def nemo_fuses_activation(config: Mapping[str, Any]) -> bool:
@@ -241,9 +225,14 @@ def nemo_gelu_is_exact(config: Mapping[str, Any]) -> bool:
     return word in ("gelu", "geglu") and not config.get("openai_gelu")
 
 
+NORMS_ELSEWHERE = "norms stand elsewhere"
+INTERLEAVED = "the interleaved schedule's order of layers is unknown"
 # Settings that change what a model computes and leave no trace in its tensors.
 # NeMo 1.x, megatron_gpt_model.py; megatron/core/transformer/transformer_config.py.
 _FOREIGN = {
+    "transformer_block_type": NORMS_ELSEWHERE,
+    "apply_residual_connection_post_layernorm": "the residual adds what is normalised",
+    "virtual_pipeline_model_parallel_size": INTERLEAVED,
     "apply_embedding_scaling": "the embedding is multiplied by sqrt(hidden_size)",
     "mcore_customization_config": "megatron-core's layers are changed",
     "drop_layers": "layers are left out",
@@ -275,7 +264,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_moe_experts": (0, 1),
     "virtual_pipeline_model_parallel_size": (0, 1),
 }
-INTERLEAVED = "the interleaved schedule's order of layers is unknown"
 
 
 def in_use(source: Mapping[str, Any], settings: Mapping[str, str]) -> list[str]:
@@ -305,16 +293,8 @@ def foreign_settings(traits: MegatronTraits, *, held: Collection[str] = ()) -> l
         for key, value in sizes.items()
         if not value
     ]
-    reasons += in_use(source, {key: what for key, what in _FOREIGN.items() if key not in held})
-    checks = {
-        f"virtual_pipeline_model_parallel_size = {traits.virtual_pp}: {INTERLEAVED}": (
-            traits.virtual_pp > 1
-        ),
-        f"transformer_block_type = {traits.block_type}: only pre_ln is converted": (
-            traits.block_type != "pre_ln"
-        ),
-    }
-    return reasons + [text for text, applies in checks.items() if applies]
+    foreign = {key: what for key, what in _FOREIGN.items() if key not in held}
+    return reasons + in_use(source, foreign)
 
 
 # The classes of a format whose models compute only what their configuration states, without the
@@ -355,43 +335,6 @@ _FUNCTIONS = {
     "silu": "silu",
     "squared_relu": "relu2",
 }
-
-
-def nemo2_traits(config: Mapping[str, Any]) -> MegatronTraits:
-    """Return the traits of a NeMo 2 model's configuration.
-
-    Raises:
-        CheckpointMismatchError: A size is malformed.
-    """
-    # Only configurations that scale positions have a scale_factor.
-    return _core_traits(config, "context/model.yaml", scaled=config.get("scale_factor") is not None)
-
-
-def bridge_traits(config: Mapping[str, Any]) -> MegatronTraits:
-    """Return the traits of a Megatron Bridge provider's settings.
-
-    Raises:
-        CheckpointMismatchError: A size is malformed.
-    """
-    return _core_traits(config, "run_config.yaml", scaled=bool(config.get("rope_scaling")))
-
-
-def _core_traits(config: Mapping[str, Any], label: str, *, scaled: bool) -> MegatronTraits:
-    """Return the traits; `scaled` says whether positions are scaled as Llama 3.1's."""
-    bases = config.get("rotary_base")
-    if isinstance(bases, list) and len(bases) == 2:  # of the layers with a window, and the others
-        config = {**config, "rotary_local_base": bases[0], "rotary_base": bases[1]}
-    word = _function_name(config.get("activation_func")) or "gelu"
-    fused = word == "gelu" and bool(config.get("bias_activation_fusion"))
-    return traits_of(
-        {**config, "use_rope_scaling": scaled},
-        label,
-        "seq_length",
-        activation=_FUNCTIONS.get(word, word),
-        gated=bool(config.get("gated_linear_unit")),
-        fused_gelu=fused,
-        exact_gelu=word == "gelu" and not fused,
-    )
 
 
 def _function_name(value: Any) -> str:

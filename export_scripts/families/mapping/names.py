@@ -50,6 +50,18 @@ class _Thirds(Copy):
         return [(self.key, same(shape, stored=(*shape[:-2], shape[-2] * shape[-1])))]
 
 
+def fused_layer(attention: str = "attention") -> dict[str, str]:
+    """Return the modules of a layer in Megatron's words; `attention` is that module's name."""
+    return {
+        "input_layernorm": "input_layernorm",
+        "attention.query_key_value": f"{attention}.query_key_value",
+        "attention.dense": f"{attention}.dense",
+        "post_attention_layernorm": "post_attention_layernorm",
+        "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
+    }
+
+
 def in_layers(layer: str, names: Names) -> dict[str, Any]:
     """Return names of modules within a layer as names in the whole model, without empty ones."""
     return {

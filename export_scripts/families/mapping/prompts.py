@@ -13,14 +13,10 @@ from typing import Any
 from export_scripts.checkpoints.base import CheckpointReader, Piece
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import PromptTask
-from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.families.mapping.sources import Copy, TensorSource
 
 # FasterTransformer's prompt_learning_type of tables chosen by task name.
 P_PROMPT_TUNING = 3
-
-PROMPT_SOURCES: Mapping[str, TensorSource] = {PROMPT_TABLE: Copy("prompt:{task}")}
 
 _TABLE = re.compile(r"(?:^|\.)prompt_table\.(?P<task>[^.]+)\.prompt_embeddings\.weight$")
 _TASK_NAME = re.compile(r"[\w][\w\- ]*")
@@ -60,15 +56,13 @@ def added_tensors(kind: str, archives: Sequence[CheckpointReader]) -> dict[str, 
 
 
 def prompt_fields(facts: Facts, *, start_id: int) -> dict[str, Any]:
-    """Return the config fields that describe the added prompt tables (empty without any).
+    """Return the config fields that describe the added prompt tables.
 
     `start_id` is the first virtual token, unless the user gives prompt_learning_start_id.
 
     Raises:
         CheckpointMismatchError: An archive's templates and tables disagree.
     """
-    if not facts.prompts:
-        return {}
     tasks: list[PromptTask] = []
     problems: list[str] = []
     for archive in facts.prompts:

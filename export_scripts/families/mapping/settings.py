@@ -14,6 +14,7 @@ from typing import Any
 from export_scripts.checkpoints.base import json_table
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import MOST_LAYERS, ConfigT, FTConfig
+from export_scripts.families.mapping.prompts import prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts
 
 _REQUIRED = object()
@@ -202,13 +203,17 @@ class Settings:
             return None
         return value
 
-    def built(self, config: Callable[..., ConfigT], **fields: Any) -> ConfigT:
-        """Return a config.
+    def built(self, config: Callable[..., ConfigT], facts: Facts, **fields: Any) -> ConfigT:
+        """Return a config of the fields, and of those that are asked for and added.
 
         Raises:
             CheckpointMismatchError: Problems were noted, or the fields do not belong together; all
                 are listed.
         """
+        fields["weight_data_type"] = facts.weight_data_type
+        fields["tensor_para_size"] = facts.tp_size
+        if facts.prompts:
+            fields |= prompt_fields(facts, start_id=fields["vocab_size"])
         try:
             made = config(**fields)
         except ValueError as error:
@@ -238,10 +243,8 @@ def _is_negative(value: Any) -> bool:
 
 def _generation_config(facts: Facts) -> Mapping[str, Any]:
     """Return generation_config.json, which newer folders keep the token ids in."""
-    for file in facts.tokenizer:
-        if file.name == "generation_config.json":
-            return json_table(file.read(), file.path)
-    return {}
+    file = facts.tokenizer.get("generation_config.json")
+    return json_table(file.read(), file) if file else {}
 
 
 def huggingface_settings(source: Mapping[str, Any]) -> Settings:
@@ -301,49 +304,35 @@ def half_precision_warnings(facts: Facts, config: FTConfig, embedding: str) -> l
     ]
 
 
-def token_warnings(facts: Facts, end_id: int | None) -> list[str]:
-    """Return a warning when a model ends its answers with several tokens.
+def source_warnings(facts: Facts, config: FTConfig) -> list[str]:
+    """Return warnings about code of a source's own, and about its special tokens.
 
-    Those of chat models are often in generation_config.json alone.
+    Several last tokens of chat models are often in generation_config.json alone. Some models write
+    -1 for a token that they do not have.
     """
-    if end_id is None:
-        return []
-    stated = [each.get("eos_token_id") for each in (facts.config, _generation_config(facts))]
-    tokens = [t for each in stated for t in (each if isinstance(each, list) else [each])]
-    others = dict.fromkeys(t for t in tokens if isinstance(t, int) and t >= 0 and t != end_id)
-    if not others:
-        return []
-    return [
-        f"the model ends with any of several tokens; end_id is {end_id}: name the others "
-        f"({', '.join(map(str, others))}) as stop words of a request"
-    ]
-
-
-def own_code_warnings(facts: Facts) -> list[str]:
-    """Return a warning when a model comes with Python code of its own, which is never run."""
-    code = facts.config.get("auto_map")
-    stated = (
-        code.get("AutoModelForCausalLM") or code.get("AutoModel")
-        if isinstance(code, Mapping)
-        else code
-    )
-    if not stated:
-        return []
-    return [
-        f"config.json: auto_map names the model's own code ({stated}), which is not run: the model "
-        f"is taken as transformers' {facts.config.get('model_type')}; where its code computes "
-        "something else, answers differ"
-    ]
-
-
-def negative_token_warnings(facts: Facts, config: FTConfig) -> list[str]:
-    """Return a warning for each negative token id of a source, with the token taken in its place.
-
-    Some models write -1 for a token that they do not have.
-    """
+    source = facts.config
+    warnings = []
+    code = source.get("auto_map")
+    if isinstance(code, Mapping):
+        code = code.get("AutoModelForCausalLM") or code.get("AutoModel")
+    if code:
+        warnings.append(
+            f"config.json: auto_map names the model's own code ({code}), which is not run: the "
+            f"model is taken as transformers' {source.get('model_type')}; where its code computes "
+            "something else, answers differ"
+        )
+    end_id = getattr(config, "end_id", None)
+    stated = [each.get("eos_token_id") for each in (source, _generation_config(facts))]
+    ends = [t for each in stated for t in (each if isinstance(each, list) else [each])]
+    others = dict.fromkeys(t for t in ends if isinstance(t, int) and t >= 0 and t != end_id)
+    if others and end_id is not None:
+        warnings.append(
+            f"the model ends with any of several tokens; end_id is {end_id}: name the others "
+            f"({', '.join(map(str, others))}) as stop words of a request"
+        )
     taken = {key: getattr(config, name, None) for key, name in _TOKENS.items()}
-    return [
-        f"{key} = {facts.config[key]} of the checkpoint counts as none; {_TOKENS[key]} is {token}"
+    return warnings + [
+        f"{key} = {source[key]} of the checkpoint counts as none; {_TOKENS[key]} is {token}"
         for key, token in taken.items()
-        if token is not None and _is_negative(facts.config.get(key))
+        if token is not None and _is_negative(source.get(key))
     ]

@@ -12,14 +12,15 @@ from export_scripts.checkpoints.base import (
     CheckpointReader,
     FileMaps,
     Piece,
-    TokenizerFile,
+    Region,
     same_values,
 )
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.sources import TensorSource
+from export_scripts.families.mapping.sources import Copy, TensorSource
 
 _MOST_MODULES = 1_000_000  # layers times experts
 
@@ -32,7 +33,8 @@ class Facts:
     tp_size: int  # of the folder to write
     weight_data_type: str  # likewise
     given: Mapping[str, str] = field(default_factory=dict)  # config values that the user states
-    tokenizer: tuple[TokenizerFile, ...] = ()  # files that will lie in the folder
+    # Files that will lie in the folder, by their names there.
+    tokenizer: Mapping[str, Region] = field(default_factory=dict)
     prompts: tuple[CheckpointReader, ...] = ()  # opened archives of prompt learning, in order
     ia3: tuple[CheckpointReader, ...] = ()  # of IA3
     ia3_in_place: bool = False  # multiply IA3 scalers into the weights instead of storing them
@@ -106,7 +108,7 @@ class Facts:
 
     def special_ids(self) -> SpecialIds:
         """Return the special token ids in the tokenizer files, if any."""
-        return special_ids(self.tokenizer) or SpecialIds(None, None)
+        return special_ids(self.tokenizer)
 
     def with_paths(self, problems: Sequence[str]) -> list[str]:
         """Return problems, with the model's path before those that begin with no checkpoint's."""
@@ -154,6 +156,10 @@ class SourceMapping:
     written: Callable[[Any, bool], Sequence[Mapping[str, Any]]] | None = None
     positions: str | None = None  # key of the longest sequence, where the config has none
     carried: tuple[str, ...] = ()  # ignored tensors that belong to the model nevertheless
+
+    def sources(self, facts: Facts, config: Any) -> dict[str, TensorSource]:
+        """Return the source of each tensor of the layout, by its name, added prompts included."""
+        return {PROMPT_TABLE: Copy("prompt:{task}"), **self.weights(facts, config)}
 
     def is_ignored(self, key: str) -> bool:
         """Return whether a source tensor has nothing to convert."""

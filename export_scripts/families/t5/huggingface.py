@@ -115,9 +115,8 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
         values["tie_word_embeddings"] = _scales_logits(settings)
     return settings.built(
         T5Config,
+        facts,
         name_or_path=model_name(source, "t5"),
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
         feed_forward_proj=("gated-" if is_gated else "") + spelling.lower(),
         exact_gelu=exact_gelu,
         relative_attention_num_buckets_or_max_pos_seq_len=values.pop("positions"),

@@ -30,6 +30,16 @@ _DECODER = ("decoder",)
 _STRUCTURE = ("structure",)
 
 
+def _token(key: str) -> Any:
+    """Return the field of a token, which an encoder alone has among its own keys."""
+
+    def of_encoder(sections: Sections, _: Collection[str]) -> int | None:
+        text = sections.get("encoder", {}).get(key, "")
+        return int(text) if text.isdecimal() else None
+
+    return ini_field(None, sections=_DECODER, absent=of_encoder)
+
+
 @dataclass(frozen=True, kw_only=True)
 class T5Config(FTConfig):
     """config.ini [encoder], [decoder] and [structure]; an encoder alone has no decoder layers.
@@ -59,13 +69,17 @@ class T5Config(FTConfig):
     # Not read by FT, which has only these values; for engines that do.
     relative_attention_max_distance: int = ini_field(FT_MAX_DISTANCE, sections=_BOTH)
     layer_norm_epsilon: float = ini_field(FT_NORM_EPS, sections=_BOTH)
-    decoder_start_token_id: int | None = ini_field(None, sections=_DECODER)
-    eos_token_id: int | None = ini_field(None, sections=_DECODER)
+    decoder_start_token_id: int | None = _token("decoder_start_token_id")
+    eos_token_id: int | None = _token("eos_token_id")
     pad_id: int | None = ini_field(None, sections=_DECODER)
     # Without biases: whether the logits are divided by sqrt(d_model).
     tie_word_embeddings: bool = ini_field(True, sections=_DECODER)
     # Not an FT key: distinguishes a lost lm_head.weight.bin from a tied head.
-    has_lm_head: bool = ini_field(True, sections=_DECODER)
+    has_lm_head: bool = ini_field(
+        True,
+        sections=_DECODER,
+        absent=lambda sections, files: bool(sections.get("decoder")) and f"{HEAD}.bin" in files,
+    )
     has_adapter: bool | None = ini_field(None, sections=_BOTH)
     adapter_inter_size: int = ini_field(0, sections=_BOTH)
     adapter_norm_position: str | None = ini_field(None, sections=_BOTH)
@@ -82,19 +96,16 @@ class T5Config(FTConfig):
     initializer_factor: float | None = ini_field(None, sections=_BOTH)
     n_positions: int | None = ini_field(None, sections=_BOTH)
 
-    def __post_init__(self) -> None:
-        """Refuse a relative bias of too few buckets: below, the formula of the far ones fails.
-
-        Raises:
-            ValueError: The distances that have a bucket of their own reach beyond the largest.
-        """
+    def problems(self) -> list[str]:
+        """Return a problem if the formula of the far buckets of a relative bias fails."""
         buckets, reach = self.positions, self.relative_attention_max_distance
-        if self.is_relative and not 4 <= buckets < 2 * reach:
-            raise ValueError(
-                f"relative_attention_num_buckets = {buckets} with relative_attention_max_distance "
-                f"= {reach} cannot be represented: expected at least 4 buckets, and fewer than "
-                "twice the distance"
-            )
+        if not self.is_relative or 4 <= buckets < 2 * reach:
+            return []
+        return [
+            f"relative_attention_num_buckets = {buckets} with relative_attention_max_distance "
+            f"= {reach} cannot be represented: expected at least 4 buckets, and fewer than "
+            "twice the distance"
+        ]
 
     @property
     def inner(self) -> int:
@@ -110,11 +121,6 @@ class T5Config(FTConfig):
     def is_relative(self) -> bool:
         """True if positions are relative; the loader takes any other value as absolute."""
         return self.position_embedding_type == "relative"
-
-    @property
-    def is_absolute(self) -> bool:
-        """True if there is a table of positions."""
-        return not self.is_relative
 
     @property
     def is_encoder_only(self) -> bool:
@@ -147,15 +153,6 @@ class T5Config(FTConfig):
             out["decoder"] = {}
             del out["encoder"]["num_decoder_layers"]
         return out
-
-    @classmethod
-    def absent_keys(cls, sections: Sections, files: Collection[str]) -> dict[str, Any]:
-        """Return has_lm_head, from the files, and the tokens of an encoder alone."""
-        if sections.get("decoder"):
-            return {"has_lm_head": f"{HEAD}.bin" in files}
-        encoder = sections.get("encoder", {})
-        tokens = {key: int(encoder[key]) for key in _TOKEN_KEYS if encoder.get(key, "").isdecimal()}
-        return {"has_lm_head": False, **tokens}
 
     @classmethod
     def from_sections(cls, sections: Sections, files: Collection[str] = ()) -> T5Config:
@@ -306,7 +303,7 @@ _SELF = DECODER + "layer.0.SelfAttention"
 
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("shared.weight_T", ("vocab_size", "d_model")),
-    WeightSpec("shared.ape", ("positions", "d_model"), when=("is_absolute",)),
+    WeightSpec("shared.ape", ("positions", "d_model"), when=("not is_relative",)),
     _relative_bias("encoder", _RELATIVE),
     *_norm(ENCODER + "layer.0.layer_norm"),
     *_attention(ENCODER + "layer.0.SelfAttention"),
@@ -374,11 +371,7 @@ def t5_warnings(_: Any, config: T5Config) -> list[str]:
             "(answers of NaN or nonsense); convert with weight_data_type bf16 or fp32 and serve "
             "with data_type bf16 or fp32"
         )
-    if config.is_relative and config.relative_attention_max_distance != FT_MAX_DISTANCE:
-        warnings.append(
-            f"relative_attention_max_distance = {config.relative_attention_max_distance}: NVIDIA's "
-            f"FasterTransformer always takes {FT_MAX_DISTANCE}; serve with the pytorch engine"
-        )
+    warnings += [f"{limit}: serve with the pytorch engine" for limit in _ft_limits(config)]
     if config.layer_norm_epsilon != FT_NORM_EPS:
         warnings.append(
             f"layer_norm_epsilon = {config.layer_norm_epsilon}: NVIDIA's FasterTransformer always "

@@ -15,17 +15,16 @@ from typing import Any
 
 from export_scripts.families.mapping.megatron_traits import (
     INTERLEAVED,
+    NORMS_ELSEWHERE,
     in_use,
     megatron_settings,
     nemo_fuses_activation,
     nemo_gelu_is_exact,
 )
 from export_scripts.families.mapping.names import completed, named_sources
-from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
-    Adjusted,
     Copy,
     TensorSource,
     split_qkv,
@@ -48,11 +47,11 @@ from export_scripts.families.t5.tuning import (
     adapter_fields,
     adapter_reasons,
     adapter_sources,
-    find_scalers,
     ia3_in_place,
     ia3_reasons,
     ia3_sources,
     rank_reasons,
+    scale,
 )
 
 # NeMo's activations -> the loader's spelling. The fast- variants fuse both halves of a gate into
@@ -69,7 +68,7 @@ _WORDS: Mapping[str, tuple[str, Collection[str]]] = {
     ),
 }  # fmt: skip
 _FOREIGN = {
-    "transformer_block_type": "norms stand elsewhere",
+    "transformer_block_type": NORMS_ELSEWHERE,
     "relative_position_bias_self_attention_only": "cross attention has a position bias",
     "headscale": "heads are scaled",
     "num_moe_experts": "the model is a mixture of experts",
@@ -103,7 +102,6 @@ class _Traits:
     words: Mapping[str, str]  # by the keys of _WORDS, as the source has them
     stages: tuple[int, int]  # of the pipeline: in all, and before the decoder
     bias: bool  # of the linears
-    legacy: bool  # fused projections are ordered parts first, then heads
     query_factor: float  # corrects FT's scaling of scores by t5_with_bias alone
 
 
@@ -159,7 +157,6 @@ def _traits(config: Mapping[str, Any]) -> _Traits:
             encoder.integer("pipeline_model_parallel_split_rank", default=0, least=0),
         ),
         bias=bool(encoder.value("bias", default=True)),
-        legacy=bool(encoder.source.get("megatron_legacy")),
         query_factor=1.0 if is_scaled == with_bias else root if with_bias else 1 / root,
     )
     encoder.problems += decoder.problems
@@ -253,13 +250,13 @@ def _reasons(facts: Facts) -> list[str]:
 
 def _config(facts: Facts) -> T5Config:
     start_id, end_id, pad_id = _special_ids(facts)
-    vocab_size = facts.rows(_EMBEDDING)
-    return T5Config(
+    traits = _traits(facts.config)
+    return traits.encoder.built(
+        T5Config,
+        facts,
         name_or_path="t5",
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
-        vocab_size=vocab_size,
-        **_traits(facts.config).fields,
+        vocab_size=facts.rows(_EMBEDDING),
+        **traits.fields,
         decoder_start_token_id=start_id,
         eos_token_id=end_id,
         pad_id=pad_id,
@@ -268,7 +265,6 @@ def _config(facts: Facts) -> T5Config:
         use_gated_activation=facts.has_any(_GATE),
         ia3_num_tasks=0 if facts.ia3_in_place else len(facts.ia3),
         ia3_adapted=True if facts.ia3_in_place and facts.ia3 else None,
-        **prompt_fields(facts, start_id=vocab_size),
         **adapter_fields(facts.adapters),
     )
 
@@ -354,14 +350,16 @@ def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
         "shared.weight_T": Copy(_EMBEDDING, cut=0),
         "shared.ape": Copy(_POSITIONS),
         **named_sources(_NAMES, LAYOUT),
-        **_attention("knd" if traits.legacy else "nkd"),
+        # In a legacy model all heads of a part follow each other, else the parts of a head.
+        **_attention("knd" if traits.encoder.source.get("megatron_legacy") else "nkd"),
         # Decided once for the whole model, not per stage.
         HEAD: Copy(_HEAD if facts.has(_HEAD) else _EMBEDDING, cut=0),
         "shared.bias": Copy(_HEAD_BIAS, cut=0),
     }
-    table = _scaled_queries(table, traits.query_factor)
+    if traits.query_factor != 1.0:
+        _scale_queries(table, traits.query_factor)
     if facts.ia3_in_place and facts.ia3:
-        table = ia3_in_place(table, find_scalers(facts))
+        ia3_in_place(table, facts)
     table = completed(
         table,
         LAYOUT,
@@ -369,31 +367,18 @@ def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
         lacks=lambda name: "norm" not in name and (not traits.bias or name == "shared.bias"),
         is_one_plus=traits.words["normalization"] == "layernorm1p",
     )
-    stored = {} if facts.ia3_in_place else ia3_sources(find_scalers(facts))
-    return {**table, **stored, **adapter_sources(facts), **PROMPT_SOURCES}
+    stored = {} if facts.ia3_in_place else ia3_sources(facts)
+    return {**table, **stored, **adapter_sources(facts)}
 
 
-def _scaled_queries(table: dict[str, TensorSource], factor: float) -> dict[str, TensorSource]:
-    """Return the table with queries multiplied by the rest of FT's scaling of scores."""
-    if factor == 1.0:
-        return table
-
-    def scale(part: Any, _: Any) -> Any:
-        return part * factor
-
-    def scale_first(part: Any, _: Any) -> Any:  # (..., 3, heads, size)
-        return part * constant([factor, 1.0, 1.0]).reshape(3, 1, 1)
-
-    out = dict(table)
+def _scale_queries(table: dict[str, TensorSource], factor: float) -> None:
+    """Multiply the rest of FT's scaling of scores into the queries."""
+    encoder, decoder = ENCODER + "layer.0.SelfAttention", DECODER + "layer.0.SelfAttention"
+    first = constant([factor, 1.0, 1.0]).reshape(3, 1, 1)  # of (..., 3, heads, size)
     for kind in ("weight", "bias"):
-        for name in (
-            f"{ENCODER}layer.0.SelfAttention.q.{kind}",
-            f"{DECODER}layer.1.EncDecAttention.q.{kind}",
-        ):
-            out[name] = Adjusted(table[name], scale)
-        fused = f"{DECODER}layer.0.SelfAttention.qkv.{kind}"
-        out[fused] = Adjusted(table[fused], scale_first)
-    return out
+        for module in (f"{encoder}.q", f"{_CROSS}.q"):
+            scale(table, f"{module}.{kind}", lambda _: factor)
+        scale(table, f"{decoder}.qkv.{kind}", lambda _: first)
 
 
 T5_NEMO = SourceMapping(

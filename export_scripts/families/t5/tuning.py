@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader
@@ -36,27 +35,12 @@ _ADAPTER = re.compile(
 _INDEX = {"encoder": "{encoder_layer}", "decoder": "{decoder_layer}"}
 
 
-@dataclass(frozen=True)
-class IA3Scalers:
-    """Keys of IA3 scalers: (task, side, kind) -> key with its layer's index.
+def _scalers(facts: Facts) -> Callable[[int, str, str], str]:
+    """Return the key of each scaler of the added IA3 archives, by task, side and kind.
 
-    Kinds are key, value, inter_key, inter_value and mlp.
+    Kinds are key, value, inter_key, inter_value and mlp. One that no archive has gets the name that
+    is expected.
     """
-
-    task_num: int
-    keys: Mapping[tuple[int, str, str], str]
-
-    def key(self, task: int, side: str, kind: str) -> str:
-        """Return the key of one scaler, or its expected name if no archive has it."""
-        missing = (
-            f"ia3.{task}:enc_dec_model.enc_dec_model.{side}.model.layers.{_INDEX[side]}"
-            f":{kind}_infused_adapter.scalers"
-        )
-        return self.keys.get((task, side, kind), missing)
-
-
-def find_scalers(facts: Facts) -> IA3Scalers:
-    """Return the scalers of the added IA3 archives, in either naming scheme."""
     keys: dict[tuple[int, str, str], str] = {}
     for key in facts.extra:
         match = _IA3.search(key)
@@ -65,7 +49,15 @@ def find_scalers(facts: Facts) -> IA3Scalers:
         inter = match["inter"] or ("inter_" if match["part"] == "inter_attention" else "")
         place = (int(match["task"]), match["side"], inter + match["kind"])
         keys[place] = _with_index(key, match)
-    return IA3Scalers(len(facts.ia3), keys)
+
+    def scaler(task: int, side: str, kind: str) -> str:
+        missing = (
+            f"ia3.{task}:enc_dec_model.enc_dec_model.{side}.model.layers.{_INDEX[side]}"
+            f":{kind}_infused_adapter.scalers"
+        )
+        return keys.get((task, side, kind), missing)
+
+    return scaler
 
 
 def _with_index(key: str, match: re.Match[str]) -> str:
@@ -174,43 +166,43 @@ _SCALED = {
 }
 
 
-def ia3_sources(scalers: IA3Scalers) -> dict[str, TensorSource]:
+def ia3_sources(facts: Facts) -> dict[str, TensorSource]:
     """Return the sources of the stored scalers of both stacks, one row per task."""
+    scaler, tasks = _scalers(facts), range(len(facts.ia3))
     return {
         f"{_BLOCKS[side]}{name}.ia3.weight": Compute(
             lambda _, *rows: stacked(rows, 0), keys, cuts=(0,) * len(keys)
         )
         for side, names in _SCALED.items()
         for name, kind in names.items()
-        for keys in [tuple(scalers.key(task, side, kind) for task in range(scalers.task_num))]
+        for keys in [tuple(scaler(task, side, kind) for task in tasks)]
     }
 
 
-def ia3_in_place(table: Mapping[str, TensorSource], scalers: IA3Scalers) -> dict[str, TensorSource]:
-    """Return the table with the only task's scalers multiplied into the weights they scale.
+def ia3_in_place(table: dict[str, TensorSource], facts: Facts) -> None:
+    """Multiply the only task's scalers into the weights they scale, in a table of sources.
 
     Keys and values are scaled after their bias, so the biases are scaled too; the MLP's scaler
     acts on the rows of its second matrix.
     """
-    out = dict(table)
+    scaler = _scalers(facts)
     for side, names in _SCALED.items():
         for name, kind in names.items():
-            stem, scaler = _BLOCKS[side] + name, scalers.key(0, side, kind)
+            stem, key = _BLOCKS[side] + name, scaler(0, side, kind)
             if kind == "mlp":
-                _scale(out, f"{stem}.wo.weight", _rows, scaler)
+                scale(table, f"{stem}.wo.weight", _rows, key)
             else:
-                _scale(out, f"{stem}.weight", _heads, scaler)
-                _scale(out, f"{stem}.bias", _heads, scaler)
-    fused = f"{DECODER}layer.0.SelfAttention.qkv."
-    pair = [scalers.key(0, "decoder", kind) for kind in ("key", "value")]
-    _scale(out, f"{fused}weight", _fused, *pair)
-    _scale(out, f"{fused}bias", _fused, *pair)
-    return out
+                scale(table, f"{stem}.weight", _heads, key)
+                scale(table, f"{stem}.bias", _heads, key)
+    pair = [scaler(0, "decoder", kind) for kind in ("key", "value")]
+    for kind in ("weight", "bias"):
+        scale(table, f"{DECODER}layer.0.SelfAttention.qkv.{kind}", _fused, *pair)
 
 
-def _scale(
-    table: dict[str, TensorSource], name: str, factor: Callable[..., Tensor], *keys: str
+def scale(
+    table: dict[str, TensorSource], name: str, factor: Callable[..., Any], *keys: str
 ) -> None:
+    """Multiply `factor(config, *tensors)` of the keys' tensors into a source that reads any."""
     if name in table and table[name].reads:
         table[name] = Adjusted(
             table[name], lambda part, config, *found: part * factor(config, *found), keys

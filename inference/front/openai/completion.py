@@ -101,31 +101,35 @@ class CompletionRun:
                 async for frame in frames:
                     yield frame
             return
-        queue: asyncio.Queue[tuple[PromptRun, range] | None] = asyncio.Queue()
+        # None where a worker has done its last job, its error where one has failed.
+        queue: asyncio.Queue[tuple[PromptRun, range] | Exception | None] = asyncio.Queue()
 
         async def work() -> None:  # each takes the next job
-            for run, answers, job in jobs:
-                async with contextlib.aclosing(
-                    self._ran(run, answers, job, streams=streams)
-                ) as frames:
-                    async for frame in frames:
-                        queue.put_nowait(frame)
-
-        async def work_all() -> None:
             try:
-                await _together([work() for _ in range(_MOST_JOBS)])
-            finally:
+                for run, answers, job in jobs:
+                    async with contextlib.aclosing(
+                        self._ran(run, answers, job, streams=streams)
+                    ) as frames:
+                        async for frame in frames:
+                            queue.put_nowait(frame)
                 queue.put_nowait(None)
+            except Exception as error:
+                queue.put_nowait(error)
 
-        task = asyncio.ensure_future(work_all())
+        tasks = [asyncio.ensure_future(work()) for _ in range(_MOST_JOBS)]
         try:
-            while (each := await queue.get()) is not None:
-                yield each
-            await task
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
+            working = len(tasks)
+            while working:
+                if isinstance(each := await queue.get(), Exception):
+                    raise each
+                if each is None:
+                    working -= 1
+                else:
+                    yield each
+        finally:  # where one fails, or the client has left, the others are given up
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _jobs(self) -> Iterator[tuple[PromptRun, range, Mapping[str, Array]]]:
         for run in self._runs:
@@ -221,14 +225,3 @@ class CompletionRun:
             tokens = [*run.scored, *moved]
         scores = completion_log_probs(tokens, offset=offset) if is_scored else None
         return part | {"text": text, "logprobs": scores}
-
-
-async def _together(jobs: Sequence[Any]) -> None:
-    """Await all of them; where one fails, give up the others."""
-    tasks = [asyncio.ensure_future(job) for job in jobs]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -56,7 +56,7 @@ class TritonModel:
     ) -> AsyncGenerator[Sequence[Candidate], None]:
         """Yield the candidates, whole, and before as they grow. Closing it cancels the job.
 
-        `job` holds the inputs. Without `streams` nobody looks at candidates that still grow. Raises
+        `job` holds the inputs. Without `streams` candidates that still grow need not come. Raises
         RejectedError if the model refuses the request, or cannot answer.
         """
         wanted = ["output_ids", "sequence_length"]
@@ -105,7 +105,7 @@ class TritonModel:
 
 
 async def _pass_on(call: Any, into: asyncio.Queue[Any], *, streams: bool) -> None:
-    """Put the answers of a call into a queue, then what a client is told of its failure, or None.
+    """Put the answers of a call into a queue, then the error for the client, or None.
 
     They are the server's, one or, where it `streams`, any number.
     """
@@ -122,7 +122,7 @@ async def _pass_on(call: Any, into: asyncio.Queue[Any], *, streams: bool) -> Non
         into.put_nowait(error)
     except grpc.aio.AioRpcError as error:
         into.put_nowait(api_error(error))
-    except asyncio.CancelledError:  # of the call: nobody waits
+    except asyncio.CancelledError:  # of the call: its reader has left
         pass
     else:
         into.put_nowait(None)

@@ -82,7 +82,7 @@ def test_config_json_alone_gives_family_and_sizes(
     facts = describe(model / "config.json")
     for key in ("family", "parameters", "inference tensor parallel"):
         assert facts[key] == whole[key]
-    assert "the folder holds no weights" in facts["notes"][0]
+    assert "has a config.json but no weights" in facts["weights"][0]
     assert main([str(model), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["can be"] == facts["can be"]
 

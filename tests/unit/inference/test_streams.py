@@ -30,7 +30,7 @@ def test_each_stream_gets_its_own_tokens_in_order(folder: Path) -> None:
             for number in range(300):
                 senders[0].send(first, [[number], []])
                 senders[1].send(second, [[-number]])
-                senders[0].send("of nobody", [[number]])
+                senders[0].send("unknown", [[number]])
             found = [[await asyncio.wait_for(q.get(), LIMIT_S) for _ in range(300)]
                      for q in (of_first, of_second)]  # fmt: skip
         assert found[0] == [[[number], []] for number in range(300)]

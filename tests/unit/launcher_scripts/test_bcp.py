@@ -44,11 +44,12 @@ def make_run(*stages: Stage) -> tuple[Run, io.StringIO]:
     words = [
         "export=gpt3/sample",
         "cluster_type=bcp",
+        "+env_vars.NOTE=it's $5",
     ]
     config = compose_config(read_arguments(words).overrides).config
     assert config is not None
     shown = io.StringIO()
-    jobs = {stage.name: Job(stage=stage, environment={"NOTE": "it's $5"}) for stage in stages}
+    jobs = {stage.name: Job(stage, config) for stage in stages}
     planned = [PlannedStage(stage, stage.finding()) for stage in stages]
     return Run(BcpLauncher(config), Console(shown), planned, jobs), shown
 
@@ -82,8 +83,8 @@ def test_rank_that_fails_ends_the_job_and_is_named(tmp_path: Path) -> None:
 
 def test_job_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
     run, _ = make_run(SleepStage(settings(tmp_path, "sleep")))
-    run.announce("sleep", ())
-    handle = run.launcher.submit(run.jobs["sleep"], ())
+    run.announce("sleep", "")
+    handle = run.launcher.submit(run.jobs["sleep"], "")
     wait_for(tmp_path / "out" / "target.pid")
     assert handle.poll() is None
     handle.stop(20)

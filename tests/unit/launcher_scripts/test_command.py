@@ -22,7 +22,7 @@ from launcher_scripts import job_folder
 from launcher_scripts.actions import clock, look_after
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
-from launcher_scripts.configuration.schema import Config, keys
+from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.console import Console
 from launcher_scripts.main import main
 from stages.record import JobRecord, read_record, write_record
@@ -515,7 +515,7 @@ def test_help_fits_on_a_screen_and_help_all_has_every_key() -> None:
     assert max(map(len, short)) <= 100
     assert long[: len(short)] == short
     shown = "\n".join(long[len(short) :])
-    leaves = {key.name.rpartition(".")[2] for key in keys()}
+    leaves = {key.name.rpartition(".")[2] for key in KEYS.values()}
     assert [leaf for leaf in leaves if not re.search(rf"^    {leaf}\b", shown, re.MULTILINE)] == []
     assert "[ClusterIP, NodePort, LoadBalancer]" in shown  # as they are written
 

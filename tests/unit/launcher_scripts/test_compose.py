@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import yaml
 from omegaconf import OmegaConf
 
 from export_scripts.conversion.request import ConversionRequest
@@ -16,10 +15,11 @@ from inference.evaluation.options import EvaluateSection, EvaluationOptions
 from inference.evaluation.tasks.text_tasks import TEXT_TASKS
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import Composition, compose_config
-from launcher_scripts.configuration.diagnosis import KEYS, files_of_group
-from launcher_scripts.configuration.schema import keys as all_keys
+from launcher_scripts.configuration.diagnosis import files_of_group
+from launcher_scripts.configuration.schema import KEYS
 from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR
+from launcher_scripts.job_folder import repeatable
 from stages import convert, export
 
 
@@ -316,11 +316,11 @@ def test_bounds_are_given_as_a_mapping(word: str) -> None:
 
 def test_saved_configuration_composes_to_itself(tmp_path: Path) -> None:
     first = compose("export=gpt3/sample", "base_results_dir=/r")
-    (tmp_path / "saved.yaml").write_text(yaml.safe_dump(dict(first.resolved)))
+    assert first.config is not None
+    (tmp_path / "saved.yaml").write_text(repeatable(first.config))
     again = compose_config(["deploy.drain_s=5"], config_dir=tmp_path, config_name="saved.yaml")
     assert again.problems == ()
     assert again.config is not None
-    assert first.config is not None
     assert again.config.deploy.drain_s == 5
     assert dataclasses.replace(again.config, deploy=first.config.deploy) == first.config
 
@@ -349,14 +349,14 @@ def test_the_evaluator_takes_the_schema_of_the_section() -> None:
 def test_every_field_of_a_request_can_be_configured(
     request_type: type, names: Mapping[str, str]
 ) -> None:
-    known = {key.name for key in all_keys()}
+    known = set(KEYS)
     fields = {each.name for each in dataclasses.fields(request_type)}
     assert fields == set(names)
     assert set(names.values()) <= known
 
 
 def test_every_key_has_a_text() -> None:
-    assert all(key.text for key in all_keys())
+    assert all(key.text for key in KEYS.values())
 
 
 def test_every_configuration_file_describes_itself() -> None:

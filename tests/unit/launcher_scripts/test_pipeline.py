@@ -9,9 +9,10 @@ import pytest
 
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
+from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.settings import CHECKOUT
 from launcher_scripts.pipeline import Plan, plan_pipeline, read_stages
-from launcher_scripts.stage_table import STAGE_TABLE, Context
+from launcher_scripts.stage_table import STAGE_TABLE
 from stages import STAGES
 from stages.convert import ConvertStage, find_checkpoint
 from tests.tiny_text_gpt2 import write_tiny_gpt2

@@ -15,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
+from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.local import LocalLauncher
@@ -36,17 +38,17 @@ from tests.unit.launcher_scripts.toy_stages import (
 from tests.waiting import lives, until
 
 HERE = Path(__file__).parent
-ENVIRONMENT = {"PYTHONPATH": str(HERE), "GREETING": "it's a $test"}
+CONFIG = compose_config(
+    [f"+env_vars.PYTHONPATH={HERE}", '+env_vars.GREETING="it\'s a $test"']
+).config
 
 
 def make_run(*stages: Stage) -> tuple[Run, io.StringIO]:
     shown = io.StringIO()
-    jobs = {
-        stage.name: Job(stage=stage, environment=ENVIRONMENT, stage_config="a: 1\n")
-        for stage in stages
-    }
+    assert CONFIG is not None
+    jobs = {stage.name: Job(stage, CONFIG) for stage in stages}
     planned = [PlannedStage(stage, stage.finding()) for stage in stages]
-    return Run(LocalLauncher(), Console(shown), planned, jobs), shown
+    return Run(LocalLauncher(CONFIG), Console(shown), planned, jobs), shown
 
 
 def wait_for(path: Path) -> None:
@@ -63,7 +65,9 @@ def test_finished_job_leaves_record_log_script_and_configuration(tmp_path: Path)
     assert record.seconds is not None
     assert Path(record.log).name == f"log-write_{record.job_id}.out"
     assert "working" in Path(record.log).read_text()
-    assert (folder / "write_hydra.yaml").read_text() == "a: 1\n"
+    saved = yaml.safe_load((folder / "write_hydra.yaml").read_text())
+    assert saved["poll_s"] == 30.0
+    assert saved["convert"]["format"] == "fastertransformer"
     assert (folder / "write_submission.sh").read_text().startswith("#!/bin/bash\n")
     assert record.job_id in (folder / "launcher.log").read_text()
     assert "write  completed" in shown.getvalue()
@@ -216,8 +220,8 @@ def test_second_interrupt_counts_from_the_moment_it_is_offered(
 
 def test_job_that_is_stopped_before_its_first_word_is_cancelled(tmp_path: Path) -> None:
     run, _ = make_run(WriteStage(settings(tmp_path, "write")))
-    run.announce("write", ())
-    handle = run.launcher.submit(run.jobs["write"], ())
+    run.announce("write", "")
+    handle = run.launcher.submit(run.jobs["write"], "")
     handle.stop(0)
     assert handle.poll() == "cancelled"
     record = read_record(tmp_path / "write" / "job.json")

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.configuration.compose import compose_config
+from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import deploy_resources, image_of, server_config
-from launcher_scripts.stage_table import Context, build_stage
+from launcher_scripts.stage_table import build_stage
 from tests.nvidia_repositories import add_nvidia_model, add_text_models
 
 TP = "export.model.tensor_model_parallel_size"

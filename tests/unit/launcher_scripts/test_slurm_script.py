@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-from typing import Any
 
 import pytest
 
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
+from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.job_folder import make_job
-from launcher_scripts.launchers.base import AFTER_START, Dependency, Job
+from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm_script import (
     batch_script,
     flag,
@@ -20,7 +19,7 @@ from launcher_scripts.launchers.slurm_script import (
     sbatch_options,
     step_of,
 )
-from launcher_scripts.stage_table import Context, build_stage
+from launcher_scripts.stage_table import build_stage
 
 
 def configure(*words: str) -> Config:
@@ -33,14 +32,12 @@ def configure(*words: str) -> Config:
 
 
 def job(config: Config, name: str) -> Job:
-    stage = build_stage(name, config, Context(deploys=True), [])
-    sections: dict[str, Any] = {each: {} for each in ("export", "convert", "deploy", "evaluate")}
-    return make_job(stage, config, sections, git_revision="")
+    return Job(build_stage(name, config, Context(deploys=True), []), config)
 
 
-def options(name: str, *words: str, after: tuple[Dependency, ...] = ()) -> dict[str, object]:
+def options(name: str, *words: str, after: str = "") -> dict[str, object]:
     config = configure("cluster=bcm", *words)
-    found = sbatch_options(job(config, name), config, after)
+    found = sbatch_options(job(config, name), after)
     return {key: value for key, value in found.items() if value is not None and value is not False}
 
 
@@ -75,7 +72,7 @@ def test_the_end_of_a_job_ends_none_of_another_cluster_with_the_same_id() -> Non
         config = configure("cluster=bcm", f"base_results_dir={results}")
         (mark,) = (
             line
-            for line in batch_script(job(config, "deploy"), config, ()).splitlines()
+            for line in batch_script(job(config, "deploy"), "").splitlines()
             if line.startswith("export SLIPWAY_JOB_MARK=")
         )
         script = f"SLURM_JOB_ID=3\n{mark}\nprintenv SLIPWAY_JOB_MARK"
@@ -118,12 +115,12 @@ def test_only_the_id_in_the_path_of_a_log_stands_for_something() -> None:
 
 
 def test_dependencies_are_combined() -> None:
-    found = options("export", "cluster.dependency=after:9", after=(Dependency("12"),))["dependency"]
+    found = options("export", "cluster.dependency=after:9", after="afterok:12")["dependency"]
     assert found == "afterok:12,singleton,after:9"
 
 
 def test_evaluation_follows_the_start_of_the_server() -> None:
-    found = options("evaluate", after=(Dependency("12", AFTER_START),))
+    found = options("evaluate", after="after:12")
     assert found["dependency"] == "after:12"
     assert found["kill-on-invalid-dep"] == "yes"
 
@@ -134,7 +131,7 @@ def test_any_further_option_reaches_sbatch() -> None:
 
 def test_without_a_container_the_batch_process_runs_the_stage() -> None:
     config = configure("cluster=bcm")
-    assert step_of(job(config, "convert"), config) is None
+    assert step_of(job(config, "convert")) is None
 
 
 def test_container_flags_go_to_srun() -> None:
@@ -144,7 +141,7 @@ def test_container_flags_go_to_srun() -> None:
         "container_mounts=[/scratch,null,/a:/b]",
         "cluster.container_workdir=/w",
     )
-    step = step_of(job(config, "convert"), config)
+    step = step_of(job(config, "convert"))
     assert step is not None
     assert step.prefix[:5] == (
         "srun", "--nodes=1", "--ntasks=1", "--wait=60", "--kill-on-bad-exit=1",

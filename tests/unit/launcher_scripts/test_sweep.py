@@ -80,7 +80,7 @@ def test_one_failure_does_not_stop_the_others_and_is_the_exit_status(tmp_path: P
     outcomes = []
     for each, fails in (("1", "error"), ("2", "")):
         run, _ = make_run(WriteStage(settings(tmp_path / each, "write"), fails=fails))
-        outcomes.append(Outcome(Combination({"a.size": each}, ()), tmp_path / each, run))
+        outcomes.append(Outcome(Combination({"a.size": each}, ()), run))
     console = Console(io.StringIO())
     assert run_sweep(outcomes, wait=False, console=console, folder=tmp_path) == 1
     header, _, first, second = comparison(outcomes, console).strip().splitlines()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from export_scripts.values import Key
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
-from launcher_scripts.configuration.diagnosis import KEYS
+from launcher_scripts.configuration.schema import KEYS
 
 _LONG = "x" * 300
 _MAPPING, _LIST = "{a: 1}", "[a]"
@@ -67,7 +67,7 @@ def test_every_wrong_value_of_every_key_is_refused_by_its_name() -> None:
     assert said == [name for name, _ in WRONG]
     assert all(len(text) < 800 for text in composition.problems)
     # What was refused has left no trace.
-    assert composition.resolved == compose_config([]).resolved
+    assert composition.config == compose_config([]).config
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "/x" * 3000, "/" + "x" * 300])

@@ -23,7 +23,13 @@ def test_folder_is_no_place_in_a_store() -> None:
 def test_place_in_a_store_is_served_instead_of_the_folder(tmp_path: Path) -> None:
     location = store_location("s3://bucket/a/b", "http://store:9000")
     assert location == StoreLocation("bucket", "a/b", "http://store:9000")
-    config = DeployConfig(folder=tmp_path, model_name="m", store=location)
+    config = DeployConfig(
+        folder=tmp_path,
+        model_name="m",
+        repository="s3://bucket/a/b",
+        endpoint_url="http://store:9000",
+    )
+    assert config.store == location
     assert config.source == "s3://http://store:9000/bucket/a/b"
 
 

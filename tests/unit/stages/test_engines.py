@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from stages.deploy_config import OPENAI, VLLM, DeployConfig, check_deploy
-from stages.engines import vllm_command
 
 
 def test_vllm_s_options_are_passed_on_as_it_names_them() -> None:
@@ -21,9 +20,16 @@ def test_vllm_s_options_are_passed_on_as_it_names_them() -> None:
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
         "quantization": None,
     }
-    command = vllm_command(
-        "/v/bin/vllm", name="m", tp_size=2, pp_size=1, options=options, tls=("c.pem", "k.pem")
-    )
+    command = DeployConfig(
+        folder=Path("m"),
+        model_name="m",
+        engine=VLLM,
+        executable="/v/bin/vllm",
+        tp_size=2,
+        tls_cert=Path("c.pem"),
+        tls_key=Path("k.pem"),
+        vllm=options,
+    ).command_line
     assert " ".join(command) == (
         "/v/bin/vllm serve {model} --served-model-name m --host {host} --port {port} "
         "--tensor-parallel-size 2 --pipeline-parallel-size 1 --ssl-certfile c.pem "

@@ -16,8 +16,7 @@ from inference.launch_environment import RENDEZVOUS_VARIABLE
 from stages.base import StageError
 from stages.server_starts import (
     ServerStart,
-    announce_end,
-    announce_failure,
+    announce,
     announce_start,
     losses,
     read_start,
@@ -49,7 +48,7 @@ def taking_part(folder: Path, script: str) -> Iterator[Callable[[], list[str]]]:
     try:
         yield lambda: reported.read_text().splitlines()
     finally:
-        announce_end(folder, "7")
+        announce(folder, ServerStart("7", 0))
         thread.join(LIMIT_S)
     assert not thread.is_alive()
     assert not errors
@@ -68,7 +67,7 @@ def test_a_part_runs_its_command_anew_for_every_start_until_the_end(tmp_path: Pa
     with taking_part(tmp_path, STAYS) as reported:
         first = announce_start(tmp_path, "7", 1)
         until(lambda: len(reported()) == 1)
-        announce_failure(tmp_path, "7", 1)
+        announce(tmp_path, ServerStart("7", 1, is_over=True))
         second = announce_start(tmp_path, "7", 2)
         until(lambda: len(reported()) == 2)
     assert [line.split()[0] for line in reported()] == [first.address, second.address]
@@ -96,7 +95,7 @@ signal.signal(signal.SIGTERM, end)
 
 
 def test_announcements_of_another_job_are_ignored(tmp_path: Path) -> None:
-    announce_end(tmp_path, "6")
+    announce(tmp_path, ServerStart("6", 0))
     assert read_start(tmp_path, "7") is None
     with taking_part(tmp_path, STAYS) as reported:
         announce_start(tmp_path, "7", 1)
@@ -108,7 +107,7 @@ def test_announcements_from_before_a_requeue_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_end: bool
 ) -> None:
     if is_end:
-        announce_end(tmp_path, "7")
+        announce(tmp_path, ServerStart("7", 0))
     else:
         announce_start(tmp_path, "7", 1)
     assert read_start(tmp_path, "7") is not None

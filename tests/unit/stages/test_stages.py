@@ -16,7 +16,7 @@ import pytest
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from inference.front.access import OpenAIOptions
 from stages import STAGES
-from stages.base import JobSettings, Stage, StageError, Standing, Summary
+from stages.base import JobSettings, Stage, StageError, Summary
 from stages.deploy import DeployStage
 from stages.deploy_config import DeployConfig, GemmTuning, check_deploy
 from stages.endpoint import ServerEndpoint, publish, read_endpoint
@@ -93,11 +93,11 @@ def test_stages_can_be_pickled(stage: CopyStage, tmp_path: Path) -> None:
 
 
 def test_marker_distinguishes_finished_work_from_missing(stage: CopyStage) -> None:
-    assert stage.finding().standing is Standing.MISSING
+    assert stage.finding().marker is None
     summary = stage()
-    assert stage.finding().standing is Standing.FINISHED
+    assert stage.finding().marker is not None
     stage.target.unlink()
-    assert stage.finding().standing is Standing.MISSING
+    assert stage.finding().marker is None
     assert summary == {"size_bytes": 3}
 
 
@@ -105,7 +105,7 @@ def test_other_configuration_is_named_with_both_values(stage: CopyStage) -> None
     stage()
     stage.mode = "fancy"
     finding = stage.finding()
-    assert finding.standing is Standing.CONFLICT
+    assert finding.marker is None
     assert finding.problems[0].startswith("copy.mode=fancy differs from plain, with which ")
     assert str(stage.target) in finding.problems[0]
 
@@ -113,7 +113,7 @@ def test_other_configuration_is_named_with_both_values(stage: CopyStage) -> None
 def test_changed_input_makes_unguarded_work_missing(stage: CopyStage) -> None:
     stage()
     stage.source.write_text("another")
-    assert stage.finding().standing is Standing.MISSING
+    assert stage.finding().marker is None
     assert stage.finding().changes == (f"{stage.source} has changed since",)
 
 
@@ -127,7 +127,7 @@ def test_a_file_exchanged_for_an_older_one_of_its_size_is_a_change(
         os.utime(stage.source / name, (seconds, seconds))
     stage.mark_finished({})
     stage.target.touch()
-    assert stage.finding().standing is Standing.FINISHED
+    assert stage.finding().marker is not None
     os.utime(stage.source / "weights", (10, 10))
     assert stage.finding().changes == (f"{stage.source} has changed since",)
 
@@ -248,7 +248,7 @@ def test_free_ports_may_be_asked_for_three_times(tmp_path: Path) -> None:
 
 def test_server_is_never_finished_earlier(tmp_path: Path) -> None:
     stage = DeployStage(JobSettings("deploy", tmp_path), server(tmp_path))
-    assert stage.finding().standing is Standing.MISSING
+    assert stage.finding().marker is None
 
 
 @pytest.mark.parametrize("text", ["here", "host:", ":80", "host:99999", "http://host:80x"])
@@ -305,10 +305,10 @@ def test_report_of_another_configuration_is_set_aside(tmp_path: Path) -> None:
     report.parent.mkdir()
     report.write_text("{}")
     stage.mark_finished({})
-    assert stage.finding().standing is Standing.FINISHED
+    assert stage.finding().marker is not None
     options = replace(stage.config.options, limit=3)
     again = EvaluateStage(stage.job, replace(stage.config, options=options))
-    assert again.finding().standing is Standing.MISSING
+    assert again.finding().marker is None
     write_record(tmp_path / "job.json", JobRecord("7", "deploy", "d", "failed"))
     with pytest.raises(NotEvaluatedError):
         again()

@@ -188,7 +188,7 @@ def test_every_setting_that_does_not_fit_is_named(state: Tensors, tmp_path: Path
     text = refusal(write_bridge(tmp_path / "run", state, changed), tmp_path)
     for named in (
         "GLMMoEModelProvider", "mixture of experts", "glu_linear_offset", "my_spec",
-        "multi_latent_attention", "transformer_block_type = post_ln",
+        "multi_latent_attention", "apply_residual_connection_post_layernorm = True",
     ):  # fmt: skip
         assert named in text, text
 
@@ -270,5 +270,5 @@ def test_tiktoken_s_vocabulary_is_not_taken_for_a_hugging_face_tokenizer(
     (source / "run_config.yaml").write_text(
         run_config(MODEL, tokenizer={"tokenizer_type": "TikTokenizer"})
     )
-    assert open_checkpoint(source).tokenizer == ()
+    assert open_checkpoint(source).tokenizer == {}
     assert "start_id and end_id are unknown" in refusal(source, tmp_path)

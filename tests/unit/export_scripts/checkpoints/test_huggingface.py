@@ -337,7 +337,7 @@ def test_a_tensor_named_twice_is_refused(tmp_path: Path) -> None:
 
 def test_tokenizer_files_are_found_under_their_target_names(tmp_path: Path) -> None:
     files = {"model.safetensors": TENSORS, "spiece.model": "x", "tokenizer_config.json": {}}
-    names = [file.name for file in open_checkpoint(folder(tmp_path / "m", files)).tokenizer]
+    names = list(open_checkpoint(folder(tmp_path / "m", files)).tokenizer)
     assert sorted(names) == ["tokenizer.model", "tokenizer_config.json"]
 
 

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+from export_scripts.checkpoints.base import Region
 from export_scripts.checkpoints.containers import open_container
-from export_scripts.checkpoints.pt_archive import Region, read_torch_file
+from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.errors import CheckpointMismatchError
 from tests.arrays import loaded
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.files.disk import full_disk
 from export_scripts.files.lock import FolderLock
 from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.validation import validate_directory
@@ -71,7 +72,7 @@ def files_in(folder: Path) -> int:
 
 def killed_after(files: int, source: Path, output_dir: Path, pause_s: float) -> bool:
     """Run a conversion and kill it once some files are there; return whether it was cut off."""
-    staging = WorkPaths.of(ft_directory(output_dir, 3)).staging
+    staging = WorkPaths(ft_directory(output_dir, 3)).staging
     child = started(source, output_dir)
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if staging.is_dir() and files_in(staging) >= files:
@@ -84,7 +85,7 @@ def killed_after(files: int, source: Path, output_dir: Path, pause_s: float) -> 
 
 def test_scratch_of_a_run_killed_at_its_very_end_is_removed(source: Path, tmp_path: Path) -> None:
     convert(request(source, tmp_path))
-    scratch = WorkPaths.of(ft_directory(tmp_path, 3)).scratch
+    scratch = WorkPaths(ft_directory(tmp_path, 3)).scratch
     scratch.mkdir()
     convert(request(source, tmp_path))
     assert not scratch.exists()
@@ -135,7 +136,7 @@ def test_a_file_damaged_while_interrupted_is_written_again(
 ) -> None:
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.6)
-    staging = WorkPaths.of(ft_directory(tmp_path, 3)).staging
+    staging = WorkPaths(ft_directory(tmp_path, 3)).staging
     victim = next(path for path in staging.iterdir() if path.suffix == ".bin")
     victim.write_bytes(victim.read_bytes()[:-1])
     assert contents(convert(wanted).ft_dir) == expected
@@ -146,7 +147,7 @@ def test_after_a_reboot_files_are_trusted_only_by_checksum(
 ) -> None:
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.6)
-    paths = WorkPaths.of(ft_directory(tmp_path, 3))
+    paths = WorkPaths(ft_directory(tmp_path, 3))
     first, *rest = paths.journal.read_text().splitlines(keepends=True)
     paths.journal.write_text(
         json.dumps(json.loads(first) | {"boot": "other"}) + "\n" + "".join(rest)
@@ -161,7 +162,7 @@ def test_a_journal_line_cut_off_by_a_kill_is_ignored(
 ) -> None:
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.6)
-    journal = WorkPaths.of(ft_directory(tmp_path, 3)).journal
+    journal = WorkPaths(ft_directory(tmp_path, 3)).journal
     journal.write_bytes(journal.read_bytes()[:-30])
     assert contents(convert(wanted).ft_dir) == expected
 
@@ -171,7 +172,7 @@ def test_bytes_that_a_crash_left_in_a_journal_are_ignored(
 ) -> None:
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.6)
-    with WorkPaths.of(ft_directory(tmp_path, 3)).journal.open("ab") as journal:
+    with WorkPaths(ft_directory(tmp_path, 3)).journal.open("ab") as journal:
         journal.write(b"\xff\x00\xc3\n")
     assert contents(convert(wanted).ft_dir) == expected
 
@@ -215,7 +216,7 @@ def test_a_kill_between_the_two_renames_of_an_exchange_is_repaired(
     convert(request(other, output))
     wanted = request(source, output, overwrite=True)
     interrupt(wanted, after=0.5)
-    paths = WorkPaths.of(ft_directory(output, 3))
+    paths = WorkPaths(ft_directory(output, 3))
     paths.manifest.rename(paths.replaced_manifest)
     paths.final.rename(paths.replaced)
     assert contents(convert(wanted).ft_dir) == expected
@@ -226,7 +227,7 @@ def test_a_kill_after_the_last_rename_is_recognised_as_finished(
     source: Path, tmp_path: Path
 ) -> None:
     convert(request(source, tmp_path))
-    paths = WorkPaths.of(ft_directory(tmp_path, 3))
+    paths = WorkPaths(ft_directory(tmp_path, 3))
     identity = json.loads(paths.manifest.read_text())["identity"]
     paths.journal.write_text(json.dumps({"identity": identity}) + "\n")
     assert convert(request(source, tmp_path)).already_done
@@ -247,7 +248,7 @@ def test_an_interrupted_exchange_does_not_open_the_folder_to_others(
 
 
 def test_a_second_run_to_the_same_folder_is_refused(source: Path, tmp_path: Path) -> None:
-    paths = WorkPaths.of(ft_directory(tmp_path, 3))
+    paths = WorkPaths(ft_directory(tmp_path, 3))
     with (
         FolderLock(paths.lock, "another conversion"),
         pytest.raises(ValueError, match="another conversion"),
@@ -257,13 +258,13 @@ def test_a_second_run_to_the_same_folder_is_refused(source: Path, tmp_path: Path
 
 
 def test_a_lock_left_by_a_dead_process_does_not_hold(source: Path, tmp_path: Path) -> None:
-    lock = WorkPaths.of(ft_directory(tmp_path, 3)).lock
+    lock = WorkPaths(ft_directory(tmp_path, 3)).lock
     lock.write_text("999999\n")
     assert convert(request(source, tmp_path)).ft_dir.is_dir()
 
 
 def test_a_run_of_another_size_is_not_held_up(source: Path, tmp_path: Path) -> None:
-    paths = WorkPaths.of(ft_directory(tmp_path, 2))
+    paths = WorkPaths(ft_directory(tmp_path, 2))
     with FolderLock(paths.lock, "another conversion"):
         assert convert(request(source, tmp_path)).ft_dir.is_dir()
 
@@ -277,27 +278,47 @@ def test_too_small_a_disk_is_reported_before_writing(
         convert(request(source, tmp_path))
 
 
-def test_a_full_disk_is_reported_and_finished_files_are_kept(tmp_path: Path) -> None:
-    paths = WorkPaths.of(ft_directory(tmp_path, 1))
+@pytest.mark.parametrize("size", [4, 1 << 20])
+def test_a_full_disk_is_reported_and_finished_files_are_kept(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = WorkPaths(ft_directory(tmp_path, 1))
+    write = os.write
 
-    def full() -> Any:
-        yield memoryview(b"ab")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(fd: int, data: bytes) -> int:
+        if bytes(data[:2]) == b"zz":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data)
 
+    monkeypatch.setattr(os, "write", full)
     with FTWriter(paths, "x") as writer:
         writer.write("one.bin", 2, [memoryview(b"ab")])
-        with pytest.raises(ValueError, match=r"the disk is full: writing two\.bin"):
-            writer.write("two.bin", 4, full())
+        with pytest.raises(OSError, match=r"No space .*two\.bin") as caught:  # noqa: PT012
+            writer.write("two.bin", size, [memoryview(b"z" * size)])
+            writer.flush()  # large files are written behind
+    assert "is full: " in str(full_disk(caught.value, tmp_path))
     with FTWriter(paths, "x") as writer:
         assert writer.is_done("one.bin")
         assert not writer.is_done("two.bin")
+
+
+def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    def lost() -> Any:
+        yield memoryview(b"ab")
+        (tmp_path / "source.pt").open("rb")
+
+    with (
+        FTWriter(WorkPaths(ft_directory(tmp_path, 1)), "x") as writer,
+        pytest.raises(FileNotFoundError, match=r"source\.pt"),
+    ):
+        writer.write("one.bin", 4, lost())
 
 
 def test_an_exception_in_a_worker_ends_the_conversion(source: Path, tmp_path: Path) -> None:
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.2)
     assert not (tmp_path / "3-gpu").exists()
-    lock = WorkPaths.of(ft_directory(tmp_path, 3)).lock
+    lock = WorkPaths(ft_directory(tmp_path, 3)).lock
     assert not lock.exists()
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -334,7 +355,7 @@ def test_links_that_others_put_in_the_way_are_not_followed(
     (precious / "file").write_text("kept")
     output = tmp_path / "out"
     output.mkdir()
-    link = getattr(WorkPaths.of(ft_directory(output, 3)), of)
+    link = getattr(WorkPaths(ft_directory(output, 3)), of)
     link.symlink_to(precious if of == "staging" else precious / "file")
     if of == "lock":
         with pytest.raises(ValueError, match=r"3-gpu\.lock is a link, and a lock is a file"):
@@ -352,7 +373,7 @@ def test_links_in_what_an_interrupted_run_left_are_removed(
     (precious / "file").write_text("kept")
     wanted = request(source, tmp_path / "out")
     interrupt(wanted, after=0.5)
-    staging = WorkPaths.of(wanted.folder).staging
+    staging = WorkPaths(wanted.folder).staging
     (staging / "folder").symlink_to(precious)
     (staging / "config.ini.writing").symlink_to(precious / "file")
     assert contents(convert(wanted).ft_dir) == expected
@@ -371,5 +392,5 @@ def test_a_limit_of_file_sizes_leaves_what_can_be_continued(
             os._exit(7)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert not WorkPaths.of(ft_directory(tmp_path, 3)).lock.exists()
+    assert not WorkPaths(ft_directory(tmp_path, 3)).lock.exists()
     assert contents(convert(request(source, tmp_path)).ft_dir) == expected

@@ -22,7 +22,7 @@ from export_scripts.conversion.convert import (
     convert,
     folder_problems,
 )
-from export_scripts.families.mapping import views
+from export_scripts.families.mapping import sources
 from inference.parity.comparison import compare
 from tests.tiny import (
     TinyGPT,
@@ -426,7 +426,7 @@ def test_a_head_that_begins_in_a_chunk_ends_in_it(
 ) -> None:
     source, ids = wide_heads(tmp_path / "core.nemo"), (("start_id", "1"), ("end_id", "2"))
     expected = way_out(source, tmp_path / "whole", given=ids) / "model.safetensors"
-    monkeypatch.setattr(sharding, "workspace", lambda: sharding.Workspace(1 << 12))
+    monkeypatch.setattr(sharding, "_WORKSPACE", sharding.Workspace(1 << 12))
     monkeypatch.setattr(sharding, "BLOCK_BYTES", 1 << 10)
     monkeypatch.setattr(sharding, "LARGE_BYTES", 1 << 12)
     found = way_out(source, tmp_path / "cut", given=ids) / "model.safetensors"
@@ -444,7 +444,7 @@ def test_an_interrupted_folder_is_continued(
     def taken(*arguments: Any) -> Any:
         if next(calls, None) is None:
             raise KeyboardInterrupt
-        return views.taken(*arguments)
+        return sources.taken(*arguments)
 
     monkeypatch.setattr(write, "taken", taken)
     with pytest.raises(KeyboardInterrupt):

@@ -15,7 +15,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from export_scripts.checkpoints.base import Region
+from export_scripts.checkpoints.tokenizers import check_outside_files
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.errors import CheckpointMismatchError
 from tests.tiny import NEMO, gpt_tensors, nemo_members, write_megatron, write_nemo, write_tar
 
 QKV = NEMO + "encoder.layers.1.self_attention.query_key_value.weight"
@@ -174,7 +177,7 @@ def test_an_unknown_tensor_is_left_out_where_it_is_allowed_by_name(tmp_path: Pat
         ({"num_query_groups": 2}, "num_query_groups = 2"),
         ({"multi_query_attention": True}, "multi_query_attention"),
         ({"qk_layernorm": True}, "qk_layernorm"),
-        ({"transformer_block_type": "post_ln"}, "transformer_block_type = post_ln"),
+        ({"transformer_block_type": "post_ln"}, "transformer_block_type = 'post_ln'"),
         ({"headscale": True}, "headscale"),
         ({"normalize_attention_scores": False}, "normalize_attention_scores"),
         ({"kv_channels": 8}, "6 heads of 8 do not make hidden_size = 30"),
@@ -330,6 +333,16 @@ def test_links_out_of_a_folder_are_not_followed_to_other_files(
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(tmp_path / "secret")
     assert f"{source / name} is refused: it lies outside" in refusal(source, tmp_path)
+
+
+def test_a_linked_folder_hides_no_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "tokenizer.json").write_text(LOGINS)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer").symlink_to(tmp_path / "home")
+    file = Region(tmp_path / "model" / "tokenizer" / "tokenizer.json")
+    with pytest.raises(CheckpointMismatchError, match="lies outside of the checkpoint"):
+        check_outside_files({"tokenizer.json": file}, tmp_path / "model")
 
 
 def test_links_within_a_hub_cache_are_followed(shared: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_any_cut_any_split_any_order_of_axes(
     monkeypatch.setattr(sharding, "LARGE_BYTES", 1)
     monkeypatch.setattr(sharding, "BLOCK_BYTES", 8)
     space = sharding.Workspace(chunk_bytes=1500)
-    monkeypatch.setattr(sharding, "workspace", lambda: space)
+    monkeypatch.setattr(sharding, "_WORKSPACE", space)
     shape = (14, 6, 4, 10)
     base = torch.randn([shape[order.index(axis)] for axis in range(4)]).to(torch_dtype(stored))
     whole = base.permute(order)
@@ -110,7 +110,7 @@ def test_a_row_larger_than_a_chunk_is_written_whole(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sharding, "LARGE_BYTES", 1)
     monkeypatch.setattr(sharding, "BLOCK_BYTES", 8)
     space = sharding.Workspace(chunk_bytes=100)
-    monkeypatch.setattr(sharding, "workspace", lambda: space)
+    monkeypatch.setattr(sharding, "_WORKSPACE", space)
     tensor = torch.randn(3, 500)
     assert torch.equal(written(Parts(0, (tensor.numpy(),)), (3, 500), -1, 0, "fp32"), tensor)
 
@@ -119,7 +119,7 @@ def test_a_chunk_stays_until_the_next_but_one(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sharding, "LARGE_BYTES", 1)
     monkeypatch.setattr(sharding, "BLOCK_BYTES", 8)
     space = sharding.Workspace(chunk_bytes=8)
-    monkeypatch.setattr(sharding, "workspace", lambda: space)
+    monkeypatch.setattr(sharding, "_WORKSPACE", space)
     values = np.arange(6, dtype=np.float32).reshape(3, 2)
     chunks = file_chunks([(Parts(0, (values,)), [(0, 3), (0, 2)], ValueRange())], "fp32", 24)
     first = next(chunks)
@@ -133,7 +133,7 @@ def test_small_files_leave_the_last_chunk_of_a_large_one_alone(
 ) -> None:
     """It may still be on its way to the disk when the next files are filled."""
     space = sharding.Workspace(chunk_bytes=1 << 20)
-    monkeypatch.setattr(sharding, "workspace", lambda: space)
+    monkeypatch.setattr(sharding, "_WORKSPACE", space)
 
     def chunks(values: np.ndarray) -> list[memoryview]:
         window = rank_window(values.shape, -1, 0)

@@ -191,7 +191,6 @@ def write_config(folder: Path, settings: dict[str, Any]) -> Path:
 
 def config_of(folder: Path) -> DenseConfig:
     reader = open_configuration(folder)
-    assert reader is not None
     facts = Facts(reader=reader, tp_size=1, weight_data_type="bf16")
     mapping, facts = find_mapping(facts)
     config = mapping.config(facts)

@@ -119,7 +119,8 @@ def test_mappings_have_names_of_their_own_and_a_listed_family() -> None:
 def test_a_layout_names_fields_and_properties_of_its_config(family: ModelFamily) -> None:
     fields = {field.name for field in dataclasses.fields(family.config)}
     for spec in family.layout:
-        for name in (*spec.shape, *spec.when):
+        conditions = (each.removeprefix("not ").partition("=")[0] for each in spec.when)
+        for name in (*spec.shape, *conditions):
             assert isinstance(name, int) or name in fields or hasattr(family.config, name), spec
         assert spec.split is None or 0 <= spec.split < len(spec.shape), spec
     assert len({(spec.name, spec.when) for spec in family.layout}) == len(family.layout)

@@ -10,7 +10,7 @@ import pytest
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.gpt.layout import GPTConfig
 from export_scripts.families.layout.config import PromptTask, parse_integer
-from export_scripts.ft.config_ini import format_ini, parse_ini, read_config, write_config
+from export_scripts.ft.config_ini import config_text, parse_ini, read_config, write_config
 from export_scripts.ft.validation import validate_directory
 
 CONFIG = GPTConfig(
@@ -72,7 +72,7 @@ def test_written_configs_read_back_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a%b", "x ; y", "a\nb", "", "x" * 190])
 def test_values_that_read_back_differently_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"config\.ini \[gpt\] model_name"):
-        format_ini(replace(CONFIG, model_name=name).sections())
+        config_text(replace(CONFIG, model_name=name))
 
 
 def test_all_missing_and_unreadable_keys_are_listed(tmp_path: Path) -> None:
@@ -99,13 +99,13 @@ def test_sections_of_no_family_are_reported(tmp_path: Path) -> None:
 def test_the_folder_s_name_gives_a_size_that_the_file_leaves_out(tmp_path: Path) -> None:
     folder = tmp_path / "4-gpu"
     folder.mkdir()
-    text = format_ini(CONFIG.sections()).replace("tensor_para_size = 2\n", "")
+    text = config_text(CONFIG).replace("tensor_para_size = 2\n", "")
     (folder / "config.ini").write_text(text)
     assert read_config(folder)[1].tensor_para_size == 4
 
 
 def test_a_folder_of_another_name_has_the_size_that_its_files_show(tmp_path: Path) -> None:
-    text = format_ini(CONFIG.sections()).replace("tensor_para_size = 2\n", "")
+    text = config_text(CONFIG).replace("tensor_para_size = 2\n", "")
     (tmp_path / "config.ini").write_text(text)
     assert read_config(tmp_path)[1].tensor_para_size == 1
     (tmp_path / "model.layers.0.attention.dense.weight.1.bin").touch()

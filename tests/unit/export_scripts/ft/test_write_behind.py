@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from export_scripts.ft.writer import WriteBehind, run_now
+from export_scripts.ft.writer import WriteBehind
 
 
 @pytest.fixture
@@ -52,18 +52,3 @@ def test_nothing_follows_a_failed_step(queue: WriteBehind) -> None:
     with pytest.raises(OSError, match="broken"):
         queue.wait()
     assert done == []
-
-
-def test_settling_hides_a_failure_that_is_known(queue: WriteBehind) -> None:
-    queue.run(fail)
-    queue.settle()
-    queue.wait()
-
-
-def test_a_step_at_once_has_run_or_raised_when_it_returns() -> None:
-    done: list[int] = []
-    run_now(lambda: done.append(1))
-    run_now(lambda: done.append(2))
-    assert done == [1, 2]
-    with pytest.raises(OSError, match="broken"):
-        run_now(fail)

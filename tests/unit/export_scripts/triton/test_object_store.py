@@ -53,8 +53,8 @@ def test_models_that_change_are_hidden_before_anything_of_them_goes(tmp_path: Pa
             return False
 
     files = {name: tmp_path / name for name in ("m/1/new.bin", "m/config.pbtxt")}
-    changes = object_store._changes(files, Stored())  # type: ignore[arg-type]
-    assert changes.delete == ["a/config.pbtxt", "m/config.pbtxt", "a/1/gone.bin", "m/1/old.bin"]
+    _, delete, _ = object_store._changes(files, Stored())  # type: ignore[arg-type]
+    assert delete == ["a/config.pbtxt", "m/config.pbtxt", "a/1/gone.bin", "m/1/old.bin"]
 
 
 def test_names_in_a_bucket_do_not_reach_the_terminal_as_they_are() -> None:

@@ -31,14 +31,16 @@ def start(found: OpenAIServer, timeout_s: float = 60.0) -> None:
 def test_a_server_is_ready_once_it_has_answered_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with server(tmp_path) as found:
         start(found)
-        assert found.port
+        assert found.ports["http"]
         assert found.failure() is None
         assert found._process is not None
         pid = found._process.pid
     state = process_state(pid)
     assert state is None or state.letter == "Z"
     with pytest.raises(OSError):  # noqa: PT011 - refused, or closed
-        http.client.HTTPConnection("127.0.0.1", found.port, timeout=5).request("GET", "/health")
+        http.client.HTTPConnection("127.0.0.1", found.ports["http"], timeout=5).request(
+            "GET", "/health"
+        )
 
 
 def test_a_user_may_have_several_servers_at_once(tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def test_a_lost_server_is_noticed(tmp_path: Path) -> None:
     with server(tmp_path) as found:
         start(found)
         body = json.dumps({"model": str(tmp_path), "prompt": "end"})
-        connection = http.client.HTTPConnection("127.0.0.1", found.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", found.ports["http"], timeout=10)
         with pytest.raises((http.client.HTTPException, OSError)):
             _ask(connection, body)
         until(lambda: found.poll() is not None)

@@ -6,14 +6,15 @@ import contextlib
 import socket
 import sys
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from inference.front.sockets import ServerSockets
 from inference.ports import FREE_PORTS
 from inference.server.__main__ import main, serve_until_signal
-from inference.server.admin import Admin, ModelStatus
+from inference.server.admin import Admin
 from inference.server.server import ServerStartError, TritonServer
 from inference.server.server_log import ServerLog
 from tests.conftest import ROOT
@@ -103,8 +104,8 @@ def test_program_that_cannot_serve_fails_with_its_reason(
 class _ReadyByGrpc:
     """Says of every model that it is ready, as gRPC does before HTTP listens."""
 
-    def statuses(self) -> list[ModelStatus]:
-        return [ModelStatus("double", "READY", "")]
+    def statuses(self) -> list[Any]:
+        return [SimpleNamespace(name="double", state="READY", reason="")]
 
     def is_ready(self) -> bool:
         return True

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from export_scripts.triton.signature import GPT, PREPROCESSING, T5, ensemble, resolve
+from export_scripts.triton.signature import GPT, PREPROCESSING, ensemble, model_signature
 from inference.backend.tokenizer import Tokenizer
 from inference.evaluation.run.served_model import ServedModel, ServedTokenizer
 from inference.evaluation.task import RequestFailedError
@@ -23,7 +23,7 @@ class FakeClient(TritonClient):
         self.outputs = outputs
         self.sent: list[tuple[str, dict[str, np.ndarray]]] = []
         self.error: Exception | None = None
-        self.signature = resolve(GPT, data_type="fp32")
+        self.signature = model_signature("GPT", data_type="fp32")
 
     def input_types(self, model):
         if model == "postprocessing":
@@ -230,7 +230,7 @@ def t5_client() -> FakeClient:
         },
         ensemble=text_of("Guten Tag"),
     )
-    client.signature = resolve(T5, data_type="fp32")
+    client.signature = model_signature("T5", data_type="fp32")
     return client
 
 
