@@ -50,8 +50,9 @@ class _Front:
         """Listen, follow the owner's orders, and finish what has begun at the end."""
         settings, ports = self._settings, self._settings.ports
         self._link = link = OwnerLink(connection)
-        upstream = Upstream(settings.served)
-        self._context = context = FrontContext(settings.access, upstream, host=settings.host)
+        self._context = context = FrontContext(
+            settings.access, Upstream(settings.served), host=settings.host, ready=link.ready
+        )
         handler = KServeGrpc(context, port=ports["grpc"])
         server = grpc_server(settings.access, handler, host=settings.host, port=ports["grpc"])
         try:

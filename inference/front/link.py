@@ -31,6 +31,14 @@ class Served:
 
 
 @dataclass(frozen=True)
+class Readiness:
+    """Whether all models of a server answer its owner."""
+
+    sockets: Path
+    is_ready: bool
+
+
+@dataclass(frozen=True)
 class FrontSettings:
     """The first record of the owner."""
 
@@ -66,12 +74,13 @@ class Stop:
 class OwnerLink(Stop):
     """The front's end of the connection; without its owner the process ends after a moment.
 
-    `orders` has servers that are to take over.
+    `orders` has servers that are to take over, `ready` folders of sockets of those that are ready.
     """
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self.orders: asyncio.Queue[Served] = asyncio.Queue()
+        self.ready: set[Path] = set()
         self._connection = connection
         asyncio.get_running_loop().add_reader(connection.fileno(), self._read)
 
@@ -83,7 +92,10 @@ class OwnerLink(Stop):
             self._lost.set()
             self.stopped.set()
             return
-        self.orders.put_nowait(order)
+        if isinstance(order, Readiness):
+            (self.ready.add if order.is_ready else self.ready.discard)(order.sockets)
+        else:
+            self.orders.put_nowait(order)
 
     def tell(self, event: str, sockets: Path) -> None:
         """Send an event to the owner, if there still is one."""

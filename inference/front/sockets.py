@@ -35,38 +35,24 @@ class ServerSockets:
     Attributes:
         http, grpc, metrics: tritonserver's; its HTTP also controls models.
         reports: at which models report to the server's supervisor why they end.
-
-    Files next to them carry what its owner and the front say about the server.
     """
 
     def __init__(self, folder: Path, own: PrivateFolder | None = None) -> None:
         self.folder = folder
         self._own = own
-        self.http, self.metrics, self.reports, self._used, self._ready = (
-            folder / name for name in ("http", "metrics", "reports", "used", "ready")
+        self.http, self.metrics, self.reports = (
+            folder / name for name in ("http", "metrics", "reports")
         )
         self.grpc = folder / "grpc:8001"  # tritonserver adds the port to the name that it is given
 
     def note_use(self) -> None:
-        """Note a request for a model."""
-        with contextlib.suppress(OSError):  # the folder goes with the server
-            self._used.touch()
+        """Note a request for a model, in the time of the folder."""
+        with contextlib.suppress(OSError):  # it goes with the server
+            os.utime(self.folder)
 
     def last_used(self) -> float:
-        """Return the Unix time of the last such request, 0 if there was none."""
-        return self._used.stat().st_mtime if self._used.exists() else 0.0
-
-    def set_ready(self, is_ready: bool) -> None:
-        """Note whether all models of the server answer its owner."""
-        with contextlib.suppress(OSError):
-            if is_ready:
-                self._ready.touch()
-            else:
-                self._ready.unlink(missing_ok=True)
-
-    def is_ready(self) -> bool:
-        """Return whether they do, by the word of the owner."""
-        return self._ready.exists()
+        """Return the Unix time of the last such request, or of the server's start."""
+        return self.folder.stat().st_mtime
 
     def server_options(self) -> list[str]:
         """Return the options with which tritonserver listens only on these sockets."""

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import aiohttp
@@ -112,11 +113,13 @@ class Exchangeable(Generic[_T]):
 class FrontContext(Exchangeable[Upstream]):
     """The server of one front, and the parts that its protocols share.
 
-    `limit` bytes are the largest request.
+    `ready` has folders of sockets of the servers that are ready, by the word of their owner;
+    `limit` bytes the largest request.
     """
 
-    def __init__(self, access: Access, upstream: Upstream, *, host: str) -> None:
+    def __init__(self, access: Access, upstream: Upstream, *, host: str, ready: set[Path]) -> None:
         super().__init__(upstream)
+        self.ready = ready
         self.guard = Guard(access, listens_at=host, note_use=self.note_use)
         self.shared_memory = access.client_shared_memory
         self.sessions = ClientSessions(host)
@@ -130,4 +133,4 @@ class FrontContext(Exchangeable[Upstream]):
 
     def is_ready(self) -> bool:
         """Return whether the server's models answer its owner."""
-        return self.current.sockets.is_ready()
+        return self.current.sockets.folder in self.ready

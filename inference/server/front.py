@@ -11,7 +11,7 @@ import threading
 from multiprocessing import Pipe
 from pathlib import Path
 
-from inference.front.link import LEFT, FrontSettings, Served
+from inference.front.link import LEFT, FrontSettings, Readiness, Served
 
 _END_S = 5.0  # for the last answers to be sent
 
@@ -50,6 +50,10 @@ class FrontProcess(subprocess.Popen[bytes]):
     def take(self, served: Served) -> None:
         """Have it pass new requests on to another server; `serves` shows when it does."""
         self._send(served)
+
+    def set_ready(self, sockets: Path, *, is_ready: bool) -> None:
+        """Tell it whether a server answers its owner."""
+        self._send(Readiness(sockets, is_ready))
 
     def end(self) -> None:
         """End it, and wait for that."""

@@ -180,7 +180,7 @@ class TritonServer(ServedProcess):
         states that an encoder takes; an encoder of unknown width gets none. `interval_s` and
         `timeout_s` are those of `Health`.
         """
-        if self._sockets is None:  # NVIDIA's would keep a canary waiting behind long requests
+        if self._is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
             return
         assert self._process is not None, "the server was not started"
         targets = model_targets(self.admin, self.models, root=self._process.pid, hidden=hidden)
@@ -192,7 +192,7 @@ class TritonServer(ServedProcess):
                 if name in self.ports
             ]
         self._health = Health(
-            targets, tell=self._sockets.set_ready, interval_s=interval_s, timeout_s=timeout_s
+            targets, tell=self._tell_front, interval_s=interval_s, timeout_s=timeout_s
         )
         self._health.start()
 
@@ -200,6 +200,10 @@ class TritonServer(ServedProcess):
         """Return the Unix time of the last request of a client through the front."""
         assert self._sockets is not None, "NVIDIA's server has no front"
         return self._sockets.last_used()
+
+    def _tell_front(self, is_ready: bool) -> None:
+        if self._front is not None and self._sockets is not None:
+            self._front.set_ready(self._sockets.folder, is_ready=is_ready)
 
     def failure(self, *, patience_s: float = 0.0) -> str | None:
         """Return why a started server no longer serves all its models, None while it does.
@@ -318,7 +322,7 @@ class TritonServer(ServedProcess):
         assert former._front is not None
         assert sockets is not None
         front = former._front
-        sockets.set_ready(True)
+        front.set_ready(sockets.folder, is_ready=True)
         front.take(self._served(sockets))
         deadline = time.monotonic() + timeout_s
         while not front.serves(sockets.folder):
@@ -413,9 +417,9 @@ class TritonServer(ServedProcess):
         Not earlier: tritonserver is ready by gRPC before it listens for HTTP, and both are ready
         before OpenAI's port is open.
         """
-        if self._front is None or self._sockets is None:
+        if self._front is None:
             return True
-        self._sockets.set_ready(True)
+        self._tell_front(True)
         uses_tls = self._access.tls_cert is not None
         try:
             status, _ = ask_locally(

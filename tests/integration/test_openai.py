@@ -235,8 +235,9 @@ def test_the_documents_example_runs(
 def test_health_is_the_servers(server: TritonServer) -> None:
     assert server.openai_url is not None
     url = server.openai_url.replace("/v1", "/health")
-    sockets = server._sockets
-    assert sockets is not None
+    assert server._front is not None
+    assert server._sockets is not None
+    folder = server._sockets.folder
 
     def status() -> int:
         try:
@@ -248,7 +249,7 @@ def test_health_is_the_servers(server: TritonServer) -> None:
         return status() == expected
 
     for is_ready in (False, True):
-        sockets.set_ready(is_ready)
+        server._front.set_ready(folder, is_ready=is_ready)
         expected = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
         until(partial(answers, expected), f"{expected}")
 

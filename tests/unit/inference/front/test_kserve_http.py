@@ -42,7 +42,7 @@ async def _relayed(
     await runner.setup()
     await web.UnixSite(runner, str(sockets.http)).start()
     upstream = Upstream(Served(sockets.folder, None))
-    context = FrontContext(OPEN_ACCESS, upstream, host="127.0.0.1")
+    context = FrontContext(OPEN_ACCESS, upstream, host="127.0.0.1", ready=set())
     http = KServeHttp(context)
     async with RawTestServer(http.answer) as front, ClientSession() as client:
         url = front.make_url("/v2/models/m/generate_stream")

@@ -19,9 +19,8 @@ HOST = "127.0.0.1"
 def test_no_client_sees_readiness_before_the_owner_says_so(tmp_path: Path) -> None:
     """A tritonserver is ready by gRPC before it listens for HTTP."""
     ports = dict(zip(TRITON_PORTS, pick_free_ports(HOST, len(TRITON_PORTS)), strict=True))
-    sockets = ServerSockets(tmp_path)
     with (
-        served(FakeTriton({}), f"unix:{sockets.grpc}"),
+        served(FakeTriton({}), f"unix:{ServerSockets(tmp_path).grpc}"),
         TritonClient(f"{HOST}:{ports['grpc']}") as client,
     ):
         settings = FrontSettings(Served(tmp_path, None), HOST, ports, OPEN_ACCESS, None, tmp_path)
@@ -29,7 +28,7 @@ def test_no_client_sees_readiness_before_the_owner_says_so(tmp_path: Path) -> No
         try:
             until(lambda: front.serves(tmp_path))
             assert not client.is_ready()
-            sockets.set_ready(True)
+            front.set_ready(tmp_path, is_ready=True)
             until(client.is_ready)
         finally:
             front.end()
