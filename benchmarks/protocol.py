@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import importlib.util
-import os
 import shlex
 import subprocess
 import sys
@@ -222,7 +221,6 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     run(
         measure,
         __doc__,
