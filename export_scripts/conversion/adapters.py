@@ -286,7 +286,10 @@ def _peft_problems(config: Mapping[str, Any], where: Path) -> list[str]:
 
 def _is_pattern(pattern: str) -> bool:
     repeated = len(re.findall(r"[*+{]|(?<!\()\?", pattern))
-    if len(pattern) > _MOST_PATTERN or repeated > _MOST_REPEATED or re.search(r"\)[*+{]", pattern):
+    if len(pattern) > _MOST_PATTERN or repeated > _MOST_REPEATED:
+        return False
+    # A repeated group, or flags for all that it stands in, which Python 3.10 takes anywhere.
+    if re.search(r"\)[*+{]|\(\?[aiLmsux]+\)", pattern):
         return False
     try:
         re.compile(pattern)  # alone, so that it ends no group of what it stands in
