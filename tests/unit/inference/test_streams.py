@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.streams import SOCKET_NAME, StreamReceiver, StreamSender
+from inference.streams import SOCKET_NAME, News, StreamReceiver, StreamSender
 from inference.supervision import REPORTS_VARIABLE
 
 LIMIT_S = 20.0
@@ -31,8 +31,10 @@ def test_each_stream_gets_its_own_tokens_in_order(folder: Path) -> None:
                 senders[0].send(first, [[number], []])
                 senders[1].send(second, [[-number]])
                 senders[0].send("unknown", [[number]])
-            found = [[await asyncio.wait_for(q.get(), LIMIT_S) for _ in range(300)]
-                     for q in (of_first, of_second)]  # fmt: skip
+            found: list[list[News]] = [[], []]
+            for news, came in zip(found, (of_first, of_second), strict=True):
+                for _ in range(300):
+                    news.append(await asyncio.wait_for(came.get(), LIMIT_S))
         assert found[0] == [[[number], []] for number in range(300)]
         assert found[1] == [[[-number]] for number in range(300)]
         for sender in senders:
