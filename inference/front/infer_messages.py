@@ -21,6 +21,7 @@ from inference.front.validation import (
     check_texts,
 )
 
+SEQUENCE_KEY = b"sequence_id"  # of the parameter that names a session
 _MOST_FIELDS = 4 * MOST_ENTRIES + 16
 _RAW_INPUT_CONTENTS = 7  # of service_pb2.ModelInferRequest
 _NOT_A_REQUEST = "the message is not a ModelInferRequest"
@@ -64,17 +65,20 @@ def check_infer_message(
     size_bytes: int,
     limit: int,
     models: Mapping[str, DeclaredInputs],
-    sessions: Namespace,
+    sessions: Namespace | None,
 ) -> bytes | None:
     """Check a ModelInferRequest of gRPC `without_raw_tensors`, as `check_infer` does.
 
-    Returns it with the server's own id of its session, None if it has no session.
+    Returns it with the server's own id of its session, None if it has no session. `sessions` may be
+    None where SEQUENCE_KEY is not in the data.
     """
     message = parsed(service_pb2.ModelInferRequest, data)
     check_message(message, size_bytes, limit=limit, model=models.get(message.model_name))
-    if "sequence_id" not in message.parameters:
+    name = SEQUENCE_KEY.decode()
+    if name not in message.parameters:
         return None
-    parameter = message.parameters["sequence_id"]
+    assert sessions is not None, "the name of a parameter stands in a message as it is"
+    parameter = message.parameters[name]
     own = sessions.inside(getattr(parameter, parameter.WhichOneof("parameter_choice")))
     setattr(parameter, "string_param" if isinstance(own, str) else "int64_param", own)
     return bytes(message.SerializeToString())

@@ -7,7 +7,7 @@ that are too large. Of a call that is refused, no message is read.
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from http import HTTPStatus
 from typing import Any, NoReturn
@@ -17,7 +17,12 @@ from tritonclient.grpc import service_pb2
 
 from inference.front.access import Access
 from inference.front.guard import IDLE_S, RejectedError
-from inference.front.infer_messages import check_infer_message, parsed, without_raw_tensors
+from inference.front.infer_messages import (
+    SEQUENCE_KEY,
+    check_infer_message,
+    parsed,
+    without_raw_tensors,
+)
 from inference.front.rules import (
     CLOSED,
     INDEX_CALL,
@@ -94,7 +99,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         with self._context.use() as upstream:
             try:
                 if call == INFER_CALL:
-                    sessions = self._namespace(owner, context)
+                    sessions = partial(self._namespace, owner, context)
                     request = await self._checked(upstream, request, sessions)
                 else:
                     request = await self._context.guard.message(request)
@@ -109,7 +114,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         self, owner: str | None, requests: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
         refusal: RejectedError | None = None
-        sessions = self._namespace(owner, context)
+        sessions = partial(self._namespace, owner, context)
 
         async def checked(upstream: Upstream) -> AsyncIterator[bytes]:
             nonlocal refusal
@@ -135,12 +140,16 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         if refusal is not None:
             await _refuse(context, refusal)
 
-    async def _checked(self, upstream: Upstream, request: bytes, sessions: Namespace) -> bytes:
+    async def _checked(
+        self, upstream: Upstream, request: bytes, sessions: Callable[[], Namespace]
+    ) -> bytes:
         """Return a request as tritonserver gets it. Raises RejectedError."""
         self._context.guard.note_use()
         request = await self._context.guard.message(request)
         data, raw = without_raw_tensors(request)
-        arguments = (data, len(request), self._context.limit, upstream.models, sessions)
+        # The kernel is asked for the client's user, which takes a tenth of the front's time.
+        own_ids = sessions() if SEQUENCE_KEY in data else None
+        arguments = (data, len(request), self._context.limit, upstream.models, own_ids)
         workers = self._context.workers
         own = await workers.check(check_infer_message, *arguments, size_bytes=len(data))
         return request if own is None else own + b"".join(request[place] for place in raw)
