@@ -69,7 +69,7 @@ class TritonModel:
                 request.parameters[STREAM_PARAMETER].string_param = name if streams else ""
             data = request.SerializeToString()
             call = self._stream([data]) if self.facts.streams else self._infer(data)
-            reading = asyncio.ensure_future(_pass_on(call, came, streams=self.facts.streams))
+            reading = asyncio.ensure_future(pass_on(call, came, streams=self.facts.streams))
             rows: list[list[int]] | None = [[] for _ in job["input_ids"]]
             try:
                 while (each := await came.get()) is not None:
@@ -104,7 +104,7 @@ class TritonModel:
         return np.asarray(means / np.maximum(norms, np.finfo(np.float32).tiny))
 
 
-async def _pass_on(call: Any, into: asyncio.Queue[Any], *, streams: bool) -> None:
+async def pass_on(call: Any, into: asyncio.Queue[Any], *, streams: bool) -> None:
     """Put the answers of a call into a queue, then the error for the client, or None.
 
     They are the server's, one or, where it `streams`, any number.
@@ -118,12 +118,12 @@ async def _pass_on(call: Any, into: asyncio.Queue[Any], *, streams: bool) -> Non
                 if answer.error_message:
                     raise stream_error(answer.error_message)
                 into.put_nowait(answer.infer_response)
-    except RejectedError as error:
-        into.put_nowait(error)
     except grpc.aio.AioRpcError as error:
         into.put_nowait(api_error(error))
-    except asyncio.CancelledError:  # of the call: its reader has left
-        pass
+    except asyncio.CancelledError:  # of the call: its reader has left, or the server is leaving
+        into.put_nowait(_error("", "UNAVAILABLE"))
+    except Exception as error:  # its reader raises it
+        into.put_nowait(error)
     else:
         into.put_nowait(None)
 

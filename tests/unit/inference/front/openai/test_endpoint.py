@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import time
+from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import aiohttp
 import pytest
 
 from inference.front.access import Access, OpenAIOptions
+from inference.front.guard import RejectedError
 from inference.front.openai.answers import Answer, Candidate
 from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
 from inference.front.openai.prepare import load_codec
+from inference.front.openai.served import pass_on
 from inference.front.workers import Workers
 from tests.unit.inference.front.openai.fake_backend import (
     END,
@@ -703,3 +706,24 @@ def test_names_for_many_scores_leave_the_event_loop_free(monkeypatch: pytest.Mon
         assert longest < 150 * 0.005 / 2
 
     run(check, model)
+
+
+def test_whatever_ends_a_call_reaches_its_reader() -> None:
+    class Broken:
+        def __init__(self, failure: BaseException) -> None:
+            self._failure = failure
+
+        def __await__(self) -> Iterator[None]:
+            raise self._failure
+            yield
+
+    async def main() -> None:
+        for failure, kind in (
+            (asyncio.CancelledError(), RejectedError),
+            (ValueError("a reply that is none"), ValueError),
+        ):
+            came: asyncio.Queue[Any] = asyncio.Queue()
+            await pass_on(Broken(failure), came, streams=False)
+            assert isinstance(came.get_nowait(), kind)
+
+    asyncio.run(main())
