@@ -11,16 +11,17 @@ import multiprocessing
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.records import Record
 
 ROOT = Path(__file__).resolve().parents[1]
 # Row, column, and a value with its unit: "batch 1", "slipway fp32", "64.0 tokens/s".
 Cell = tuple[str, str, str]
+RowT = TypeVar("RowT")
 
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "work_dir": {"type": Path, "required": True, "help": "keeps the models"},
@@ -82,6 +83,25 @@ def own_process(begin: Callable[..., None], *given: Any) -> ProcessPoolExecutor:
     """Return one process, begun by `begin(*given)`, that runs whatever is submitted."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, mp_context=context, initializer=begin, initargs=given)
+
+
+_rows: Iterator[Any]  # of a process that measures one contender
+
+
+def rows_of_process(make: Callable[..., Iterator[RowT]], *given: Any) -> Iterator[RowT]:
+    """Yield what `make(*given)` yields, each as soon as it is there, in a process of its own."""
+    with own_process(_begin, make, given) as process:
+        while (row := process.submit(_next_row).result()) is not None:
+            yield row
+
+
+def _begin(make: Callable[..., Iterator[Any]], given: Sequence[Any]) -> None:
+    global _rows
+    _rows = make(*given)
+
+
+def _next_row() -> Any:
+    return next(_rows, None)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:

@@ -29,11 +29,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks import throughput
 from benchmarks.models import SIZES, Model, huggingface_folder, sized_model
-from benchmarks.program import Cell, own_process, percentile, run
+from benchmarks.program import Cell, percentile, rows_of_process, run
 from benchmarks.served import OURS, Served, build
 from inference.front.access import OpenAIOptions
 from inference.ports import FREE_PORTS, pick_free_ports
 from inference.server.server import TritonServer
+from stages.engines import VLLM_TYPES
 
 _MODEL = "decoder"
 _START_LIMIT_S = 600.0
@@ -159,7 +160,7 @@ def _through_vllm(model: Model, args: argparse.Namespace) -> Iterator[tuple[str,
         "model": huggingface_folder(model),
         "tokenizer": tokenizer_folder(args.work_dir, model.vocab_size),
         "served-model-name": _MODEL,
-        "dtype": {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[args.data_type],
+        "dtype": VLLM_TYPES[args.data_type],
         "max-model-len": args.max_seq_len,
         "port": port,
     }
@@ -187,30 +188,20 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise SystemExit(f"vLLM was not ready within {_START_LIMIT_S:g} s; see vllm.log")
 
 
-_found: Iterator[tuple[str, str]]  # of the process that has the engine
-
-
-def _begin(model: Model, args: argparse.Namespace) -> None:
-    global _found
+def _engine(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     engine = throughput.Slipway(
         model, data_type=args.data_type, device=args.device, max_seq_len=args.max_seq_len
     )
-    _found = rows(lambda: _in_process(engine), model, args)
+    yield from rows(lambda: _in_process(engine), model, args)
 
 
-def _next() -> tuple[str, str] | None:
-    return next(_found, None)
-
-
-def _engine(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    with own_process(_begin, model, args) as process:
-        while (row := process.submit(_next).result()) is not None:
-            yield row
+def _in_own_process(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    return rows_of_process(_engine, model, args)
 
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the rows of each contender."""
-    contenders = {"slipway": _through_ours, "slipway in process": _engine}
+    contenders = {"slipway": _through_ours, "slipway in process": _in_own_process}
     if args.vllm or importlib.util.find_spec("vllm") is not None:
         args.vllm = args.vllm or f"{sys.executable} -m vllm.entrypoints.openai.api_server"
         contenders = {"vLLM": _through_vllm, **contenders}

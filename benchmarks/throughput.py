@@ -33,7 +33,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from benchmarks.models import SIZES, Model, Size, huggingface_folder, sized_model
-from benchmarks.program import Cell, own_process, percentile, run
+from benchmarks.program import Cell, percentile, rows_of_process, run
+from stages.engines import VLLM_TYPES
 
 _RATE = "mixed, again, rate"
 # Receives (number of the request, tokens that it has by now).
@@ -155,7 +156,7 @@ class _Vllm:
         llm = LLM(
             model=str(huggingface_folder(model)),
             skip_tokenizer_init=True,
-            dtype={"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[args.data_type],
+            dtype=VLLM_TYPES[args.data_type],
             max_model_len=args.max_seq_len,
             tensor_parallel_size=args.tp,
             enable_prefix_caching=bool(args.shared),
@@ -292,14 +293,6 @@ def rows(server: Server, model: Model, args: argparse.Namespace) -> Iterator[tup
                 yield f"{title}, {name} p{percent}", f"{percentile(values, percent) * 1e3:.1f} ms"
 
 
-_rows: Iterator[tuple[str, str]]  # of a process that measures one contender
-
-
-def _begin(make: Callable[[Model, argparse.Namespace], Server], args: argparse.Namespace) -> None:
-    global _rows
-    _rows = _contend(make, args)
-
-
 def _contend(
     make: Callable[[Model, argparse.Namespace], Server], args: argparse.Namespace
 ) -> Iterator[tuple[str, str]]:
@@ -313,10 +306,6 @@ def _contend(
     server.close()
 
 
-def _next_row() -> tuple[str, str] | None:
-    return next(_rows, None)
-
-
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the rows of each contender, which has a process of its own."""
     if args.arrivals and not args.requests:
@@ -327,11 +316,10 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
     if not args.no_vllm and importlib.util.find_spec("vllm") is not None:
         contenders = {"vLLM": _Vllm, **contenders}
     for name, make in contenders.items():
-        with own_process(_begin, make, args) as process:
-            while (row := process.submit(_next_row).result()) is not None:
-                if row[0] == _RATE:
-                    args.rate = args.rate or float(row[1].split()[0])
-                yield row[0], name, row[1]
+        for row, value in rows_of_process(_contend, make, args):
+            if row == _RATE:
+                args.rate = args.rate or float(value.split()[0])
+            yield row, name, value
 
 
 if __name__ == "__main__":
