@@ -218,6 +218,13 @@ def test_streaming_reports_every_step_but_the_last(engine: Engine) -> None:
             assert row.output_ids[0] == final.output_ids[0][: min(number, length)]
 
 
+def test_a_streamed_row_takes_no_step_more_than_its_tokens(engine: Engine) -> None:
+    before = engine.steps
+    request = request_of(engine, [[3, 9, 4, 1, 7]], 8, min_length=8)
+    engine.submit(request, on_step=lambda _: None).result()
+    assert engine.steps - before == 8
+
+
 def test_cancelled_work_stops_and_frees_its_slots(engine: Engine) -> None:
     begun = threading.Event()
     request = request_of(engine, prompts_of(SLOTS), 60, beam_width=1)
