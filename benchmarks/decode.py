@@ -19,76 +19,293 @@ half the bytes, also in the memory of the CPU runtime.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterator
+import time
+import timeit
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.contenders import (
-    Program,
-    cells,
-    contenders,
-    ctranslate,
-    hugging_face,
-    measure_rounds,
-    measured_bandwidth,
-    slipway,
-)
 from benchmarks.models import SIZES, Model, decoder_model
-from benchmarks.program import Cell, run
-from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+from benchmarks.program import Cell, own_process, percentile, run
+from benchmarks.throughput import Request, Slipway
+from export_scripts.families.layout.architecture import DecoderArchitecture
+from export_scripts.ft.config_ini import read_config
+from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES, torch_dtype
 from inference.process_memory import memory_variables
+from inference.ranks.device import compute_dtype, matrix_dtype
 
 _DATA_TYPES = {"cpu": ["fp32", "int8", "bf16"], "cuda": ["fp16", "int8", "bf16"]}
 _COMPUTED_WITH_INT8 = {"cpu": "fp32", "cuda": "fp16"}
+# A pause before each program: OpenMP's threads spin after their work, Intel's (CTranslate2's) for
+# 0.2 s, and would slow down the next program.
+_SETTLE_S = 0.5
+_BYTES = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}  # of a reading of memory
+_ROUNDS = 7
+
+Prompts = Sequence[Sequence[int]]
+# Receives the number of tokens so far.
+Note = Callable[[int], object]
+# Generates some tokens for each prompt.
+Generate = Callable[[Prompts, int, Note], object]
+# The seconds of a round, and those between its tokens.
+Times = tuple[float, list[float]]
 
 
-def programs(model: Model, args: argparse.Namespace) -> list[Callable[[], Program]]:
-    """Return the factories of every program, for every type it supports."""
-    found: list[Callable[[], Program]] = []
-    room = {"slots": max(args.batch), "max_len": max(args.input_len) + args.output_len}
+class Program(NamedTuple):
+    """A contender; each runs in a process of its own.
+
+    In one process each would have its own threads, and with more threads than processors OpenMP
+    lets them sleep at each wait: every program would take up to twice as long.
+
+    Attributes:
+        make: Loads the model.
+        step_bytes: (sequences, cached tokens of each) -> bytes that a step reads.
+    """
+
+    name: str
+    make: Callable[[], Generate]
+    step_bytes: Callable[[int, int], int] | None = None
+
+
+def programs(model: Model, args: argparse.Namespace) -> Iterator[Program]:
+    """Yield every program, for every type it supports."""
     for kind in args.data_type or _DATA_TYPES[args.device]:
         int8 = kind == "int8"
         data_type = _COMPUTED_WITH_INT8[args.device] if int8 else kind
-        found.append(partial(slipway, model.ft_dir, data_type, args.device, int8=int8, **room))
+        given = {
+            "data_type": data_type,
+            "int8_mode": int(int8),
+            "device": args.device,
+            "max_lanes": max(args.batch),
+            "max_seq_len": max(args.input_len) + args.output_len,
+        }
+        read = partial(step_bytes, model.ft_dir, data_type, args.device, int8)
+        yield Program(f"slipway {kind}", partial(slipway, model, given), read)
         if not int8 and not args.no_transformers:
-            found.append(partial(hugging_face, model, data_type, args.device))
+            name = f"transformers {version('transformers')} {kind}"
+            yield Program(name, partial(hugging_face, model, data_type, args.device))
         peer = args.device == "cpu" and kind in ("fp32", "int8") and not args.no_ctranslate2
         if peer and model.checkpoint is not None:
-            found.append(partial(ctranslate, model.checkpoint, args.work_dir, kind, args.threads))
-    return found
+            make = partial(ctranslate, model.checkpoint, args.work_dir, kind, args.threads)
+            yield Program(f"CTranslate2 {version('ctranslate2')} {kind}", make)
+
+
+_generate: Generate  # of a contender's process
+
+
+def _begin(make: Callable[[], Generate], threads: int) -> None:
+    global _generate
+    torch.set_num_threads(threads)
+    _generate = make()
+
+
+def _measured(prompts: Prompts, output_len: int) -> Times:
+    moments: dict[int, float] = {}  # by the tokens so far
+    start = time.perf_counter()
+    _generate(prompts, output_len, lambda tokens: moments.setdefault(tokens, time.perf_counter()))
+    seconds = time.perf_counter() - start
+    return seconds, [b - a for a, b in itertools.pairwise(moments.values())]
+
+
+def rounds(
+    processes: Sequence[ProcessPoolExecutor], prompts: Prompts, args: argparse.Namespace
+) -> list[list[Times]]:
+    """Time every contender in turn, after one round that is not counted."""
+    times: list[list[Times]] = [[] for _ in processes]
+    for _ in range(1 + args.repeats):
+        for process, each in zip(processes, times, strict=True):
+            time.sleep(_SETTLE_S)
+            each.append(process.submit(_measured, prompts, args.output_len).result())
+    return [each[1:] for each in times]
 
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield what every program does with each batch and each length of prompts."""
     os.environ.update(memory_variables())  # as a server has them; every contender's process too
+    torch.set_num_threads(args.threads)
     model = decoder_model(args.model, args.work_dir, weight_data_type=args.weight_data_type)
     generator = torch.Generator().manual_seed(1)
     ids = model.vocab_size - 300  # in every contender's vocabulary
-    with contenders(programs(model, args), args.threads) as table:
-        for batch in args.batch:
-            for length in args.input_len:
-                prompts = torch.randint(1, ids, (batch, length), generator=generator).tolist()
-                measure_rounds(table, prompts, args.output_len, args.repeats)
-                title = f"batch {batch}, {length} in, {args.output_len} out"
-                counted = length if args.output_len == 1 else args.output_len
-                yield from cells(table, title, batch * counted)
-                bandwidth = measured_bandwidth(args.device)
-                cached = length + args.output_len // 2
-                for each in table:
-                    if each.step_bytes is not None and each.step_times:
-                        least = each.step_bytes(batch, cached) / bandwidth
-                        share = least / statistics.median(each.step_times)
-                        yield f"{title}, of bandwidth", each.name, f"{share * 100:.0f} %"
+    table = list(programs(model, args))
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(own_process(_begin, each.make, args.threads)) for each in table
+        ]
+        for batch, length in itertools.product(args.batch, args.input_len):
+            prompts = torch.randint(1, ids, (batch, length), generator=generator).tolist()
+            times = rounds(processes, prompts, args)
+            title = f"batch {batch}, {length} in, {args.output_len} out"
+            tokens = batch * (length if args.output_len == 1 else args.output_len)
+            bandwidth = measured_bandwidth(args.device)
+            for program, each in zip(table, times, strict=True):
+                seconds = [one for one, _ in each]
+                steps = list(itertools.chain(*(between for _, between in each)))
+                yield title, program.name, f"{tokens / statistics.median(seconds):.1f} tokens/s"
+                yield f"{title}, slowest", program.name, f"{tokens / max(seconds):.1f} tokens/s"
+                for percent in (50, 99) if len(steps) > 1 else ():
+                    step = f"{percentile(steps, percent) * 1e3:.2f} ms"
+                    yield f"{title}, a step p{percent}", program.name, step
+                if program.step_bytes is not None and steps:
+                    least = program.step_bytes(batch, length + args.output_len // 2) / bandwidth
+                    share = least / statistics.median(steps)
+                    yield f"{title}, of bandwidth", program.name, f"{share * 100:.0f} %"
+
+
+def measured_bandwidth(device: str) -> float:
+    """Return bytes/s of the best of some readings of memory, by as many threads as torch uses."""
+    values = torch.ones(_BYTES[device] // 4, device=device)
+
+    def read() -> None:
+        # The fastest of torch's reductions.
+        if device == "cpu":
+            torch.dot(values, values)
+        else:
+            values.sum()
+            torch.cuda.synchronize()
+
+    read()
+    return values.nbytes / min(timeit.repeat(read, number=1, repeat=_ROUNDS))
+
+
+def step_bytes(
+    ft_dir: Path, data_type: str, device: str, int8: bool, batch: int, length: int
+) -> int:
+    """Return the bytes of weights, keys and values that one decoding step reads.
+
+    Args:
+        ft_dir: A decoder-only model.
+        data_type: Type of computation.
+        device: cpu or cuda.
+        int8: Whether matrices are kept in 8 bits.
+        batch: Sequences.
+        length: Cached tokens of each.
+    """
+    family, config = read_config(ft_dir)
+    architecture = family.architecture(config)
+    assert isinstance(architecture, DecoderArchitecture)
+    computed = compute_dtype(data_type, torch.device(device))
+    kept = matrix_dtype(data_type, config.weight_data_type, torch.device(device)) or computed
+    matrix_bytes = 1 if int8 else kept.itemsize
+    # Of the embedding one row is read per token, unless it is the head as well.
+    unread = {"model.wpe", "model.wte" if architecture.untied_head else ""}
+    weights = 0
+    for tensor in family.tensors(config):
+        if tensor.name in unread:
+            continue
+        is_matrix = len(tensor.shape) > 1
+        weights += prod(tensor.shape) * (matrix_bytes if is_matrix else computed.itemsize)
+    head_bytes = architecture.kv_head_num * architecture.size_per_head * computed.itemsize
+    return weights + batch * length * 2 * architecture.num_layer * head_bytes
+
+
+def slipway(model: Model, given: dict[str, Any]) -> Generate:
+    """Return this project's engine, which computes every round's prompts again."""
+    engine = Slipway(model, share_prefixes=False, **given)
+
+    def generate(prompts: Prompts, tokens: int, note: Note) -> None:
+        for number, prompt in enumerate(prompts):
+            listener = None if number else lambda _, done: note(done)
+            engine.submit(number, Request([*prompt], tokens), listener)
+        engine.wait()
+
+    return generate
+
+
+def hugging_face(model: Model, data_type: str, device: str) -> Generate:
+    """Return transformers' own generate."""
+    import transformers
+
+    model_class, dtype = transformers.AutoModelForCausalLM, torch_dtype(data_type)
+    if model.checkpoint is not None:
+        theirs = model_class.from_pretrained(model.checkpoint, dtype=dtype).to(device)
+    else:
+        with torch.device(device):
+            theirs = model_class.from_config(model.config, dtype=dtype)
+    theirs.eval()
+
+    def generate(prompts: Prompts, tokens: int, note: Note) -> None:
+        ids = torch.tensor(prompts, device=device)
+        done = itertools.count(1)
+
+        def noted(_: object, scores: object) -> object:
+            note(next(done))
+            return scores
+
+        with torch.inference_mode():
+            theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=None,
+                logits_processor=transformers.LogitsProcessorList([noted]),
+            )
+
+    return generate
+
+
+def ctranslate(folder: Path, work_dir: Path, data_type: str, threads: int) -> Generate:
+    """Return CTranslate2's generator on CPU."""
+    import ctranslate2
+    import tokenizers
+    import transformers
+
+    # The converter asks for the vocabulary of a tokenizer; random weights have none.
+    size = transformers.AutoConfig.from_pretrained(folder).vocab_size
+    words = {f"t{i}": i for i in range(size)}
+    words["<|endoftext|>"] = words.pop("t0")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<|endoftext|>"))
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<|endoftext|>",
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+    ).save_pretrained(folder)
+    kind = {"fp32": "float32", "int8": "int8"}[data_type]
+    target = work_dir / f"ctranslate2_{kind}"
+    if not target.exists():
+        converter = ctranslate2.converters.TransformersConverter(str(folder))
+        converter.convert(str(target), quantization=kind)
+    generator = ctranslate2.Generator(
+        str(target), device="cpu", compute_type=kind, intra_threads=threads, inter_threads=1
+    )
+
+    def generate(prompts: Prompts, tokens: int, note: Note) -> None:
+        del note  # it shows no tokens before the last
+        texts = [[f"t{i}" for i in ids] for ids in prompts]
+        generator.generate_batch(
+            texts,
+            max_length=tokens,
+            min_length=tokens,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+        )
+
+    return generate
 
 
 if __name__ == "__main__":
     run(
         measure,
         __doc__,
-        common=("work_dir", "device", "batch", "output_len", "repeats", "threads"),
+        work_dir={},
+        device={},
+        batch={},
+        output_len={},
+        repeats={},
+        threads={},
         model={"choices": ("gpt2", *SIZES), "default": "gpt2"},
         input_len={"nargs": "+", "default": [32]},
         data_type={"nargs": "+", "choices": ("fp32", "fp16", "bf16", "int8")},

@@ -36,39 +36,29 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def parse(
-    document: str | None, common: Sequence[str], own: Mapping[str, Mapping[str, Any]]
-) -> argparse.Namespace:
-    """Return the command line's options, `work_dir` made.
+def run(
+    measure: Callable[[argparse.Namespace], Iterable[Cell]],
+    document: str | None,
+    **options: Mapping[str, Any],
+) -> None:
+    """Parse the command line, print each cell as it is measured, then the table.
 
     Args:
+        measure: Receives the options, `work_dir` made.
         document: The program's docstring, its help.
-        common: Names of options in the table above.
-        own: Name -> arguments of `add_argument`, over those in the table.
+        options: Name -> arguments of `add_argument`, over those in the table above.
     """
     parser = argparse.ArgumentParser(
         description=document, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in (*common, *own):
-        given = {**_OPTIONS.get(name, {}), **own.get(name, {})}
-        parser.add_argument(f"--{name.replace('_', '-')}", **given)
+    for name, given in options.items():
+        arguments = {**_OPTIONS.get(name, {}), **given}
+        parser.add_argument(f"--{name.replace('_', '-')}", **arguments)
     parser.add_argument("--record", type=Path, help="file for a record of the run")
     args = parser.parse_args()
     if "work_dir" in args:
         args.work_dir.mkdir(parents=True, exist_ok=True)
         args.work_dir = args.work_dir.resolve()
-    return args
-
-
-def run(
-    measure: Callable[[argparse.Namespace], Iterable[Cell]],
-    document: str | None,
-    *,
-    common: Sequence[str] = (),
-    **own: Mapping[str, Any],
-) -> None:
-    """Parse the command line, print each cell as it is measured, then the table."""
-    args = parse(document, common, own)
     rows: dict[str, dict[str, str]] = {}
     for row, column, value in measure(args):
         print(f"{row}, {column}: {value}", file=sys.stderr, flush=True)

@@ -215,7 +215,8 @@ if __name__ == "__main__":
     run(
         measure,
         __doc__,
-        common=("work_dir", "device"),
+        work_dir={},
+        device={},
         model={"choices": tuple(SIZES), "default": "llama-8b"},
         data_type={"default": "fp16"},
         clients={"type": int, "nargs": "+", "default": [1, 16, 64, 192]},

@@ -38,7 +38,7 @@ from stages.engines import VLLM_TYPES
 
 _RATE = "mixed, again, rate"
 # Receives (number of the request, tokens that it has by now).
-OnTokens = Callable[[int, int], None]
+OnTokens = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,9 @@ if __name__ == "__main__":
     run(
         measure,
         __doc__,
-        common=("work_dir", "device", "tp"),
+        work_dir={},
+        device={},
+        tp={},
         data_type={"default": "fp16"},
         int8={**switch, "help": "matrices in 8 bits, ours alone"},
         fp8={**switch, "help": "products in FP8, ours alone"},

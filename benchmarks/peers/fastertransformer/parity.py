@@ -269,6 +269,6 @@ if __name__ == "__main__":
     run(
         measure,
         __doc__,
-        common=("work_dir",),
+        work_dir={},
         models={"choices": MODELS, "nargs": "+", "default": list(MODELS)},
     )

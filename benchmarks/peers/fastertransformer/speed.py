@@ -71,7 +71,9 @@ if __name__ == "__main__":
     run(
         measure,
         __doc__,
-        common=("work_dir", "tp", "repeats"),
+        work_dir={},
+        tp={},
+        repeats={},
         models={"choices": SIZES, "nargs": "+", "default": ["gpt-350m"]},
         batch={"default": [1, 8, 32]},
     )
