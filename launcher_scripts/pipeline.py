@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from export_scripts.suggest import did_you_mean
 from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.stage_table import STAGE_TABLE, build_stage
+from launcher_scripts.stage_table import build_stage
 from stages import STAGES
 from stages.base import Finding, Stage
 from stages.convert import ConvertStage
@@ -74,7 +74,7 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     """Return the plan, without starting anything."""
     measures = config.export.accuracy.enabled and "export" in config.stages
     requested, problems = read_stages([*config.stages, *["evaluate"] * measures])
-    exports = any(_uses_export(name, config) for name in requested if name != "convert")
+    exports = any("export" in (name, _needed_by(name, config)) for name in requested)
     context = replace(context, deploys="deploy" in requested, exports=exports)
     if {"deploy", "evaluate"} <= set(requested) and config.evaluate.server is not None:
         problems.append(
@@ -90,8 +90,16 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
             problems.append(str(error))
             return None
 
-    for name in requested:
-        for stage, needed_by in _with_needs(name, requested, config, build):
+    for wanted in requested:
+        chain: list[tuple[Stage, str | None]] = []  # the missing prerequisites, and the stage
+        name: str | None = wanted
+        needed_by: str | None = None
+        while name is not None and (stage := build(name)) is not None:
+            if needed_by is None or not _is_there(stage):
+                chain.insert(0, (stage, needed_by))
+            needed = _needed_by(name, config)
+            name, needed_by = None if needed in requested else needed, name
+        for stage, needed_by in chain:
             if stage.name not in planned:
                 planned[stage.name] = _planned(stage, planned, needed_by)
     stages = [planned[name] for name in STAGES if name in planned]
@@ -116,44 +124,19 @@ def _notes(to_run: Sequence[PlannedStage]) -> Iterator[str]:
         yield from each.stage.notes()
 
 
-def _with_needs(
-    name: str, requested: Sequence[str], config: Config, build: Callable[[str], Stage | None]
-) -> list[tuple[Stage, str | None]]:
-    """Return a stage, preceded by the missing prerequisites that were not requested."""
-    stage = build(name)
-    if stage is None:
-        return []
-    needed = STAGE_TABLE[name].needs
-    uses = _uses_export(name, config)
-    if _serves_folder(config) and name in ("deploy", "evaluate"):
-        needed, uses = "convert", config.deploy.repository is None and not config.evaluate.server
-    if needed is None or needed in requested or not uses:
-        return [(stage, None)]
-    before = [
-        (each, needed_by or name)
-        for each, needed_by in _with_needs(needed, requested, config, build)
-    ]
-    missing = [pair for pair in before if not _is_there(pair[0])]
-    return [*missing, (stage, None)]
-
-
-def _serves_folder(config: Config) -> bool:
-    """Return whether another engine serves a Hugging Face folder; nothing is exported then."""
-    return config.deploy.engine in (VLLM, OPENAI)
-
-
-def _uses_export(name: str, config: Config) -> bool:
-    """Return whether a stage works on the export of this pipeline."""
-    if _serves_folder(config) and name in ("deploy", "evaluate"):
-        return False
+def _needed_by(name: str, config: Config) -> str | None:
+    """Return the stage whose outputs a stage works on; None where they are from elsewhere."""
+    if name in ("convert", "export"):
+        return "convert" if name == "export" else None
     if name == "evaluate" and config.evaluate.server is not None:
-        return False
+        return None
+    repository = config.deploy.repository
+    if config.deploy.engine in (VLLM, OPENAI):  # they serve a Hugging Face folder
+        return "convert" if repository is None else None
     if name == "deploy" and config.cluster_type == "kubernetes":
-        return False  # pods serve what is in their volume
-    if name not in ("deploy", "evaluate") or config.deploy.repository is None:
-        return True
+        return None  # pods serve what is in their volume
     # An object store serves only what this configuration has published there.
-    return is_store_url(config.deploy.repository)
+    return "export" if repository is None or is_store_url(repository) else None
 
 
 def _is_there(stage: Stage) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher_scripts.configuration.evaluation_config import Context, evaluation_config
@@ -26,20 +25,8 @@ from stages.deploy import DeployStage
 from stages.evaluate import EvaluateStage
 from stages.export import ExportStage
 
-
-@dataclass(frozen=True)
-class StageRow:
-    """A row of the table: one stage.
-
-    Attributes:
-        make: builds it from the configuration.
-        settings: section of the configuration with the `name` and `time_limit` of its job.
-        needs: the stage whose outputs it works on.
-    """
-
-    make: Callable[[Config, JobSettings, Context], Stage]
-    settings: str
-    needs: str | None = None
+# Section with the `name` and `time_limit` of a stage's job, where it is not called as the stage.
+_SETTINGS = {"convert": "export.run", "export": "export.run"}
 
 
 def results_dir(config: Config) -> Path:
@@ -56,10 +43,10 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
     Raises:
         ValueError: the stage does not fit on the cluster.
     """
-    row = STAGE_TABLE[name]
-    settings, limit_min = operator.attrgetter(row.settings)(config), 24 * 60
+    section = _SETTINGS.get(name, name)
+    settings, limit_min = operator.attrgetter(section)(config), 24 * 60
     try:
-        limit_min = minutes(settings.time_limit, key=f"{row.settings}.time_limit")
+        limit_min = minutes(settings.time_limit, key=f"{section}.time_limit")
     except ValueError as error:
         problems.append(str(error))
     job = JobSettings(
@@ -70,7 +57,7 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
         # Slurm's signal may come up to a minute early.
         warning_s=45.0 if config.cluster_type == "local" else config.cluster.signal_delay_s + 60.0,
     )
-    return row.make(config, job, context)
+    return STAGE_TABLE[name](config, job, context)
 
 
 def _resources(name: str, config: Config, limit_min: int) -> Resources:
@@ -88,33 +75,19 @@ def _resources(name: str, config: Config, limit_min: int) -> Resources:
     )
 
 
-STAGE_TABLE: dict[str, StageRow] = {
-    "convert": StageRow(
-        make=lambda config, job, context: ConvertStage(
-            job,
-            conversion_request(config, exports=context.exports),
-            planned=planned_model(config) if is_dry_run(config) else None,
-        ),
-        settings="export.run",
+# Stage -> what builds it from the configuration.
+STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
+    "convert": lambda config, job, context: ConvertStage(
+        job,
+        conversion_request(config, exports=context.exports),
+        planned=planned_model(config) if is_dry_run(config) else None,
     ),
-    "export": StageRow(
-        make=lambda config, job, _: ExportStage(
-            job,
-            repository_request(config),
-            kind=config.export.run.model_type,
-            publish_to=config.deploy.store,
-        ),
-        settings="export.run",
-        needs="convert",
+    "export": lambda config, job, _: ExportStage(
+        job,
+        repository_request(config),
+        kind=config.export.run.model_type,
+        publish_to=config.deploy.store,
     ),
-    "deploy": StageRow(
-        make=lambda config, job, _: DeployStage(job, server_config(config)),
-        settings="deploy",
-        needs="export",
-    ),
-    "evaluate": StageRow(
-        make=lambda config, job, context: EvaluateStage(job, evaluation_config(config, context)),
-        settings="evaluate",
-        needs="export",
-    ),
+    "deploy": lambda config, job, _: DeployStage(job, server_config(config)),
+    "evaluate": lambda config, job, context: EvaluateStage(job, evaluation_config(config, context)),
 }
