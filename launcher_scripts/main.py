@@ -163,11 +163,9 @@ def _watch(arguments: Arguments, config: Config, console: Console) -> int:
     """Evaluate every checkpoint of a training run, as it is written."""
     from launcher_scripts.watch import RefusedError, Watch
 
-    watch = Watch(config, arguments.overrides, functools.partial(_compose, arguments), console)
-    if problems := watch.check():
-        return _report(problems)
+    compose = functools.partial(_compose, arguments)
     try:
-        return watch.run()
+        return Watch(config, arguments.overrides, compose, console).run()
     except RefusedError as error:
         return _report(error.args[0])
     except ValueError as error:

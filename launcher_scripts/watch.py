@@ -25,7 +25,7 @@ from launcher_scripts.invocation import prepare_run
 from launcher_scripts.launchers.slurm_state import cancel, jobs_below
 from launcher_scripts.run import Run
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
-from launcher_scripts.watch_ranking import Ranking, report_figures, report_metrics
+from launcher_scripts.watch_ranking import Ranking, report_metrics
 from launcher_scripts.watch_state import (
     EVALUATED,
     FAILED,
@@ -49,7 +49,7 @@ _OWN_KEYS = ("action=", "export.model.checkpoint_", "export.run.results_dir=")
 
 
 class RefusedError(Exception):
-    """The configuration cannot run for any checkpoint; the arguments are its problems."""
+    """The watch cannot run; the argument is a list of the problems."""
 
 
 class Watch:
@@ -80,7 +80,7 @@ class Watch:
         """The order of the checkpoints by their figures."""
         return Ranking(self.state, self._options, self._folder)
 
-    def check(self) -> list[str]:
+    def _problems(self) -> list[str]:
         """Return the problems that no checkpoint can mend."""
         problems = problems_of_settings(self._config)
         if self._config.export.run.training_dir is None:
@@ -106,6 +106,8 @@ class Watch:
             RefusedError: The configuration cannot run for any checkpoint.
             ValueError: The folder is in use, or holds the watch of another run.
         """
+        if problems := self._problems():
+            raise RefusedError(problems)
         if is_dry_run(self._config):
             self._look()
             self._console.say(self.ranking.table(self._console))
@@ -145,9 +147,7 @@ class Watch:
         if known != self._drawn:
             from launcher_scripts.watch_page import PAGE_NAME, watch_page
 
-            evaluated = [each for each in self.state.in_order if each.metrics]
-            metrics = {each.step: report_metrics(each) for each in evaluated}
-            replace_file(self._folder / PAGE_NAME, watch_page(self.state, metrics))
+            replace_file(self._folder / PAGE_NAME, watch_page(self.state))
             self._drawn = known
 
     # What training has written.
@@ -304,7 +304,7 @@ class Watch:
             causes = [f"{one.stage}: {one.error}" for one in records.values() if one and one.error]
             self._ended(each, causes[0] if causes else "its jobs have failed")
             return
-        each.metrics = report_figures(each)
+        each.metrics = report_metrics(each)
         self.ranking.judge(each, is_sound=not breaches)
         self._end(each, EVALUATED, breaches)
 

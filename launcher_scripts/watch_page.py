@@ -8,24 +8,24 @@ from inference.evaluation.record import HistoryPoint
 from inference.evaluation.report.charts import history_chart
 from inference.evaluation.report.formatting import metric_title
 from inference.evaluation.report.page import render_page
-from inference.evaluation.task import Metric
 from launcher_scripts.watch_state import Watched, WatchState
 
 PAGE_NAME = "watch.html"
 _RELOAD_S = 60
 
 
-def watch_page(state: WatchState, metrics: dict[int, tuple[Metric, ...]]) -> str:
-    """Return the page; `metrics` are those of the reports, by step."""
+def watch_page(state: WatchState) -> str:
+    """Return the page, which charts every metric of the reports."""
     points = [
         HistoryPoint(
-            run_id=f"step {step}",
+            run_id=f"step {each.step}",
             name=state.run,
-            started_at=f"step {step}",
+            started_at=f"step {each.step}",
             samples={},
-            metrics={metric.name: metric for metric in metrics[step]},
+            metrics=each.metrics,
         )
-        for step in sorted(metrics)
+        for each in state.in_order
+        if each.metrics
     ]
     names = dict.fromkeys(name for point in points for name in point.metrics)
     return render_page(
@@ -33,7 +33,7 @@ def watch_page(state: WatchState, metrics: dict[int, tuple[Metric, ...]]) -> str
         title=f"Checkpoints of {state.run}",
         charts=[(metric_title(name), history_chart(points, name)) for name in names],
         head=_HEAD,
-        rows=[_row(state.watched[step], state, points) for step in sorted(state.watched)],
+        rows=[_row(each, state) for each in state.in_order],
         numbers=(0,),
         footer=f"This page loads itself again every {_RELOAD_S} seconds.",
         reload_s=_RELOAD_S,
@@ -43,9 +43,9 @@ def watch_page(state: WatchState, metrics: dict[int, tuple[Metric, ...]]) -> str
 _HEAD = ("step", "state", "checkpoint", "against the best before it", "remark")
 
 
-def _row(each: Watched, state: WatchState, points: list[HistoryPoint]) -> tuple[str, ...]:
+def _row(each: Watched, state: WatchState) -> tuple[str, ...]:
     shown = each.state + (", best" if each.step == state.best else "")
-    if any(point.run_id == f"step {each.step}" for point in points):
+    if each.metrics:
         report = f"step_{each.step:07d}/results/evaluate/report.html"
         shown = Markup('<a href="{}">{}</a>').format(report, shown)
     return str(each.step), shown, each.checkpoint.label, each.verdict or "-", each.problem or "-"

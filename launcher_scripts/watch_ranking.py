@@ -9,7 +9,7 @@ from pathlib import Path
 from inference.evaluation.task import Metric
 from launcher_scripts.configuration.schema import WatchSection
 from launcher_scripts.console import Console
-from launcher_scripts.watch_state import Figure, Watched, WatchState
+from launcher_scripts.watch_state import Watched, WatchState
 from stages.progress import write_json
 
 BEST_NAME = "best.json"
@@ -36,7 +36,7 @@ class Ranking:
         best = self.state.the_best
         if best is not None:
             each.verdict = _verdict(best, each, name)
-        if is_sound and (best is None or each.metrics[name].rank > best.metrics[name].rank):
+        if is_sound and (best is None or _rank(each.metrics[name]) > _rank(best.metrics[name])):
             self.state.best = each.step
             write_json(self.folder / BEST_NAME, {"metric": name, **asdict(each)})
 
@@ -46,7 +46,7 @@ class Ranking:
         ended = [each for each in self.state.in_order if each.is_final and each.repository]
         ranked = sorted(
             (each for each in ended if name in each.metrics),
-            key=lambda each: each.metrics[str(name)].rank,
+            key=lambda each: _rank(each.metrics[str(name)]),
         )
         kept = ranked[-self.options.keep :] if self.options.keep else []
         for each in ended:
@@ -81,20 +81,18 @@ class Ranking:
         return f"{found.value:.4g} ({found.low:.4g} to {found.high:.4g})" if found else "-"
 
 
-def report_metrics(each: Watched) -> tuple[Metric, ...]:
-    """Return the metrics of a checkpoint's report, none where it has no report."""
+def report_metrics(each: Watched) -> dict[str, Metric]:
+    """Return the metrics of a checkpoint's report by name, none where it has no report."""
     from inference.evaluation.record import read_report
 
     report = Path(each.report)
-    return read_report(report).metrics if report.is_file() else ()
+    found = read_report(report).metrics if report.is_file() else ()
+    return {metric.name: metric for metric in found}
 
 
-def report_figures(each: Watched) -> dict[str, Figure]:
-    """Return the figures of a checkpoint's report, by name."""
-    return {
-        one.name: Figure(one.value, one.low, one.high, one.higher_is_better)
-        for one in report_metrics(each)
-    }
+def _rank(metric: Metric) -> float:
+    """Return the value, larger for a better checkpoint."""
+    return metric.value if metric.higher_is_better else -metric.value
 
 
 def _verdict(best: Watched, each: Watched, metric: str) -> str:

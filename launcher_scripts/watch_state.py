@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.files.lock import FolderLock
+from inference.evaluation.task import Metric
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint
 from stages.progress import DamagedFileError, read_json, write_json
 
@@ -16,21 +17,6 @@ STATE_NAME = "watch.json"
 WAITING, RUNNING = "waiting", "running"
 EVALUATED, FAILED, PASSED_OVER, GONE = "evaluated", "failed", "passed over", "gone"
 FINAL_STATES = (EVALUATED, FAILED, PASSED_OVER, GONE)
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A metric of a report with its 95% interval."""
-
-    value: float
-    low: float
-    high: float
-    higher_is_better: bool
-
-    @property
-    def rank(self) -> float:
-        """The value, larger for a better checkpoint."""
-        return self.value if self.higher_is_better else -self.value
 
 
 @dataclass
@@ -47,7 +33,7 @@ class Watched:
         results_dir: folder of its pipeline; empty before the first start.
         repository: folder of shards and repository that the pipeline made, until it is deleted.
         jobs: stages that were submitted.
-        metrics: the figures of its report, by name.
+        metrics: those of its report, by name.
         verdict: the comparison with the best checkpoint before it.
     """
 
@@ -63,7 +49,7 @@ class Watched:
     results_dir: str = ""
     repository: str = ""
     jobs: list[str] = field(default_factory=list)
-    metrics: dict[str, Figure] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
     report: str = ""
     verdict: str = ""
 
@@ -129,8 +115,12 @@ def read_state(folder: Path, run: Path) -> WatchState:
 
 
 def _watched(values: dict[str, Any]) -> Watched:
-    figures = {name: Figure(**each) for name, each in values.pop("metrics").items()}
-    return Watched(**values, metrics=figures)
+    # Earlier watches kept only value, interval and direction.
+    metrics = {
+        name: Metric(**{"name": name, "key": name, "stderr": 0.0, "count": 0, "unit": "", **each})
+        for name, each in values.pop("metrics").items()
+    }
+    return Watched(**values, metrics=metrics)
 
 
 def write_state(folder: Path, state: WatchState) -> None:

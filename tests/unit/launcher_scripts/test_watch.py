@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from inference.evaluation.task import Metric
 from launcher_scripts.main import main
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
 from launcher_scripts.watch import Watch
-from launcher_scripts.watch_state import Figure, Watched, WatchState, read_state
+from launcher_scripts.watch_state import Watched, WatchState, read_state
 from tests.conftest import ROOT
 from tests.waiting import until
 
@@ -189,7 +190,7 @@ def judged(tmp_path: Path, values: list[float], *more: str, **changes: Any) -> W
     assert config is not None
     made = Watch(config, words, compose_config, Console())
     for step, value in enumerate(values):
-        figure = Figure(value, value - 0.1, value + 0.1, **{"higher_is_better": True, **changes})
+        figure = Metric("acc", "acc", value, 0.05, value - 0.1, value + 0.1, count=100, **changes)
         repository = tmp_path / str(step)
         repository.mkdir()
         each = Watched(step, "", state="evaluated", metrics={"acc": figure})
