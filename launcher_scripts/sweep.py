@@ -9,7 +9,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -59,14 +59,24 @@ class Combination:
 
 @dataclass
 class Outcome:
-    """The result of one combination."""
+    """A combination, its run, and the exit status of that."""
 
     combination: Combination
     run: Run
     status: int | None = None
-    state: str = "not started"
-    seconds: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+
+    def result(self) -> dict[str, Any]:
+        """Return what the records say, for programs."""
+        records = self.run.records()
+        known = [each for each in records.values() if each is not None]
+        return {
+            "values": dict(self.combination.values),
+            "results_dir": str(results_dir(self.run.config)),
+            "state": _state([each.state for each in known], self.status),
+            "exit_status": self.status,
+            "seconds": sum(each.seconds or 0.0 for each in known) or None,
+            "metrics": metrics(self.run.planned, records),
+        }
 
 
 def combinations(overrides: Sequence[str]) -> tuple[list[Combination], list[str]]:
@@ -125,9 +135,10 @@ def run_and_compare(outcomes: Sequence[Outcome], console: Console) -> int:
     note_last_run(base, *(results_dir(each.run.config) for each in outcomes))
     folder = base / f"sweep_{datetime.now():%m%d_%H%M%S}"
     status = run_sweep(outcomes, wait=config.wait, console=console, folder=folder)
-    console.say(comparison(outcomes, console))
+    results = [each.result() for each in outcomes]
+    console.say(comparison(results, console))
     path = base / SUMMARY_NAME
-    save(outcomes, path)
+    write_json(path, {"at": record.now(), "combinations": results})
     console.say(f"comparison: {path}")
     return status
 
@@ -158,9 +169,6 @@ def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console, fold
                 break
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    finally:
-        for each in outcomes:
-            _look(each)
     return next((each.status for each in outcomes if each.status), EXIT_OK)
 
 
@@ -197,47 +205,21 @@ def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Consol
     return True
 
 
-def comparison(outcomes: Sequence[Outcome], console: Console) -> str:
-    """Return the table that compares the combinations."""
-    names = list(dict.fromkeys(name for each in outcomes for name in each.metrics))
-    keys = list(outcomes[0].combination.values)
+def comparison(results: Sequence[Mapping[str, Any]], console: Console) -> str:
+    """Return the table that compares the results of the combinations."""
+    names = list(dict.fromkeys(name for each in results for name in each["metrics"]))
     rows = [
         (
-            *each.combination.values.values(),
-            each.state,
-            "-" if each.seconds is None else f"{each.seconds:.1f}",
-            *(f"{each.metrics[name]:.4g}" if name in each.metrics else "-" for name in names),
-            str(results_dir(each.run.config)),
+            *each["values"].values(),
+            each["state"],
+            "-" if each["seconds"] is None else f"{each['seconds']:.1f}",
+            *(f"{each['metrics'][name]:.4g}" if name in each["metrics"] else "-" for name in names),
+            each["results_dir"],
         )
-        for each in outcomes
+        for each in results
     ]
-    header = (*(key.rpartition(".")[2] for key in keys), "state", "seconds", *names, "results")
-    return "\n" + console.table(header, rows)
-
-
-def save(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Write the comparison for programs."""
-    values: list[dict[str, Any]] = [
-        {
-            "values": dict(each.combination.values),
-            "results_dir": str(results_dir(each.run.config)),
-            "state": each.state,
-            "exit_status": each.status,
-            "seconds": each.seconds,
-            "metrics": each.metrics,
-        }
-        for each in outcomes
-    ]
-    write_json(path, {"at": record.now(), "combinations": values})
-
-
-def _look(outcome: Outcome) -> None:
-    """Read the result of a combination from its records."""
-    records = outcome.run.records()
-    known = [each for each in records.values() if each is not None]
-    outcome.state = _state([each.state for each in known], outcome.status)
-    outcome.seconds = sum(each.seconds or 0.0 for each in known) or None
-    outcome.metrics = metrics(outcome.run.planned, records)
+    keys = (key.rpartition(".")[2] for key in results[0]["values"])
+    return "\n" + console.table((*keys, "state", "seconds", *names, "results"), rows)
 
 
 def _state(states: Sequence[str], status: int | None) -> str:

@@ -189,7 +189,7 @@ def test_one_failure_in_an_array_stops_only_its_own_chain(tmp_path: Path) -> Non
         outcomes.append(Outcome(combination, run))
     console = Console(io.StringIO())
     assert run_sweep(outcomes, wait=True, console=console, folder=tmp_path / "both") == 1
-    assert [each.state for each in outcomes] == ["failed", "completed"]
+    assert [each.result()["state"] for each in outcomes] == ["failed", "completed"]
     waiting = outcomes[0].run
     until(
         lambda: waiting.handles["environment"].poll() == "cancelled", "the end of the dependent job"

@@ -83,7 +83,8 @@ def test_one_failure_does_not_stop_the_others_and_is_the_exit_status(tmp_path: P
         outcomes.append(Outcome(Combination({"a.size": each}, ()), run))
     console = Console(io.StringIO())
     assert run_sweep(outcomes, wait=False, console=console, folder=tmp_path) == 1
-    header, _, first, second = comparison(outcomes, console).strip().splitlines()
+    results = [each.result() for each in outcomes]
+    header, _, first, second = comparison(results, console).strip().splitlines()
     assert header.split() == ["size", "state", "seconds", "lines", "results"]
     assert first.split()[:2] == ["1", "failed"]
     assert second.split()[:2] == ["2", "completed"]
