@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.models import SIZES, Model, decoder_model
+from benchmarks.models import SIZES, Model, decoder_model, huggingface_folder
 from benchmarks.program import Cell, own_process, percentile, run
 from benchmarks.throughput import Request, Slipway
 from export_scripts.families.layout.architecture import DecoderArchitecture
@@ -225,13 +225,10 @@ def hugging_face(model: Model, data_type: str, device: str) -> Generate:
     """Return transformers' own generate."""
     import transformers
 
-    model_class, dtype = transformers.AutoModelForCausalLM, torch_dtype(data_type)
-    if model.checkpoint is not None:
-        theirs = model_class.from_pretrained(model.checkpoint, dtype=dtype).to(device)
-    else:
-        with torch.device(device):
-            theirs = model_class.from_config(model.config, dtype=dtype)
-    theirs.eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        huggingface_folder(model), dtype=torch_dtype(data_type)
+    )
+    theirs.to(device).eval()
 
     def generate(prompts: Prompts, tokens: int, note: Note) -> None:
         ids = torch.tensor(prompts, device=device)

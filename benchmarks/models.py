@@ -11,27 +11,22 @@ import transformers
 
 from export_scripts.conversion.convert import ConversionRequest
 from export_scripts.conversion.convert import convert as converted
-from export_scripts.families import FAMILIES, SOURCE_MAPPINGS
+from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.layout import ft_directory
 from export_scripts.synthesize import synthesize, synthetic_config
 
 _LLAMA_POSITIONS = 16384
-_TYPES = {"gpt": "gpt2"}  # model_type of transformers and vLLM, where it is not the name
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model for every contender.
-
-    `checkpoint` is a folder of transformers, None where only the size is shared: transformers then
-    builds a model from `config` with random weights of its own, which take as long.
-    """
+    """A model for every contender; `checkpoint` is the folder of transformers that it came from."""
 
     ft_dir: Path
-    checkpoint: Path | None
-    config: Any
     vocab_size: int
+    checkpoint: Path | None = None
 
 
 def decoder_model(name: str, work_dir: Path, *, weight_data_type: str = "fp16") -> Model:
@@ -46,9 +41,8 @@ def decoder_model(name: str, work_dir: Path, *, weight_data_type: str = "fp16") 
         transformers.GPT2Config(bos_token_id=0, eos_token_id=0),
         work_dir / "gpt2",
     )
-    config = transformers.AutoConfig.from_pretrained(folder)
     ft_dir = convert(folder, work_dir / f"gpt2_{weight_data_type}", weight_data_type)
-    return Model(ft_dir, folder, config, config.vocab_size)
+    return Model(ft_dir, transformers.GPT2Config().vocab_size, folder)
 
 
 def convert(folder: Path, output_dir: Path, weight_data_type: str = "fp32") -> Path:
@@ -75,6 +69,11 @@ class Size:
     inter_size: int = 0
     vocab_size: int = 0
 
+    @property
+    def vocab(self) -> int:
+        """Tokens; of GPT and GPT-J as trained ones pad them."""
+        return self.vocab_size or (50400 if self.family == "gptj" else 50304)
+
 
 # Those of FasterTransformer's tables, of Llama 3 8B, of Qwen2.5 1.5B and 0.5B, and of Qwen3 8B.
 SIZES = {
@@ -91,20 +90,12 @@ SIZES = {
 
 def sized_model(size: Size, work_dir: Path, *, tp_size: int = 1) -> Model:
     """Return a model of some size in fp16 with random weights, written unless it is there."""
-    family, config = FAMILIES["llama" if size.kv_heads else size.family], _ft_config(size, tp_size)
     folder = work_dir / f"{size.family}_{size.hidden}x{size.layers}x{size.heads}"
     ft_dir = ft_directory(folder, tp_size)
     if not ft_dir.exists():
-        synthesize(family, config, folder)
-    written = next(
-        written
-        for mapping in SOURCE_MAPPINGS
-        if mapping.family is family and mapping.written is not None
-        for written in mapping.written(config, size.family == "qwen2")
-        if written["model_type"] == _TYPES.get(size.family, size.family)
-    )
-    theirs = transformers.AutoConfig.for_model(**written)
-    return Model(ft_dir, None, theirs, theirs.vocab_size)
+        family = FAMILIES["llama" if size.kv_heads else size.family]
+        synthesize(family, _ft_config(family, size, tp_size), folder)
+    return Model(ft_dir, size.vocab)
 
 
 def huggingface_folder(model: Model) -> Path:
@@ -119,7 +110,7 @@ def huggingface_folder(model: Model) -> Path:
     return request.folder
 
 
-def _ft_config(size: Size, tp_size: int) -> FTConfig:
+def _ft_config(family: ModelFamily, size: Size, tp_size: int) -> FTConfig:
     given: dict[str, Any] = {"rotary_embedding": 64} if size.family == "gptj" else {}
     if size.kv_heads:
         is_qwen2 = int(size.family == "qwen2")
@@ -131,12 +122,11 @@ def _ft_config(size: Size, tp_size: int) -> FTConfig:
     if size.family == "qwen3":
         given["query_key_norm"] = "head"
     return synthetic_config(
-        FAMILIES["llama" if size.kv_heads else size.family],
+        family,
         hidden=size.hidden,
         layers=size.layers,
         heads=size.heads,
-        # GPT and GPT-J as trained ones pad it.
-        vocab=size.vocab_size or (50400 if size.family == "gptj" else 50304),
+        vocab=size.vocab,
         inter_size=size.inter_size or None,
         positions=_LLAMA_POSITIONS if size.kv_heads else 2048,
         tensor_para_size=tp_size,
