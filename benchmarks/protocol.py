@@ -15,11 +15,10 @@ import asyncio
 import contextlib
 import importlib.util
 import shlex
-import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,8 @@ from benchmarks.models import SIZES, Model, huggingface_folder, sized_model
 from benchmarks.program import Cell, percentile, rows_of_process, run
 from benchmarks.served import OURS, Served, build
 from inference.front.access import OpenAIOptions
-from inference.ports import FREE_PORTS, pick_free_ports
+from inference.ports import FREE_PORTS
+from inference.server.openai_server import MODEL_FIELD, PORT_FIELD, OpenAIServer
 from inference.server.server import TritonServer
 from stages.engines import VLLM_TYPES
 
@@ -155,37 +155,27 @@ def _through_ours(model: Model, args: argparse.Namespace) -> Iterator[tuple[str,
 
 
 def _through_vllm(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    (port,) = pick_free_ports("127.0.0.1", 1)
-    words = {
-        "model": huggingface_folder(model),
+    options = {
+        "model": MODEL_FIELD,
         "tokenizer": tokenizer_folder(args.work_dir, model.vocab_size),
         "served-model-name": _MODEL,
         "dtype": VLLM_TYPES[args.data_type],
         "max-model-len": args.max_seq_len,
-        "port": port,
+        "port": PORT_FIELD,
     }
-    given = [f"--{name}={value}" for name, value in words.items()]
-    command = [*shlex.split(args.vllm), *given, "--no-enable-prefix-caching"]
-    with (args.work_dir / "vllm.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_ready(f"{url}/health", process)
-        yield from rows(lambda: _over_http(f"{url}/v1", {"ignore_eos": True}), model, args)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + _START_LIMIT_S
-    while time.monotonic() < until:
-        if process.poll() is not None:
-            raise SystemExit(f"vLLM ended with status {process.returncode}; see vllm.log")
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1.0):
-            return
-        time.sleep(0.5)
-    raise SystemExit(f"vLLM was not ready within {_START_LIMIT_S:g} s; see vllm.log")
+    given = [f"--{name}={value}" for name, value in options.items()]
+    with OpenAIServer(
+        [*shlex.split(args.vllm), *given, "--no-enable-prefix-caching"],
+        model=_MODEL,
+        host="127.0.0.1",
+        port=0,
+        log_path=args.work_dir / "vllm.log",
+        env={},
+        folder=huggingface_folder(model),
+    ) as vllm:
+        vllm.start(timeout_s=_START_LIMIT_S, progress=lambda _: None)
+        url = f"http://{vllm.address('http')}/v1"
+        yield from rows(lambda: _over_http(url, {"ignore_eos": True}), model, args)
 
 
 def _engine(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -195,13 +185,9 @@ def _engine(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]
     yield from rows(lambda: _in_process(engine), model, args)
 
 
-def _in_own_process(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    return rows_of_process(_engine, model, args)
-
-
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the rows of each contender."""
-    contenders = {"slipway": _through_ours, "slipway in process": _in_own_process}
+    contenders = {"slipway": _through_ours, "slipway in process": partial(rows_of_process, _engine)}
     if args.vllm or importlib.util.find_spec("vllm") is not None:
         args.vllm = args.vllm or f"{sys.executable} -m vllm.entrypoints.openai.api_server"
         contenders = {"vLLM": _through_vllm, **contenders}
