@@ -17,7 +17,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,26 +49,8 @@ def write_source(size_gb: float, work_dir: Path) -> tuple[Path, Path]:
     return source, shards
 
 
-class PeakMemory(threading.Thread):
-    """Samples the memory of a process and its descendants until it ends.
-
-    `peak_bytes` counts mapped file pages too, each once (proportional set size).
-    """
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self.pid = pid
-        self.peak_bytes = 0
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        """Sample until `done` is set."""
-        while not self.done.wait(_SAMPLE_S):
-            pids = [self.pid, *descendants(self.pid)]
-            self.peak_bytes = max(self.peak_bytes, sum(map(_resident_bytes, pids)))
-
-
 def _resident_bytes(pid: int) -> int:
+    """Return the proportional set size: mapped file pages count too, each once."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -89,16 +70,17 @@ def run_command(command: list[str], log: Path, *, sampled: bool = False) -> tupl
     with log.open("w") as output:
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
-        memory = PeakMemory(process.pid)
-        if sampled:
-            memory.start()
+        peak_bytes = 0
+        while sampled and process.poll() is None:
+            pids = [process.pid, *descendants(process.pid)]
+            peak_bytes = max(peak_bytes, sum(map(_resident_bytes, pids)))
+            time.sleep(_SAMPLE_S)
         status = process.wait()
         seconds = time.perf_counter() - start
-        memory.done.set()
     if status:
         tail = "\n".join(log.read_text().splitlines()[-15:])
         raise RuntimeError(f"{' '.join(command)} exited with {status}:\n{tail}")
-    return seconds, memory.peak_bytes
+    return seconds, peak_bytes
 
 
 def copy_command(source: Path, target: Path) -> list[str]:
