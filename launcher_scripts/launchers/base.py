@@ -107,9 +107,8 @@ class Launcher(ABC):
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return every reason why the cluster cannot run these stages."""
 
-    def notes(self, stages: Sequence[Stage]) -> list[str]:
+    def notes(self) -> list[str]:
         """Return remarks about this cluster, shown before the jobs start; most have none."""
-        del stages
         return []
 
     @abstractmethod

@@ -42,11 +42,10 @@ class KubernetesLauncher(Launcher):
         """Return what a pod could not do, or could not find."""
         return list(_problems(self.config, stages))
 
-    def notes(self, stages: Sequence[Stage]) -> list[str]:
+    def notes(self) -> list[str]:
         """Return where the repository has to be before the pods start."""
-        found = [stage for stage in stages if stage.name == "deploy"]
         config = server_config(self.config)
-        if not found or config.store is not None:
+        if config.store is not None:
             return []
         settings = self.config.cluster.kubernetes
         return [
