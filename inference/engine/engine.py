@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -30,7 +30,6 @@ from inference.engine.capacity import (
     plan_capacity,
 )
 from inference.engine.errors import EngineBusyError, EngineFailedError
-from inference.engine.load import EngineLoad
 from inference.engine.options import EngineOptions
 from inference.engine.running import (
     GenerationResult,
@@ -89,17 +88,6 @@ class Engine(EngineBase[RunningRequest]):
     def describe(self) -> str:
         """Return a description of the engine's capacity."""
         return self.capacity.describe()
-
-    def load(self) -> EngineLoad:
-        """Return how much waits and runs; may be called from any thread."""
-        scheduler = self._scheduler
-        if scheduler is None:
-            return super().load()
-        return replace(scheduler.load(), waiting=self.queued_rows)
-
-    @property
-    def _scheduler(self) -> Scheduler | None:
-        return cast("Scheduler | None", self.scheduler)
 
     def submit(
         self,

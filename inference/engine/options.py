@@ -30,7 +30,6 @@ class EngineOptions:
         shared_memory: Whether the CPU ranks of a node communicate through shared memory, else gloo.
         rank_timeout_s: How long a rank may take to answer before it counts as hung.
         start_timeout_s: How long the other ranks may take to load.
-        restart_failed_ranks: Whether ranks are started again after a failure.
         output_log_probs_mode: See `BatchDecoder`.
         nucleus_include_boundary: See `BatchDecoder`.
     """
@@ -48,7 +47,6 @@ class EngineOptions:
     shared_memory: bool = True
     rank_timeout_s: float = RANK_TIMEOUT_S
     start_timeout_s: float = 1800.0
-    restart_failed_ranks: bool = False
     output_log_probs_mode: Literal["renormalized", "full"] = "renormalized"
     nucleus_include_boundary: bool = False
 

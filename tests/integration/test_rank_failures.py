@@ -17,7 +17,7 @@ import pytest
 from inference.control_groups import usable_cores
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
-from inference.engine.engine import Engine, EngineFailedError, EngineOptions
+from inference.engine.engine import Engine, EngineFailedError
 from inference.ranks.processes import early_workers, threads_per_rank
 from inference.ranks.settings import Placement
 from inference.server.supervisor import descendants
@@ -70,18 +70,6 @@ def test_a_failed_rank_is_noticed_and_nothing_is_left(
         until(lambda: not any(map(lives, workers)), "the end of the workers")
     finally:
         engine.stop()
-
-
-def test_failed_ranks_are_started_again_if_asked(ft_dir: Path) -> None:
-    options = EngineOptions(restart_failed_ranks=True)
-    before = children()
-    with Engine(ft_dir, Placement(tp_size=2, device="cpu"), options=options) as engine:
-        expected = engine.logits([1, 2, 3])
-        (worker,) = children() - before
-        os.kill(worker, signal.SIGKILL)
-        until(lambda: engine.healthy() is not None, "the engine's notice")
-        until(lambda: engine.healthy() is None, "the new start")
-        assert engine.logits([1, 2, 3]).equal(expected)
 
 
 @pytest.fixture

@@ -261,15 +261,3 @@ def test_a_taken_port_is_reported_with_its_holder(key_file: Path) -> None:
 def test_an_address_of_another_node_is_reported(key_file: Path, host: str, message: str) -> None:
     with pytest.raises(RendezvousError, match=message):
         Rendezvous(LaunchEnvironment(0, 2, 0, 2), host, 0, key_file=key_file, timeout_s=5)
-
-
-def test_ranks_of_a_launcher_cannot_be_started_again_here(tmp_path: Path) -> None:
-    rendezvous, _ = rendezvous_of(2)
-    options = EngineOptions(restart_failed_ranks=True)
-    with pytest.raises(ValueError, match="restart_failed_ranks=True: only a launcher can"):
-        Engine(
-            write_gpt(tmp_path, tp_size=2),
-            Placement(tp_size=2),
-            options=options,
-            rendezvous=rendezvous,
-        )

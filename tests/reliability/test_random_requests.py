@@ -37,6 +37,7 @@ from inference.engine.engine import (
     GenerationStep,
     SessionTurn,
 )
+from inference.engine.scheduler import Scheduler
 from inference.ranks.settings import Placement
 from tests.reference_decoding import (
     CLOSE,
@@ -661,8 +662,8 @@ def test_every_answer_is_that_of_the_model_alone(
         threads=1,
     )
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
-        scheduler = engine._scheduler
-        assert scheduler is not None
+        scheduler = engine.scheduler
+        assert isinstance(scheduler, Scheduler)
         preempt_at_random(scheduler, random.Random(name))
         oracle = Oracle(model)
         total = Tally()
