@@ -185,7 +185,7 @@ def test_tokens_are_scored_by_the_logits_of_the_places_before(engine: Engine) ->
 
 
 def test_scores_are_refused_where_there_are_none(engine: Engine) -> None:
-    with pytest.raises(RequestError, match=r"num_log_probs=21 must be in \[0, 20\]"):
+    with pytest.raises(RequestError, match=r"num_log_probs\[0\]=21 must be in \[0, 20\]"):
         request_of(engine, [[1, 2]], 1, num_log_probs=21)
     with pytest.raises(RequestError, match="num_prompt_log_probs needs beam_width=1"):
         request_of(engine, [[1, 2]], 1, num_prompt_log_probs=1, beam_width=2)
