@@ -112,6 +112,12 @@ class GenerationRequest:
         """K, the same for all rows."""
         return self.rows[0].options.beam_width
 
+    def slot_tokens(self, row: RowRequest) -> int:
+        """Return the most tokens that a slot of a row ever holds: the last is never fed back."""
+        if self.session_len is None:
+            return row.context_len + row.output_len - 1
+        return min(self.session_len, self.memory_len or self.session_len)
+
     @property
     def max_output_len(self) -> int:
         """Rmax, the largest number of tokens any row asks for."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from inference.decoding.rows import GenerationRequest, RowRequest
 from inference.model.kv_cache import Move, TableEntry
 
 
@@ -267,10 +268,15 @@ def prefix_hashes(tokens: Sequence[int], block_tokens: int, shift: int = 0) -> l
     return hashes
 
 
-def most_blocks(beams: int, *, shared_tokens: int, tokens: int, block_tokens: int) -> int:
-    """Return the most blocks that beams of `tokens` tokens, the first of them shared, ever hold."""
-    shared = shared_tokens // block_tokens
-    return shared + beams * (-(-tokens // block_tokens) - shared)
+def most_blocks(request: GenerationRequest, row: RowRequest, block_tokens: int) -> int:
+    """Return the most blocks that all slots of a row ever hold, those of its encoder included.
+
+    Beams share the full blocks of their prompt, unless their session forgets its first tokens.
+    """
+    shared = 0 if request.memory_len else row.context_len // block_tokens
+    own = -(-request.slot_tokens(row) // block_tokens) - shared
+    encoded = len(row.input_ids) if request.encoder_decoder else 0
+    return -(-encoded // block_tokens) + shared + request.beam_width * own
 
 
 def _copies(sources: dict[int, int]) -> dict[int, int]:

@@ -177,12 +177,9 @@ class Engine(EngineBase[RunningRequest]):
         running = RunningRequest(request, future)
         running.waiting = [
             make_row(
-                running,
-                index,
-                row,
+                *(running, index, row),
                 vocab_size=self.architecture.vocab_size,
                 table_rows=self._table_rows,
-                encoder_decoder=self.limits.encoder_decoder,
             )
             for index, row in enumerate(request.rows)
         ]

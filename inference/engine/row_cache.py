@@ -48,18 +48,11 @@ class RowCache:
 
     def _most_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> int:
         """Return the most blocks that rows need at once; preemptible ones may run one by one."""
-        each = [self._row_blocks(row) for row in rows]
+        each = list(map(self._row_blocks, rows))
         return sum(each) if request.stays or request.joins_whole else max(each)
 
     def _row_blocks(self, row: RunningRow) -> int:
-        """Return the most blocks that all slots of a row ever hold."""
-        session = row.owner.session
-        return most_blocks(
-            row.owner.request.beam_width,
-            shared_tokens=row.prompt_len if self.forks(row) else 0,
-            tokens=row.most_tokens if session is None else session.slot_tokens,
-            block_tokens=self.blocks.block_tokens,
-        ) + self.blocks.count(row.encoder_len)
+        return most_blocks(row.owner.request, row.request, self.blocks.block_tokens)
 
     def forks(self, row: RunningRow) -> bool:
         """Return whether a row's beams share blocks; those of a session that forgets do not."""
@@ -131,7 +124,7 @@ class RowCache:
             blocks.extend(row.slots[0], row.prompt_len)
             return
         for slot in row.slots:
-            blocks.extend(slot, session.slot_tokens)
+            blocks.extend(slot, row.owner.request.slot_tokens(row.request))
 
     def _shared_blocks(self, row: RunningRow) -> int:
         """Return the number of blocks of a waiting row's prompt that other rows hold now."""
@@ -178,7 +171,7 @@ class RowCache:
         if session is not None:
             tokens = session.session_len
         elif row.owner.stays:
-            tokens = row.most_tokens
+            tokens = row.owner.request.slot_tokens(row.request)
         return position_shift(self._rotary, tokens)
 
     def move(self, row: RunningRow, sources: dict[int, int]) -> None:

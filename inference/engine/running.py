@@ -64,10 +64,7 @@ class Session:
     """One conversation. `rows` holds those that are not running, each as its next turn finds it."""
 
     turn: SessionTurn  # the newest
-    session_len: int
-    memory_len: int | None  # most tokens that the cache keeps of it, None for all
-    row_count: int
-    beam_width: int
+    start: GenerationRequest  # whose sizes hold for all turns
     rows: dict[int, RunningRow] = field(default_factory=dict)
     is_busy: bool = True
     holds_slots: bool = False
@@ -75,14 +72,15 @@ class Session:
     used_s: float = 0.0  # when its last turn ended
 
     @property
-    def slot_count(self) -> int:
-        """Slots that it holds to its end."""
-        return self.row_count * self.beam_width
+    def session_len(self) -> int:
+        """Most tokens of the whole conversation."""
+        assert self.start.session_len is not None, "checked when it was submitted"
+        return self.start.session_len
 
     @property
-    def slot_tokens(self) -> int:
-        """Most tokens that one of its slots ever holds."""
-        return min(self.session_len, self.memory_len or self.session_len)
+    def slot_count(self) -> int:
+        """Slots that it holds to its end."""
+        return len(self.start.rows) * self.start.beam_width
 
 
 class PromptOutputs:
@@ -236,12 +234,6 @@ class RunningRow:
         return prompt.length if prompt is not None and self.prefix_task is not None else 0
 
     @property
-    def most_tokens(self) -> int:
-        """Most tokens that one of its slots ever holds: the last one is never fed back."""
-        tokens = self.prompt_tokens + self.request.output_len - 1
-        return tokens if self.memory_len is None else min(tokens, self.memory_len)
-
-    @property
     def has_tokens(self) -> bool:
         """Return whether any token of its answer is known."""
         return self.decoded is not None and self.decoded.generated > 0
@@ -302,7 +294,6 @@ def make_row(
     *,
     vocab_size: int,
     table_rows: dict[int, int],
-    encoder_decoder: bool = False,
 ) -> RunningRow:
     """Return the running row of a request's row, with its input to the first stage.
 
@@ -321,7 +312,7 @@ def make_row(
             row.prompt = [_virtual(i, prompt, vocab_size, table_rows) for i in ids]
         row.has_table = any(i >= vocab_size for i in row.prompt)
         row.embeddings = prompt.embedding
-    if encoder_decoder:
+    if owner.request.encoder_decoder:
         row.encoder_ids, row.is_encoded = row.prompt, False
         row.prompt = list(request.context_ids)
     row.prompt_tokens = len(row.prompt)

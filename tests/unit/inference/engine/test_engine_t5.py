@@ -277,7 +277,7 @@ def test_cancelled_work_makes_room(engine: Engine) -> None:
 
 
 def test_unknown_ia3_tasks_are_refused(engine: Engine) -> None:
-    with pytest.raises(RequestError, match=r"ia3_tasks\[0\]=2 must be in \[0, 2\)"):
+    with pytest.raises(RequestError, match=r"ia3_tasks\[0\]=2 must be in \[0, 1\]"):
         request_of(engine, prompts_of(1), 4, ia3_tasks=2)
 
 

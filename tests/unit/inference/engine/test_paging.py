@@ -97,11 +97,10 @@ class World:
         row = RowRequest(ids, output_len, chosen, context_ids=context, returned_ids=ids)
         self._arrivals += 1
         running = RunningRequest(
-            GenerationRequest((row,), len(ids)), Future(), self._arrivals, on_step
+            GenerationRequest((row,), len(ids), encoder_decoder=self.encodes),
+            *(Future(), self._arrivals, on_step),
         )
-        running.waiting = [
-            make_row(running, 0, row, vocab_size=VOCAB, table_rows={}, encoder_decoder=self.encodes)
-        ]
+        running.waiting = [make_row(running, 0, row, vocab_size=VOCAB, table_rows={})]
         self.scheduler.add(running)
         return running
 
