@@ -269,7 +269,7 @@ class Scheduler(StepScheduler[RunningRequest]):
 
     def _activate(self, row: RunningRow) -> None:
         row.shift = self._cache.shift(row)
-        if row.decoded is None and not row.prompt_outputs.keeps_logits:
+        if row.decoded is None:
             row.decoded = self._decoder.make_row(row.request)
             row.rank_chooses = row.decoded.rank_chooses
             self._begun_tokens += len(row.request.input_ids)
@@ -311,9 +311,6 @@ class Scheduler(StepScheduler[RunningRequest]):
                 request.succeed(
                     GenerationResult(request.request, rows, tuple(request.pooled), request.times)
                 )
-            elif request.active and (logits := request.active[0].prompt_outputs.logits) is not None:
-                request.succeed(logits)
-                self.drop(request)
             elif request.on_step is not None and request in grown:
                 self._report(request)
 

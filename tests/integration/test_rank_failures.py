@@ -22,6 +22,7 @@ from inference.ranks.processes import early_workers, threads_per_rank
 from inference.ranks.settings import Placement
 from inference.server.supervisor import descendants
 from tests.conftest import ROOT
+from tests.engine_logits import prompt_logits
 from tests.ft_folders import write_gpt
 from tests.waiting import lives, until
 
@@ -95,7 +96,7 @@ def test_workers_that_were_started_early_serve_the_engine(ft_dir: Path) -> None:
         engine.start()
     try:
         assert children() - before == workers
-        assert len(engine.logits([1, 2, 3])) == 3
+        assert len(prompt_logits(engine, [1, 2, 3])) == 3
     finally:
         engine.stop()
     assert not any(map(lives, workers))
@@ -153,7 +154,7 @@ def test_undecodable_request_costs_itself_alone_and_stopping_leaves_no_worker(
         with pytest.raises(ValueError, match="hot"):
             engine.generate(GenerationRequest((row,), padded_len=3))
         assert engine.healthy() is None
-        assert len(engine.logits([1, 2, 3])) == 3
+        assert len(prompt_logits(engine, [1, 2, 3])) == 3
         assert engine.load().running == 0
     assert not any(map(lives, workers))
 

@@ -39,6 +39,7 @@ from inference.engine.engine import (
 )
 from inference.engine.scheduler import Scheduler
 from inference.ranks.settings import Placement
+from tests.engine_logits import prompt_logits
 from tests.reference_decoding import (
     CLOSE,
     Array,
@@ -606,7 +607,7 @@ def converse(run: Run, number: int) -> None:
 def probe(run: Run, prompt: list[int]) -> None:
     """Compare all logits of a prompt."""
     try:
-        found = np.asarray(run.engine.logits(prompt))
+        found = np.asarray(prompt_logits(run.engine, prompt))
     except EngineBusyError:
         return
     run.probed.append((prompt, found))

@@ -317,11 +317,6 @@ def test_a_long_limit_costs_nothing_until_it_is_used(ft_dirs: dict[int, Path]) -
     assert (whole.slots, whole.blocks, whole.tokens) == (15, 0, 15 * 2 * 64)
 
 
-def test_encoder_tokens_have_no_logits(engine: Engine) -> None:
-    with pytest.raises(RequestError, match="no logits"):
-        engine.logits([5, 6])
-
-
 @pytest.fixture(scope="module")
 def slicing(ft_dirs: dict[int, Path]) -> Iterator[Engine]:
     """An engine whose steps take as few encoder tokens as any may."""
