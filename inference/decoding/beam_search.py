@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from inference.decoding.candidates import Candidates, GroupKey
-from inference.decoding.draws import RowBias, SeenIds, join_bias
+from inference.decoding.draws import RowBias, join_bias, prompt_ids
 from inference.decoding.processors import LogitRules
 from inference.decoding.rows import FinishReason, PromptScores, RowRequest, RowResult
 from inference.decoding.tensor_fields import Array
@@ -75,7 +75,7 @@ class BeamRow:
         self._tail = max((len(word) for word in o.bad_words + o.stop_words), default=0)
         # What all beams share; each has its own answer.
         self._logit_bias = RowBias(o, output_len=0).arrays()
-        self._prompt_ids = SeenIds(request.context_ids, 0, vocab_size=vocab_size).ids(0)
+        self._prompt_ids = prompt_ids(request.context_ids, vocab_size)
 
     @property
     def is_finished(self) -> bool:

@@ -1,4 +1,4 @@
-"""Free and occupied slots and blocks of the cache.
+"""Free and occupied blocks of the cache.
 
 A slot is a running sequence's place in steps. Its blocks hold its tokens; it takes them as it
 grows, from those that were reserved for it if it may not be preempted.
@@ -7,7 +7,6 @@ grows, from those that were reserved for it if it may not be preempted.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict
@@ -18,31 +17,6 @@ import numpy as np
 
 from inference.decoding.rows import GenerationRequest, RowRequest
 from inference.model.kv_cache import Move, TableEntry
-
-
-class SlotPool:
-    """The free slots. The lowest are taken first, which keeps busy slots side by side."""
-
-    def __init__(self, slots: int) -> None:
-        self.total = slots
-        self._free = list(range(slots))
-
-    @property
-    def free(self) -> int:
-        """Number of free slots."""
-        return len(self._free)
-
-    def take(self, count: int) -> list[int] | None:
-        """Return `count` free slots in ascending order, or None if there are fewer."""
-        if count > len(self._free):
-            return None
-        return [heapq.heappop(self._free) for _ in range(count)]
-
-    def give_back(self, slots: Sequence[int]) -> None:
-        """Free slots that `take` returned."""
-        for slot in slots:
-            assert slot not in self._free, f"slot {slot} is free already"
-            heapq.heappush(self._free, slot)
 
 
 @dataclass(eq=False)

@@ -78,10 +78,10 @@ class Scheduler(StepScheduler[RunningRequest]):
 
     def load(self) -> EngineLoad:
         """Return how much runs; may be called from any thread."""
-        slots, blocks = self._cache.slots, self._cache.blocks
+        cache, blocks = self._cache, self._cache.blocks
         return EngineLoad(
-            running=slots.total - slots.free,
-            slots=slots.total,
+            running=cache.slots - cache.free_slots,
+            slots=cache.slots,
             blocks=blocks.total or 0,
             blocks_used=(blocks.total or 0) - blocks.free,
             prompt_tokens=self._begun_tokens,
@@ -283,8 +283,8 @@ class Scheduler(StepScheduler[RunningRequest]):
 
     def _refuse(self, request: RunningRequest) -> None:
         """Fail requests that would wait until a session ends."""
-        slots, blocks = self._cache.slots, self._cache.blocks
-        held = f"{self._sessions.held_slots} of the {slots.total} sequences"
+        blocks = self._cache.blocks
+        held = f"{self._sessions.held_slots} of the {self._cache.slots} sequences"
         if blocks.total is not None:
             tokens = self._sessions.held_blocks * blocks.block_tokens
             held += f", and {tokens} of the {blocks.total * blocks.block_tokens} tokens,"
