@@ -82,23 +82,10 @@ def join_bias(
     return np.concatenate(ids), np.concatenate(bias)
 
 
-class SeenIds:
-    """The ids a penalty acts on, in one growing array: distinct prompt ids, then the answer."""
-
-    def __init__(self, context_ids: Sequence[int], output_len: int, *, vocab_size: int) -> None:
-        prompt = np.unique(np.asarray(context_ids, np.int64))
-        prompt = prompt[prompt < vocab_size]  # virtual tokens have no logit
-        self._size = self._prompt_size = len(prompt)
-        self._ids = np.concatenate([prompt, np.zeros(output_len, np.int64)])
-
-    def append(self, token: int) -> None:
-        """Add a generated token."""
-        self._ids[self._size] = token
-        self._size += 1
-
-    def ids(self, generated: int) -> Array:
-        """Return the ids of the prompt and of the first `generated` tokens."""
-        return self._ids[: self._prompt_size + generated]
+def prompt_ids(context_ids: Sequence[int], vocab_size: int) -> Array:
+    """Return the ids of a prompt that a penalty acts on: each once, no virtual ones."""
+    ids = np.unique(np.asarray(context_ids, np.int64))
+    return ids[ids < vocab_size]
 
 
 class RowBias:

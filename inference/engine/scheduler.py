@@ -78,10 +78,10 @@ class Scheduler(StepScheduler[RunningRequest]):
 
     def load(self) -> EngineLoad:
         """Return how much runs; may be called from any thread."""
-        slots, blocks = self._cache.slots, self._cache.blocks
+        cache, blocks = self._cache, self._cache.blocks
         return EngineLoad(
-            running=slots.total - slots.free,
-            slots=slots.total,
+            running=cache.slots - cache.free_slots,
+            slots=cache.slots,
             blocks=blocks.total or 0,
             blocks_used=(blocks.total or 0) - blocks.free,
             prompt_tokens=self._begun_tokens,
@@ -269,7 +269,7 @@ class Scheduler(StepScheduler[RunningRequest]):
 
     def _activate(self, row: RunningRow) -> None:
         row.shift = self._cache.shift(row)
-        if row.decoded is None and not row.prompt_outputs.keeps_logits:
+        if row.decoded is None:
             row.decoded = self._decoder.make_row(row.request)
             row.rank_chooses = row.decoded.rank_chooses
             self._begun_tokens += len(row.request.input_ids)
@@ -283,8 +283,8 @@ class Scheduler(StepScheduler[RunningRequest]):
 
     def _refuse(self, request: RunningRequest) -> None:
         """Fail requests that would wait until a session ends."""
-        slots, blocks = self._cache.slots, self._cache.blocks
-        held = f"{self._sessions.held_slots} of the {slots.total} sequences"
+        blocks = self._cache.blocks
+        held = f"{self._sessions.held_slots} of the {self._cache.slots} sequences"
         if blocks.total is not None:
             tokens = self._sessions.held_blocks * blocks.block_tokens
             held += f", and {tokens} of the {blocks.total * blocks.block_tokens} tokens,"
@@ -311,9 +311,6 @@ class Scheduler(StepScheduler[RunningRequest]):
                 request.succeed(
                     GenerationResult(request.request, rows, tuple(request.pooled), request.times)
                 )
-            elif request.active and (logits := request.active[0].prompt_outputs.logits) is not None:
-                request.succeed(logits)
-                self.drop(request)
             elif request.on_step is not None and request in grown:
                 self._report(request)
 

@@ -75,8 +75,8 @@ class StepResults:
             gathered.commit()
             if gathered.pooled is not None:
                 row.owner.pooled[row.index] = gathered.pooled.cpu().numpy()
-            if row.decoded is not None:
-                row.decoded.prompt = gathered.scores
+            assert row.decoded is not None
+            row.decoded.prompt = gathered.scores
 
     def _choose(
         self, outputs: Sequence[tuple[RowWork, int]], logits: torch.Tensor

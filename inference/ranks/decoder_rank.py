@@ -33,6 +33,7 @@ class DecoderRank(GeneratorRank):
 
     architecture: DecoderArchitecture
     model: Decoder
+    _prompt_graphs: PromptGraphs | None = None
 
     def __init__(self, settings: RankSettings) -> None:
         super().__init__(settings)
@@ -42,7 +43,6 @@ class DecoderRank(GeneratorRank):
         prefixes = load_prefixes(weights, architecture.num_layer)
         self._open_cache(settings, weights.dtype, prefixes)
         self.group = architecture.head_num // architecture.kv_head_num
-        self._prompt_graphs: PromptGraphs | None = None
 
     def prepare(self) -> None:
         """Record the decoding graphs, and run prompts of several lengths once."""
@@ -83,11 +83,6 @@ class DecoderRank(GeneratorRank):
             x, step = graphs.run(ids, plan.segments, outputs)
             return [x], [step]
         return self._run_steps(plan, embeddings)
-
-    def close(self) -> None:
-        """Close the connection to the other ranks."""
-        self._prompt_graphs = None  # they contain sums over the connection
-        super().close()
 
     def _pooled(self, hidden: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor | None:
         """Return on rank 0 the sum of each segment's last hidden states, (segments, E) fp32."""

@@ -52,6 +52,7 @@ class EncoderDecoderRank(GeneratorRank):
 
     architecture: EncoderDecoderArchitecture
     model: EncoderDecoder
+    _encoder_graphs: EncoderGraphs | None = None
 
     def __init__(self, settings: RankSettings) -> None:
         super().__init__(settings)
@@ -66,7 +67,6 @@ class EncoderDecoderRank(GeneratorRank):
             self._open_cache(settings, weights.dtype)
             nothing = EncodedRow(self.cache.scratch_slot, 1, self._no_task)
             self._encoded = [nothing] * (settings.slots + 1)  # what each slot reads
-        self._encoder_graphs: EncoderGraphs | None = None
         self._tiled = has_row_kernels(self.device, weights.dtype)
         self._pass: _EncoderPass | None = None
 
@@ -104,11 +104,6 @@ class EncoderDecoderRank(GeneratorRank):
             return self._run_graph(self._graphs, plan, *zip(*numbers, strict=True))
         part = self._logits(*self._run_steps(plan)) if plan.segments else None
         return self._result(part, plan)
-
-    def close(self) -> None:
-        """Close the connection to the other ranks."""
-        self._encoder_graphs = None  # they contain sums over the connection
-        super().close()
 
     def _begin(self, plan: StepPlan, embeddings: torch.Tensor | None) -> None:
         """Start a pass of new rows; it replaces one whose requests were cancelled."""

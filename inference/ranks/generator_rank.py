@@ -82,11 +82,6 @@ class GeneratorRank(RankBase):
         )
         self._graphs.record()
 
-    def close(self) -> None:
-        """Close the connection to the other ranks."""
-        self._graphs = None  # they contain sums over the connection
-        super().close()
-
     def _run_nothing(self, tokens: int) -> None:
         """Run prompts of so many tokens in all, and a single token; discard their results."""
         longest, slot = self.cache.shape.max_len, self.cache.scratch_slot

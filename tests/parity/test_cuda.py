@@ -24,6 +24,7 @@ from inference.engine.engine import Engine, EngineOptions
 from inference.model.gpu.recording import record_graph, record_sizes
 from inference.model.token_feed import TokenFeed, draw_by_sorting
 from inference.ranks.settings import Placement
+from tests.engine_logits import prompt_logits
 from tests.ft_folders import gpt_config, write_random
 
 pytestmark = pytest.mark.gpu
@@ -153,7 +154,7 @@ def test_logits_equal_those_of_the_cpu(name: str, data_type: str, tmp_path: Path
         Engine(ft_dir, Placement(device="cpu")) as cpu,
         Engine(ft_dir, Placement(device="cuda", data_type=data_type)) as cuda,
     ):
-        expected, logits = cpu.logits(PROMPT), cuda.logits(PROMPT).cpu()
+        expected, logits = prompt_logits(cpu, PROMPT), prompt_logits(cuda, PROMPT).cpu()
     assert (logits - expected).abs().max() / expected.abs().max() < TOLERANCE[data_type]
 
 
@@ -185,9 +186,9 @@ def test_eight_bit_weights_stay_close(form: dict[str, Any], data_type: str, tmp_
         Engine(ft_dir, Placement(device="cpu")) as exact,
         Engine(ft_dir, Placement(device="cuda", data_type=data_type, **form)) as small,
     ):
-        expected = exact.logits(PROMPT * 10)
+        expected = prompt_logits(exact, PROMPT * 10)
         for length in (7, 28, 64, 70):
-            error = small.logits((PROMPT * 10)[:length]).cpu() - expected[:length]
+            error = prompt_logits(small, (PROMPT * 10)[:length]).cpu() - expected[:length]
             # Of 12 quantised products some 1% each in int8, 4% in FP8, and 8 bits of bf16 between.
             assert error.norm() / expected[:length].norm() < (0.2 if "fp8" in form else 0.1)
         assert len(small.generate(request).rows) == 3
