@@ -19,7 +19,6 @@ from inference.model.ragged import RowMasks, attend
 from inference.model.rotary import NO_ANGLES, AnglesOf, RotaryTable
 from inference.model.step import Step
 from inference.parallel.gemm import Product
-from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.linear import AllReduce, RowParallelLinear, VocabEmbedding
 
 # A LayerNorm or RMSNorm: of x, or of x + residual, the norm of each row (N, E).
@@ -31,7 +30,7 @@ def make_norm(
 ) -> Normalise:
     """Return a LayerNorm or RMSNorm over the last axis."""
     assert bias is None or kind == "layernorm"
-    if weight.is_cuda and has_gpu_kernels():
+    if weight.is_cuda:
         from inference.model.gpu.norm import norm
 
         return partial(norm, weight=weight, bias=bias, eps=eps, centred=kind == "layernorm")
@@ -64,7 +63,7 @@ class QueryKeyNorm:
 
     def __call__(self, heads: torch.Tensor) -> None:
         """Normalise heads (N, H+K, D)."""
-        if heads.is_cuda and has_gpu_kernels():
+        if heads.is_cuda:
             from inference.model.gpu.norm import mean_squares, norm_heads
 
             mean = self._summed(mean_squares(heads, self.counts[0])) if self.whole else None

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from inference.model.kv_cache import Array, on_device
-from inference.parallel.gpu_kernels import has_gpu_kernels
 
 # In place of a token id: the newest one that the slot's last step chose.
 NEWEST = -1
@@ -110,7 +109,7 @@ class TokenFeed:
             logits = logits[:, : len(self._vocab)]
         else:  # the vocabulary ends before this rank
             logits = logits[:, :1].fill_(_LOWEST)
-        if logits.is_cuda and has_gpu_kernels():
+        if logits.is_cuda:
             from inference.model.gpu.choice import best_tokens
 
             chosen = best_tokens(
@@ -137,7 +136,7 @@ class TokenFeed:
         draws: torch.Tensor,
         penalties: torch.Tensor | None,
     ) -> torch.Tensor:
-        if logits.is_cuda and has_gpu_kernels():
+        if logits.is_cuda:
             from inference.model.gpu.choice import drawn_tokens
 
             return drawn_tokens(

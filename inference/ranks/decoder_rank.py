@@ -16,7 +16,7 @@ from inference.model.decoder import Decoder
 from inference.model.step import Step
 from inference.model.weights import RankWeights
 from inference.ranks.base import MOST_PROMPT_TOKENS, StepResult
-from inference.ranks.device import gemm_options, on_gpu
+from inference.ranks.device import gemm_options
 from inference.ranks.generator_rank import GeneratorRank
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
@@ -46,7 +46,7 @@ class DecoderRank(GeneratorRank):
 
     def prepare(self) -> None:
         """Record the decoding graphs, and run prompts of several lengths once."""
-        if not on_gpu(self.device):
+        if self.device.type == "cpu":
             return
         from inference.model.gpu.prompt_graph import PromptGraphs
 

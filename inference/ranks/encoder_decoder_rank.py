@@ -23,7 +23,7 @@ from inference.model.kv_cache import encoder_slot, on_device
 from inference.model.ragged import RowMasks, ragged_rows
 from inference.model.step import EncodedSlots, Segment
 from inference.ranks.base import StepResult
-from inference.ranks.device import gemm_options, has_row_kernels, on_gpu
+from inference.ranks.device import gemm_options, has_row_kernels
 from inference.ranks.generator_rank import GeneratorRank
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.settings import RankSettings
@@ -72,7 +72,7 @@ class EncoderDecoderRank(GeneratorRank):
 
     def prepare(self) -> None:
         """Record the graphs of encoder and decoder, and run steps that are not graphs once."""
-        if not on_gpu(self.device):
+        if self.device.type == "cpu":
             return
         with torch.inference_mode():
             if self._tiled and self.layout.pp_size == 1:
@@ -208,7 +208,7 @@ class EncoderDecoderRank(GeneratorRank):
         rules, tasks = self.model.rules, None
         if self.architecture.ia3_num_tasks:
             tasks = on_device(np.repeat([each.task for each in encoded], counts), self.device)
-        if not on_gpu(self.device):
+        if self.device.type == "cpu":
             slots = encoded_slots(
                 segments, encoded, rules=rules, dtype=self.model.dtype, cache=self.cache
             )

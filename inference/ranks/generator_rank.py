@@ -23,7 +23,6 @@ from inference.model.stage import GeneratorModel
 from inference.model.step import EncodedSlots, Segment, Step, make_step, segment_numbers
 from inference.model.token_feed import NEWEST, TokenFeed, chosen_to_host
 from inference.ranks.base import RankBase, StepResult, cache_shape
-from inference.ranks.device import on_gpu
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
 
@@ -139,7 +138,7 @@ class GeneratorRank(RankBase):
     ) -> Step:
         """Lay out some tokens; `ids` and `outputs` are on the CPU."""
         encoded, tasks = self._read_by(segments)
-        if on_gpu(self.device):
+        if self.device.type == "cuda":
             from inference.model.gpu.attention_layout import paged_attention
 
             # Everything is sent without waiting for the device.
