@@ -1,4 +1,7 @@
-"""Attention of a step's tokens over the cache of their slots, or over the encoder's output."""
+"""Attention of a step's tokens over the cache of their slots, or over the encoder's output, on CPU.
+
+torch's kernels serve groups of sequences.
+"""
 
 # Shapes: N tokens of the step, B slots of a group, Q new tokens per slot, H local query
 #         heads, K local key/value heads, D head size, S cached tokens
@@ -6,21 +9,83 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch.nn import functional
 
 from inference.model.kv_cache import KVCache
-from inference.model.step import AttentionGroup, AttentionRules
+from inference.model.rotary import Angles
+from inference.model.step import (
+    AttentionGroup,
+    AttentionRules,
+    Segment,
+    attention_groups,
+    segment_numbers,
+    token_places,
+)
 
 
-def attend_cached(
-    query: torch.Tensor, groups: Sequence[AttentionGroup], cache: KVCache, layer: int
-) -> torch.Tensor:
-    """Return the attention of each token over the cache, (N, H*D) for (N, H, D)."""
-    if len(groups) == 1:
-        return _attend_rows(query, groups[0], cache, layer)
-    return torch.cat([_attend_rows(query[group.rows], group, cache, layer) for group in groups])
+class GroupedAttention:
+    """A `CachedAttention` of rotated queries and keys."""
+
+    rotates: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        cache: KVCache,
+        *,
+        rules: AttentionRules,
+        dtype: torch.dtype,
+    ) -> None:
+        """Lay it out. Segments come in the order of their tokens, with ascending slots."""
+        self._segments, self._cache = segments, cache
+        self.groups = attention_groups(segments, rules, dtype, cache)
+        self.slots, self.places = map(torch.from_numpy, token_places(segment_numbers(segments)))
+
+    @cached_property
+    def direct_places(self) -> Sequence[torch.Tensor] | None:
+        """The views (N, 2, K, D) of each layer's cache that receive new keys and values.
+
+        None but for neighbours with one new token each at the same place.
+        """
+        if not self._segments or not self._cache.shape.is_whole:
+            return None
+        first, count = self._segments[0], len(self._segments)
+        for nth, each in enumerate(self._segments):
+            if (each.slot, each.start, each.count) != (first.slot + nth, first.start, 1):
+                return None
+        return self._cache.places(first.slot, count, first.start)
+
+    @cached_property
+    def _rows(self) -> torch.Tensor:
+        return self._cache.token_rows(self.slots, self.places)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        *,
+        layer: int,
+        new: torch.Tensor | None = None,
+        angles: Angles | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (N, H*D) as a `CachedAttention` does."""
+        assert angles is None
+        assert out is None
+        if new is not None and self.direct_places is not None:
+            place = self.direct_places[layer]
+            place.copy_(new.view(place.shape))
+        elif new is not None:
+            self._cache.write(layer, self._rows, new)
+        if len(self.groups) == 1:
+            return _attend_rows(query, self.groups[0], self._cache, layer)
+        parts = [
+            _attend_rows(query[group.rows], group, self._cache, layer) for group in self.groups
+        ]
+        return torch.cat(parts)
 
 
 def _attend_rows(

@@ -8,6 +8,8 @@ linears know how tensors are divided among ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
@@ -42,7 +44,7 @@ class Decoder(GeneratorModel):
 
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of this stage's last layer (N, E)."""
-        angles = {table: table(step.positions) for table in self._rotary}
-        for layer, run in enumerate(self.layers):
-            x = run(x, step, layer=layer, angles=angles)
+        step = replace(step, angles={table: table(step.positions) for table in self._rotary})
+        for layer in self.layers:
+            x = layer(x, step)
         return x

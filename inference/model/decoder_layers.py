@@ -21,7 +21,7 @@ from inference.model.layers import (
     alibi_slopes,
     normalised,
 )
-from inference.model.rotary import AnglesOf, RotaryTable
+from inference.model.rotary import RotaryTable
 from inference.model.stage import Head
 from inference.model.step import AttentionRules, Step
 from inference.model.weights import LayerLoader
@@ -43,29 +43,24 @@ class DecoderLayer:
     reduce: AllReduce | None  # of the parallel forms, which share one all-reduce
     bias: torch.Tensor | None  # added after it
 
-    def __call__(
-        self, x: torch.Tensor, step: Step, *, layer: int, angles: AnglesOf
-    ) -> torch.Tensor:
-        """Return (N, E) for x (N, E); `layer` numbers the layers of this stage."""
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """Return (N, E) for x (N, E)."""
         choice, attention, mlp = self.architecture, self.attention, self.mlp
-
-        def attend(h: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-            return attention.part(h, step, layer=layer, angles=angles, residual=residual)
-
         if choice.residual != "sequential":
             h = normalised(x, attention.norm)
             inner = h if mlp.norm is None else mlp.norm(x)
             if self.reduce is None:
-                return mlp.part(inner, attend(h, x))
-            return self.reduce(mlp.part(inner, attend(h, None)), bias=self.bias, residual=x)
+                return mlp.part(inner, step, attention.part(h, step, x))
+            both = mlp.part(inner, step, attention.part(h, step))
+            return self.reduce(both, bias=self.bias, residual=x)
         if not choice.norm_before:
-            x = normalised(attend(x, x), attention.norm)
-            return normalised(mlp.part(x, x), mlp.norm)
+            x = normalised(attention.part(x, step, x), attention.norm)
+            return normalised(mlp.part(x, step, x), mlp.norm)
         if choice.residual_from_norm:
             h = normalised(x, attention.norm)
-            h = normalised(attend(h, h), mlp.norm)
-            return mlp.part(h, h)
-        return mlp(attention(x, step, layer=layer, angles=angles))
+            h = normalised(attention.part(h, step, h), mlp.norm)
+            return mlp.part(h, step, h)
+        return mlp(attention(x, step), step)
 
 
 class DecoderLoader(LayerLoader[DecoderArchitecture]):
@@ -221,6 +216,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
                 options=self.gemm,
             ),
             heads=self._heads,
+            layer=self.local(number, self.architecture.num_layer),
             rotary=self._rotary_of(number),
         )
         return Sublayer(halves, self.norm(prefix + "input_layernorm"))
@@ -248,6 +244,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             self.column(*(prefix + name for name in names)),
             self.row_with(prefix + "dense", out_bias, reduce),
             heads=self._heads,
+            layer=self.local(number, self.architecture.num_layer),
             rotary=self._rotary_of(number),
             norm=self._query_key_norm(prefix),
         )

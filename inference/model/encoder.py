@@ -33,7 +33,7 @@ class EncoderLayer:
     def __call__(self, x: torch.Tensor, masks: RowMasks) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
         x = self.attention_norm(self.attention(x, masks), x)
-        return self.mlp_norm(self.mlp(x), x)
+        return self.mlp_norm(self.mlp(x, masks), x)
 
 
 class Encoder(StageModel):
@@ -63,6 +63,7 @@ def _layer(parts: LayerLoader[EncoderArchitecture], number: int) -> EncoderLayer
             out=parts.row(prefix + "attention.output.dense"),
             heads=architecture.head_num // parts.weights.layout.tp_size,
             scale=1 / (math.sqrt(architecture.size_per_head) * architecture.q_scaling),
+            layer=0,  # not told apart
         ),
         attention_norm=parts.norm(prefix + "attention.output.LayerNorm"),
         mlp=MLP(parts.up(prefix + "intermediate.dense"), parts.row(prefix + "output.dense")),

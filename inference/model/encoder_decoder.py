@@ -17,8 +17,8 @@ from export_scripts.families.layout.architecture import EncoderDecoderArchitectu
 from inference.model.kv_cache import KVCache
 from inference.model.ragged import RaggedRows, RowMasks
 from inference.model.stage import GeneratorModel
-from inference.model.step import AttentionRules, EncodedSlots, Segment, Step, attention_groups
-from inference.model.t5_layers import T5DecoderLayer, T5Loader
+from inference.model.step import AttentionRules, Segment, Step
+from inference.model.t5_layers import T5Layer, T5Loader
 from inference.model.weights import RankWeights
 from inference.parallel.epilogue import GemmOptions
 from inference.parallel.linear import AllReduce
@@ -29,12 +29,11 @@ class EncoderBatch:
     """Rows of one encoder pass.
 
     With `has_virtual`, ids from the vocabulary's end on name rows of the loaded prompt tables and,
-    after those, of `embeddings`. `tasks` is the IA3 task of each token, None without IA3.
+    after those, of `embeddings`.
     """
 
     ids: torch.Tensor  # (N,)
-    rows: RaggedRows
-    tasks: torch.Tensor | None = None  # (N,)
+    masks: RowMasks
     has_virtual: bool = False
     embeddings: torch.Tensor | None = None  # (table rows, E)
 
@@ -48,26 +47,18 @@ class EncodedRow:
     task: int  # of IA3
 
 
-def encoded_slots(
-    segments: Sequence[Segment],
-    encoded: Sequence[EncodedRow],
-    *,
-    rules: AttentionRules,
-    dtype: torch.dtype,
-    cache: KVCache,
-) -> EncodedSlots:
+def reading_segments(segments: Sequence[Segment], encoded: Sequence[EncodedRow]) -> list[Segment]:
     """Return what the tokens of segments read, each segment its part of `encoded`.
 
-    Segments are in the order of their tokens; `rules` are those of the decoder.
+    Their tokens are as the last of what they read, one segment for all that read the same.
     """
-    # As the last tokens of what they read, one segment for all that read the same.
     reading: list[Segment] = []
     for segment, each in zip(segments, encoded, strict=True):
         count = segment.count
         if reading and reading[-1].slot == each.slot:
             count += reading.pop().count
         reading.append(Segment(each.slot, each.length - count, count))
-    return EncodedSlots(attention_groups(reading, rules.across, dtype, cache))
+    return reading
 
 
 class EncoderDecoder(GeneratorModel):
@@ -83,7 +74,7 @@ class EncoderDecoder(GeneratorModel):
         self.encoder = [loader.encoder_layer(number) for number in self.encoder_layers]
         self._encoder_bias = loader.relative_bias("encoder")  # (H, offsets)
         self._encoder_norm = loader.final_norm("encoder") if layout.is_last_stage else None
-        self.decoder: list[T5DecoderLayer] = []
+        self.decoder: list[T5Layer] = []
         self.head = None
         self.rules = AttentionRules()
         if architecture.decoder is not None:
@@ -100,40 +91,35 @@ class EncoderDecoder(GeneratorModel):
         assert self._embedding is not None, "only the first stage embeds"
         return self._embedding(
             batch.ids,
-            batch.rows.positions,
+            batch.masks.rows.positions,
             has_virtual=batch.has_virtual,
             embeddings=batch.embeddings,
         )
 
-    def encoder_masks(self, rows: RaggedRows) -> RowMasks:
-        """Return the additions to the scores of attention, the same in every layer."""
-        return RowMasks(rows, self._encoder_bias, self.dtype)
-
-    def run_encoder(
+    def encoder_masks(
         self,
-        x: torch.Tensor,
-        batch: EncoderBatch,
-        masks: RowMasks,
+        rows: RaggedRows,
         *,
-        layers: range,
+        tasks: torch.Tensor | None = None,
         attentions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> RowMasks:
+        """Return what all layers of the encoder share for some rows."""
+        return RowMasks(rows, self._encoder_bias, self.dtype, tasks, attentions)
+
+    def run_encoder(self, x: torch.Tensor, masks: RowMasks, layers: range) -> torch.Tensor:
         """Return the output (N, E) of some of this stage's encoder layers for their input (N, E).
 
-        `layers` are global numbers; `attentions`, if given, (rows, stage's layers, H, S, S),
-        receives the weights.
+        `layers` are global numbers.
         """
         for number in layers:
-            index = number - self.encoder_layers.start
-            weights_out = None if attentions is None else attentions[:, index]
-            x = self.encoder[index](x, masks, batch.tasks, weights_out)
+            x = self.encoder[number - self.encoder_layers.start](x, masks)
         return x
 
     def encode(self, ids: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
         """Return the encoder's output (N, E) for the ids (N,) of plain rows, of a single stage."""
-        batch = EncoderBatch(ids, rows)
-        x, masks = self.embed_rows(batch), self.encoder_masks(rows)
-        return self.finish_encoder(self.run_encoder(x, batch, masks, layers=self.encoder_layers))
+        masks = self.encoder_masks(rows)
+        x = self.embed_rows(EncoderBatch(ids, masks))
+        return self.finish_encoder(self.run_encoder(x, masks, self.encoder_layers))
 
     def finish_encoder(self, x: torch.Tensor) -> torch.Tensor:
         """Return the encoder's output (N, E): the last layer's, normalised."""
@@ -147,11 +133,11 @@ class EncoderDecoder(GeneratorModel):
 
         `slots` of the cache receive them, one for each row.
         """
-        cache_rows = cache.token_rows(batch.rows.per_token(slots), batch.rows.positions)
-        for index, layer in enumerate(self.decoder):
-            layer.cross.part.cache_encoded(
-                encoded, cache_rows, cache, layer=index, tasks=batch.tasks
-            )
+        rows, tasks = batch.masks.rows, batch.masks.tasks
+        cache_rows = cache.token_rows(rows.per_token(slots), rows.positions)
+        for layer in self.decoder:
+            assert layer.cross is not None
+            layer.cross.part.cache_encoded(encoded, cache_rows, cache, tasks=tasks)
 
     def embed(self, step: Step) -> torch.Tensor:
         """Return the first decoder layer's input (N, E)."""
@@ -160,6 +146,6 @@ class EncoderDecoder(GeneratorModel):
 
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of this stage's last decoder layer (N, E)."""
-        for index, layer in enumerate(self.decoder):
-            x = layer(x, step, index)
+        for layer in self.decoder:
+            x = layer(x, step)
         return x

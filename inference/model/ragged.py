@@ -93,23 +93,27 @@ class RaggedRows:
         return on_device(np.repeat(values, self.lengths), self.positions.device)
 
 
+@dataclass(frozen=True)
 class RowMasks:
-    """Additions to the scores of attention, the same in every layer: padding, position bias."""
+    """What an encoder's layers share: additions to the scores of attention, and IA3 tasks."""
 
-    def __init__(self, rows: RaggedRows, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        """Take the bias by offset, (H, 2 * reach + 1), of `relative_position`; None for none."""
-        self.rows, self.bias = rows, bias
-        self._dtype = dtype
+    rows: RaggedRows
+    # By offset, (H, 2 * reach + 1), see `relative_position`; None for none.
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+    tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
+    # Receives the weights: (rows, stage's layers, H, S, S). Entries beyond a row's length are left.
+    attentions: torch.Tensor | None = None
 
     @cached_property
     def groups(self) -> list[torch.Tensor | None]:
         """One for each group of rows, see `RowGroup.mask`."""
         groups = self.rows.groups
         if self.bias is None:
-            return [group.mask(None, self._dtype) for group in groups]
+            return [group.mask(None, self.dtype) for group in groups]
         bias = square_bias(self.bias, max(group.width for group in groups))  # (1, H, S, S)
         return [
-            group.mask(bias[:, :, : group.width, : group.width], self._dtype) for group in groups
+            group.mask(bias[:, :, : group.width, : group.width], self.dtype) for group in groups
         ]
 
 
@@ -151,13 +155,13 @@ def attend(
     *,
     masks: RowMasks,
     scale: float,
-    weights_out: torch.Tensor | None = None,
+    layer: int = 0,
 ) -> torch.Tensor:
     """Return each token's mix of the values of its own row, (N, H*D) for three (N, H, D).
 
-    `weights_out` (rows, H, S, S), if given, receives the attention weights; entries beyond a row's
-    length are left as they are.
+    `layer` is its place in `masks.attentions`.
     """
+    weights_out = None if masks.attentions is None else masks.attentions[:, layer]
     if masks.rows.tiles is not None and weights_out is None:
         from inference.model.gpu.rows import attend_rows
 

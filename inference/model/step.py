@@ -8,13 +8,15 @@ distinguishes the sequences, in groups that one fused call can serve.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
 
 from inference.model.kv_cache import Array, KVCache
+from inference.model.rotary import Angles, AnglesOf
 
 
 @dataclass(slots=True)
@@ -40,6 +42,13 @@ def segment_numbers(segments: Sequence[Segment]) -> Array:
     """Return slot, start and count of each segment, (B, 3) int64."""
     numbers = np.array([(s.slot, s.start, s.count) for s in segments], np.int64)
     return numbers.reshape(-1, 3)
+
+
+def token_places(segments: Array) -> tuple[Array, Array]:
+    """Return the slot of each token of segments (B, 3), and its place there, (N,) each."""
+    slots, starts, counts = segments.T
+    rows = np.cumsum(counts) - counts
+    return np.repeat(slots, counts), np.repeat(starts - rows, counts) + np.arange(counts.sum())
 
 
 @dataclass(frozen=True)
@@ -112,15 +121,31 @@ class AttentionGroup:
     cached: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
-@dataclass(frozen=True)
-class EncodedSlots:
-    """The encoder's output that each token of a decoder step reads, all of it.
+class CachedAttention(Protocol):
+    """Attention of a step's tokens over what the cache has of their sequences."""
 
-    `paged`, if given, does all of the attention in place of `groups`.
-    """
+    rotates: ClassVar[bool]  # whether it rotates queries and keys itself
 
-    groups: tuple[AttentionGroup, ...] = ()
-    paged: Callable[..., torch.Tensor] | None = None
+    def __call__(
+        self,
+        query: torch.Tensor,
+        *,
+        layer: int,
+        new: torch.Tensor | None = None,
+        angles: Angles | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (N, H*D) for queries (N, H, D); new keys and values are stored first.
+
+        Args:
+            query: Heads side by side; rotated where it lies, or left as it is.
+            layer: Of the cache.
+            new: Keys and values of the tokens themselves, (N, 2 * K, D); None where the cache has
+                all.
+            angles: Rotation of queries and keys, None for models without, or where it is done.
+            out: Receives the result; may be the queries' own memory.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -129,104 +154,32 @@ class Step:
 
     `output_rows` are the tokens whose logits are wanted. With `has_virtual`, ids from the
     vocabulary's end on name rows of the loaded prompt tables and, after those, of `embeddings`.
-    `paged`, if given, is a `PagedAttention` of `gpu.attention`: it stores keys and values and does
-    all of the attention, in place of `cache_rows` and `groups`. `places`, if given, are the views
-    (N, 2, K, D) of each layer's cache that receive keys and values, in place of `cache_rows`.
+    `encoded`, if given, is attention over the encoder's output, all of which a token sees.
     """
 
     ids: torch.Tensor  # (N,)
     positions: torch.Tensor  # (N,)
-    cache: KVCache
     output_rows: torch.Tensor  # (n,)
-    cache_rows: torch.Tensor | None = None  # where keys and values go
-    groups: tuple[AttentionGroup, ...] = ()
+    attention: CachedAttention
     has_virtual: bool = False
     embeddings: torch.Tensor | None = None  # (rows, hidden)
-    paged: Callable[..., torch.Tensor] | None = None
-    places: Sequence[torch.Tensor] | None = None
-    encoded: EncodedSlots | None = None  # None without an encoder
+    encoded: CachedAttention | None = None
     tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
-
-    def store(self, layer: int, keys_values: torch.Tensor) -> None:
-        """Store the tokens' (N, 2 * K, D) keys and values of a local layer."""
-        if self.places is not None:
-            place = self.places[layer]
-            place.copy_(keys_values.view(place.shape))
-            return
-        assert self.cache_rows is not None
-        self.cache.write(layer, self.cache_rows, keys_values)
-
-
-def make_step(
-    ids: torch.Tensor,
-    segments: Sequence[Segment],
-    output_rows: torch.Tensor,
-    *,
-    cache: KVCache,
-    rules: AttentionRules,
-    dtype: torch.dtype,
-    has_virtual: bool = False,
-    embeddings: torch.Tensor | None = None,
-    encoded: EncodedSlots | None = None,
-    tasks: torch.Tensor | None = None,
-) -> Step:
-    """Lay out a step. Segments come in the order of their tokens, with ascending slots."""
-    slots, places = _places(segments, ids.device)
-    direct = _direct_places(segments, cache) if ids.device.type == "cpu" else None
-    rows = cache.token_rows(slots, places) if direct is None else None
-    positions = places
-    if any(segment.shift for segment in segments):
-        shifts = [segment.shift for segment in segments for _ in range(segment.count)]
-        positions = places + torch.tensor(shifts, device=ids.device)
-    return Step(
-        ids,
-        positions,
-        cache,
-        output_rows,
-        cache_rows=rows,
-        groups=attention_groups(segments, rules, dtype, cache),
-        has_virtual=has_virtual,
-        embeddings=embeddings,
-        places=direct,
-        encoded=encoded,
-        tasks=tasks,
-    )
+    angles: AnglesOf = field(default_factory=dict)  # of the tokens
 
 
 def attention_groups(
     segments: Sequence[Segment], rules: AttentionRules, dtype: torch.dtype, cache: KVCache
 ) -> tuple[AttentionGroup, ...]:
-    """Return the attention calls of segments, as `make_step` takes them."""
+    """Return the attention calls of segments, in the order of their tokens, slots ascending."""
     groups = []
     for first_row, run in _parts(segments):
         group = _group(run, first_row, rules, dtype, cache.device)
-        if cache.device.type == "cpu" and cache.shape.is_whole:
+        if cache.shape.is_whole:
             # All layers at once: a view for each layer would cost more than a small product.
             group = replace(group, cached=cache.views(group.slot, group.slot_count, group.length))
         groups.append(group)
     return tuple(groups)
-
-
-def _direct_places(segments: Sequence[Segment], cache: KVCache) -> Sequence[torch.Tensor] | None:
-    """Return `Step.places` for neighbours with one new token each at the same place, else None."""
-    if not segments or not cache.shape.is_whole:
-        return None
-    first, count = segments[0], len(segments)
-    for nth, each in enumerate(segments):
-        if (each.slot, each.start, each.count) != (first.slot + nth, first.start, 1):
-            return None
-    return cache.places(first.slot, count, first.start)
-
-
-def _places(segments: Sequence[Segment], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slot of every token and its place there, each (N,)."""
-    if all(segment.count == 1 for segment in segments):
-        slots = torch.tensor([segment.slot for segment in segments], device=device)
-        return slots, torch.tensor([segment.start for segment in segments], device=device)
-    counts = torch.tensor([segment.count for segment in segments], device=device)
-    slots = torch.tensor([segment.slot for segment in segments], device=device)
-    ranges = [torch.arange(s.start, s.stop, device=device) for s in segments]
-    return slots.repeat_interleave(counts), torch.cat(ranges)
 
 
 def _parts(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
-from inference.model.cached_attention import attend_cached
 from inference.model.kv_cache import KVCache
 from inference.model.layers import (
     MLP,
@@ -42,6 +41,7 @@ class CrossAttention:
     key_value: Product  # all keys, then all values
     out: RowParallelLinear
     heads: int
+    layer: int  # of the cache
     scalers: torch.Tensor | None  # (tasks + 1, 2H, D)
 
     def cache_encoded(
@@ -50,58 +50,35 @@ class CrossAttention:
         cache_rows: torch.Tensor,
         cache: KVCache,
         *,
-        layer: int,
         tasks: torch.Tensor | None,
     ) -> None:
         """Store keys and values of encoder output (N, E) at `cache_rows`."""
         both = self.key_value(encoded).view(len(encoded), 2 * self.heads, -1)
-        cache.write(layer, cache_rows, scaled(both, self.scalers, tasks))
+        cache.write(self.layer, cache_rows, scaled(both, self.scalers, tasks))
 
     def __call__(
-        self, x: torch.Tensor, step: Step, *, layer: int, residual: torch.Tensor | None = None
+        self, x: torch.Tensor, step: Step, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return (N, E) for normalised x (N, E)."""
         assert step.encoded is not None
         query = self.query(x).view(len(x), self.heads, -1)  # (N, H, D)
-        if step.encoded.paged is not None:
-            mixed = step.encoded.paged(query, step.cache, layer=layer)
-        else:
-            mixed = attend_cached(query, step.encoded.groups, step.cache, layer)
-        return self.out(mixed, residual)
+        return self.out(step.encoded(query, layer=self.layer), residual)
 
 
 @dataclass(frozen=True)
-class T5EncoderLayer:
-    """One encoder layer."""
+class T5Layer:
+    """One layer of encoder or decoder; only the decoder's have `cross`."""
 
-    attention: Sublayer[RowAttention]
+    attention: Sublayer[RowAttention] | Sublayer[Attention]
     mlp: Sublayer[MLP]
+    cross: Sublayer[CrossAttention] | None = None
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        masks: RowMasks,
-        tasks: torch.Tensor | None,
-        weights_out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step | RowMasks) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
-        x = self.attention(x, masks, tasks=tasks, weights_out=weights_out)
-        return self.mlp(x, tasks=tasks)
-
-
-@dataclass(frozen=True)
-class T5DecoderLayer:
-    """One decoder layer."""
-
-    attention: Sublayer[Attention]
-    cross: Sublayer[CrossAttention]
-    mlp: Sublayer[MLP]
-
-    def __call__(self, x: torch.Tensor, step: Step, layer: int) -> torch.Tensor:
-        """Return (N, E) for x (N, E); `layer` numbers the layers of this stage."""
-        x = self.attention(x, step, layer=layer, tasks=step.tasks)
-        x = self.cross(x, step, layer=layer)
-        return self.mlp(x, tasks=step.tasks)
+        x = self.attention(x, step)
+        if self.cross is not None:
+            x = self.cross(x, step)
+        return self.mlp(x, step)
 
 
 class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
@@ -154,7 +131,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         """Return the norm after a stack's last layer."""
         return self.norm(f"{side}.final_layer_norm")
 
-    def encoder_layer(self, number: int) -> T5EncoderLayer:
+    def encoder_layer(self, number: int) -> T5Layer:
         """Return the encoder layer of global number `number`."""
         block = f"encoder.block.{number}."
         name = block + "layer.0.SelfAttention"
@@ -163,21 +140,25 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
             out=self.row(f"{name}.o"),
             heads=self._heads,
             scale=self.score_scale,
+            layer=self.local(number, self.architecture.encoder.num_layer),
             scalers=self._scalers(name),
         )
-        return T5EncoderLayer(
+        return T5Layer(
             self._sublayer(attention, block, "layer.0.", "after_attention_adapter."),
             self._mlp(block, "layer.1."),
         )
 
-    def decoder_layer(self, number: int) -> T5DecoderLayer:
+    def decoder_layer(self, number: int) -> T5Layer:
         """Return the decoder layer of global number `number`."""
         block = f"decoder.block.{number}."
         name, across = block + "layer.0.SelfAttention", block + "layer.1.EncDecAttention"
+        assert self.architecture.decoder is not None
+        layer = self.local(number, self.architecture.decoder.num_layer)
         attention = Attention(
             qkv=self.column(f"{name}.qkv"),
             out=self.row(f"{name}.o"),
             heads=(self._heads, self._heads, self.architecture.encoder.size_per_head),
+            layer=layer,
             scalers=self._scalers(name),
         )
         cross = CrossAttention(
@@ -185,12 +166,13 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
             key_value=self.column(f"{across}.k", f"{across}.v"),
             out=self.row(f"{across}.o"),
             heads=self._heads,
+            layer=layer,
             scalers=self._scalers(across, queries=False),
         )
-        return T5DecoderLayer(
+        return T5Layer(
             self._sublayer(attention, block, "layer.0.", "after_attention_adapter."),
-            self._sublayer(cross, block, "layer.1."),
             self._mlp(block, "layer.2."),
+            self._sublayer(cross, block, "layer.1."),
         )
 
     def _sublayer(

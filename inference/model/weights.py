@@ -195,6 +195,10 @@ class LayerLoader(Generic[ArchitectureT]):
         self._one_plus: bool = getattr(architecture, "norm_one_plus", False)
         self._norm_eps = architecture.norm_eps
 
+    def local(self, number: int, num_layer: int) -> int:
+        """Return the place in this stage of the layer of a stack's global number."""
+        return number - self.weights.layout.layers(num_layer).start
+
     def norm(self, name: str, *, kind: Norm | None = None) -> Normalise:
         """Return a norm, by default of the model's kind."""
         weight, bias = self.weights.tensor(f"{name}.weight"), self.weights.optional(f"{name}.bias")

@@ -17,7 +17,7 @@ import torch
 from inference.model.gpu import flash_attention
 from inference.model.gpu.attention import LEAST_ROWS, PagedAttention, Tiles
 from inference.model.kv_cache import Array, KVCache, on_device
-from inference.model.step import AttentionRules
+from inference.model.step import AttentionRules, token_places
 
 _PROMPT_ROWS = 64  # query rows of a tile of prompts, (token, head of the group) each
 _ALIGNED = 4  # integers of 32 bits in 16 bytes
@@ -39,42 +39,34 @@ class AttentionArrays:
 
         Where the large tiles would be more than `room`, the shortest segments take small ones.
         """
-        slots, places, counts = segments.T
-        rows = np.cumsum(counts) - counts
-        within = np.arange(counts.sum()) - np.repeat(rows, counts)
-        small, large = _cut(segments, rows, sizes, room)
-        return cls(np.repeat(slots, counts), np.repeat(places, counts) + within, (small, large))
+        small, large = _cut(segments, sizes, room)
+        return cls(*token_places(segments), (small, large))
 
 
 def paged_attention(
-    segments: Array,
-    *,
-    rules: AttentionRules,
-    group: int,
-    device: torch.device,
-    cache: KVCache | None = None,
+    segments: Array, cache: KVCache, *, rules: AttentionRules, group: int, flash: bool = True
 ) -> PagedAttention:
     """Return the attention of a step of any new tokens.
 
     Segments (B, 3) are integers: slot, place of the first new token, and how many there are. The
     tokens of all segments follow each other in this order. `group` are the query heads of a
-    key/value head. FlashAttention may serve the prompts of a `cache`.
+    key/value head. With `flash` FlashAttention may serve the prompts.
     """
     sizes = tile_sizes(group, rules)
     arrays = AttentionArrays.of(segments, sizes)
     longest = int(segments[:, 2].max())
     cut = [(tiles, size) for tiles, size in zip(arrays.tiles, sizes, strict=True) if tiles.shape[1]]
     spans: tuple[Array, ...] = ()
-    if cache is not None and flash_attention.serves(rules, cache, longest=longest):
+    if flash and flash_attention.serves(rules, cache, longest=longest):
         spans = flash_attention.Prompts.arrays(segments)
         cut = [(arrays.tiles[0], sizes[0])] if arrays.tiles[0].shape[1] else []
     every = [arrays.slots, arrays.places, *spans, *(row for tiles, _ in cut for row in tiles)]
-    slots, places, *sent = _sent_together(every, device)
+    slots, places, *sent = _sent_together(every, cache.device)
     prompts = None
-    if cache is not None and spans:
+    if spans:
         prompts = flash_attention.Prompts.of(sent[: len(spans)], cache, longest)
     tiles = tiles_of(sent[len(spans) :], [size for _, size in cut])
-    return PagedAttention(slots, places, tiles, rules, prompts=prompts)
+    return PagedAttention(slots, places, cache, tiles, rules, prompts=prompts)
 
 
 def tiles_of(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[Tiles, ...]:
@@ -102,7 +94,7 @@ def _sent_together(arrays: Sequence[Array], device: torch.device) -> list[torch.
 
 
 def single_tokens(
-    slots: torch.Tensor, places: torch.Tensor, *, rules: AttentionRules, group: int
+    slots: torch.Tensor, places: torch.Tensor, cache: KVCache, *, rules: AttentionRules, group: int
 ) -> PagedAttention:
     """Return the attention of a graph's step of one new token for each sequence.
 
@@ -112,7 +104,7 @@ def single_tokens(
     """
     rows, ones = _rows_of_one(len(slots), slots.device)
     tiles = Tiles(slots, places, rows, ones, tile_sizes(group, rules)[0])
-    return PagedAttention(slots, places, (tiles,), rules, single=True)
+    return PagedAttention(slots, places, cache, (tiles,), rules, single=True)
 
 
 @cache  # a graph should not make them again in every step
@@ -131,11 +123,12 @@ def tile_sizes(group: int, rules: AttentionRules) -> tuple[int, int]:
     return 1, max(_PROMPT_ROWS // group, 1)
 
 
-def _cut(segments: Array, rows: Array, sizes: tuple[int, int], room: int | None) -> Iterator[Array]:
+def _cut(segments: Array, sizes: tuple[int, int], room: int | None) -> Iterator[Array]:
     """Yield the tiles of each size: slots, places, rows and counts, (4, n).
 
     A segment takes the least size that holds it, or the last.
     """
+    rows = np.cumsum(segments[:, 2]) - segments[:, 2]
     kinds = np.minimum(np.searchsorted(sizes, segments[:, 2]), len(sizes) - 1)
     if room is not None:
         longest_first = np.argsort(-segments[:, 2], kind="stable")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from inference.model.gpu.attention_layout import single_tokens
 from inference.model.gpu.recording import record_graph, record_sizes
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.stage import GeneratorModel
-from inference.model.step import EncodedSlots, Step
+from inference.model.step import Step
 from inference.model.token_feed import TokenFeed
 from inference.parallel.layout import ParallelLayout
 
@@ -115,19 +116,18 @@ class DecodeGraphs:
         """
         ids, slots, places, positions, *encoder, forbidden = numbers.unbind(0)
         model, layout = self._model, self._layout
-        paged = single_tokens(slots, places, rules=model.rules, group=self._group)
+        attend = partial(single_tokens, cache=self._cache, group=self._group)
+        attention = attend(slots, places, rules=model.rules)
         encoded = tasks = None
         if encoder:
             read, last, tasks = encoder
             # As if each token were the last of the encoder's: it sees all of them.
-            across = single_tokens(read, last, rules=model.rules.across, group=self._group)
-            encoded = EncodedSlots(paged=across)
+            encoded = attend(read, last, rules=model.rules.across)
         step = Step(
             ids=self._feed.ids(ids, slots),
             positions=positions,
-            cache=self._cache,
-            output_rows=paged.tiles[0].rows,
-            paged=paged,
+            output_rows=attention.tiles[0].rows,
+            attention=attention,
             encoded=encoded,
             tasks=tasks,
         )

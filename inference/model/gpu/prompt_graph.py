@@ -141,15 +141,14 @@ class PromptGraphs:
         ids, shifts, slots, places, rows, *tiled = layout.split(inputs)
         slots.fill_(self._cache.scratch_slot)
         tiles = tiles_of(tiled, self._tile_sizes)
-        attention = PagedAttention(slots, places, tiles, self._model.rules)
+        attention = PagedAttention(slots, places, self._cache, tiles, self._model.rules)
 
         def forward() -> tuple[Step, torch.Tensor]:
             step = Step(
                 ids=self._feed.ids(ids, slots),
                 positions=places + shifts,
-                cache=self._cache,
                 output_rows=rows,
-                paged=attention,
+                attention=attention,
             )
             return step, self._model.run_layers(self._model.embed(step), step)
 

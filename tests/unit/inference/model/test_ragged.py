@@ -55,10 +55,12 @@ def test_values_that_are_not_finite_stay_in_their_row(spoilt: int) -> None:
 def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
     rows = ragged_rows(lengths, CPU)
     parts = states(sum(lengths))
-    masks = RowMasks(rows, None, torch.float32)
     width = max(lengths)
-    weights = torch.zeros(len(lengths), 3, width, width)
-    ours = attend(*parts, masks=masks, scale=0.5, weights_out=weights)
+    attentions = torch.zeros(len(lengths), 2, 3, width, width)
+    masks = RowMasks(rows, None, torch.float32, attentions=attentions)
+    ours = attend(*parts, masks=masks, scale=0.5, layer=1)
+    others, weights = attentions.unbind(1)
+    assert not others.any()
     assert torch.allclose(ours, attend_alone(parts, rows, 0.5), atol=1e-5)
     for row, length in enumerate(lengths):
         assert torch.allclose(weights[row, :, :length].sum(-1), torch.ones(3, length))
