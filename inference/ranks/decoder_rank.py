@@ -77,11 +77,10 @@ class DecoderRank(GeneratorRank):
         self, plan: StepPlan, embeddings: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], list[Step]]:
         """Return the last layer's output of each micro-batch, nothing before the last stage."""
-        graphs = self._prompt_graphs
-        if graphs is not None and not plan.has_virtual and graphs.hold(len(plan.ids)):
+        if self._prompt_graphs is not None and not plan.has_virtual:
             ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
-            x, step = graphs.run(ids, plan.segments, outputs)
-            return [x], [step]
+            if found := self._prompt_graphs.run(ids, plan.segments, outputs):
+                return [found[0]], [found[1]]
         return self._run_steps(plan, embeddings)
 
     def close(self) -> None:

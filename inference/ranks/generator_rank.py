@@ -193,7 +193,8 @@ class GeneratorRank(RankBase):
         for place, each in enumerate(more, 4):
             numbers[place] = each
         numbers[-1] = -1 if plan.choices is None else [banned for _, banned in plan.choices]
-        graph = graphs.graph(count)
+        graph = graphs.holding(count)
+        assert graph is not None, "more sequences than slots"
         graph.fill(numbers)
         if graph.hidden is not None:
             self.groups.receive(graph.hidden, self.layout.previous_rank)

@@ -279,18 +279,18 @@ def test_tiles_fit_the_shared_memory(row_bytes: int, shared: int) -> None:
 def test_a_graph_has_tiles_for_every_mixture(
     tokens: int, group: int, slots: int, batch_invariant: bool
 ) -> None:
-    from inference.model.gpu.attention_layout import AttentionArrays, tile_sizes
-    from inference.model.gpu.prompt_graph import StepLayout
+    from inference.model.gpu.attention_layout import cut_tiles, tile_sizes
+    from inference.model.gpu.prompt_graph import tile_room
 
     sizes = tile_sizes(group, AttentionRules(batch_invariant=batch_invariant))
-    room = StepLayout.of(tokens, slots, sizes).tiles
+    room = tile_room(tokens, slots, sizes)
     draw = np.random.default_rng(0)
     mixtures = [np.full(slots, n) for n in (1, 2, 3, 5, 9, 16, 17, 33, 65, 128)]
     mixtures += [draw.choice((1, 2, 16, 17, 65), slots) for _ in range(20)]
     for counts in mixtures:
         counts = counts[np.cumsum(counts) <= tokens]
         segments = np.stack((np.arange(len(counts)), np.full(len(counts), 7), counts), axis=1)
-        small, large = AttentionArrays.of(segments, sizes, room[1]).tiles
+        small, large = cut_tiles(segments, sizes, room[1])
         assert small.shape[1] <= room[0]
         assert large.shape[1] <= room[1]
         assert small[3].sum() + large[3].sum() == counts.sum()

@@ -96,11 +96,11 @@ _LEAST_EVEN_ROWS = 256  # one kernel serves all steps of fewer
 class Tiles:
     """Runs of new tokens that one launch serves, each of one sequence; (n,) integers each."""
 
+    size: int
     slots: torch.Tensor
     places: torch.Tensor  # of the first token
     rows: torch.Tensor  # of the first token among the step's
     counts: torch.Tensor  # at most `size`
-    size: int
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class PagedAttention:
             launch.store(new)
             launch, new = replace(launch, angles=None), None
         if self.prompts is not None:
-            self.prompts.attend(query, self.cache, layer, self.rules, out=y)
+            self.prompts.attend(query, layer, self.rules, out=y)
         for tiles in self.tiles:
             if tiles.size > 1 or self.rules.batch_invariant:
                 launch.attend_prompts(tiles)
