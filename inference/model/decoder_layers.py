@@ -22,11 +22,10 @@ from inference.model.layers import (
     normalised,
 )
 from inference.model.rotary import RotaryTable
-from inference.model.stage import Head
 from inference.model.step import AttentionRules, Step
 from inference.model.weights import LayerLoader
 from inference.parallel.gemm import make_gemm
-from inference.parallel.linear import AllReduce, RowParallelLinear
+from inference.parallel.linear import AllReduce, RowParallelLinear, VocabParallelHead
 
 # Of attention and MLP: the norms before and after, and the adapter.
 _ATTENTION_PLACES = ("input_layernorm", "attention_output_layernorm", "after_attention_adapter.")
@@ -129,21 +128,15 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             scale=float(torch.tensor(choice.embedding_scale, dtype=self.weights.dtype)),
         )
 
-    def head(self) -> Head:
+    def head(self) -> VocabParallelHead:
         """Return the output side, of the last stage."""
         choice = self.architecture
         table = "model.lm_head.weight" if choice.untied_head else "model.wte"
         bias = "model.lm_head.bias" if choice.head_bias else None
-        norm = "model.final_layernorm"
-        return Head(
-            norm=self.norm(norm) if choice.post_decoder_norm else None,
-            slice=self.vocab_head(
-                table,
-                bias,
-                choice.vocab_size,
-                scale=choice.logit_scale,
-                softcap=choice.logit_softcap,
-            ),
+        norm = self.norm("model.final_layernorm") if choice.post_decoder_norm else None
+        scale, softcap = choice.logit_scale, choice.logit_softcap
+        return self.vocab_head(
+            table, bias, choice.vocab_size, norm=norm, scale=scale, softcap=softcap
         )
 
     def layer(self, number: int) -> DecoderLayer | Sublayer[JointHalves]:

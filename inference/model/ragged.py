@@ -65,7 +65,7 @@ class RaggedRows:
 
     lengths: tuple[int, ...]
     positions: torch.Tensor  # (N,) of each token within its row
-    tiles: torch.Tensor | None = None  # (4, T) int32
+    tiles: torch.Tensor | None = None  # (3, T) int32
 
     @cached_property
     def groups(self) -> tuple[RowGroup, ...]:
@@ -129,7 +129,7 @@ def ragged_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = F
     if tiled:
         from inference.model.gpu.rows import row_tiles
 
-        tiles = on_device(row_tiles(lengths, lengths), device)
+        tiles = on_device(row_tiles(lengths), device)
     return RaggedRows(tuple(lengths), on_device(positions, device), tiles)
 
 

@@ -26,11 +26,10 @@ from inference.model.layers import (
 )
 from inference.model.ragged import RowMasks
 from inference.model.relative_position import distance_bias
-from inference.model.stage import Head
 from inference.model.step import Step
 from inference.model.weights import LayerLoader
 from inference.parallel.gemm import Product
-from inference.parallel.linear import RowParallelLinear
+from inference.parallel.linear import RowParallelLinear, VocabParallelHead
 
 
 @dataclass(frozen=True)
@@ -105,15 +104,15 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
             dtype=self.weights.dtype,
         )
 
-    def head(self) -> Head:
+    def head(self) -> VocabParallelHead:
         """Return the output side; without a head of its own the embedding serves."""
         choice = self.architecture
         table = "lm_head.weight" if choice.untied_head else "shared.weight_T"
         bias = "shared.bias" if choice.bias else None
-        return Head(
-            self.final_norm("decoder"),
-            self.vocab_head(table, bias, choice.vocab_size),
-            scale=choice.hidden**-0.5 if choice.scale_logits else 1.0,
+        return self.vocab_head(
+            *(table, bias, choice.vocab_size),
+            norm=self.final_norm("decoder"),
+            input_scale=choice.hidden**-0.5 if choice.scale_logits else 1.0,
         )
 
     def relative_bias(self, side: str) -> torch.Tensor | None:

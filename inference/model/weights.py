@@ -268,17 +268,11 @@ class LayerLoader(Generic[ArchitectureT]):
         return torch.cat(tables) if tables else None
 
     def vocab_head(
-        self,
-        name: str,
-        bias: str | None,
-        vocab_size: int,
-        *,
-        scale: float = 1.0,
-        softcap: float | None = None,
+        self, name: str, bias: str | None, vocab_size: int, **more: Any
     ) -> VocabParallelHead:
         """Return the linear from hidden states to logits by the table `name` (V, E).
 
-        `scale` and `softcap` act on the logits, see `VocabParallelHead`.
+        `more` is for `VocabParallelHead`.
         """
         weights, layout = self.weights, self.weights.layout
         rows = layout.vocab_rows(vocab_size)
@@ -287,7 +281,6 @@ class LayerLoader(Generic[ArchitectureT]):
             weights.rows(bias, rows) if bias is not None else None,
             rows=len(rows),
             width=layout.vocab_rows_per_rank(vocab_size),
-            scale=scale,
-            softcap=softcap,
             options=self.gemm,
+            **more,
         )

@@ -78,7 +78,7 @@ class DecodeGraphs(SizedGraphs[DecodeGraph]):
         self._idle = (0, cache.scratch_slot, 0, 0, *idle, -1)
         # The logits of every graph, of which one runs at a time: those of 66 graphs and a
         # vocabulary of 150,000 tokens would take 10 GB.
-        width = 0 if model.head is None else model.head.slice.width
+        width = 0 if model.head is None else model.head.width
         self._logits = torch.empty(cache.shape.slots, width, device=cache.device)
 
     def record(self) -> None:
