@@ -63,7 +63,6 @@ def _layer(parts: LayerLoader[EncoderArchitecture], number: int) -> EncoderLayer
             out=parts.row(prefix + "attention.output.dense"),
             heads=architecture.head_num // parts.weights.layout.tp_size,
             scale=1 / (math.sqrt(architecture.size_per_head) * architecture.q_scaling),
-            layer=0,  # not told apart
         ),
         attention_norm=parts.norm(prefix + "attention.output.LayerNorm"),
         mlp=MLP(parts.up(prefix + "intermediate.dense"), parts.row(prefix + "output.dense")),

@@ -168,7 +168,7 @@ class RowAttention:
     out: RowParallelLinear
     heads: int
     scale: float  # on the scores
-    layer: int  # of `RowMasks.attentions`
+    layer: int = 0  # of `RowMasks.attentions`
     scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, 3H, D)
 
     def __call__(

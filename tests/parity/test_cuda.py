@@ -22,9 +22,10 @@ from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.engine import Engine, EngineOptions
 from inference.model.gpu.recording import SizedGraphs, record_graph
-from inference.model.token_feed import TokenFeed, draw_by_sorting
+from inference.model.token_feed import TokenFeed
 from inference.ranks.settings import Placement
 from tests.ft_folders import gpt_config, write_random
+from tests.reference_choice import draw_by_sorting
 
 pytestmark = pytest.mark.gpu
 
