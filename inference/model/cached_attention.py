@@ -8,7 +8,8 @@ torch's kernels serve groups of sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -18,13 +19,44 @@ from torch.nn import functional
 from inference.model.kv_cache import KVCache
 from inference.model.rotary import Angles
 from inference.model.step import (
-    AttentionGroup,
     AttentionRules,
     Segment,
-    attention_groups,
+    attention_bias,
+    may_share_call,
     segment_numbers,
     token_places,
 )
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """The tokens that the queries of a group see.
+
+    No query sees the `first` cached tokens. `bias` is added to the scores of the others, (B or 1,
+    H or 1, Q, S), -inf where a token may not look; None lets every new token see all of them, or
+    with `causal` those before it.
+    """
+
+    bias: torch.Tensor | None
+    causal: bool
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """Slots side by side with as many new tokens each: one attention call.
+
+    `masks` are those of the rules' windows. `cached` holds the keys and values (B, K, S, D) of each
+    layer where they are views of the cache.
+    """
+
+    rows: slice  # of the step's tokens
+    slot: int
+    slot_count: int
+    new_tokens: int
+    length: int
+    masks: Mapping[int | None, AttentionMask]
+    cached: Sequence[tuple[torch.Tensor, torch.Tensor]] | None
 
 
 class GroupedAttention:
@@ -41,8 +73,8 @@ class GroupedAttention:
         dtype: torch.dtype,
     ) -> None:
         """Lay it out. Segments come in the order of their tokens, with ascending slots."""
-        self._segments, self._cache = segments, cache
-        self.groups = attention_groups(segments, rules, dtype, cache)
+        self._segments, self._cache, self._rules, self._dtype = segments, cache, rules, dtype
+        self.groups = [self._group(first, run) for first, run in _runs(segments)]
         self.slots, self.places = map(torch.from_numpy, token_places(segment_numbers(segments)))
 
     @cached_property
@@ -81,54 +113,92 @@ class GroupedAttention:
         elif new is not None:
             self._cache.write(layer, self._rows, new)
         if len(self.groups) == 1:
-            return _attend_rows(query, self.groups[0], self._cache, layer)
-        parts = [
-            _attend_rows(query[group.rows], group, self._cache, layer) for group in self.groups
-        ]
-        return torch.cat(parts)
+            return self._attend(query, self.groups[0], layer)
+        return torch.cat([self._attend(query[each.rows], each, layer) for each in self.groups])
+
+    def _group(self, first_row: int, run: list[Segment]) -> AttentionGroup:
+        slot, new_tokens, length = run[0].slot, run[0].count, max(s.stop for s in run)
+        cached = None
+        if self._cache.shape.is_whole:
+            # All layers at once: a view for each layer would cost more than a small product.
+            cached = self._cache.views(slot, len(run), length)
+        windows = {self._rules.window(layer) for layer in range(self._cache.shape.num_layer)}
+        # A window that holds the longest context hides nothing.
+        reach = {each: each if each is not None and each < length else None for each in windows}
+        distinct = {each: self._mask(run, each) for each in set(reach.values())}
+        masks = {window: distinct[each] for window, each in reach.items()}
+        rows = slice(first_row, first_row + len(run) * new_tokens)
+        return AttentionGroup(rows, slot, len(run), new_tokens, length, masks, cached)
+
+    def _mask(self, run: list[Segment], window: int | None) -> AttentionMask:
+        rules, new_tokens, length = self._rules, run[0].count, max(s.stop for s in run)
+        even = all(s.stop == length for s in run)
+        first = 0 if window is None else max(min(s.start for s in run) + 1 - window, 0)
+        if rules.alibi_slopes is None and rules.distance_bias is None and even:
+            if new_tokens == 1 or not rules.causal:
+                return AttentionMask(None, causal=False, first=first)
+            # Capped attention takes no flag.
+            if run[0].start == 0 and window is None and rules.softcap is None:
+                return AttentionMask(None, causal=True)
+        starts = torch.tensor([s.start - first for s in run])
+        bias = attention_bias(starts, new_tokens, length - first, rules, window)
+        return AttentionMask(bias.to(self._dtype), causal=False, first=first)
+
+    def _attend(self, query: torch.Tensor, group: AttentionGroup, layer: int) -> torch.Tensor:
+        """Return the attention of a group's tokens, (B*Q, H*D) for (B*Q, H, D)."""
+        rules, dtype = self._rules, query.dtype
+        if group.cached is None:
+            keys, values = self._cache.read(layer, group.slot, group.slot_count, group.length)
+        else:
+            keys, values = group.cached[layer]  # (B, K, S, D)
+        single = group.new_tokens == 1
+        if single:
+            query = query.unsqueeze(2)  # (B, H, Q, D)
+        else:
+            sizes = group.slot_count, group.new_tokens, *query.shape[1:]
+            query = query.reshape(sizes).transpose(1, 2)
+        mask = group.masks[rules.window(layer)]
+        bias = mask.bias
+        if mask.first:
+            keys, values = keys[:, :, mask.first :], values[:, :, mask.first :]
+        if rules.softcap is not None or (dtype == torch.bfloat16 and single):
+            # Single queries in bf16 take torch 1.6 to 3.6 times as long as fp32 with conversion.
+            query, keys, values = query.float(), keys.float(), values.float()
+            bias = None if bias is None else bias.float()
+        if rules.softcap is not None:
+            mixed = _attend_capped(query, keys, values, bias, rules)
+        else:
+            mixed = functional.scaled_dot_product_attention(
+                query,
+                keys,
+                values,
+                attn_mask=bias,
+                is_causal=mask.causal,
+                scale=rules.scale,
+                enable_gqa=query.shape[1] != keys.shape[1],
+            )
+        mixed = mixed.to(dtype)
+        return mixed.flatten(1) if single else mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def _attend_rows(
-    query: torch.Tensor, group: AttentionGroup, cache: KVCache, layer: int
-) -> torch.Tensor:
-    """Return the attention of a group's tokens, (B*Q, H*D) for (B*Q, H, D)."""
-    if group.new_tokens == 1:
-        return attend_group(query.unsqueeze(2), group, cache, layer).flatten(1)
-    queries = query.reshape(group.slot_count, group.new_tokens, *query.shape[1:]).transpose(1, 2)
-    mixed = attend_group(queries, group, cache, layer)  # (B, H, Q, D)
-    return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
+    """Split the segments into runs for one attention call each; yield (first row, run)."""
+    row = 0
+    run: list[Segment] = []
+    for segment in segments:
+        if run and not _fits(run, segment):
+            yield row, run
+            row += sum(s.count for s in run)
+            run = []
+        run.append(segment)
+    if run:
+        yield row, run
 
 
-def attend_group(
-    query: torch.Tensor, group: AttentionGroup, cache: KVCache, layer: int
-) -> torch.Tensor:
-    """Return the attention of a group's queries over their slots, (B, H, Q, D) like the queries."""
-    if group.cached is None:
-        keys, values = cache.read(layer, group.slot, group.slot_count, group.length)
-    else:
-        keys, values = group.cached[layer]  # (B, K, S, D)
-    rules = group.rules
-    mask = group.masks[rules.window_index(layer)]
-    if mask.first:
-        keys, values = keys[:, :, mask.first :], values[:, :, mask.first :]
-    dtype, bias = query.dtype, mask.bias
-    is_slow = dtype == torch.bfloat16 and group.new_tokens == 1 and query.device.type == "cpu"
-    if is_slow or rules.softcap is not None:
-        # Single queries in bf16 take torch 1.6 to 3.6 times as long as fp32 with its conversion.
-        query, keys, values = query.float(), keys.float(), values.float()
-        bias = None if bias is None else bias.float()
-    if rules.softcap is not None:
-        return _attend_capped(query, keys, values, bias, rules).to(dtype)
-    mixed = functional.scaled_dot_product_attention(
-        query,
-        keys,
-        values,
-        attn_mask=bias,
-        is_causal=mask.causal,
-        scale=rules.scale,
-        enable_gqa=query.shape[1] != keys.shape[1],
-    )
-    return mixed.to(dtype)
+def _fits(run: list[Segment], segment: Segment) -> bool:
+    if segment.count != 1 or run[-1].count != 1 or segment.slot != run[-1].slot + 1:
+        return False
+    return may_share_call([each.stop for each in (*run, segment)])
 
 
 def _attend_capped(

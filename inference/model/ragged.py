@@ -95,7 +95,7 @@ class RaggedRows:
 
 @dataclass(frozen=True)
 class RowMasks:
-    """What an encoder's layers share: additions to the scores of attention, and IA3 tasks."""
+    """Inputs that an encoder's layers share: masks and bias of the scores, and IA3 tasks."""
 
     rows: RaggedRows
     # By offset, (H, 2 * reach + 1), see `relative_position`; None for none.

@@ -1,21 +1,21 @@
-"""Inputs of one forward pass: the flat tokens of several sequences, and their attention groups.
+"""Inputs of one forward pass: the flat tokens of several sequences, and what their attention is.
 
 The tokens of all sequences are one list, and every linear runs once per layer. Only attention
-distinguishes the sequences, in groups that one fused call can serve.
+distinguishes the sequences.
 """
 
 # Shapes: N tokens of the step, B slots of a group, Q new tokens per slot, S cached tokens, H heads
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
 
-from inference.model.kv_cache import Array, KVCache
+from inference.model.kv_cache import Array
 from inference.model.rotary import Angles, AnglesOf
 
 
@@ -73,52 +73,10 @@ class AttentionRules:
         """The rules of attention over an encoder's output, all of which is seen."""
         return replace(self, distance_bias=None, causal=False)
 
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The windows of the layers; `window_index` says which of them a layer has."""
-        return (
-            (self.sliding_window,) if self.sliding_layers is None else (None, self.sliding_window)
-        )
-
-    def window_index(self, layer: int) -> int:
-        """Return the place in `windows` of a local layer's window."""
-        return 0 if self.sliding_layers is None else int(self.sliding_layers[layer])
-
     def window(self, layer: int) -> int | None:
-        """Return the positions that a query of a local layer sees, its own included."""
-        return self.windows[self.window_index(layer)]
-
-
-@dataclass(frozen=True)
-class AttentionMask:
-    """The tokens that the queries of a group see.
-
-    No query sees the `first` cached tokens. `bias` is added to the scores of the others, (B or 1,
-    H or 1, Q, S), -inf where a token may not look; None lets every new token see all of them, or
-    with `causal` those before it.
-    """
-
-    bias: torch.Tensor | None
-    causal: bool
-    first: int = 0
-
-
-@dataclass(frozen=True)
-class AttentionGroup:
-    """Slots side by side with as many new tokens each: one attention call.
-
-    `masks` are those of the rules' windows. `cached` holds the keys and values (B, K, S, D) of each
-    layer where they are views of the cache.
-    """
-
-    rows: slice  # of the step's tokens
-    slot: int
-    slot_count: int
-    new_tokens: int
-    length: int
-    rules: AttentionRules
-    masks: tuple[AttentionMask, ...]
-    cached: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
+        """Return the positions that a query of a local layer sees, its own included; None: all."""
+        slides = self.sliding_layers is None or self.sliding_layers[layer]
+        return self.sliding_window if slides else None
 
 
 class CachedAttention(Protocol):
@@ -168,34 +126,6 @@ class Step:
     angles: AnglesOf = field(default_factory=dict)  # of the tokens
 
 
-def attention_groups(
-    segments: Sequence[Segment], rules: AttentionRules, dtype: torch.dtype, cache: KVCache
-) -> tuple[AttentionGroup, ...]:
-    """Return the attention calls of segments, in the order of their tokens, slots ascending."""
-    groups = []
-    for first_row, run in _parts(segments):
-        group = _group(run, first_row, rules, dtype, cache.device)
-        if cache.shape.is_whole:
-            # All layers at once: a view for each layer would cost more than a small product.
-            group = replace(group, cached=cache.views(group.slot, group.slot_count, group.length))
-        groups.append(group)
-    return tuple(groups)
-
-
-def _parts(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
-    """Split the segments into runs for one attention call each; yield (first row, run)."""
-    row = 0
-    run: list[Segment] = []
-    for segment in segments:
-        if run and not _fits(run, segment):
-            yield row, run
-            row += sum(s.count for s in run)
-            run = []
-        run.append(segment)
-    if run:
-        yield row, run
-
-
 # The padded work stays below this multiple of the true work, or it adds fewer tokens than a
 # further call costs.
 _MOST_PADDED = 1.25
@@ -206,51 +136,6 @@ def may_share_call(lengths: Sequence[int]) -> bool:
     """Return whether sequences of these lengths are padded to the longest, for one call."""
     padded, true = max(lengths) * len(lengths), sum(lengths)
     return padded - true <= _CALL_TOKENS or padded <= _MOST_PADDED * true
-
-
-def _fits(run: list[Segment], segment: Segment) -> bool:
-    if segment.count != 1 or run[-1].count != 1 or segment.slot != run[-1].slot + 1:
-        return False
-    return may_share_call([each.stop for each in (*run, segment)])
-
-
-def _group(
-    run: list[Segment],
-    first_row: int,
-    rules: AttentionRules,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionGroup:
-    new_tokens, length = run[0].count, max(s.stop for s in run)
-    # A window that holds the longest context hides nothing.
-    reach = [window if window is None or window < length else None for window in rules.windows]
-    masks = {window: _mask(run, window, rules, dtype, device) for window in dict.fromkeys(reach)}
-    rows = slice(first_row, first_row + len(run) * new_tokens)
-    return AttentionGroup(
-        *(rows, run[0].slot, len(run), new_tokens, length, rules),
-        masks=tuple(masks[window] for window in reach),
-    )
-
-
-def _mask(
-    run: list[Segment],
-    window: int | None,
-    rules: AttentionRules,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionMask:
-    new_tokens, length = run[0].count, max(s.stop for s in run)
-    even = all(s.stop == length for s in run)
-    first = 0 if window is None else max(min(s.start for s in run) + 1 - window, 0)
-    if rules.alibi_slopes is None and rules.distance_bias is None and even:
-        if new_tokens == 1 or not rules.causal:
-            return AttentionMask(None, causal=False, first=first)
-        # Capped attention takes no flag.
-        if run[0].start == 0 and window is None and rules.softcap is None:
-            return AttentionMask(None, causal=True)
-    starts = torch.tensor([s.start - first for s in run], device=device)
-    bias = attention_bias(starts, new_tokens, length - first, rules, window)
-    return AttentionMask(bias.to(dtype), causal=False, first=first)
 
 
 def attention_bias(

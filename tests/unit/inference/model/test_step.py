@@ -6,18 +6,17 @@ import pytest
 import torch
 from torch.nn import functional
 
-from inference.model.cached_attention import GroupedAttention
+from inference.model.cached_attention import AttentionMask, GroupedAttention
 from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.layers import alibi_slopes
 from inference.model.step import (
-    AttentionMask,
     AttentionRules,
     Segment,
     attention_bias,
 )
 
 CACHE = KVCache(
-    CacheShape(num_layer=1, slots=40, kv_head_num=2, max_len=2000, size_per_head=4),
+    CacheShape(num_layer=2, slots=40, kv_head_num=2, max_len=2000, size_per_head=4),
     dtype=torch.float32,
     device=torch.device("cpu"),
 )
@@ -36,14 +35,14 @@ def test_decoding_slots_side_by_side_share_one_call() -> None:
     attention = attention_of([Segment(slot, 10 + slot, 1) for slot in range(2, 6)])
     assert spans(attention) == [(2, 4, 1, 16)]
     assert attention.places.tolist() == [12, 13, 14, 15]
-    bias = attention.groups[0].masks[0].bias
+    bias = attention.groups[0].masks[None].bias
     assert bias is not None
     assert bias.isinf().sum(-1).flatten().tolist() == [3, 2, 1, 0]
 
 
 def test_slots_of_one_length_need_no_bias() -> None:
     (group,) = attention_of([Segment(slot, 7, 1) for slot in range(3)]).groups
-    assert group.masks == (AttentionMask(None, causal=False),)
+    assert group.masks == {None: AttentionMask(None, causal=False)}
 
 
 def test_a_gap_or_a_prompt_begins_another_group() -> None:
@@ -58,7 +57,7 @@ def test_very_unequal_lengths_are_not_padded() -> None:
 
 def test_a_later_chunk_sees_all_before_it() -> None:
     (group,) = attention_of([Segment(0, 3, 2)]).groups
-    (mask,) = group.masks
+    (mask,) = group.masks.values()
     assert mask.bias is not None
     assert mask.bias[0, 0].isinf().tolist() == [[False] * 4 + [True], [False] * 5]
 
@@ -75,15 +74,17 @@ def test_layers_with_and_without_a_window_have_masks_of_their_own() -> None:
     rules = AttentionRules(sliding_window=3, sliding_layers=(True, False))
     assert [rules.window(layer) for layer in range(2)] == [3, None]
     (short,) = attention_of([Segment(0, 2, 1)], rules).groups
-    assert short.masks == (AttentionMask(None, causal=False),) * 2  # the window hides nothing yet
+    assert short.masks == dict.fromkeys(
+        (None, 3), AttentionMask(None, causal=False)
+    )  # the window hides nothing yet
     (group,) = attention_of([Segment(0, 3, 1)], rules).groups
-    every, window = (group.masks[rules.window_index(layer)] for layer in (1, 0))
+    every, window = group.masks[None], group.masks[3]
     assert every == AttentionMask(None, causal=False)
     assert window == AttentionMask(None, causal=False, first=1)
     (pair,) = attention_of([Segment(0, 3, 1), Segment(1, 4, 1)], rules).groups
-    assert pair.masks[1].first == 1
-    assert pair.masks[1].bias is not None
-    hidden = pair.masks[1].bias.flatten(1).isinf().tolist()
+    assert pair.masks[3].first == 1
+    assert pair.masks[3].bias is not None
+    hidden = pair.masks[3].bias.flatten(1).isinf().tolist()
     assert hidden == [[False, False, False, True], [True, False, False, False]]
 
 
