@@ -8,7 +8,7 @@ torch's kernels serve groups of sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -23,6 +23,7 @@ from inference.model.step import (
     Segment,
     attention_bias,
     may_share_call,
+    runs,
     segment_numbers,
     token_places,
 )
@@ -74,7 +75,11 @@ class GroupedAttention:
     ) -> None:
         """Lay it out. Segments come in the order of their tokens, with ascending slots."""
         self._segments, self._cache, self._rules, self._dtype = segments, cache, rules, dtype
-        self.groups = [self._group(first, run) for first, run in _runs(segments)]
+        self.groups: list[AttentionGroup] = []
+        first_row = 0
+        for run in runs(segments, _may_join):
+            self.groups.append(self._group(first_row, run))
+            first_row += sum(segment.count for segment in run)
         self.slots, self.places = map(torch.from_numpy, token_places(segment_numbers(segments)))
 
     @cached_property
@@ -181,21 +186,7 @@ class GroupedAttention:
         return mixed.flatten(1) if single else mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
-    """Split the segments into runs for one attention call each; yield (first row, run)."""
-    row = 0
-    run: list[Segment] = []
-    for segment in segments:
-        if run and not _fits(run, segment):
-            yield row, run
-            row += sum(s.count for s in run)
-            run = []
-        run.append(segment)
-    if run:
-        yield row, run
-
-
-def _fits(run: list[Segment], segment: Segment) -> bool:
+def _may_join(run: list[Segment], segment: Segment) -> bool:
     if segment.count != 1 or run[-1].count != 1 or segment.slot != run[-1].slot + 1:
         return False
     return may_share_call([each.stop for each in (*run, segment)])

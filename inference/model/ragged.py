@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from inference.model.kv_cache import on_device
 from inference.model.relative_position import square_bias
-from inference.model.step import may_share_call
+from inference.model.step import may_share_call, runs
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class RowGroup:
         return flat if self.scatter is None else flat.index_select(0, self.scatter)
 
     def mask(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the addition to the scores, for a position bias (1, H, S, S) or none."""
+        """Return the addition to the scores, for a position bias (1, H, S or more, ...) or none."""
+        bias = None if bias is None else bias[:, :, : self.width, : self.width]
         if self.hidden is None:
             return None if bias is None else bias.to(dtype)
         padding = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
@@ -70,23 +71,11 @@ class RaggedRows:
     @cached_property
     def groups(self) -> tuple[RowGroup, ...]:
         """The rows that share an attention call, where `tiles` does not serve all."""
-        device = self.positions.device
-        groups = []
-        start = 0
-        run: list[int] = []
-        for length in self.lengths:
-            if run and not may_share_call([*run, length]):
-                groups.append(_group(start, run, device))
-                start += sum(run)
-                run = []
-            run.append(length)
-        groups.append(_group(start, run, device))
+        groups, start = [], 0
+        for run in runs(self.lengths, lambda run, length: may_share_call([*run, length])):
+            groups.append(_group(start, run, self.positions.device))
+            start += sum(run)
         return tuple(groups)
-
-    @property
-    def starts(self) -> list[int]:
-        """The first token of each row."""
-        return [0, *itertools.accumulate(self.lengths)][:-1]
 
     def per_token(self, values: Sequence[int]) -> torch.Tensor:
         """Return (N,): each row's value, repeated for its tokens."""
@@ -108,13 +97,9 @@ class RowMasks:
     @cached_property
     def groups(self) -> list[torch.Tensor | None]:
         """One for each group of rows, see `RowGroup.mask`."""
-        groups = self.rows.groups
-        if self.bias is None:
-            return [group.mask(None, self.dtype) for group in groups]
-        bias = square_bias(self.bias, max(group.width for group in groups))  # (1, H, S, S)
-        return [
-            group.mask(bias[:, :, : group.width, : group.width], self.dtype) for group in groups
-        ]
+        width = max(group.width for group in self.rows.groups)
+        bias = None if self.bias is None else square_bias(self.bias, width)  # (1, H, S, S)
+        return [group.mask(bias, self.dtype) for group in self.rows.groups]
 
 
 def ragged_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = False) -> RaggedRows:

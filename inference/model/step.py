@@ -8,15 +8,17 @@ distinguishes the sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from inference.model.kv_cache import Array
 from inference.model.rotary import Angles, AnglesOf
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -124,6 +126,18 @@ class Step:
     encoded: CachedAttention | None = None
     tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
     angles: AnglesOf = field(default_factory=dict)  # of the tokens
+
+
+def runs(items: Sequence[T], may_join: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
+    """Divide items into runs; each begins where an item may not join those before it."""
+    run: list[T] = []
+    for item in items:
+        if run and not may_join(run, item):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
 
 
 # The padded work stays below this multiple of the true work, or it adds fewer tokens than a
