@@ -1,7 +1,7 @@
 """The sampler's contract: the numbers by which a token is chosen from a row of logits.
 
-The host (`processors`, `sampling`), torch on a rank (`inference.model.token_feed`) and its GPU
-kernel (`inference.model.gpu.choice`) all change the logits x in this order, in fp32:
+The host (`processors`, `sampling`) and the GPU kernel of a rank (`inference.model.gpu.choice`)
+change the logits x in this order, in fp32:
 
 1. x + bias, for the ids that have one: `logit_bias`, less the frequency penalty for each time that
    the answer has the id; minus infinity for a banned id

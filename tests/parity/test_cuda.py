@@ -21,11 +21,12 @@ from export_scripts.families.layout.spec import ModelFamily
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.engine import Engine, EngineOptions
-from inference.model.gpu.recording import record_graph, record_sizes
-from inference.model.token_feed import TokenFeed, draw_by_sorting
+from inference.model.gpu.recording import SizedGraphs, record_graph
+from inference.model.token_feed import TokenFeed
 from inference.ranks.settings import Placement
 from tests.engine_logits import prompt_logits
 from tests.ft_folders import gpt_config, write_random
+from tests.reference_choice import draw_by_sorting
 
 pytestmark = pytest.mark.gpu
 
@@ -398,17 +399,19 @@ def test_graphs_of_all_sizes_share_the_memory_of_the_largest() -> None:
 
 def _memory_of_graphs(count: int) -> int:
     """Return the bytes that graphs of up to 64 MiB take together."""
-    device = torch.device("cuda")
-    x = torch.ones(64 << 20, dtype=torch.uint8, device=device)
+    x = torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
 
-    def record(size: int, pool: Any) -> Graph:
-        graph, _ = record_graph(lambda: (x[: size << 20] + 1).sum(), device, pool)
-        return Graph(graph)
+    class Sums(SizedGraphs[Graph]):
+        def _record(self, size: int, pool: Any) -> Graph:
+            graph, _ = record_graph(lambda: (x[: size << 20] + 1).sum(), x.device, pool)
+            return Graph(graph)
 
     before = torch.cuda.memory_reserved()
-    graphs = record_sizes(range(64 - count, 65), record, "sums")
+    graphs = Sums(range(64 - count, 65), "sums")
+    graphs.record()
     torch.cuda.empty_cache()
-    assert len(graphs) == count + 1
+    assert graphs.holding(1) is not None
+    assert graphs.holding(65) is None
     return torch.cuda.memory_reserved() - before
 
 

@@ -25,6 +25,7 @@ import pytest
 import torch
 import transformers
 
+import tests.reference_choice  # noqa: F401 - ranks choose on CPUs, too
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.decoding.outputs import assemble_outputs
 from inference.decoding.request import parse_request
