@@ -19,7 +19,7 @@ import numpy as np
 from inference.decoding.candidates import Candidates, GroupKey
 from inference.decoding.draws import RowBias, join_bias, prompt_ids
 from inference.decoding.processors import LogitRules
-from inference.decoding.rows import FinishReason, PromptScores, RowRequest, RowResult
+from inference.decoding.rows import FinishReason, PromptResult, RowRequest, RowResult
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import banned_ids, ends_with
 
@@ -71,7 +71,7 @@ class BeamRow:
         self.generated = 0
         self.beams = [Hypothesis(), *[Hypothesis(cum_log_prob=UNSTARTED)] * (self.slots - 1)]
         self._vocab_size = vocab_size
-        self.prompt = PromptScores()
+        self.prompt = PromptResult()
         self._tail = max((len(word) for word in o.bad_words + o.stop_words), default=0)
         # What all beams share; each has its own answer.
         self._logit_bias = RowBias(o, output_len=0).arrays()
@@ -179,6 +179,7 @@ class BeamRow:
             cum_log_probs=tuple(self.prompt.log_prob + h.cum_log_prob for h in found),
             output_log_probs=tuple(h.log_probs for h in found) if with_log_probs else (),
             finish_reasons=tuple(h.reason for h in found),
+            context_embedding=self.prompt.embedding,
         )
 
 

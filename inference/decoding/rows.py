@@ -163,14 +163,16 @@ class TokenScore:
 
 
 @dataclass(frozen=True)
-class PromptScores:
+class PromptResult:
     """The summed log probability of a prompt's tokens, and the score of each from the second on.
 
-    Either is empty for a row that did not ask for it.
+    `embedding` is the sum of its hidden states, (hidden,) fp32. Each is empty for a row that did
+    not ask for it.
     """
 
     log_prob: float = 0.0
     tokens: tuple[TokenScore, ...] = ()
+    embedding: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,8 @@ class RowResult:
 
     `output_log_probs` is empty unless the row asked for log probabilities, and so is `scores`, of
     each generated token, unless it asked for those. `prompt_scores` are of the prompt's tokens from
-    the second on. A finish reason of None marks a hypothesis that still runs.
+    the second on, `context_embedding` is as in `PromptResult`. A finish reason of None marks a
+    hypothesis that still runs.
     """
 
     output_ids: tuple[tuple[int, ...], ...]
@@ -188,3 +191,4 @@ class RowResult:
     finish_reasons: tuple[FinishReason | None, ...]
     scores: tuple[TokenScore, ...] = ()
     prompt_scores: tuple[TokenScore, ...] = ()
+    context_embedding: Array | None = field(default=None, compare=False)

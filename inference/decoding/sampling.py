@@ -28,7 +28,7 @@ from inference.decoding.draws import (
     prompt_ids,
 )
 from inference.decoding.processors import LOWEST, LogitRules, temperature_factor
-from inference.decoding.rows import FinishReason, PromptScores, RowRequest, RowResult, TokenScore
+from inference.decoding.rows import FinishReason, PromptResult, RowRequest, RowResult, TokenScore
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import banned_ids, ends_with
 
@@ -73,7 +73,7 @@ class SamplingRow:
         self._full_len = len(self._history) + request.output_len
         self._log_probs: list[float] = []
         self.scores: list[TokenScore] = []
-        self.prompt = PromptScores()
+        self.prompt = PromptResult()
         self._generator = Xorwow(o.random_seed)
         self.uniform = 1.0
         self.top_p = o.top_p
@@ -215,6 +215,7 @@ class SamplingRow:
             finish_reasons=(self.reason,),
             scores=tuple(self.scores),
             prompt_scores=self.prompt.tokens,
+            context_embedding=self.prompt.embedding,
         )
 
 

@@ -20,7 +20,7 @@ from inference.decoding.rows import (
     P_TUNING,
     PREFIX_PROMPT,
     SOFT_PROMPT,
-    PromptScores,
+    PromptResult,
     PromptTable,
     RowResult,
     SessionTurn,
@@ -37,22 +37,18 @@ from inference.model.token_feed import NEWEST
 class GenerationStep:
     """The results of a request so far, per row; None before its first token.
 
-    `context_embeddings` is per row (hidden,) fp32 for rows that asked for them. In a session the
-    prompts of `request` are the whole conversation.
+    In a session the prompts of `request` are the whole conversation.
     """
 
     request: GenerationRequest
     rows: tuple[RowResult | None, ...]
-    context_embeddings: tuple[Array | None, ...]
 
 
 @dataclass(frozen=True)
-class GenerationResult:
-    """The finished request, per row; the rest as in `GenerationStep`."""
+class GenerationResult(GenerationStep):
+    """The finished request."""
 
-    request: GenerationRequest
     rows: tuple[RowResult, ...]
-    context_embeddings: tuple[Array | None, ...]
     times: RequestTimes | None = None
 
 
@@ -92,7 +88,6 @@ class PromptOutputs:
     Attributes:
         wants_logits: Whether the logits of every prompt token are needed.
         wants_pooled: Whether the sum of the prompt's hidden states is needed.
-        pooled: That sum (E,) fp32 of the last ones; None if it was not asked for.
         is_final: Whether the whole prompt has been computed.
     """
 
@@ -109,7 +104,7 @@ class PromptOutputs:
         """Drop what was gathered, unless it is final: the row computes its prompt again."""
         if not self.is_final:
             self._scores: list[TokenScore] = []
-            self.pooled: torch.Tensor | None = None
+            self._pooled: torch.Tensor | None = None
 
     def add_logits(self, logits: torch.Tensor, next_ids: Sequence[int], *, vocab_size: int) -> None:
         """Take the next chunk's logits (n, V) and the prompt tokens that follow each place."""
@@ -119,7 +114,7 @@ class PromptOutputs:
 
     def add_pooled(self, pooled: torch.Tensor) -> None:
         """Take the sum (E,) of the next chunk's hidden states."""
-        self.pooled = pooled if self.pooled is None else self.pooled + pooled
+        self._pooled = pooled if self._pooled is None else self._pooled + pooled
 
     def commit(self) -> None:
         """Make the outputs final: the whole prompt has been computed."""
@@ -127,10 +122,11 @@ class PromptOutputs:
         self.wants_logits = self.wants_pooled = False
 
     @property
-    def scores(self) -> PromptScores:
-        """The scores of the prompt's tokens, from the second token on."""
+    def result(self) -> PromptResult:
+        """The outputs that were gathered so far."""
         total = math.fsum(score.log_prob for score in self._scores) if self._is_summed else 0.0
-        return PromptScores(total, tuple(self._scores) if self._top else ())
+        pooled = None if self._pooled is None else self._pooled.cpu().numpy()
+        return PromptResult(total, tuple(self._scores) if self._top else (), pooled)
 
 
 @dataclass(eq=False)
@@ -259,7 +255,6 @@ class RunningRequest(QueuedRequest):
 
     def __post_init__(self) -> None:
         self.results: list[RowResult | None] = [None] * len(self.request.rows)
-        self.pooled: list[Array | None] = [None] * len(self.request.rows)
 
     @property
     def stays(self) -> bool:

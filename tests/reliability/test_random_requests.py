@@ -319,9 +319,7 @@ class Run:
 
     def check(self, rows: Sequence[Row], request: Any, result: Any) -> None:
         """Compare a request's outputs with the oracle's."""
-        outputs = assemble_outputs(
-            request, result.rows, context_embeddings=result.context_embeddings
-        )
+        outputs = assemble_outputs(request, result.rows)
         for b, row in enumerate(rows):
             self.tally.counts["rows"] += 1
             try:
@@ -542,11 +540,13 @@ def check_frames(run: Run, frames: Sequence[GenerationStep], result: Any) -> Non
     run.tally.counts["frames"] += len(frames)
     for frame in frames:
         for b, row in enumerate(frame.rows):
-            pooled, final = frame.context_embeddings[b], result.context_embeddings[b]
+            whole = result.rows[b]
+            if row is None:
+                continue
+            pooled, final = row.context_embedding, whole.context_embedding
             if pooled is not None and not np.array_equal(pooled, final):
                 run.tally.wrong.append(f"{run.name}: partial context_embeddings in a frame")
-            whole = result.rows[b]
-            if row is None or len(whole.output_ids) > 1:
+            if len(whole.output_ids) > 1:
                 continue
             if whole.output_ids[0][: len(row.output_ids[0])] != row.output_ids[0]:
                 run.tally.wrong.append(f"{run.name}: a frame that is not a prefix of the answer")

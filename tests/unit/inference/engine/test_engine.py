@@ -195,16 +195,14 @@ def test_scores_are_refused_where_there_are_none(engine: Engine) -> None:
 def test_context_embeddings_sum_the_prompt(engine: Engine) -> None:
     prompt = [4, 8, 15, 16, 23]
     request = request_of(engine, [prompt, [3]], 2, is_return_context_embeddings=True)
-    first, short = engine.generate(request).context_embeddings
+    first, short = (row.context_embedding for row in engine.generate(request).rows)
     assert first is not None
     assert short is not None
     assert first.shape == short.shape == (24,)
     assert np.abs(first).max() > 0
-    (alone,) = engine.generate(
-        request_of(engine, [[3]], 2, is_return_context_embeddings=True)
-    ).context_embeddings
-    assert alone is not None
-    np.testing.assert_allclose(short, alone, atol=1e-5)  # sums in fp32
+    (row,) = engine.generate(request_of(engine, [[3]], 2, is_return_context_embeddings=True)).rows
+    assert row.context_embedding is not None
+    np.testing.assert_allclose(short, row.context_embedding, atol=1e-5)  # sums in fp32
 
 
 def test_streaming_reports_every_step_but_the_last(engine: Engine) -> None:
