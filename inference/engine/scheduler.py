@@ -207,19 +207,16 @@ class Scheduler(StepScheduler[RunningRequest]):
                 if work.samples:
                     outputs.append((work, last))
             first = last + 1
-        self._note_tokens(outputs)
+        self._generated_tokens += len(outputs)
+        now = perf_counter()
+        for work, _ in outputs:
+            work.row.owner.times.note_token(now)
         grown: set[RunningRequest] = set()
         if result.chosen is not None:
             chosen = [each for each in outputs if each[0].row.rank_chooses]
             outputs = [each for each in outputs if not each[0].row.rank_chooses]
             grown = self._take_chosen(chosen, result.chosen.array())
         return grown | self._choose(outputs, result.logits)
-
-    def _note_tokens(self, outputs: Sequence[tuple[RowWork, int]]) -> None:
-        self._generated_tokens += len(outputs)
-        now = perf_counter()
-        for work, _ in outputs:
-            work.row.owner.times.note_token(now)
 
     def _take_prompt(self, work: RowWork, number: int, result: StepResult, outputs: slice) -> None:
         """Gather what a chunk of a prompt gives; the last chunk makes it final."""
