@@ -151,7 +151,8 @@ class BlockPool:
         for slot, held in before.items():
             blocks = before[sources[slot]] if slot in sources else []
             blocks = blocks[: self.count(start if slot in copies else tokens)]
-            common = _common(held, blocks)
+            pairs = zip(held, blocks, strict=False)
+            common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             self._held[slot], left[slot] = held[:common], held[common:]
             for block in blocks[common:]:
                 self._take(slot, block)
@@ -259,10 +260,3 @@ def _copies(sources: dict[int, int]) -> dict[int, int]:
     # A slot that continues itself does so, since a `Move` to itself is not a copy.
     successors |= {slot: slot for slot, source in sources.items() if slot == source}
     return {slot: source for slot, source in sources.items() if successors[source] != slot}
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the beginning that two sequences have in common."""
-    pairs = enumerate(zip(first, second, strict=False))
-    shorter = min(len(first), len(second))
-    return next((place for place, (a, b) in pairs if a != b), shorter)
