@@ -38,6 +38,7 @@ from stages.engines import VLLM_TYPES
 
 _MODEL = "decoder"
 _START_LIMIT_S = 600.0
+Contend = Callable[[Model, argparse.Namespace], Iterator[tuple[str, str]]]
 # Receives a request, and returns the seconds from its start to each of its events.
 Ask = Callable[[throughput.Request], Coroutine[Any, Any, list[float]]]
 
@@ -187,7 +188,10 @@ def _engine(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the rows of each contender."""
-    contenders = {"slipway": _through_ours, "slipway in process": partial(rows_of_process, _engine)}
+    contenders: dict[str, Contend] = {
+        "slipway": _through_ours,
+        "slipway in process": partial(rows_of_process, _engine),
+    }
     if args.vllm or importlib.util.find_spec("vllm") is not None:
         args.vllm = args.vllm or f"{sys.executable} -m vllm.entrypoints.openai.api_server"
         contenders = {"vLLM": _through_vllm, **contenders}
