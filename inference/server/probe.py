@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 from tritonclient.grpc import model_config_pb2
 from tritonclient.utils import triton_to_np_dtype
 
-from inference.server.admin import SESSION_LEN, Admin, NoAnswerError, is_interactive
+from inference.server.admin import SESSION_LEN, is_interactive
 
-_POLL_S = 0.1
 # Two tokens in and two out: the prompt's pass and a decoding step, both warm for real requests.
 _TOKENS = 2
 _TEXTS = {
@@ -29,10 +25,6 @@ _COUNTS = (
 )
 _SESSION_TOKENS = 64  # session_len is optional in config.pbtxt, and needed all the same
 _HIDDEN_TYPES = ("FP32", "FP16", "BF16")
-
-
-class ProbeError(RuntimeError):
-    """The server did not answer the request; the message holds the server's own."""
 
 
 def probe_tensors(config: Any, *, hidden: int | None) -> dict[str, np.ndarray[Any, Any]] | None:
@@ -66,38 +58,3 @@ def probe_tensors(config: Any, *, hidden: int | None) -> dict[str, np.ndarray[An
         dtype = object if kind == "STRING" else triton_to_np_dtype(kind)
         found[each.name] = np.full([1] * bool(config.max_batch_size) + dims, value, dtype)
     return found
-
-
-def probe(
-    admin: Admin,
-    model: str,
-    *,
-    hidden: int | None,
-    timeout_s: float,
-    check: Callable[[], None],
-) -> None:
-    """Send a model a small request, and wait for the answer, at most for `timeout_s`.
-
-    A model that needs `hidden` is not asked where it is unknown, see `probe_tensors`. `check` is
-    called repeatedly; an exception that it raises ends the wait. Raises ProbeError if the model has
-    answered with an error, or not in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    # In a thread, since a server may accept a request and not answer; it ends with the server.
-    pool = ThreadPoolExecutor(1, thread_name_prefix="probe")
-    answered = pool.submit(_ask, admin, model, hidden, timeout_s)
-    pool.shutdown(wait=False)
-    while not answered.done() and time.monotonic() <= deadline:
-        check()
-        wait([answered], timeout=_POLL_S)
-    error = answered.exception() if answered.done() else NoAnswerError()
-    if isinstance(error, NoAnswerError) and time.monotonic() >= deadline:
-        raise ProbeError(f"{model}: no answer to a first small request in {timeout_s:g} s")
-    if error is not None:
-        raise ProbeError(f"model {model} did not answer a first small request: {error}") from error
-
-
-def _ask(admin: Admin, model: str, hidden: int | None, timeout_s: float) -> None:
-    config = admin.config(model)
-    if (tensors := probe_tensors(config, hidden=hidden)) is not None:
-        admin.ask(model, config, tensors, timeout_s=timeout_s)

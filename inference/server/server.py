@@ -7,6 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from http import HTTPStatus
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from inference.server.options import (
     old_server_options,
     server_options,
 )
+from inference.server.probe import probe_tensors
 from inference.server.process import ServedProcess, ask_locally
 from inference.server.segments import user_prefix
 from inference.server.server_log import (
@@ -58,7 +60,9 @@ class TritonServer(ServedProcess):
     `access` limits the clients and their requests. `is_old` keeps to the options that every release
     knows: the server then listens itself, without a front, and leaves the control of models open to
     clients. The server runs in `work_dir`. `openai` adds an endpoint of OpenAI's protocol, which
-    needs the front. A server with a `former` one gets its front and ports by `take_over`.
+    needs the front. `hidden` is the width of the hidden states that an encoder takes; an encoder of
+    unknown width is not asked whether it answers. A server with a `former` one gets its front and
+    ports by `take_over`.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class TritonServer(ServedProcess):
         work_dir: Path | None = None,
         access: Access = OPEN_ACCESS,
         openai: OpenAIOptions | None = None,
+        hidden: int | None = None,
         former: TritonServer | None = None,
     ) -> None:
         assert openai is None or not is_old, "the endpoint needs the front"
@@ -88,6 +93,7 @@ class TritonServer(ServedProcess):
         self._is_old = is_old
         self._work_dir = work_dir
         self._access = access
+        self._hidden = hidden
         self._former = former
         self._stopped_since: dict[str, float] = {}  # by process
         self._admin: Admin | None = None
@@ -167,23 +173,49 @@ class TritonServer(ServedProcess):
                 self._order(supervisor.READY)
                 return
 
+    def await_answer(self, model: str, *, timeout_s: float, check: Callable[[], None]) -> None:
+        """Send a model of a started server a small request, and wait for the answer.
+
+        `check` is called repeatedly; an exception that it raises ends the wait.
+
+        Raises:
+            ServerStartError: the model has answered with an error, or not within `timeout_s`, or
+                the server has ended.
+        """
+
+        def ask() -> None:
+            config = self.admin.config(model)
+            if (tensors := probe_tensors(config, hidden=self._hidden)) is not None:
+                self.admin.ask(model, config, tensors, timeout_s=timeout_s)
+
+        summary = "tritonserver is ready, but does not answer:"
+        pool = ThreadPoolExecutor(1, thread_name_prefix="probe")
+        answered = pool.submit(ask)
+        pool.shutdown(wait=False)
+        while not answered.done():
+            check()
+            if (status := self.poll()) is not None:
+                ended = f"tritonserver ended with status {status} at its first request"
+                self._fail(summary, [ended])
+            wait([answered], timeout=_POLL_S)
+        if (error := answered.exception()) is not None:
+            words = f"a first small request, which may take {timeout_s:g} s: {error}"
+            self._fail(summary, f"model {model} did not answer {words}".splitlines())
+
     def watch_answers(
-        self,
-        *,
-        hidden: int | None = None,
-        interval_s: float = INTERVAL_S,
-        timeout_s: float = TIMEOUT_S,
+        self, *, interval_s: float = INTERVAL_S, timeout_s: float = TIMEOUT_S
     ) -> None:
         """Make `failure` report models that are loaded but do not answer.
 
-        Each model gets a small request every few seconds. `hidden` is the width of the hidden
-        states that an encoder takes; an encoder of unknown width gets none. `interval_s` and
-        `timeout_s` are those of `Health`.
+        Each model gets a small request every few seconds. `interval_s` and `timeout_s` are those of
+        `Health`.
         """
         if self._is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
             return
         assert self._process is not None, "the server was not started"
-        targets = model_targets(self.admin, self.models, root=self._process.pid, hidden=hidden)
+        targets = model_targets(
+            self.admin, self.models, root=self._process.pid, hidden=self._hidden
+        )
         if self._front is not None:
             uses_tls, pid = self._access.tls_cert is not None, self._front.pid
             targets += [
