@@ -17,11 +17,13 @@ from submitit.helpers import Checkpointable, DelayedSubmission
 
 from export_scripts.errors import CheckpointMismatchError
 from inference.launch_environment import read_launch_environment
+from inference.parent_process import stop_signals
 from inference.server.server_log import ServerStartError
 from stages import record
 from stages.base import Stage, StageError, Summary
 from stages.job_process import (
     JOB_ID_VARIABLE,
+    STOP_SIGNALS,
     ancestors,
     assist,
     cause_of,
@@ -29,7 +31,6 @@ from stages.job_process import (
     job_id_here,
     log_line,
     node_name,
-    stop_signals,
     watching_owner,
 )
 from stages.step import JobStep, run_in_step
@@ -74,7 +75,7 @@ class StageJob(Checkpointable):
             state=record.RUNNING, started_at=record.now(), ended_at="", host=node_name(), error=""
         )
         try:
-            with stop_signals() as stopped, watching_owner():
+            with stop_signals(*STOP_SIGNALS) as stopped, watching_owner():
                 summary = self.chain(self._run, stopped) if self.chain else self._run()
         except KeyboardInterrupt as error:
             self._note_end(started, record.CANCELLED, error="stopped by a signal", stopped=True)

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from inference.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
+from inference.parent_process import stop_signals
 from stages.base import Stage, StageError, Summary
-from stages.job_process import assist, cause_of, log_line, stop_signals
+from stages.job_process import STOP_SIGNALS, assist, cause_of, log_line
 from stages.preflight import check_mpi, ping
 from stages.progress import read_json, write_json
 
@@ -214,7 +215,7 @@ def main(stage_path: Path, result_path: Path, ranks: int = 1) -> int:
                 return error.exit_code
             return 0
     try:
-        with stop_signals() as stopped:
+        with stop_signals(*STOP_SIGNALS) as stopped:
             summary = stage()
     except (Exception, KeyboardInterrupt) as error:  # the parent process reports any of them
         details = error if isinstance(error, StageError) else StageError("")

@@ -15,7 +15,7 @@ from inference.front.access import OPEN_ACCESS, Access, OpenAIOptions
 from inference.front.link import FrontSettings, Served
 from inference.front.rules import READY_PATH
 from inference.front.sockets import ServerSockets, new_sockets
-from inference.plain_path import PlainFolder
+from inference.plain_path import plain_folder
 from inference.ports import TRITON_PORTS, accepts_connections
 from inference.server import supervisor
 from inference.server.admin import Admin, RefusalError, is_interactive
@@ -87,7 +87,6 @@ class TritonServer(ServedProcess):
             ports = {**ports, "openai": openai.port}
         super().__init__(host=host, ports=ports, log_path=log_path, env=env, port_keys=port_keys)
         self.model_repository = str(model_repository)
-        self._repository = PlainFolder(self.model_repository)
         self._openai = openai
         self._prefix = tuple(prefix)
         self._is_old = is_old
@@ -102,6 +101,7 @@ class TritonServer(ServedProcess):
         self._shm_prefix = f"{user_prefix()}{secrets.token_hex(8)}-"
         self._sockets: ServerSockets | None = None
         self._front: FrontProcess | None = None
+        self._held = contextlib.ExitStack()  # what a start has made, and its end removes
         self._has_successor = False
 
     @property
@@ -283,9 +283,7 @@ class TritonServer(ServedProcess):
         if self._front is not None and not self._has_successor:
             self._front.end()
         self._close_admin()
-        if self._sockets is not None:
-            self._sockets.remove()
-        self._repository.remove()
+        self._held.close()
 
     def _close_admin(self) -> None:
         if self._admin is not None:
@@ -322,15 +320,15 @@ class TritonServer(ServedProcess):
         """Return the command line of this start, with new sockets, and its environment."""
         installation = find_triton(own_backends=not self._is_old)
         program = [*self._prefix, str(installation.program), *installation.arguments()]
+        repository = self._held.enter_context(plain_folder(self.model_repository))
         if self._is_old:
             known = installation.known_options()
-            options = old_server_options(
-                self._repository.path, self.ports, host=self.host, known=known
-            )
+            options = old_server_options(repository, self.ports, host=self.host, known=known)
         else:
             self._sockets = new_sockets()
+            self._held.callback(self._sockets.remove)
             options = server_options(
-                self._repository.path,
+                repository,
                 self._sockets,
                 completes_configs=leaves_types_to_the_backend(self.model_repository),
             )
