@@ -16,7 +16,7 @@ from submitit.core.utils import UncompletedJobError
 from submitit.helpers import Checkpointable, DelayedSubmission
 
 from export_scripts.errors import CheckpointMismatchError
-from inference.launch_environment import read_launch_environment
+from inference.launch_environment import LaunchEnvironment, read_launch_environment
 from inference.parent_process import stop_signals
 from inference.server.server_log import ServerStartError
 from stages import record
@@ -33,6 +33,7 @@ from stages.job_process import (
     node_name,
     watching_owner,
 )
+from stages.preflight import meet
 from stages.step import JobStep, run_in_step
 
 LOG_LEVEL_VARIABLE = "NEMO_LAUNCHER_LOG_LEVEL"
@@ -61,10 +62,11 @@ class StageJob(Checkpointable):
         Raises:
             StageError: the job was asked to stop, or the stage says why it failed.
         """
-        if os.environ.get("SUBMITIT_EXECUTOR") == "bcp":  # all tasks of bcprun run this
-            place = read_launch_environment(os.environ)
-            if place.rank > 0:
-                return assist(self.stage, place)
+        is_bcp = os.environ.get("SUBMITIT_EXECUTOR") == "bcp"  # all tasks of bcprun run this
+        place = read_launch_environment(os.environ) if is_bcp else LaunchEnvironment()
+        if place.rank > 0:
+            self._meet(place)
+            return assist(self.stage, place)
         started = time.monotonic()
         logging.basicConfig(
             level=os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper(),
@@ -76,6 +78,7 @@ class StageJob(Checkpointable):
         )
         try:
             with stop_signals(*STOP_SIGNALS) as stopped, watching_owner():
+                self._meet(place)
                 summary = self.chain(self._run, stopped) if self.chain else self._run()
         except KeyboardInterrupt as error:
             self._note_end(started, record.CANCELLED, error="stopped by a signal", stopped=True)
@@ -100,6 +103,14 @@ class StageJob(Checkpointable):
             raise
         self._note_end(started, record.COMPLETED, summary=summary, stopped=stopped.is_set())
         return summary
+
+    def _meet(self, place: LaunchEnvironment) -> None:
+        """Raise StageError unless all tasks of bcprun reach the first."""
+        resources = self.stage.job.resources
+        ranks = resources.nodes * resources.tasks_per_node
+        if place.launcher != "none" and ranks > 1:
+            folder = self.record_path.parent / "submitit" / job_id_here()
+            meet(place, folder, ranks=ranks, mpi="none")
 
     def _run(self) -> Summary:
         if self.step is None:
