@@ -8,10 +8,9 @@ import numpy as np
 from tritonclient.grpc import model_config_pb2
 from tritonclient.utils import triton_to_np_dtype
 
-from inference.server.admin import SESSION_LEN, is_interactive
-
 # Two tokens in and two out: the prompt's pass and a decoding step, both warm for real requests.
 _TOKENS = 2
+_SESSION_LEN = "session_len"
 _TEXTS = {
     **dict.fromkeys(("INPUT_0", "QUERY", "query", "prompts"), b"Hello"),
     "tasks": b"text_generation",
@@ -33,7 +32,7 @@ def probe_tensors(config: Any, *, hidden: int | None) -> dict[str, np.ndarray[An
     `hidden` is the width of the hidden states that an encoder may take; without it the result for
     such a model is None.
     """
-    needed = (_MAX_LENGTH, SESSION_LEN) if is_interactive(config) else (_MAX_LENGTH,)
+    needed = (_MAX_LENGTH, _SESSION_LEN) if is_interactive(config) else (_MAX_LENGTH,)
     found = {}
     for each in config.input:
         if each.optional and each.name not in needed:
@@ -51,10 +50,18 @@ def probe_tensors(config: Any, *, hidden: int | None) -> dict[str, np.ndarray[An
             value, dims[-1] = 0, _TOKENS  # a token of every vocabulary
         elif each.name in _COUNTS:
             value = _TOKENS
-        elif each.name == SESSION_LEN:
+        elif each.name == _SESSION_LEN:
             value = _SESSION_TOKENS
         elif kind == "BOOL":
             value = 0
         dtype = object if kind == "STRING" else triton_to_np_dtype(kind)
         found[each.name] = np.full([1] * bool(config.max_batch_size) + dims, value, dtype)
     return found
+
+
+def is_interactive(config: Any) -> bool:
+    """Return whether a model's requests belong to sessions, or an ensemble hands them to one."""
+    return bool(
+        config.HasField("sequence_batching")
+        or any(tensor.name == _SESSION_LEN for tensor in config.input)
+    )

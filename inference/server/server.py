@@ -18,7 +18,7 @@ from inference.front.sockets import ServerSockets, new_sockets
 from inference.plain_path import plain_folder
 from inference.ports import TRITON_PORTS, accepts_connections
 from inference.server import supervisor
-from inference.server.admin import Admin, RefusalError, is_interactive
+from inference.server.admin import Admin, RefusalError
 from inference.server.front import FrontProcess
 from inference.server.health import INTERVAL_S, TIMEOUT_S, Health, front_target, model_targets
 from inference.server.installation import find_triton
@@ -27,7 +27,7 @@ from inference.server.options import (
     old_server_options,
     server_options,
 )
-from inference.server.probe import probe_tensors
+from inference.server.probe import is_interactive
 from inference.server.process import ServedProcess, ask_locally
 from inference.server.segments import user_prefix
 from inference.server.server_log import (
@@ -124,7 +124,7 @@ class TritonServer(ServedProcess):
     def admin(self) -> Admin:
         """The owner's connection to a started server."""
         if self._admin is None:
-            self._admin = Admin(self.control_address)
+            self._admin = Admin(self.control_address, hidden=self._hidden)
         return self._admin
 
     def port_problems(self) -> list[str]:
@@ -182,15 +182,9 @@ class TritonServer(ServedProcess):
             ServerStartError: the model has answered with an error, or not within `timeout_s`, or
                 the server has ended.
         """
-
-        def ask() -> None:
-            config = self.admin.config(model)
-            if (tensors := probe_tensors(config, hidden=self._hidden)) is not None:
-                self.admin.ask(model, config, tensors, timeout_s=timeout_s)
-
         summary = "tritonserver is ready, but does not answer:"
         pool = ThreadPoolExecutor(1, thread_name_prefix="probe")
-        answered = pool.submit(ask)
+        answered = pool.submit(self.admin.ask, model, timeout_s=timeout_s)
         pool.shutdown(wait=False)
         while not answered.done():
             check()
@@ -213,9 +207,7 @@ class TritonServer(ServedProcess):
         if self._is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
             return
         assert self._process is not None, "the server was not started"
-        targets = model_targets(
-            self.admin, self.models, root=self._process.pid, hidden=self._hidden
-        )
+        targets = model_targets(self.admin, self.models, root=self._process.pid)
         if self._front is not None:
             uses_tls, pid = self._access.tls_cert is not None, self._front.pid
             targets += [

@@ -179,7 +179,7 @@ def test_busy_model_is_healthy_whether_or_not_it_streams(policy: str, prefix: st
     fake = FakeTriton({"m": parse_config(CONFIG + policy)}, refuse_with(prefix + BUSY))
     with served(fake) as address:
         admin = Admin(address)
-        (target,) = model_targets(admin, ["m"], root=os.getpid(), hidden=None)
+        (target,) = model_targets(admin, ["m"], root=os.getpid())
         target.ask(10.0)
         assert fake.requests[0].parameters["slipway_canary"].bool_param
         fake.infer = refuse_with("out of memory")
