@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -52,6 +54,16 @@ def stop_signals(*signals: signal.Signals) -> Iterator[threading.Event]:
     finally:
         for each, handler in previous.items():
             signal.signal(each, handler)
+
+
+def end_process(process: subprocess.Popen[Any], *, grace_s: float) -> int:
+    """Ask a process to end, kill it after `grace_s`, and return its status."""
+    process.terminate()
+    process.send_signal(signal.SIGCONT)  # a stopped process does not see the other signal
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(grace_s)
+    process.kill()
+    return process.wait()
 
 
 def signal_name(number: int) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from inference.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
-from inference.parent_process import stop_signals
+from inference.parent_process import end_process, stop_signals
 from stages.base import Stage, StageError, Summary
 from stages.job_process import STOP_SIGNALS, assist, cause_of, log_line
 from stages.preflight import PING_NAME, check_mpi, meet
@@ -195,11 +195,7 @@ def _end(process: subprocess.Popen[str], stage: Stage) -> int:
     grace_s = stage.stop_grace_s() + _STOP_WAIT_S
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(grace_s)
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(_STOP_WAIT_S)
-    process.kill()
-    return process.wait()
+    return end_process(process, grace_s=_STOP_WAIT_S)
 
 
 def main(stage_path: Path, result_path: Path, ranks: int, mpi: str = "none") -> int:

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from inference.ports import pick_free_ports, port_problem, ports_problems
+from inference.ports import host_and_port, pick_free_ports, port_problem, ports_problems
 from inference.server import supervisor
 from inference.server.server_log import LOG_TAIL_LINES, ServerStartError, errors_of, last_lines
 
@@ -64,8 +64,7 @@ class ServedProcess:
 
     def address(self, port: str) -> str:
         """Return `host:port` for clients on this machine."""
-        host = f"[{self.connect_host}]" if ":" in self.connect_host else self.connect_host
-        return f"{host}:{self.ports[port]}"
+        return host_and_port(self.connect_host, self.ports[port])
 
     @property
     def pid(self) -> int | None:
