@@ -81,23 +81,19 @@ class StageJob(Checkpointable):
                 self._meet(place)
                 summary = self.chain(self._run, stopped) if self.chain else self._run()
         except KeyboardInterrupt as error:
-            self._note_end(started, record.CANCELLED, error="stopped by a signal", stopped=True)
+            stop = StageError("stopped by a signal")
+            self._note_end(started, record.CANCELLED, stop, stopped=True)
             # The parent processes wait for this one, and end by themselves.
             end_processes_of_job(spare=[os.getpid(), *ancestors(os.getpid())])
             sys.excepthook = _print_cause
-            raise StageError("stopped by a signal") from error
+            raise stop from error
         except UncompletedJobError as error:
             limit_min = self.stage.job.resources.time_limit_min
-            text = f"the time limit of {limit_min} minutes has passed ({error})"
-            self._note_end(started, record.FAILED, error=text)
+            late = StageError(f"the time limit of {limit_min} minutes has passed ({error})")
+            self._note_end(started, record.FAILED, late)
             raise
         except Exception as error:  # whatever it is, it is noted in the record
-            self._note_end(
-                started,
-                record.FAILED,
-                error=cause_of(error, folder=self.record_path.parent),
-                cause=error,
-            )
+            self._note_end(started, record.FAILED, error)
             if isinstance(error, _SELF_EXPLANATORY):
                 sys.excepthook = _print_cause
             raise
@@ -126,13 +122,12 @@ class StageJob(Checkpointable):
         self,
         started: float,
         state: str,
+        error: Exception | None = None,
         *,
-        error: str = "",
-        cause: BaseException | None = None,
         summary: Summary | None = None,
         stopped: bool = False,
     ) -> None:
-        details = cause if isinstance(cause, StageError) else StageError("")
+        details = error if isinstance(error, StageError) else StageError("")
         if stopped and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
             # The signal may announce a cancellation or a requeue; only Slurm knows.
             state = record.RUNNING
@@ -141,7 +136,7 @@ class StageJob(Checkpointable):
             ended_at=record.now(),
             seconds=round(time.monotonic() - started, 2),
             exit_code={record.COMPLETED: 0, record.RUNNING: None}.get(state, details.exit_code),
-            error=error,
+            error=cause_of(error, folder=self.record_path.parent) if error else "",
             summary=summary or details.summary,
         )
 
