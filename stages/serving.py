@@ -200,13 +200,13 @@ def _other_engine(
     return OpenAIServer(
         config.command_line,
         model=config.model_name,
+        folder=config.folder,
         host=config.host,
-        port=config.http_port,
+        ports=config.ports,
         log_path=log_path,
         env=environment | secret,
-        folder=config.folder,
-        uses_tls=config.access.tls_cert is not None,
-        headers={"authorization": f"Bearer {tokens[0]}"} if tokens else {},
+        port_keys=PORT_KEYS,
+        access=config.access,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from export_scripts.triton.parameters import PARAMETERS
 from inference.server.admin import Admin, NoAnswerError, RefusalError
 from inference.server.probe import is_interactive
-from inference.server.process import ask_locally
+from inference.server.process import ServedProcess
 from inference.server.supervisor import descendants, model_of, process_state
 from inference.supervision import BUSY, CANARY_PARAMETER
 
@@ -211,17 +211,17 @@ def _is_engine(config: Any) -> bool:
     return any(key in config.parameters for key, each in PARAMETERS.items() if each.is_required)
 
 
-def front_target(host: str, port: int, *, uses_tls: bool, pid: int) -> Target:
-    """Return a target for a port of the front: any answer to HTTP shows that it lives."""
+def front_target(server: ServedProcess, port: str, *, pid: int) -> Target:
+    """Return a target for a server's front at a port: any answer to HTTP shows that it lives."""
 
     def ask(timeout_s: float) -> None:
         try:
-            ask_locally(host, port, "/v2/health/live", timeout_s=timeout_s, uses_tls=uses_tls)
+            server.ask("/v2/health/live", timeout_s=timeout_s, port=port)
         except OSError as error:
             raise NoAnswerError(str(error)) from error
 
     return Target(
-        f"the front at its port {port}",
+        f"the front at its port {server.ports[port]}",
         ask,
         advanced=lambda: 0.0,
         processes=lambda: [pid],

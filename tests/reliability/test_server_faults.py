@@ -201,7 +201,7 @@ def test_stop_does_not_wait_for_a_model_that_a_cancelled_stream_keeps(tmp_path: 
     config.write_text(config.read_text() + "model_transaction_policy { decoupled: true }\n")
     server = new_server(repository, tmp_path)
     # The only frame is still in the server when the client leaves; in ms.
-    server._env["TRITONSERVER_DELAY_GRPC_RESPONSE"] = "2000"
+    server.env = {"TRITONSERVER_DELAY_GRPC_RESPONSE": "2000"}
     with server:
         server.start(timeout_s=START_S)
         with (
