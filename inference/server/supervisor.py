@@ -107,7 +107,8 @@ def model_of(pid: int) -> str | None:
         return None
     if len(words) < 2 or Path(words[0]).name != _STUB:
         return None
-    return Path(words[1]).parent.parent.name  # <repository>/<model>/<version>/model.py
+    # <repository>/<model>/<version>/model.py
+    return Path(words[1]).parent.parent.name or None
 
 
 @dataclass

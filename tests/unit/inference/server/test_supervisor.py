@@ -246,6 +246,20 @@ def test_a_configuration_completed_is_not_missed_where_its_model_starts_last(
         _end(second)
 
 
+def test_the_end_of_a_process_that_runs_no_model_is_no_loss() -> None:
+    watch = supervisor.ServerWatch(os.getpid())
+    watch.is_ready = True
+    process = subprocess.Popen(
+        [STUB, "-c", "import time; time.sleep(60)"], executable=sys.executable
+    )
+    until(lambda: b"-c" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+    watch._scanned = float("-inf")
+    assert watch.loss() is None
+    _end(process)
+    watch._looked = float("-inf")
+    assert watch.loss() is None
+
+
 def test_model_lost_while_others_load_is_reported_once_all_have(tmp_path: Path) -> None:
     watch = supervisor.ServerWatch(os.getpid())
     process = _stub(tmp_path)
