@@ -6,9 +6,10 @@ space in the repository's path, a model would load for ever.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -23,28 +24,16 @@ def plain_temporary_folder() -> Path:
     return Path(folder if is_plain(folder) else "/tmp")
 
 
-class PlainFolder:
-    """A safe alias of a folder: a link in a temporary folder.
+@contextlib.contextmanager
+def plain_folder(folder: str) -> Iterator[str]:
+    """Yield a safe name of a folder: its own, or a link in a temporary folder.
 
-    A folder with a safe name keeps it, and so does an address outside this machine.
+    An address outside this machine stays as it is.
     """
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._home: Path | None = None
-
-    @property
-    def path(self) -> str:
-        """The name to use; its first use makes the link."""
-        if is_plain(self._folder) or not Path(self._folder).is_dir():
-            return self._folder
-        if self._home is None:
-            self._home = Path(tempfile.mkdtemp(prefix="slipway-", dir=plain_temporary_folder()))
-            (self._home / "repository").symlink_to(Path(self._folder).resolve())
-        return str(self._home / "repository")
-
-    def remove(self) -> None:
-        """Remove the link, not the folder."""
-        if self._home is not None:
-            shutil.rmtree(self._home)
-            self._home = None
+    if is_plain(folder) or not Path(folder).is_dir():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="slipway-", dir=plain_temporary_folder()) as home:
+        link = Path(home) / "repository"
+        link.symlink_to(Path(folder).resolve())
+        yield str(link)

@@ -7,6 +7,7 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from inference.ports import host_and_port
 from stages.progress import DamagedFileError, read_as, write_json
 from stages.record import locked, read_record
 
@@ -67,7 +68,7 @@ class ServerEndpoint:
 
     def at(self, port: int) -> str:
         """Return `host:port` as clients write it."""
-        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+        return host_and_port(self.host, port)
 
     def __str__(self) -> str:
         scheme = "https" if self.uses_tls else "http"

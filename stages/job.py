@@ -16,12 +16,14 @@ from submitit.core.utils import UncompletedJobError
 from submitit.helpers import Checkpointable, DelayedSubmission
 
 from export_scripts.errors import CheckpointMismatchError
-from inference.launch_environment import read_launch_environment
+from inference.launch_environment import LaunchEnvironment, read_launch_environment
+from inference.parent_process import stop_signals
 from inference.server.server_log import ServerStartError
 from stages import record
 from stages.base import Stage, StageError, Summary
 from stages.job_process import (
     JOB_ID_VARIABLE,
+    STOP_SIGNALS,
     ancestors,
     assist,
     cause_of,
@@ -29,9 +31,9 @@ from stages.job_process import (
     job_id_here,
     log_line,
     node_name,
-    stop_signals,
     watching_owner,
 )
+from stages.preflight import meet
 from stages.step import JobStep, run_in_step
 
 LOG_LEVEL_VARIABLE = "NEMO_LAUNCHER_LOG_LEVEL"
@@ -60,10 +62,11 @@ class StageJob(Checkpointable):
         Raises:
             StageError: the job was asked to stop, or the stage says why it failed.
         """
-        if os.environ.get("SUBMITIT_EXECUTOR") == "bcp":  # all tasks of bcprun run this
-            place = read_launch_environment(os.environ)
-            if place.rank > 0:
-                return assist(self.stage, place)
+        is_bcp = os.environ.get("SUBMITIT_EXECUTOR") == "bcp"  # all tasks of bcprun run this
+        place = read_launch_environment(os.environ) if is_bcp else LaunchEnvironment()
+        if place.rank > 0:
+            self._meet(place)
+            return assist(self.stage, place)
         started = time.monotonic()
         logging.basicConfig(
             level=os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper(),
@@ -74,31 +77,36 @@ class StageJob(Checkpointable):
             state=record.RUNNING, started_at=record.now(), ended_at="", host=node_name(), error=""
         )
         try:
-            with stop_signals() as stopped, watching_owner():
+            with stop_signals(*STOP_SIGNALS) as stopped, watching_owner():
+                self._meet(place)
                 summary = self.chain(self._run, stopped) if self.chain else self._run()
         except KeyboardInterrupt as error:
-            self._note_end(started, record.CANCELLED, error="stopped by a signal", stopped=True)
+            stop = StageError("stopped by a signal")
+            self._note_end(started, record.CANCELLED, stop, stopped=True)
             # The parent processes wait for this one, and end by themselves.
             end_processes_of_job(spare=[os.getpid(), *ancestors(os.getpid())])
             sys.excepthook = _print_cause
-            raise StageError("stopped by a signal") from error
+            raise stop from error
         except UncompletedJobError as error:
             limit_min = self.stage.job.resources.time_limit_min
-            text = f"the time limit of {limit_min} minutes has passed ({error})"
-            self._note_end(started, record.FAILED, error=text)
+            late = StageError(f"the time limit of {limit_min} minutes has passed ({error})")
+            self._note_end(started, record.FAILED, late)
             raise
         except Exception as error:  # whatever it is, it is noted in the record
-            self._note_end(
-                started,
-                record.FAILED,
-                error=cause_of(error, folder=self.record_path.parent),
-                cause=error,
-            )
+            self._note_end(started, record.FAILED, error)
             if isinstance(error, _SELF_EXPLANATORY):
                 sys.excepthook = _print_cause
             raise
         self._note_end(started, record.COMPLETED, summary=summary, stopped=stopped.is_set())
         return summary
+
+    def _meet(self, place: LaunchEnvironment) -> None:
+        """Raise StageError unless all tasks of bcprun reach the first."""
+        resources = self.stage.job.resources
+        ranks = resources.nodes * resources.tasks_per_node
+        if place.launcher != "none" and ranks > 1:
+            folder = self.record_path.parent / "submitit" / job_id_here()
+            meet(place, folder, ranks=ranks, mpi="none")
 
     def _run(self) -> Summary:
         if self.step is None:
@@ -114,13 +122,12 @@ class StageJob(Checkpointable):
         self,
         started: float,
         state: str,
+        error: Exception | None = None,
         *,
-        error: str = "",
-        cause: BaseException | None = None,
         summary: Summary | None = None,
         stopped: bool = False,
     ) -> None:
-        details = cause if isinstance(cause, StageError) else StageError("")
+        details = error if isinstance(error, StageError) else StageError("")
         if stopped and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
             # The signal may announce a cancellation or a requeue; only Slurm knows.
             state = record.RUNNING
@@ -129,7 +136,7 @@ class StageJob(Checkpointable):
             ended_at=record.now(),
             seconds=round(time.monotonic() - started, 2),
             exit_code={record.COMPLETED: 0, record.RUNNING: None}.get(state, details.exit_code),
-            error=error,
+            error=cause_of(error, folder=self.record_path.parent) if error else "",
             summary=summary or details.summary,
         )
 

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from export_scripts.files.disk import full_disk
 from inference.launch_environment import LaunchEnvironment
+from inference.parent_process import StopRequested, stop_signals
 from inference.server.supervisor import process_state
 from stages.base import Stage, StageError, Summary
 
@@ -24,11 +24,9 @@ JOB_ID_VARIABLE = "SLIPWAY_JOB_ID"
 OWNER_VARIABLE = "SLIPWAY_OWNER"
 # Every process of a job inherits it, and is found by it at the job's end.
 MARK_VARIABLE = "SLIPWAY_JOB_MARK"
+# That ask a job to end.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WATCH_S = 0.5
-
-
-class StopRequested(KeyboardInterrupt):
-    """A signal asks the job to end; raised in the main thread, whose context managers clean up."""
 
 
 def job_id_here() -> str:
@@ -59,7 +57,7 @@ def log_line(text: str) -> None:
 
 def assist(stage: Stage, place: LaunchEnvironment) -> Summary:
     """Do the part of a rank other than the first, which alone keeps records and writes results."""
-    with stop_signals(), contextlib.suppress(StopRequested):
+    with stop_signals(*STOP_SIGNALS), contextlib.suppress(StopRequested):
         stage.assist(place)
     return {}
 
@@ -75,33 +73,6 @@ def cause_of(error: BaseException, *, folder: Path | None = None) -> str:
     if isinstance(error, (ValueError, StageError, RuntimeError, OSError)) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-@contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """Raise StopRequested on SIGTERM, SIGINT or SIGHUP; further signals are ignored.
-
-    The event is set once a signal has arrived.
-    """
-    came = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-    chosen = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        del frame
-        for each in chosen:
-            signal.signal(each, signal.SIG_IGN)
-        came.set()
-        raise StopRequested(signal.Signals(signum).name)
-
-    previous = {each: signal.signal(each, stop) for each in chosen}
-    try:
-        yield came
-    finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
 
 
 def end_processes_of_job(mark: str | None = None, *, spare: Sequence[int] = ()) -> None:

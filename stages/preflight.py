@@ -1,22 +1,19 @@
 """Preflight check of a job with several ranks: they start, have MPI, and reach each other.
 
-Runs where the step will run, in the same container and allocation, before any weight is read.
+It runs in the processes of the stage, before any weight is read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.launch_environment import read_launch_environment
+from inference.launch_environment import LaunchEnvironment
 from stages.base import StageError
 from stages.job_process import log_line, node_name
 from stages.progress import read_json, write_json
@@ -25,12 +22,11 @@ from stages.progress import read_json, write_json
 _START_S = 300.0
 # Between processes that have started.
 _CONNECT_S = 30.0
-_WHOLE_S = _START_S + 2 * _CONNECT_S
 _ASK_S = 60.0
 _ANSWER_S = 5.0
 _LONGEST = 64  # bytes of a ping
 _POLL_S = 0.1
-_TAIL_LINES = 12
+PING_NAME = "ping.json"  # where the first rank leaves its address
 # Variables of a process whose launcher has started its MPI.
 _MPI_VARIABLES = {"pmix": "PMIX_RANK", "pmi2": "PMI_RANK"}
 
@@ -65,58 +61,37 @@ def mpi_problem(kind: str, *, timeout_s: float) -> str | None:
     )
 
 
-def ping(prefix: Sequence[str], python: str, *, ranks: int, mpi: str | None, folder: Path) -> None:
-    """Start every rank once and let each reach the first.
+def meet(place: LaunchEnvironment, folder: Path, *, ranks: int, mpi: str) -> None:
+    """Check that a process is one of so many ranks, has the MPI, and reaches the first.
+
+    All ranks call this at the same time, with a folder that they share.
 
     Raises:
-        StageError: a rank did not start, or did not reach the first.
+        StageError: it does not, and no weight has been read.
     """
-    (folder / "ping.json").unlink(missing_ok=True)
-    arguments = [str(folder), str(ranks), mpi or "none"]
-    command = [*prefix, python, "-u", "-m", __name__, *arguments]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_WHOLE_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise StageError(
-            f"{ranks} ranks did not start within {_WHOLE_S:g} s: {shlex.join(command)}"
-        ) from error
-    output = done.stdout + done.stderr
-    sys.stdout.write(output)
-    if done.returncode != 0:
-        lines = "\n".join(f"  | {line}" for line in output.splitlines()[-_TAIL_LINES:])
-        raise StageError(f"the ranks do not reach each other; no weight was read:\n{lines}")
-
-
-def main(folder: Path, ranks: int, mpi: str) -> int:
-    """Run one rank of a ping and return its exit status."""
-    place = read_launch_environment(os.environ)
     name = f"rank {place.rank} on {node_name()}"
     variable = _MPI_VARIABLES.get(mpi)
     if place.world_size != ranks:
-        log_line(f"{name} sees {place.world_size} ranks instead of {ranks}")
-        return 1
+        raise StageError(f"{name} sees {place.world_size} ranks instead of {ranks}")
     if variable is not None and variable not in os.environ:
-        log_line(
+        raise StageError(
             f"{name} got no {variable}: cluster.mpi={mpi} does not reach it, so every rank would "
             "believe that it is alone; in a container, pyxis needs its PMI hook"
         )
-        return 1
     try:
         _answer(folder, ranks) if place.rank == 0 else _call(folder, place.rank)
     except OSError as error:
-        log_line(f"{name}: {error}")
-        return 1
-    sys.stdout.write(f"{name} reaches the first\n")
-    return 0
+        raise StageError(
+            f"the ranks do not reach each other, and no weight was read: {name}: {error}"
+        ) from error
+    log_line(f"{name} reaches the first")
 
 
 def _answer(folder: Path, ranks: int) -> None:
     """Wait until every other rank has called; strangers do not count."""
     with socket.create_server(("", 0)) as server:
         hosts = list(dict.fromkeys((node_name(), socket.gethostname(), socket.getfqdn())))
-        write_json(folder / "ping.json", {"hosts": hosts, "port": server.getsockname()[1]})
+        write_json(folder / PING_NAME, {"hosts": hosts, "port": server.getsockname()[1]})
         deadline = time.monotonic() + _START_S
         left = set(range(1, ranks))
         while left:
@@ -166,14 +141,10 @@ def _wait_for_first(folder: Path) -> dict[str, Any]:
     """Return the names and port that the first rank has written."""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
-        if (first := read_json(folder / "ping.json")) is not None:
+        if (first := read_json(folder / PING_NAME)) is not None:
             return dict(first)
         time.sleep(_POLL_S)
     raise OSError(
         f"{folder} holds no message of the first rank after {_START_S:g} s; all nodes "
         "must see the folder, and the first must start"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +22,8 @@ from inference.launch_environment import (
     RENDEZVOUS_VARIABLE,
     read_launch_environment,
 )
-from inference.parent_process import signal_name
+from inference.parent_process import end_process, signal_name
+from inference.ports import host_and_port, pick_free_ports
 from stages.base import StageError
 from stages.job_process import node_address, node_name
 from stages.progress import read_as, write_json
@@ -64,10 +63,8 @@ class ServerStart:
 def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
     """Announce a start of the server on this node, and return where its ranks meet."""
     host = node_address() or "127.0.0.1"
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port = int(probe.getsockname()[1])
-    start = ServerStart(job_id, number, f"{host}:{port}")
+    (port,) = pick_free_ports(host, 1)
+    start = ServerStart(job_id, number, host_and_port(host, port))
     announce(folder, start)
     return start
 
@@ -188,11 +185,4 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
         return
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_POLL_S)
-    if process.poll() is None:
-        process.terminate()
-        process.send_signal(signal.SIGCONT)  # a stopped process does not see the other signal
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
-    if process.poll() is None:
-        process.kill()
-    process.wait()
+    end_process(process, grace_s=_GRACE_S)

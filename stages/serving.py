@@ -97,43 +97,17 @@ def serving(
         endpoint = _endpoint(config, server, job_id, restarts, model=model)
         progress.update("sending a first request")
         left_s = config.ready_timeout_s - (time.monotonic() - began)
-        _probe(config, server, endpoint, timeout_s=max(left_s, _LEAST_PROBE_S), check=check)
+        outermost = _TEXT_ENCODER if _TEXT_ENCODER in server.models else model
+        server.await_answer(
+            endpoint.ensemble or outermost, timeout_s=max(left_s, _LEAST_PROBE_S), check=check
+        )
         if former is not None:
             server.take_over()
-        server.watch_answers(hidden=hidden_size(config.weights_dir))
+        server.watch_answers()
         yield server, endpoint
 
 
-def _probe(
-    config: DeployConfig,
-    server: TritonServer,
-    endpoint: ServerEndpoint,
-    *,
-    timeout_s: float,
-    check: Callable[[], None],
-) -> None:
-    """Send the server a request. Raises ServerStartError with its reason if it does not answer."""
-    from inference.server.probe import ProbeError, probe
-    from inference.server.server import ServerStartError
-
-    def look() -> None:
-        check()
-        if (status := server.poll()) is not None:
-            raise ProbeError(f"tritonserver ended with status {status} at its first request")
-
-    outermost = _TEXT_ENCODER if _TEXT_ENCODER in server.models else endpoint.model
-    model, hidden = endpoint.ensemble or outermost, hidden_size(config.weights_dir)
-    try:
-        probe(server.admin, model, hidden=hidden, timeout_s=timeout_s, check=look)
-    except ProbeError as error:
-        raise ServerStartError(
-            "tritonserver is ready, but does not answer:",
-            reasons=str(error).splitlines(),
-            log_path=server.log_path,
-        ) from error
-
-
-def hidden_size(weights_dir: Path) -> int | None:
+def _hidden_size(weights_dir: Path) -> int | None:
     """Return the width of an encoder's hidden states; None where the weights are elsewhere."""
     from export_scripts.ft.config_ini import read_config
 
@@ -208,6 +182,7 @@ def _server(
         prefix=server_prefix(config),
         access=config.access,
         openai=config.endpoint,
+        hidden=_hidden_size(config.weights_dir),
         former=former,
         is_old=config.engine == FASTERTRANSFORMER,
         work_dir=folder / "gemm" if config.gemm_tuning.enabled else None,
@@ -225,13 +200,13 @@ def _other_engine(
     return OpenAIServer(
         config.command_line,
         model=config.model_name,
+        folder=config.folder,
         host=config.host,
-        port=config.http_port,
+        ports=config.ports,
         log_path=log_path,
         env=environment | secret,
-        folder=config.folder,
-        uses_tls=config.access.tls_cert is not None,
-        headers={"authorization": f"Bearer {tokens[0]}"} if tokens else {},
+        port_keys=PORT_KEYS,
+        access=config.access,
     )
 
 

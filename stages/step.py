@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from inference.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
+from inference.parent_process import end_process, stop_signals
 from stages.base import Stage, StageError, Summary
-from stages.job_process import assist, cause_of, log_line, stop_signals
-from stages.preflight import check_mpi, ping
+from stages.job_process import STOP_SIGNALS, assist, cause_of, log_line
+from stages.preflight import PING_NAME, check_mpi, meet
 from stages.progress import read_json, write_json
 
 _STOP_WAIT_S = 10.0
@@ -54,10 +55,12 @@ class JobStep:
     ranks: int = 1
     mpi: str | None = None
 
-    def command(self, *arguments: str) -> list[str]:
-        """Return the whole command that runs this module with the arguments."""
-        label = ("--label",) if self.ranks > 1 else ()
-        return [*self.prefix, *label, self.python, "-u", "-m", "stages.step", *arguments]
+    def command(self, stage: str, result: str) -> list[str]:
+        """Return the whole command that runs this module for the files of stage and result."""
+        program = [self.python, "-u", "-m", "stages.step", stage, result, str(self.ranks)]
+        if self.ranks == 1:
+            return [*self.prefix, *program]
+        return [*self.prefix, "--label", *program, self.mpi or "none"]
 
 
 def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
@@ -68,12 +71,12 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
     """
     folder.mkdir(parents=True, exist_ok=True)
     stage_path, result_path = folder / "stage.pkl", folder / "result.json"
-    result_path.unlink(missing_ok=True)
+    for stale in (result_path, folder / PING_NAME):
+        stale.unlink(missing_ok=True)
     stage_path.write_bytes(pickle.dumps(stage))
     if step.ranks > 1:
         check_mpi(step.mpi)
-        ping(step.prefix, step.python, ranks=step.ranks, mpi=step.mpi, folder=folder)
-    command = step.command(str(stage_path), str(result_path), str(step.ranks))
+    command = step.command(str(stage_path), str(result_path))
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
@@ -192,14 +195,10 @@ def _end(process: subprocess.Popen[str], stage: Stage) -> int:
     grace_s = stage.stop_grace_s() + _STOP_WAIT_S
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(grace_s)
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(_STOP_WAIT_S)
-    process.kill()
-    return process.wait()
+    return end_process(process, grace_s=_STOP_WAIT_S)
 
 
-def main(stage_path: Path, result_path: Path, ranks: int = 1) -> int:
+def main(stage_path: Path, result_path: Path, ranks: int, mpi: str = "none") -> int:
     """Run the stage of a pickle; the first rank writes the result, the others assist."""
     stage: Stage = pickle.loads(stage_path.read_bytes())
     if ranks > 1:
@@ -208,13 +207,16 @@ def main(stage_path: Path, result_path: Path, ranks: int = 1) -> int:
         place = read_launch_environment(os.environ)
         if place.rank > 0:
             try:
+                meet(place, result_path.parent, ranks=ranks, mpi=mpi)
                 assist(stage, place)
             except StageError as error:
                 log_line(str(error))
                 return error.exit_code
             return 0
     try:
-        with stop_signals() as stopped:
+        with stop_signals(*STOP_SIGNALS) as stopped:
+            if ranks > 1:
+                meet(place, result_path.parent, ranks=ranks, mpi=mpi)
             summary = stage()
     except (Exception, KeyboardInterrupt) as error:  # the parent process reports any of them
         details = error if isinstance(error, StageError) else StageError("")
@@ -230,4 +232,4 @@ def main(stage_path: Path, result_path: Path, ranks: int = 1) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))

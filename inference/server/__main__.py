@@ -17,10 +17,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from inference.front.access import OpenAIOptions, access_of, add_access_options
+from inference.parent_process import StopRequested, stop_signals
 from inference.ports import DEFAULT_PORTS, TRITON_PORTS
 from inference.server.server import ServerStartError, TritonServer
 from inference.server.server_log import ForwardedLog
@@ -29,10 +29,6 @@ _POLL_S = 0.25
 _PATIENCE_S = 30.0
 _MPIRUN = ("mpirun", "-n", "1", "--allow-run-as-root")
 _FASTERTRANSFORMER = "fastertransformer"
-
-
-class _StopRequest(BaseException):
-    """A signal asks for the end. Not an Exception: no handler on the way catches it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,14 +97,12 @@ def server_of(
 
 def serve_until_signal(server: TritonServer, *, ready_timeout_s: float, drain_s: float) -> int:
     """Serve until SIGTERM or SIGINT, and return 0; return 1 once the server has failed."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _ask_to_stop)
-    with ForwardedLog(server.log_path):
+    with stop_signals(signal.SIGTERM, signal.SIGINT), ForwardedLog(server.log_path):
         try:
             failure = _serve(server, ready_timeout_s)
         except (ServerStartError, OSError) as error:
             failure = str(error)
-        except _StopRequest:
+        except StopRequested:
             server.stop(drain_s=drain_s)
             return 0
         finally:
@@ -153,13 +147,6 @@ def _serve(server: TritonServer, ready_timeout_s: float) -> str:
     while (failure := server.failure(patience_s=_PATIENCE_S)) is None:
         time.sleep(_POLL_S)
     return f"the server failed: {failure}"
-
-
-def _ask_to_stop(number: int, frame: FrameType | None) -> NoReturn:
-    del frame
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)  # a second one changes nothing
-    raise _StopRequest(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from tritonclient.utils import InferenceServerException
 from inference.decoding.rows import SessionTurn
 from inference.front.sockets import CHANNEL_OPTIONS
 from inference.server.client import Tensors, TritonClient
+from inference.server.probe import is_interactive, probe_tensors
 
 _TIMEOUT_S = 1.0
 # Channels of one process to the same address would share a connection.
 _OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-SESSION_LEN = "session_len"
 _WHOLE_SESSION = SessionTurn(2**31, starts=True, ends=True)
 
 
@@ -41,9 +41,14 @@ class Admin(TritonClient):
     answers with an error.
     """
 
-    def __init__(self, target: str) -> None:
-        """Connect at the first call; `target` is `unix:PATH` or `host:port`."""
+    def __init__(self, target: str, *, hidden: int | None = None) -> None:
+        """Connect at the first call; `target` is `unix:PATH` or `host:port`.
+
+        `hidden` is the width of the hidden states that an encoder takes, if it is known.
+        """
         super().__init__(target, timeout_s=_TIMEOUT_S, channel_options=_OPTIONS)
+        self._hidden = hidden
+        self._messages: dict[str, Any] = {}
 
     def is_model_ready(self, name: str) -> bool:
         """Return whether the server says that a model serves."""
@@ -57,25 +62,27 @@ class Admin(TritonClient):
         return list(self._asked("get_model_repository_index").models)
 
     def config(self, name: str) -> Any:
-        """Return a model's configuration, the protobuf message of Triton."""
-        return self._asked("get_model_config", name).config
+        """Return a model's configuration, the protobuf message of Triton, which is cached."""
+        if name not in self._messages:
+            self._messages[name] = self._asked("get_model_config", name).config
+        return self._messages[name]
 
     def executed(self, name: str) -> int:
         """Return how often a model has run and how many requests it has answered, added up."""
         found = self._asked("get_inference_statistics", name).model_stats
         return sum(each.execution_count + each.inference_stats.success.count for each in found)
 
+    def small_request(self, name: str) -> Tensors | None:
+        """Return a small valid request to a model; None for an encoder of unknown width."""
+        return probe_tensors(self.config(name), hidden=self._hidden)
+
     def ask(
-        self,
-        name: str,
-        config: Any,
-        tensors: Tensors,
-        *,
-        timeout_s: float,
-        parameters: Mapping[str, Any] | None = None,
+        self, name: str, *, timeout_s: float, parameters: Mapping[str, Any] | None = None
     ) -> None:
-        """Send one request and wait for its whole answer."""
-        turn = _WHOLE_SESSION if is_interactive(config) else None
+        """Send a model a small request, if there is one, and wait for its whole answer."""
+        if (tensors := self.small_request(name)) is None:
+            return
+        turn = _WHOLE_SESSION if is_interactive(self.config(name)) else None
         try:
             self.infer(name, tensors, turn=turn, parameters=parameters, timeout_s=timeout_s)
         except InferenceServerException as error:
@@ -97,11 +104,3 @@ def _explained(error: Any) -> NoAnswerError | RefusalError:
     if is_unreachable or code in ("DEADLINE_EXCEEDED", "CANCELLED"):
         return NoAnswerError(words)
     return RefusalError(code, words)
-
-
-def is_interactive(config: Any) -> bool:
-    """Return whether a model's requests belong to sessions, or an ensemble hands them to one."""
-    return bool(
-        config.HasField("sequence_batching")
-        or any(tensor.name == SESSION_LEN for tensor in config.input)
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 from inference.front.link import LEFT, FrontSettings, Readiness, Served
+from inference.parent_process import end_process
 
 _END_S = 5.0  # for the last answers to be sent
 
@@ -58,12 +58,7 @@ class FrontProcess(subprocess.Popen[bytes]):
     def end(self) -> None:
         """End it, and wait for that."""
         self._link.close()
-        self.send_signal(signal.SIGCONT)  # it may have been stopped
-        try:
-            self.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self.wait()
+        end_process(self, grace_s=_END_S)
 
     def _send(self, record: object) -> None:
         with self._sending, contextlib.suppress(OSError):  # its exit status reports its end

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from export_scripts.triton.parameters import PARAMETERS
-from inference.server.admin import Admin, NoAnswerError, RefusalError, is_interactive
-from inference.server.client import Tensors
-from inference.server.probe import probe_tensors
-from inference.server.process import ask_locally
+from inference.server.admin import Admin, NoAnswerError, RefusalError
+from inference.server.probe import is_interactive
+from inference.server.process import ServedProcess
 from inference.server.supervisor import descendants, model_of, process_state
 from inference.supervision import BUSY, CANARY_PARAMETER
 
@@ -171,32 +170,26 @@ def _computed_s(target: Target) -> float:
     return sum(state.cpu_s for state in states if state is not None)
 
 
-def model_targets(
-    admin: Admin, models: Sequence[str], *, root: int, hidden: int | None
-) -> list[Target]:
+def model_targets(admin: Admin, models: Sequence[str], *, root: int) -> list[Target]:
     """Return a target for each model that takes a canary.
 
     Models of sessions get none: a canary would wait behind the sessions that users keep open.
     """
-    configs = {name: admin.config(name) for name in models}
     return [
-        _model_target(admin, name, configs, tensors, root)
-        for name, config in configs.items()
-        if not is_interactive(config) and (tensors := probe_tensors(config, hidden=hidden))
+        _model_target(admin, name, root)
+        for name in models
+        if not is_interactive(admin.config(name)) and admin.small_request(name) is not None
     ]
 
 
-def _model_target(
-    admin: Admin, name: str, configs: dict[str, Any], tensors: Tensors, root: int
-) -> Target:
-    steps = [each.model_name for each in configs[name].ensemble_scheduling.step] or [name]
+def _model_target(admin: Admin, name: str, root: int) -> Target:
+    steps = [each.model_name for each in admin.config(name).ensemble_scheduling.step] or [name]
     # An engine takes a request over at once, and says itself whether it advances.
-    counted = [each for each in steps if not _is_engine(configs[each])]
+    counted = [each for each in steps if not _is_engine(admin.config(each))]
 
     def ask(timeout_s: float) -> None:
-        parameters = {CANARY_PARAMETER: True}
         try:
-            admin.ask(name, configs[name], tensors, timeout_s=timeout_s, parameters=parameters)
+            admin.ask(name, timeout_s=timeout_s, parameters={CANARY_PARAMETER: True})
         except RefusalError as error:  # others are the request's fault, not the model's
             if error.code not in _REFUSALS and str(error).rpartition(" ")[2] != BUSY:
                 raise
@@ -218,17 +211,17 @@ def _is_engine(config: Any) -> bool:
     return any(key in config.parameters for key, each in PARAMETERS.items() if each.is_required)
 
 
-def front_target(host: str, port: int, *, uses_tls: bool, pid: int) -> Target:
-    """Return a target for a port of the front: any answer to HTTP shows that it lives."""
+def front_target(server: ServedProcess, port: str, *, pid: int) -> Target:
+    """Return a target for a server's front at a port: any answer to HTTP shows that it lives."""
 
     def ask(timeout_s: float) -> None:
         try:
-            ask_locally(host, port, "/v2/health/live", timeout_s=timeout_s, uses_tls=uses_tls)
+            server.ask("/v2/health/live", timeout_s=timeout_s, port=port)
         except OSError as error:
             raise NoAnswerError(str(error)) from error
 
     return Target(
-        f"the front at its port {port}",
+        f"the front at its port {server.ports[port]}",
         ask,
         advanced=lambda: 0.0,
         processes=lambda: [pid],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from http import HTTPStatus
 from pathlib import Path
 
-from inference.server.process import ServedProcess, ask_locally
+from inference.server.process import ServedProcess
 
 HOST_FIELD, PORT_FIELD, MODEL_FIELD = "{host}", "{port}", "{model}"  # in a command
 _POLL_S = 0.25
@@ -15,39 +16,27 @@ _ASK_S = 5.0
 _FIRST_ANSWER_S = 120.0  # kernels may be compiled for it
 
 
+@dataclass(eq=False)
 class OpenAIServer(ServedProcess):
     """A process that serves OpenAI's protocol, and the processes that it starts.
 
-    The fields {host}, {port} and {model} of its command are filled in.
+    Attributes:
+        command: in which the fields {host}, {port} and {model} are filled in.
+        model: that requests name.
+        folder: of the model.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        model: str,
-        host: str,
-        port: int,
-        log_path: Path,
-        env: Mapping[str, str],
-        folder: Path | None = None,
-        uses_tls: bool = False,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        """Prepare to run `command` for requests to `model`, whose folder is `folder`.
+    command: Sequence[str]
+    _: KW_ONLY
+    model: str
+    folder: Path
 
-        `headers` authorize a request; `env` is added to this process's environment.
-        """
-        keys = {"http": "deploy.http_port"}
-        super().__init__(
-            host=host, ports={"http": port}, log_path=log_path, env=env, port_keys=keys
-        )
-        self.name = Path(command[0]).name
-        self._command = tuple(command)
-        self._model = model
-        self._folder = folder
-        self._uses_tls = uses_tls
-        self._headers = dict(headers or {})
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.name = Path(self.command[0]).name
+        tokens = self.access.tokens()
+        if tokens:
+            self._headers = {"authorization": f"Bearer {tokens[0]}"}
 
     def start(
         self,
@@ -70,9 +59,9 @@ class OpenAIServer(ServedProcess):
             values = {
                 HOST_FIELD: self.host,
                 PORT_FIELD: self.ports["http"],
-                MODEL_FIELD: self._folder,
+                MODEL_FIELD: self.folder,
             }
-            command = list(self._command)
+            command = list(self.command)
             for field, value in values.items():
                 command = [word.replace(field, str(value)) for word in command]
             self._spawn(command, segments="", env={})
@@ -105,37 +94,24 @@ class OpenAIServer(ServedProcess):
     def _is_healthy(self) -> bool:
         """Return whether /health, or the list of models of a server without it, answers."""
         try:
-            status, _ = self._ask("/health")
+            status, _ = self.ask("/health", timeout_s=_ASK_S)
             if status == HTTPStatus.NOT_FOUND:
-                status, _ = self._ask("/v1/models")
+                status, _ = self.ask("/v1/models", timeout_s=_ASK_S)
         except OSError:
             return False
         return status == HTTPStatus.OK
 
     def _ask_once(self) -> None:
         """Send a request for one token; a server without completions is asked for nothing."""
-        body = {"model": self._model, "prompt": "The", "max_tokens": 1}
+        body = {"model": self.model, "prompt": "The", "max_tokens": 1}
         try:
-            status, answer = self._ask("/v1/completions", body, _FIRST_ANSWER_S)
+            status, answer = self.ask("/v1/completions", timeout_s=_FIRST_ANSWER_S, body=body)
         except OSError as error:
             self._fail_if_ended("at its first request")
             self._fail(f"{self.name} is ready, but does not answer: {error!r}")
         if status not in (HTTPStatus.OK, HTTPStatus.NOT_FOUND):
             text = answer.decode("utf-8", "replace")
             self._fail(f"{self.name} is ready, but refuses a request with status {status}: {text}")
-
-    def _ask(
-        self, path: str, body: Mapping[str, object] | None = None, timeout_s: float = _ASK_S
-    ) -> tuple[int, bytes]:
-        return ask_locally(
-            self.connect_host,
-            self.ports["http"],
-            path,
-            timeout_s=timeout_s,
-            uses_tls=self._uses_tls,
-            body=body,
-            headers=self._headers,
-        )
 
     def _fail_if_ended(self, when: str) -> None:
         if (status := self.poll()) is not None:

@@ -12,13 +12,21 @@ import signal
 import ssl
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from inference.ports import pick_free_ports, port_problem, ports_problems
+from inference.front.access import OPEN_ACCESS, Access
+from inference.ports import (
+    TRITON_PORTS,
+    host_and_port,
+    pick_free_ports,
+    port_problem,
+    ports_problems,
+)
 from inference.server import supervisor
 from inference.server.server_log import LOG_TAIL_LINES, ServerStartError, errors_of, last_lines
 
@@ -27,31 +35,30 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _Server = TypeVar("_Server", bound="ServedProcess")
 
 
+@dataclass(kw_only=True, eq=False)
 class ServedProcess:
     """A server that runs under a supervisor, with all that it starts, and ends with this process.
 
-    Ports of 0 are chosen when it starts, and are then in `ports`. `port_keys` gives the
-    configuration key of each port and of the host, for messages.
+    Attributes:
+        ports: by name; those of 0 are chosen when it starts, and are then here.
+        env: is added to this process's environment.
+        port_keys: the configuration key of each port and of the host, for messages.
+        access: limits the clients and their requests.
     """
 
     name = "tritonserver"
+    host: str = "127.0.0.1"
+    ports: Mapping[str, int] = field(default_factory=TRITON_PORTS.copy)
+    log_path: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    port_keys: Mapping[str, str] = field(default_factory=dict)
+    access: Access = OPEN_ACCESS
 
-    def __init__(
-        self,
-        *,
-        host: str,
-        ports: Mapping[str, int],
-        log_path: Path,
-        env: Mapping[str, str] | None = None,
-        port_keys: Mapping[str, str] | None = None,
-    ) -> None:
-        self.host = host
-        self.log_path = Path(log_path)
+    def __post_init__(self) -> None:
         self.models: tuple[str, ...] = ()
-        self._wanted_ports = dict(ports)
-        self.ports = self._wanted_ports
-        self._port_keys = {name: f"{name}_port" for name in ports} | dict(port_keys or {})
-        self._env = dict(env or {})
+        self.uses_tls = self.access.tls_cert is not None
+        self._headers: dict[str, str] = {}  # that authorize a request
+        self._wanted_ports = dict(self.ports)
         self._process: subprocess.Popen[bytes] | None = None
         self._link: Connection | None = None
         self._losses: list[str] = []
@@ -64,8 +71,7 @@ class ServedProcess:
 
     def address(self, port: str) -> str:
         """Return `host:port` for clients on this machine."""
-        host = f"[{self.connect_host}]" if ":" in self.connect_host else self.connect_host
-        return f"{host}:{self.ports[port]}"
+        return host_and_port(self.connect_host, self.ports[port])
 
     @property
     def pid(self) -> int | None:
@@ -74,9 +80,40 @@ class ServedProcess:
 
     def port_problems(self) -> list[str]:
         """Return a message for a host of another machine, or for every port that is unavailable."""
-        if problem := host_problem(self._port_keys.get("host", "host"), self.host):
+        keys = {name: f"{name}_port" for name in self.ports} | {"host": "host", **self.port_keys}
+        if problem := host_problem(keys["host"], self.host):
             return [problem]
-        return ports_problems(self.host, self._wanted_ports, keys=self._port_keys)
+        return ports_problems(self.host, self._wanted_ports, keys=keys)
+
+    def ask(
+        self,
+        path: str,
+        *,
+        timeout_s: float,
+        port: str = "http",
+        body: Mapping[str, object] | None = None,
+    ) -> tuple[int, bytes]:
+        """Ask the server over HTTP at one of its ports, by POST where there is a body.
+
+        Its certificate, which names the host for clients, is not checked. Returns the status and
+        the first bytes of the answer. Raises OSError if there is none; a wrong one is a
+        ConnectionError.
+        """
+        address = self.connect_host, self.ports[port]
+        connection = http.client.HTTPConnection(*address, timeout=timeout_s)
+        if self.uses_tls:
+            unchecked = ssl._create_unverified_context()
+            connection = http.client.HTTPSConnection(*address, timeout=timeout_s, context=unchecked)
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            headers = {"content-type": "application/json", **self._headers}
+            connection.request("GET" if body is None else "POST", path, data, headers)
+            response = connection.getresponse()
+            return response.status, response.read(1000)
+        except http.client.HTTPException as error:
+            raise ConnectionError(repr(error)) from error
+        finally:
+            connection.close()
 
     def poll(self) -> int | None:
         """Return the exit status (128 + n after signal n), or None while the server runs."""
@@ -161,7 +198,7 @@ class ServedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **env, **self._env},
+                env={**os.environ, **env, **self.env},
                 cwd=cwd,
                 pass_fds=[other.fileno()],
                 start_new_session=True,
@@ -219,37 +256,3 @@ def _may_be_host(text: str) -> bool:
         return bool(ipaddress.ip_address(text))
     is_name = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?", text)
     return is_name is not None and re.fullmatch(r"[0-9.]+", text) is None
-
-
-def ask_locally(
-    host: str,
-    port: int,
-    path: str,
-    *,
-    timeout_s: float,
-    uses_tls: bool = False,
-    body: Mapping[str, object] | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> tuple[int, bytes]:
-    """Ask a process of this machine over HTTP, by POST where there is a body.
-
-    Its certificate, which names the host for clients, is not checked. Returns the status and the
-    first bytes of the answer. Raises OSError if there is none; a wrong one is a ConnectionError.
-    """
-    connect: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
-    more = {}
-    if uses_tls:
-        connect, more = http.client.HTTPSConnection, {"context": ssl._create_unverified_context()}
-    connection = connect(host, port, timeout=timeout_s, **more)
-    try:
-        data = None if body is None else json.dumps(body).encode()
-        kind = {"content-type": "application/json"}
-        connection.request(
-            "GET" if body is None else "POST", path, data, kind | dict(headers or {})
-        )
-        response = connection.getresponse()
-        return response.status, response.read(1000)
-    except http.client.HTTPException as error:
-        raise ConnectionError(repr(error)) from error
-    finally:
-        connection.close()

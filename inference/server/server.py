@@ -6,18 +6,20 @@ import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import KW_ONLY, dataclass
 from http import HTTPStatus
 from pathlib import Path
 
-from inference.front.access import OPEN_ACCESS, Access, OpenAIOptions
+from inference.front.access import OpenAIOptions
 from inference.front.link import FrontSettings, Served
 from inference.front.rules import READY_PATH
 from inference.front.sockets import ServerSockets, new_sockets
-from inference.plain_path import PlainFolder
-from inference.ports import TRITON_PORTS, accepts_connections
+from inference.plain_path import plain_folder
+from inference.ports import accepts_connections
 from inference.server import supervisor
-from inference.server.admin import Admin, RefusalError, is_interactive
+from inference.server.admin import Admin, RefusalError
 from inference.server.front import FrontProcess
 from inference.server.health import INTERVAL_S, TIMEOUT_S, Health, front_target, model_targets
 from inference.server.installation import find_triton
@@ -26,7 +28,8 @@ from inference.server.options import (
     old_server_options,
     server_options,
 )
-from inference.server.process import ServedProcess, ask_locally
+from inference.server.probe import is_interactive
+from inference.server.process import ServedProcess
 from inference.server.segments import user_prefix
 from inference.server.server_log import (
     CRASH_SIGNALS,
@@ -51,44 +54,36 @@ _DRAINED = "Found 0 live models"  # what remains is closing idle connections, wh
 _UNLOAD_S = 10.0
 
 
+@dataclass(eq=False)
 class TritonServer(ServedProcess):
     """One tritonserver process, its child processes, and the front that clients reach.
 
-    `env` is added to this process's environment. `prefix` starts the server, such as mpirun.
-    `access` limits the clients and their requests. `is_old` keeps to the options that every release
-    knows: the server then listens itself, without a front, and leaves the control of models open to
-    clients. The server runs in `work_dir`. `openai` adds an endpoint of OpenAI's protocol, which
-    needs the front. A server with a `former` one gets its front and ports by `take_over`.
+    Attributes:
+        prefix: starts the server, such as mpirun.
+        is_old: keeps to the options that every release knows: the server then listens itself,
+            without a front, and leaves the control of models open to clients.
+        work_dir: where the server runs.
+        openai: adds an endpoint of OpenAI's protocol, which needs the front.
+        hidden: width of the hidden states that an encoder takes; an encoder of unknown width is not
+            asked whether it answers.
+        former: a server whose front and ports this one gets by `take_over`.
     """
 
-    def __init__(
-        self,
-        model_repository: Path | str,
-        *,
-        ports: Mapping[str, int] = TRITON_PORTS,
-        host: str = "127.0.0.1",
-        log_path: Path,
-        env: Mapping[str, str] | None = None,
-        port_keys: Mapping[str, str] | None = None,
-        prefix: Sequence[str] = (),
-        is_old: bool = False,
-        work_dir: Path | None = None,
-        access: Access = OPEN_ACCESS,
-        openai: OpenAIOptions | None = None,
-        former: TritonServer | None = None,
-    ) -> None:
-        assert openai is None or not is_old, "the endpoint needs the front"
-        if openai is not None:
-            ports = {**ports, "openai": openai.port}
-        super().__init__(host=host, ports=ports, log_path=log_path, env=env, port_keys=port_keys)
-        self.model_repository = str(model_repository)
-        self._repository = PlainFolder(self.model_repository)
-        self._openai = openai
-        self._prefix = tuple(prefix)
-        self._is_old = is_old
-        self._work_dir = work_dir
-        self._access = access
-        self._former = former
+    model_repository: Path | str
+    _: KW_ONLY
+    prefix: Sequence[str] = ()
+    is_old: bool = False
+    work_dir: Path | None = None
+    openai: OpenAIOptions | None = None
+    hidden: int | None = None
+    former: TritonServer | None = None
+
+    def __post_init__(self) -> None:
+        assert self.openai is None or not self.is_old, "the endpoint needs the front"
+        if self.openai is not None:
+            self.ports = {**self.ports, "openai": self.openai.port}
+        super().__post_init__()
+        self._source = str(self.model_repository)
         self._stopped_since: dict[str, float] = {}  # by process
         self._admin: Admin | None = None
         self._health: Health | None = None
@@ -96,6 +91,7 @@ class TritonServer(ServedProcess):
         self._shm_prefix = f"{user_prefix()}{secrets.token_hex(8)}-"
         self._sockets: ServerSockets | None = None
         self._front: FrontProcess | None = None
+        self._held = contextlib.ExitStack()  # what a start has made, and its end removes
         self._has_successor = False
 
     @property
@@ -103,7 +99,7 @@ class TritonServer(ServedProcess):
         """Base URL of OpenAI's protocol for clients on this machine, None without it."""
         if "openai" not in self.ports:
             return None
-        scheme = "http" if self._access.tls_cert is None else "https"
+        scheme = "https" if self.uses_tls else "http"
         return f"{scheme}://{self.address('openai')}/v1"
 
     @property
@@ -118,12 +114,12 @@ class TritonServer(ServedProcess):
     def admin(self) -> Admin:
         """The owner's connection to a started server."""
         if self._admin is None:
-            self._admin = Admin(self.control_address)
+            self._admin = Admin(self.control_address, hidden=self.hidden)
         return self._admin
 
     def port_problems(self) -> list[str]:
         """Return a message for every wanted port that is unavailable."""
-        return [] if self._former is not None else super().port_problems()
+        return [] if self.former is not None else super().port_problems()
 
     def start(
         self,
@@ -167,27 +163,44 @@ class TritonServer(ServedProcess):
                 self._order(supervisor.READY)
                 return
 
+    def await_answer(self, model: str, *, timeout_s: float, check: Callable[[], None]) -> None:
+        """Send a model of a started server a small request, and wait for the answer.
+
+        `check` is called repeatedly; an exception that it raises ends the wait.
+
+        Raises:
+            ServerStartError: the model has answered with an error, or not within `timeout_s`, or
+                the server has ended.
+        """
+        summary = "tritonserver is ready, but does not answer:"
+        pool = ThreadPoolExecutor(1, thread_name_prefix="probe")
+        answered = pool.submit(self.admin.ask, model, timeout_s=timeout_s)
+        pool.shutdown(wait=False)
+        while not answered.done():
+            check()
+            if (status := self.poll()) is not None:
+                ended = f"tritonserver ended with status {status} at its first request"
+                self._fail(summary, [ended])
+            wait([answered], timeout=_POLL_S)
+        if (error := answered.exception()) is not None:
+            words = f"a first small request, which may take {timeout_s:g} s: {error}"
+            self._fail(summary, f"model {model} did not answer {words}".splitlines())
+
     def watch_answers(
-        self,
-        *,
-        hidden: int | None = None,
-        interval_s: float = INTERVAL_S,
-        timeout_s: float = TIMEOUT_S,
+        self, *, interval_s: float = INTERVAL_S, timeout_s: float = TIMEOUT_S
     ) -> None:
         """Make `failure` report models that are loaded but do not answer.
 
-        Each model gets a small request every few seconds. `hidden` is the width of the hidden
-        states that an encoder takes; an encoder of unknown width gets none. `interval_s` and
-        `timeout_s` are those of `Health`.
+        Each model gets a small request every few seconds. `interval_s` and `timeout_s` are those of
+        `Health`.
         """
-        if self._is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
+        if self.is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
             return
         assert self._process is not None, "the server was not started"
-        targets = model_targets(self.admin, self.models, root=self._process.pid, hidden=hidden)
+        targets = model_targets(self.admin, self.models, root=self._process.pid)
         if self._front is not None:
-            uses_tls, pid = self._access.tls_cert is not None, self._front.pid
             targets += [
-                front_target(self.connect_host, self.ports[name], uses_tls=uses_tls, pid=pid)
+                front_target(self, name, pid=self._front.pid)
                 for name in ("http", "openai")
                 if name in self.ports
             ]
@@ -251,9 +264,7 @@ class TritonServer(ServedProcess):
         if self._front is not None and not self._has_successor:
             self._front.end()
         self._close_admin()
-        if self._sockets is not None:
-            self._sockets.remove()
-        self._repository.remove()
+        self._held.close()
 
     def _close_admin(self) -> None:
         if self._admin is not None:
@@ -261,8 +272,8 @@ class TritonServer(ServedProcess):
             self._admin = None
 
     def _launch(self) -> ServerLog:
-        if self._former is not None:
-            self._wanted_ports = self._former.ports
+        if self.former is not None:
+            self._wanted_ports = dict(self.former.ports)
         self._choose_ports()
         command, environment = self._command()
         reports = "" if self._sockets is None else str(self._sockets.reports)
@@ -270,37 +281,37 @@ class TritonServer(ServedProcess):
             command,
             segments=self._shm_prefix,
             env={**environment, REPORTS_VARIABLE: reports},
-            cwd=self._work_dir,
+            cwd=self.work_dir,
             reports=reports,
         )
-        if self._sockets is not None and self._former is None:
+        if self._sockets is not None and self.former is None:
             served = self._served(self._sockets)
             settings = FrontSettings(
-                served, self.host, self.ports, self._access, self._openai, Path.cwd()
+                served, self.host, self.ports, self.access, self.openai, Path.cwd()
             )
             self._front = FrontProcess(settings, log_path=self.log_path)
-        configs = Path(self.model_repository).glob("*/config.pbtxt")  # none at a URL
+        configs = Path(self._source).glob("*/config.pbtxt")  # none at a URL
         return ServerLog(self.log_path, (path.parent.name for path in configs))
 
     def _served(self, sockets: ServerSockets) -> Served:
-        is_here = "://" not in self.model_repository
-        return Served(sockets.folder, Path(self.model_repository).absolute() if is_here else None)
+        is_here = "://" not in self._source
+        return Served(sockets.folder, Path(self._source).absolute() if is_here else None)
 
     def _command(self) -> tuple[list[str], dict[str, str]]:
         """Return the command line of this start, with new sockets, and its environment."""
-        installation = find_triton(own_backends=not self._is_old)
-        program = [*self._prefix, str(installation.program), *installation.arguments()]
-        if self._is_old:
+        installation = find_triton(own_backends=not self.is_old)
+        program = [*self.prefix, str(installation.program), *installation.arguments()]
+        repository = self._held.enter_context(plain_folder(self._source))
+        if self.is_old:
             known = installation.known_options()
-            options = old_server_options(
-                self._repository.path, self.ports, host=self.host, known=known
-            )
+            options = old_server_options(repository, self.ports, host=self.host, known=known)
         else:
             self._sockets = new_sockets()
+            self._held.callback(self._sockets.remove)
             options = server_options(
-                self._repository.path,
+                repository,
                 self._sockets,
-                completes_configs=leaves_types_to_the_backend(self.model_repository),
+                completes_configs=leaves_types_to_the_backend(self._source),
             )
         segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
         return [*program, *options, segments], installation.environment()
@@ -317,7 +328,7 @@ class TritonServer(ServedProcess):
         Raises:
             ServerStartError: The front cannot serve this one; it stays with the former.
         """
-        former, sockets = self._former, self._sockets
+        former, sockets = self.former, self._sockets
         assert former is not None
         assert former._front is not None
         assert sockets is not None
@@ -331,7 +342,7 @@ class TritonServer(ServedProcess):
                     "the front did not take the new server:", reasons=[], log_path=former.log_path
                 )
             time.sleep(_POLL_S)
-        self._front, self._former = front, None
+        self._front, self.former = front, None
         former._has_successor = True
 
     def _await_ready(
@@ -397,7 +408,7 @@ class TritonServer(ServedProcess):
         if self._front and sockets and not self._front.serves(sockets.folder):
             return False
         if not statuses:
-            log.failures.append(f"{self.model_repository} holds no model")
+            log.failures.append(f"{self._source} holds no model")
             return False
         self.models = tuple(sorted(each.name for each in statuses))
         return True
@@ -420,11 +431,8 @@ class TritonServer(ServedProcess):
         if self._front is None:
             return True
         self._tell_front(True)
-        uses_tls = self._access.tls_cert is not None
         try:
-            status, _ = ask_locally(
-                self.connect_host, self.ports["http"], READY_PATH, timeout_s=1.0, uses_tls=uses_tls
-            )
+            status, _ = self.ask(READY_PATH, timeout_s=1.0)
         except OSError:
             return False
         return status == HTTPStatus.OK

@@ -107,25 +107,50 @@ def model_of(pid: int) -> str | None:
         return None
     if len(words) < 2 or Path(words[0]).name != _STUB:
         return None
-    return Path(words[1]).parent.parent.name  # <repository>/<model>/<version>/model.py
+    # <repository>/<model>/<version>/model.py
+    return Path(words[1]).parent.parent.name or None
+
+
+@dataclass
+class _Process:
+    """A process of a server. `model` is the one that it runs, `fault` what has happened to it."""
+
+    pid: int
+    started: int
+    model: str | None = None
+    stopped_since: float | None = None
+    fault: str | None = None
+    has_ended: bool = False
+    may_be_replaced: bool = False  # by a process of the same model that started later
+
+    def look(self, now: float) -> None:
+        """Note whether the process has ended, or has been stopped for too long."""
+        state = process_state(self.pid)
+        is_same = state is not None and state.started == self.started
+        self.has_ended = state is None or not is_same or state.letter in "ZX"
+        if self.has_ended:
+            self.fault = _how_ended(state.exit_code) if state and is_same else "has ended"
+        elif state is None or state.letter != "T":
+            self.fault = self.stopped_since = None
+        else:
+            self.stopped_since = self.stopped_since or now
+            if now - self.stopped_since >= STOPPED_LIMIT_S:
+                self.fault = f"has been stopped for {STOPPED_LIMIT_S:g} s"
 
 
 class ServerWatch:
     """The processes of a server: whether all of them are there and run.
 
     Set `is_ready` once every model has loaded. Until then the server itself reports models whose
-    processes end, and a loss is only kept. It is forgotten when another process of the same model
-    starts: a model whose configuration its backend completes has one for that alone.
+    processes end, and a loss is only kept. It does not count if another process of the same model
+    has started since: a model whose configuration its backend completes has one for that alone.
     """
 
     def __init__(self, root: int) -> None:
         self.is_ready = False
         self._root = root
-        self._losses: dict[str, str] = {}  # by model; "" for processes of none
-        self._started: dict[int, int] = {}  # of every process
-        self._models: dict[int, str] = {}  # of the processes that run one
-        self._stopped: dict[int, float] = {}  # since when
-        self._ended: set[tuple[int, int]] = set()  # with their start times
+        # By start time and id, which orders those of one tick. What ran a model is never forgotten.
+        self._known: dict[tuple[int, int], _Process] = {}
         self._scanned_ready = self._looked_ready = False
         self._scanned = self._looked = float("-inf")
 
@@ -139,68 +164,38 @@ class ServerWatch:
             self._scan()
         if now - self._looked > _LOOK_S:
             self._looked = now
-            for pid in list(self._started):
-                model = self._models.get(pid, "")
-                if reason := self._look(pid, now):
-                    self._losses.setdefault(model, reason)
-            # What ended between the last look at a loading server and this one had its successor.
+            for key, each in list(self._known.items()):
+                if each.has_ended:
+                    continue
+                each.look(now)
+                # What ended between the last look at a loading server and this one had its
+                # successor.
+                each.may_be_replaced = not self._looked_ready
+                if each.has_ended and each.model is None:
+                    del self._known[key]  # a scan after readiness judges it
             self._looked_ready = self.is_ready
-        return next(iter(self._losses.values()), None) if self.is_ready else None
+        lost = filter(None, (self._loss(*each) for each in self._known.items()))
+        return next(lost, None) if self.is_ready else None
 
     def _scan(self) -> None:
         for pid in (self._root, *descendants(self._root)):
-            state = process_state(pid)
-            if state is None:
+            if (state := process_state(pid)) is None:
                 continue
-            self._started.setdefault(pid, state.started)
+            each = self._known.setdefault((state.started, pid), _Process(pid, state.started))
             # Looked at again: a process that has just been made still runs its parent's program.
-            if pid not in self._models and (model := model_of(pid)):
-                self._models[pid] = model
-                if not self.is_ready:
-                    self._losses.pop(model, None)
-            elif state.letter == "Z" and self._is_unseen(pid, state):
-                self._models[pid] = "?"  # a process that has ended no longer says what it ran
+            each.model = each.model or model_of(pid)
+            is_stub = state.program == _STUB[: len(state.program)] != ""
+            if each.model is None and self.is_ready and state.letter == "Z" and is_stub:
+                each.model = "?"  # a process that has ended no longer says what it ran
 
-    def _is_unseen(self, pid: int, state: ProcessState) -> bool:
-        """Return whether a model's process has ended before any scan found what it runs."""
-        is_stub = state.program == _STUB[: len(state.program)] != ""
-        return (
-            self.is_ready
-            and is_stub
-            and pid not in self._models
-            and (pid, state.started) not in self._ended
+    def _loss(self, key: tuple[int, int], process: _Process) -> str | None:
+        is_replaced = process.may_be_replaced and any(
+            each.model == process.model and later > key for later, each in self._known.items()
         )
-
-    def _look(self, pid: int, now: float) -> str | None:
-        state = process_state(pid)
-        if state is None or state.letter in "ZX" or state.started != self._started[pid]:
-            return self._end_of(pid, state)
-        if state.letter != "T":
-            self._stopped.pop(pid, None)
-        elif now - self._stopped.setdefault(pid, now) >= STOPPED_LIMIT_S and self.is_ready:
-            return f"{self._name(pid)} has been stopped for {STOPPED_LIMIT_S:g} s"
-        return None
-
-    def _end_of(self, pid: int, state: ProcessState | None) -> str | None:
-        """Forget a process that has ended; return its exit if it was that of a model."""
-        name, is_model = self._name(pid), pid in self._models
-        if is_model:  # else a scan after readiness judges it
-            self._ended.add((pid, self._started[pid]))
-        # Another process of the same model has started since; ids order those of one tick.
-        model, own = self._models.get(pid), (self._started[pid], pid)
-        is_replaced = not self._looked_ready and any(
-            other == model and (self._started[each], each) > own
-            for each, other in self._models.items()
-        )
-        is_same = state is not None and state.started == self._started[pid]
-        how = _how_ended(state.exit_code) if state is not None and is_same else "has ended"
-        for known in (self._started, self._models, self._stopped):
-            known.pop(pid, None)
-        return f"{name} {how}" if is_model and not is_replaced else None
-
-    def _name(self, pid: int) -> str:
-        model = self._models.get(pid)
-        return f"process {pid}" + (f" of model {model}" if model else "")
+        if process.fault is None or (process.has_ended and is_replaced):
+            return None
+        of_model = f" of model {process.model}" if process.model else ""
+        return f"process {process.pid}{of_model} {process.fault}"
 
 
 def _how_ended(wait_status: int) -> str:

@@ -6,7 +6,6 @@ Base Command has no queue and no job id: the command on the first replica starts
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,9 +113,6 @@ class BcpLauncher(LocalLauncher):
 
     def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
         config, resources = self.config, job.stage.job.resources
-        # At most one task for each GPU of a node.
-        most = config.cluster.gpus_per_node or resources.tasks_per_node
-        per_node = min(resources.tasks_per_node, most)
         executor = BcpExecutor(
             job.folder / "submitit" / job_id,
             bcprun=config.cluster.bcprun,
@@ -124,18 +120,14 @@ class BcpLauncher(LocalLauncher):
         )
         level = os.environ.get(LOG_LEVEL_VARIABLE)
         levels = {} if level is None else {LOG_LEVEL_VARIABLE: level}
-        tasks = resources.nodes * per_node
-        # The preflight check, by which several tasks reach each other.
-        ping = [sys.executable, "-u", "-m", "stages.preflight", str(executor.folder), str(tasks)]
         executor.update_parameters(
             nodes=resources.nodes,
-            tasks_per_node=per_node,
+            tasks_per_node=resources.tasks_per_node,
             timeout_min=resources.time_limit_min,
             job_id=job_id,
             log_path=str(log_of(job, job_id)),
             exports={**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark, **levels},
             setup=config.cluster.setup,
-            first=None if tasks == 1 else shlex.join([*ping, "none"]),
             no_redirect=config.bcp_no_redirect,
             arguments=config.cluster.bcprun_args,
         )

@@ -107,7 +107,7 @@ class BcpExecutor(core.PicklingExecutor):
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
-        return {"job_id", "log_path", "exports", "first", "no_redirect", "setup", "arguments"}
+        return {"job_id", "log_path", "exports", "no_redirect", "setup", "arguments"}
 
     def _num_tasks(self) -> int:
         nodes: int = self.parameters.get("nodes", 1)
@@ -123,7 +123,7 @@ class BcpExecutor(core.PicklingExecutor):
 
         bash is replaced by the runner, whose status is the job's. Of the parameters, `exports` are
         variables of every task, `setup` shell lines that run before, `arguments` further ones of
-        bcprun; `first` runs in every task before `command`, and has to succeed.
+        bcprun.
         """
         program = runner(self.bcprun, self.environment) or self.bcprun
         parameters, by_mpirun = self.parameters, Path(program).name == MPIRUN
@@ -148,8 +148,6 @@ class BcpExecutor(core.PicklingExecutor):
         words = _mpirun(parameters) if by_mpirun else _bcprun(parameters, self.environment)
         start = f'{shlex.join([program, *words])} "${{hand_on[@]}}"'
         tail = ["bash", "-c"] if by_mpirun else ["--cmd"]
-        if (first := parameters.get("first")) is not None:
-            lines.append(f"{start} {shlex.join([*tail, first])}")
         limit = []
         if (minutes := parameters.get("timeout_min")) is not None:
             # `--foreground`: the signal goes to the runner alone, which passes it on to the tasks.

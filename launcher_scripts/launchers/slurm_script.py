@@ -98,11 +98,9 @@ def _about_step(step: JobStep | None) -> list[str]:
     """Return comments that show the reader of the script the step that the command starts."""
     if step is None:
         return []
-    shown = shlex.join(step.command("STAGE", "RESULT", str(step.ranks))).replace("\n", "\\n")
+    shown = shlex.join(step.command("STAGE", "RESULT")).replace("\n", "\\n")
     return [
-        "# The command stays outside and starts this step, after a ping of its ranks:"
-        if step.ranks > 1
-        else "# The command stays outside and starts this step:",
+        "# The command stays outside and starts this step:",
         f"#   {shown}",
         "",
     ]

@@ -26,7 +26,8 @@ from launcher_scripts.stage_table import build_stage
 from launcher_scripts.sweep import Combination, Outcome, run_sweep
 from stages.base import Resources, StageError
 from stages.convert import ConvertStage
-from stages.preflight import check_mpi, ping
+from stages.preflight import check_mpi
+from stages.step import JobStep, run_in_step
 from tests.conftest import ROOT
 from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
@@ -96,8 +97,11 @@ def test_rank_that_dies_ends_the_step_and_is_shown_with_its_node_and_last_words(
 
 def test_ping_without_the_mpi_of_the_cluster_names_it(tmp_path: Path) -> None:
     prefix = ["srun", "--nodes=2", "--ntasks=2", "--mpi=none", "--kill-on-bad-exit=1"]
+    step = JobStep(tuple(prefix), sys.executable, ranks=2, mpi="pmix")
+    stage = RanksStage(settings(tmp_path, "ranks", resources=Resources(nodes=2)))
     with pytest.raises(StageError, match=r"got no PMIX_RANK: cluster\.mpi=pmix does not reach it"):
-        ping(prefix, sys.executable, ranks=2, mpi="pmix", folder=tmp_path)
+        run_in_step(stage, step, folder=tmp_path)
+    assert not notes(tmp_path)
 
 
 def test_unknown_mpi_and_partition_are_reported_before_and_inside_the_job(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tritonclient.utils import InferenceServerException
 from inference.server import front, supervisor
 from inference.server.client import TritonClient
 from inference.server.health import Health, front_target
+from inference.server.process import ServedProcess
 from inference.server.segments import SHM_FOLDER, shared_memory_of, user_prefix
 from inference.server.server import TritonServer
 from tests.conftest import ROOT
@@ -201,7 +202,7 @@ def test_stop_does_not_wait_for_a_model_that_a_cancelled_stream_keeps(tmp_path: 
     config.write_text(config.read_text() + "model_transaction_policy { decoupled: true }\n")
     server = new_server(repository, tmp_path)
     # The only frame is still in the server when the client leaves; in ms.
-    server._env["TRITONSERVER_DELAY_GRPC_RESPONSE"] = "2000"
+    server.env = {"TRITONSERVER_DELAY_GRPC_RESPONSE": "2000"}
     with server:
         server.start(timeout_s=START_S)
         with (
@@ -318,7 +319,8 @@ def test_front_that_hangs_is_a_failure(server: TritonServer) -> None:
     front = server._front
     assert front is not None
     mute = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
-    target.ask = front_target("127.0.0.1", mute.getsockname()[1], uses_tls=False, pid=front.pid).ask
+    asked = ServedProcess(ports={"http": mute.getsockname()[1]}, log_path=Path(os.devnull))
+    target.ask = front_target(asked, "http", pid=front.pid).ask
     until(lambda: server.failure() is not None, "the notice")
     assert (server.failure() or "").startswith(f"{target.name} has not answered a canary for ")
     mute.close()

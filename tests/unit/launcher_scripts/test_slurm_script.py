@@ -152,8 +152,8 @@ def test_container_flags_go_to_srun() -> None:
     (mounted,) = [each for each in step.prefix if each.startswith("--container-mounts=")]
     assert "/scratch:/scratch" in mounted
     assert "/a:/b" in mounted
-    assert step.command("x")[-6:] == ["--no-container-mount-home", "python3", "-u", "-m",
-                                      "stages.step", "x"]  # fmt: skip
+    program = ["python3", "-u", "-m", "stages.step", "x", "y", "1"]
+    assert step.command("x", "y")[-8:] == ["--no-container-mount-home", *program]
     assert step.ranks == 1
 
 

@@ -1,4 +1,4 @@
-"""The ping of several ranks before a step, with processes that a launcher could have started."""
+"""The ping of several ranks before a stage, with processes that a launcher could have started."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ from tests.waiting import until
 def rank(folder: Path, number: int, *, ranks: int = 2, mpi: str = "none") -> subprocess.Popen[str]:
     """Start one of two processes, which expects so many ranks."""
     place = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number), "MASTER_ADDR": "x"}
+    program = (
+        "import os, sys; from pathlib import Path\n"
+        "from inference.launch_environment import read_launch_environment\n"
+        "from stages.preflight import meet\n"
+        "place = read_launch_environment(os.environ)\n"
+        "meet(place, Path(sys.argv[1]), ranks=int(sys.argv[2]), mpi=sys.argv[3])\n"
+    )
     return subprocess.Popen(
-        [sys.executable, "-m", "stages.preflight", str(folder), str(ranks), mpi],
+        [sys.executable, "-c", program, str(folder), str(ranks), mpi],
         cwd=ROOT,
         env={"PATH": os.environ["PATH"], **place},
         stdout=subprocess.PIPE,

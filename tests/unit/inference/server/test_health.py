@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from export_scripts.triton.model_config import parse_config
 from inference.server import health
 from inference.server.admin import Admin, NoAnswerError, RefusalError
 from inference.server.health import Health, Target, front_target, model_targets
+from inference.server.process import ServedProcess
 from inference.supervision import BUSY
 from tests.fake_triton import FakeTriton, RefusedError, served
 from tests.waiting import until
@@ -179,7 +181,7 @@ def test_busy_model_is_healthy_whether_or_not_it_streams(policy: str, prefix: st
     fake = FakeTriton({"m": parse_config(CONFIG + policy)}, refuse_with(prefix + BUSY))
     with served(fake) as address:
         admin = Admin(address)
-        (target,) = model_targets(admin, ["m"], root=os.getpid(), hidden=None)
+        (target,) = model_targets(admin, ["m"], root=os.getpid())
         target.ask(10.0)
         assert fake.requests[0].parameters["slipway_canary"].bool_param
         fake.infer = refuse_with("out of memory")
@@ -197,7 +199,8 @@ def test_front_that_accepts_and_does_not_answer_is_silent() -> None:
             del words
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    target = front_target("127.0.0.1", server.server_port, uses_tls=False, pid=os.getpid())
+    asked = ServedProcess(ports={"http": server.server_port}, log_path=Path("no log"))
+    target = front_target(asked, "http", pid=os.getpid())
     with pytest.raises(NoAnswerError):
         target.ask(0.2)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from inference.front.access import Access
 from inference.server.openai_server import OpenAIServer
 from inference.server.server_log import ServerStartError
 from inference.server.supervisor import process_state
@@ -21,7 +22,7 @@ def server(tmp_path: Path, *more: str, **changes: Any) -> OpenAIServer:
     command = [*write_program(tmp_path), "{port}", "{model}", *more]
     values: dict[str, Any] = {"model": str(tmp_path), "folder": tmp_path, "host": "127.0.0.1"}
     log = tmp_path / "server.log"
-    return OpenAIServer(command, port=0, log_path=log, env={}, **(values | changes))
+    return OpenAIServer(command, ports={"http": 0}, log_path=log, **(values | changes))
 
 
 def start(found: OpenAIServer, timeout_s: float = 60.0) -> None:
@@ -60,8 +61,10 @@ def test_a_token_is_sent_with_the_first_request(tmp_path: Path) -> None:
     secret = {"VLLM_API_KEY": "a" * 24}
     with pytest.raises(ServerStartError, match="status 401"):
         start(_with(server(tmp_path), secret))
-    headers = {"authorization": "Bearer " + "a" * 24}
-    with _with(server(tmp_path, headers=headers), secret) as found:
+    token_file = tmp_path / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_text("a" * 24)
+    with _with(server(tmp_path, access=Access(token_file=token_file)), secret) as found:
         start(found)
 
 
@@ -71,7 +74,7 @@ def _ask(connection: http.client.HTTPConnection, body: str) -> None:
 
 
 def _with(found: OpenAIServer, env: dict[str, str]) -> OpenAIServer:
-    found._env = env
+    found.env = env
     return found
 
 
@@ -89,7 +92,7 @@ def test_a_lost_server_is_noticed(tmp_path: Path) -> None:
 def test_a_server_that_never_answers_runs_out_of_time(tmp_path: Path) -> None:
     (tmp_path / "sleep.py").write_text("import time; time.sleep(600)")
     found = server(tmp_path)
-    found._command = (found._command[0], str(tmp_path / "sleep.py"), "{port}")
+    found.command = (found.command[0], str(tmp_path / "sleep.py"), "{port}")
     began = time.monotonic()
     with pytest.raises(ServerStartError, match="not ready after 1 s"):
         start(found, timeout_s=1.0)

@@ -138,8 +138,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _knows(watch: supervisor.ServerWatch, process: subprocess.Popen[bytes]) -> bool:
+    """Return whether a watch knows that a process runs a model, and has not ended."""
     watch.loss()
-    return process.pid in watch._models
+    return any(
+        each.pid == process.pid and each.model and not each.has_ended
+        for each in watch._known.values()
+    )
 
 
 def _model(tmp_path: Path) -> Path:
@@ -189,7 +193,7 @@ def test_process_that_completed_a_configuration_is_not_missed(tmp_path: Path) ->
     _end(first)
     second = _stub(tmp_path)
     try:
-        until(lambda: _knows(watch, second) and first.pid not in watch._models)
+        until(lambda: _knows(watch, second) and not _knows(watch, first))
         watch.is_ready = True
         assert watch.loss() is None
     finally:
@@ -225,6 +229,37 @@ def test_a_configuration_completed_just_before_readiness_is_not_missed(
     assert f"process {second.pid} of model gpt" in (watch.loss() or "")
 
 
+def test_a_configuration_completed_is_not_missed_where_its_model_starts_last(
+    tmp_path: Path,
+) -> None:
+    watch = supervisor.ServerWatch(os.getpid())
+    first = _stub(tmp_path)
+    until(lambda: _knows(watch, first))
+    _end(first)
+    until(lambda: not _knows(watch, first))
+    second = _stub(tmp_path)
+    try:
+        until(lambda: supervisor.model_of(second.pid) == "gpt")
+        watch.is_ready = True  # and nothing has been searched for since the second one started
+        assert watch.loss() is None
+    finally:
+        _end(second)
+
+
+def test_the_end_of_a_process_that_runs_no_model_is_no_loss() -> None:
+    watch = supervisor.ServerWatch(os.getpid())
+    watch.is_ready = True
+    process = subprocess.Popen(
+        [STUB, "-c", "import time; time.sleep(60)"], executable=sys.executable
+    )
+    until(lambda: b"-c" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+    watch._scanned = float("-inf")
+    assert watch.loss() is None
+    _end(process)
+    watch._looked = float("-inf")
+    assert watch.loss() is None
+
+
 def test_model_lost_while_others_load_is_reported_once_all_have(tmp_path: Path) -> None:
     watch = supervisor.ServerWatch(os.getpid())
     process = _stub(tmp_path)
@@ -255,7 +290,8 @@ def test_model_that_ended_unidentified_while_others_load_is_reported(tmp_path: P
     until(lambda: _program(process.pid) == "triton_python_b")
     state = supervisor.process_state(process.pid)
     assert state is not None
-    watch._started[process.pid] = state.started  # as a scan before its program had begun leaves it
+    # As a scan before its program had begun leaves it.
+    watch._known[state.started, process.pid] = supervisor._Process(process.pid, state.started)
     process.kill()
     until(lambda: getattr(supervisor.process_state(process.pid), "letter", "") == "Z")
     watch._looked = float("-inf")
