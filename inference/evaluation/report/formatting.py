@@ -1,6 +1,6 @@
 """Numbers, durations and rows of tables as people read them, the same in every page of a report.
 
-Functions named `..._text` and `..._title` are filters of the templates.
+Functions named `..._text`, `..._title` and `..._hint` are filters of the templates.
 """
 
 from __future__ import annotations
