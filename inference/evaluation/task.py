@@ -289,12 +289,9 @@ class Task(abc.ABC):
 
     @property
     def needs(self) -> Mapping[str, str]:
-        """The ability that each metric needs of a model, for those that need one."""
-        return {}
+        """The ability that each metric needs of a model, for those that need one.
 
-    def reduced(
-        self, options: EvaluationOptions, metrics: tuple[str, ...]
-    ) -> EvaluationOptions | None:
-        """Return options with only some of the metrics; None where they go together."""
-        del options, metrics
-        return None
+        A task leaves out metrics that need one of `options.lacks`; where all need the same, the
+        task as a whole is left out.
+        """
+        return {}

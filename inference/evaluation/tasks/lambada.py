@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions
 from inference.evaluation.statistics import Z_95, mean_and_stderr, mean_metric
@@ -100,7 +99,9 @@ class Lambada(Task):
 
     def __init__(self, options: EvaluationOptions) -> None:
         super().__init__(options)
-        self.metric_names = tuple(options.lambada.metrics)
+        self.metric_names = tuple(
+            name for name in options.lambada.metrics if _NEEDS.get(name) not in options.lacks
+        )
 
     def problems(self) -> list[str]:
         """Return unknown metrics, and files that do not exist."""
@@ -114,10 +115,6 @@ class Lambada(Task):
             problems.append(f"evaluate.lambada.metrics is empty; choose from {known}.")
         files = {"data_path": lambada.data_path, "reference_path": lambada.reference_path}
         return [*problems, *missing_files("lambada", files)]
-
-    def reduced(self, options: EvaluationOptions, metrics: tuple[str, ...]) -> EvaluationOptions:
-        """Return options with only some of the metrics."""
-        return replace(options, lambada=replace(options.lambada, metrics=[*metrics]))
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Read the passages, downloading them first where that is asked for.
