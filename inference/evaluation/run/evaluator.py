@@ -82,7 +82,7 @@ def evaluate(
     output_dir = Path(options.output_dir)
     if options.protocol == OPENAI and model is None:
         with _junit_on_failure(output_dir):
-            options = within_abilities(options, open_model(options)[1].lacks)
+            options = within_abilities(options, open_model(options).lacks)
     tasks = known_tasks(options)
     bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
     bounds |= parse_bounds(options.gate)[0]

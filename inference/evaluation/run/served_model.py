@@ -273,7 +273,7 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
         EvaluationError: nothing answers there, or it is not ready.
     """
     if options.protocol == OPENAI:
-        yield open_model(options)[0]
+        yield open_model(options)
         return
     with TritonClient(
         options.url,
