@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from markupsafe import Markup
-
-from inference.evaluation.record import Prediction, Report, TaskReport
+from inference.evaluation.record import Prediction, Report
 from inference.evaluation.report import charts
-from inference.evaluation.report.formatting import compared, metric_rows
+from inference.evaluation.report.formatting import compared
 from inference.evaluation.report.page import render_page
 from inference.evaluation.task import Metric
 
@@ -25,26 +23,10 @@ def render_html(report: Report, predictions: Sequence[Prediction]) -> str:
         data=_samples_data(report, predictions),
         report=report,
         compared=compared,
-        named_rows=_metric_rows,
         charts=charts,
         marked=_marked(report),
         has_reference=any(prediction.reference for prediction in predictions),
-        data_facts=[
-            (
-                f"data of {task.name}",
-                Markup("{}<br>{}").format(task.dataset.path, task.dataset.sha256),
-            )
-            for task in report.tasks
-        ],
     )
-
-
-def _metric_rows(task: TaskReport) -> list[tuple[str, ...]]:
-    names = [
-        Markup('<code>{}</code><br><span class="soft">{}</span>').format(each.name, each.method)
-        for each in task.metrics
-    ]
-    return [(name, *row[1:]) for name, row in zip(names, metric_rows(task), strict=True)]
 
 
 def _samples_data(report: Report, predictions: Sequence[Prediction]) -> Any:
