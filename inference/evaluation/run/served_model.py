@@ -30,6 +30,7 @@ from inference.evaluation.task import (
     RequestTensors,
     TextGenerator,
     Words,
+    added_text,
 )
 from inference.server.client import Outputs, Tensors, TritonClient
 from inference.server.tensors import as_tensor, as_texts
@@ -135,10 +136,15 @@ class ServedModel(TextGenerator):
         self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
     ) -> Completion:
         """Return the greedy continuation as text, asked through the ensemble if there is one."""
+        if self.ensemble_name is None and self.is_encoder_decoder:
+            raise RequestFailedError(
+                f"{self.model_name} is an encoder-decoder model, whose prompts the ensemble ends "
+                "as it was trained; export it with export.triton_deployment.ensemble=true."
+            )
         if self.ensemble_name is None:
-            if words != NO_WORDS:
-                raise RequestFailedError("word lists are encoded by the ensemble; there is none.")
-            return self._complete_encoded(prompt, output_len, score_prompt=score_prompt)
+            return super().complete_text(
+                prompt, output_len=output_len, score_prompt=score_prompt, words=words
+            )
         inputs = {
             "INPUT_0": as_tensor([prompt], "BYTES"),
             "INPUT_1": as_tensor([output_len], "UINT32"),
@@ -163,27 +169,8 @@ class ServedModel(TextGenerator):
         served = ServedTokenizer(self.client)
         input_ids = served.encode(prompt)
         answer = self.complete_ids(input_ids, output_len=output_len)
-        if self.is_encoder_decoder:
-            text = served.decode(answer)
-        else:
-            whole, before = served.decode(input_ids + answer), served.decode(input_ids)
-            text = whole.removeprefix(before)
-        return answer, Completion(text, len(answer))
-
-    def _complete_encoded(self, prompt: str, output_len: int, *, score_prompt: bool) -> Completion:
-        """Return the continuation of a text that is encoded and decoded here."""
-        if self.is_encoder_decoder:
-            raise RequestFailedError(
-                f"{self.model_name} is an encoder-decoder model, whose prompts the ensemble ends "
-                "as it was trained; export it with export.triton_deployment.ensemble=true."
-            )
-        input_ids = self.encode(prompt)
-        answer = self.complete_ids(input_ids, output_len=output_len)
-        return Completion(
-            text=self.decode(answer),
-            generated=len(answer),
-            context_log_prob=self.context_log_prob(input_ids) if score_prompt else None,
-        )
+        before = () if self.is_encoder_decoder else input_ids
+        return answer, Completion(added_text(served.decode, before, answer), len(answer))
 
     def _answer(self, text: str, prompt: str) -> str:
         """Return `text` without the prompt, which ensembles repeat by default.

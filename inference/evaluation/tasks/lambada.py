@@ -40,6 +40,7 @@ from inference.evaluation.task import (
     Score,
     Task,
     TextGenerator,
+    added_text,
 )
 from inference.evaluation.tasks.datasets import (
     DataSource,
@@ -147,7 +148,7 @@ class Lambada(Task):
                 sample.text, output_len=len(word_ids), score_prompt=PERPLEXITY in wanted
             )
             answer, context_log_prob = found.text, found.context_log_prob
-            expected = _continuation(model, context_ids, word_ids)
+            expected = added_text(model.decode, context_ids, word_ids)
             right = answer == expected
             if self._by_text:  # some servers leave out the space before an answer
                 right = answer.strip() == expected.strip()
@@ -189,14 +190,6 @@ class Lambada(Task):
 
     def _method(self, name: str) -> str:
         return _BY_TEXT if self._by_text and name == LAST_WORD else _METHODS[name]
-
-
-def _continuation(
-    model: TextGenerator, context_ids: tuple[int, ...], word_ids: tuple[int, ...]
-) -> str:
-    """Return the text that `word_ids` add to the context; some decode otherwise when alone."""
-    whole, context = model.decode(context_ids + word_ids), model.decode(context_ids)
-    return whole[len(context) :] if whole.startswith(context) else model.decode(word_ids)
 
 
 def _perplexity(name: str, scores: Sequence[Score]) -> Metric:
