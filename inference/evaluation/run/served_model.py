@@ -10,13 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
-from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.evaluation.options import OPENAI, EvaluationOptions
@@ -32,6 +30,7 @@ from inference.evaluation.task import (
     Words,
     added_text,
 )
+from inference.evaluation.tasks.served_folder import read_served
 from inference.server.client import Outputs, Tensors, TritonClient
 from inference.server.tensors import as_tensor, as_texts
 
@@ -275,21 +274,14 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
             set(options.tasks) != {"identity"} or find_tokenizer(folder) is not None
         ):
             tokenizer = load_tokenizer(folder)
+        found = read_served(options.weights_dir)
         yield ServedModel(
             client,
             tokenizer,
             model_name=options.model_name,
             ensemble_name=options.ensemble_name,
-            end_id=_end_id(options.weights_dir),
+            end_id=None if found is None else getattr(found[1], "end_id", None),
         )
-
-
-def _end_id(weights_dir: Path | None) -> int | None:
-    if weights_dir is None or not (weights_dir / "config.ini").is_file():
-        return None
-    _, config = read_config(weights_dir)
-    end_id = getattr(config, "end_id", None)
-    return None if end_id is None else int(end_id)
 
 
 def _check_ready(client: TritonClient, options: EvaluationOptions) -> None:
