@@ -7,7 +7,7 @@ names, legends and axes around it are laid out by the page.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -126,62 +126,61 @@ def throughput_chart(requests: RequestStatistics) -> Markup:
     return draw("throughput", x, y, list(zip(*places, strict=True)), requests.per_s)
 
 
-@dataclass(frozen=True)
-class SweepChart:
-    """A chart of the latency sweep.
-
-    Attributes:
-        value: of a point, and the higher one up to which a line is drawn; None where it has none.
-    """
-
-    title: str
-    axis: str
-    value: Callable[[LatencyPoint], tuple[float | None, float | None]]
-
-
-THROUGHPUT = SweepChart("Throughput", "tokens per second", lambda p: (p.tokens_per_s, None))
-SWEEP_CHARTS = (
-    SweepChart(
+_Values = Callable[[LatencyPoint], tuple[float | None, float | None]]
+# Title and axis of each chart of the latency sweep, and what it draws of a point: a value, and the
+# higher one up to which a line is drawn, None where it has none.
+_THROUGHPUT = "Throughput"
+_SWEEP: tuple[tuple[str, str, _Values], ...] = (
+    (
         "Latency of a request",
         "latency p50 (to p95), ms",
         lambda point: (point.latency.p50_ms, point.latency.p95_ms),
     ),
-    THROUGHPUT,
-    SweepChart(
+    (_THROUGHPUT, "tokens per second", lambda point: (point.tokens_per_s, None)),
+    (
         "Time to the first token",
         "first token p50 (to p95), ms",
         lambda point: (point.first_token_ms, point.first_token_p95_ms),
     ),
-    SweepChart("Each further token", "each further token, ms", lambda p: (p.per_token_ms, None)),
+    ("Each further token", "each further token, ms", lambda point: (point.per_token_ms, None)),
 )
 
 
 def sweep_charts(points: Sequence[LatencyPoint]) -> list[tuple[str, Markup]]:
-    """Return the title and the drawing of each chart that has a point."""
-    known = {each: [p for p in points if each.value(p)[0] is not None] for each in SWEEP_CHARTS}
-    return [(each.title, _sweep_chart(each, found)) for each, found in known.items() if found]
+    """Return the title and the drawing of each chart that has a point.
+
+    A chart has a place per shape, and in it a column per load: a bar of throughput, a mark of a
+    time.
+    """
+    charts = []
+    for title, axis, values_of in _SWEEP:
+        values = {point: values_of(point) for point in points}
+        known = {p: (low, high or low) for p, (low, high) in values.items() if low is not None}
+        if known:
+            charts.append((title, _sweep_chart(title, axis, known)))
+    return charts
 
 
-def _sweep_chart(chart: SweepChart, points: Sequence[LatencyPoint]) -> Markup:
-    """Draw a place per shape and in it a column per load: a bar of throughput, a mark of a time."""
+def _sweep_chart(
+    title: str, axis: str, points: Mapping[LatencyPoint, tuple[float, float]]
+) -> Markup:
     shapes = list(dict.fromkeys(map(shape_text, points)))
     loads = list(dict.fromkeys(map(load_text, points)))
     column = min(0.7 / len(loads), 0.12 * len(shapes))  # of a shape's place
-    values = [(value or 0.0, high or value or 0.0) for value, high in map(chart.value, points)]
-    lowest, highest = min(low for low, _ in values), max(high for _, high in values)
-    is_bar = chart is THROUGHPUT
+    lowest, highest = min(map(min, points.values())), max(map(max, points.values()))
+    is_bar = title == _THROUGHPUT
     is_log = not is_bar and lowest > 0 and highest / lowest > _LOG_FROM
     ticks = log_ticks(lowest, highest) if is_log else nice_ticks(highest, count=4)
     marks = []
-    for point, (value, high) in zip(points, values, strict=True):
+    for point, (value, high) in points.items():
         series = loads.index(load_text(point))
         middle = shapes.index(shape_text(point)) + (series - (len(loads) - 1) / 2) * column
         marks.append((point, series, value, high, middle))
     return draw(
         "sweep",
-        f"{chart.title} by shape and load",
+        f"{title} by shape and load",
         "tokens in + out" if any(point.output_len for point in points) else "tokens in",
-        f"{chart.axis}, log scale" if is_log else chart.axis,
+        f"{axis}, log scale" if is_log else axis,
         Axis((-0.5, len(shapes) - 0.5)),
         Axis(ticks, is_vertical=True, is_log=is_log),
         loads,
