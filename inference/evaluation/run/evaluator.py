@@ -80,15 +80,15 @@ def evaluate(
     if problems := check_evaluation(options):
         raise ValueError("\n".join(problems))
     output_dir = Path(options.output_dir)
-    if options.protocol == OPENAI and model is None:
-        with _junit_on_failure(output_dir):
-            options = within_abilities(options, open_model(options).lacks)
-    tasks = known_tasks(options)
-    bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
-    bounds |= parse_bounds(options.gate)[0]
     started_at = datetime.now(timezone.utc)
     start = time.perf_counter()
     with _junit_on_failure(output_dir):
+        if options.protocol == OPENAI and model is None:
+            asked = open_model(options)
+            options, model = within_abilities(options, asked.lacks), asked
+        tasks = known_tasks(options)
+        bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
+        bounds |= parse_bounds(options.gate)[0]
         prepared = [prepare(task) for task in tasks]
         if problems := check_bounds_of_groups(options, prepared):
             raise ValueError("\n".join(problems))
@@ -99,11 +99,13 @@ def evaluate(
         for name in FILE_NAMES:  # two reports are never mixed
             (output_dir / name).unlink(missing_ok=True)
         progress(EvaluationProgress("connect", done=0, total=1))
-        with nullcontext(model) if model is not None else connect(options) as asked:
-            ask = partial(run_task, model=asked, concurrency=options.concurrency, progress=progress)
+        with nullcontext(model) if model is not None else connect(options) as served:
+            ask = partial(
+                run_task, model=served, concurrency=options.concurrency, progress=progress
+            )
             runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
-            repeats = [movement(run, asked, bounds) for run in runs]
-            latency = _latency(options, asked, runs, progress)
+            repeats = [movement(run, served, bounds) for run in runs]
+            latency = _latency(options, served, runs, progress)
         if options.reference == "huggingface":
             prepared = with_source(options, prepared, progress)
     seconds = time.perf_counter() - start

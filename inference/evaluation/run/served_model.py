@@ -17,9 +17,8 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
-from inference.evaluation.options import OPENAI, EvaluationOptions
+from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.rows import GREEDY, GREEDY_WITH_LOG_PROBS, answers, generation_request
-from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.task import (
     NO_WORDS,
     Completion,
@@ -253,14 +252,11 @@ def _context_log_prob(outputs: Outputs) -> float:
 
 @contextmanager
 def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
-    """Yield the model served at `options.url`, connected.
+    """Yield the Triton model served at `options.url`, connected.
 
     Raises:
         EvaluationError: nothing answers there, or it is not ready.
     """
-    if options.protocol == OPENAI:
-        yield open_model(options)
-        return
     with TritonClient(
         options.url,
         protocol=options.protocol,
