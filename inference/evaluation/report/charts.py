@@ -226,41 +226,34 @@ def _percent(values: Iterable[float]) -> Axis:
     return Axis(ticks, percent_axis(ticks))
 
 
-@dataclass(frozen=True)
-class _Estimate:
-    """A value with the interval that is drawn around it, its label and its hint."""
-
-    value: float
-    low: float
-    high: float
-    text: str
-    hint: str
-
-
 def comparison_chart(pairs: Sequence[tuple[Metric, Metric]]) -> Markup:
     """Draw each fraction of two runs, one interval above the other."""
-
-    def estimate(each: Metric) -> _Estimate:
-        text = value_text(each.value, each.unit)
-        return _Estimate(each.value, each.low, each.high, text, interval_hint(each))
-
-    rows = {metric_title(pair[0].name): [*map(estimate, pair)] for pair in pairs}
+    rows = {
+        metric_title(pair[0].name): [
+            (
+                each.value,
+                each.low,
+                each.high,
+                value_text(each.value, each.unit),
+                interval_hint(each),
+            )
+            for each in pair
+        ]
+        for pair in pairs
+    }
     x = _percent(each.high for pair in pairs for each in pair)
     return draw("two_runs", "Accuracies of two runs", x, rows)
 
 
 def latency_comparison_chart(pairs: Sequence[tuple[LatencyPoint, LatencyPoint]]) -> Markup:
     """Draw the median latency of points of two runs, with a line up to the 95th percentile."""
-
-    def median(each: LatencyPoint) -> _Estimate:
-        p50, p95 = each.latency.p50_ms, each.latency.p95_ms
-        text = milliseconds_text(p50)
-        return _Estimate(p50, p50, p95, text, f"p50 {text}, p95 {milliseconds_text(p95)}")
-
-    rows = {
-        f"{shape_text(one)}, {load_text(one)}": [median(one), median(two)] for one, two in pairs
-    }
-    x = Axis(nice_ticks(1.05 * max(each.high for pair in rows.values() for each in pair)))
+    rows: dict[str, list[tuple[float, float, float, str, str]]] = {}
+    for pair in pairs:
+        row = rows[f"{shape_text(pair[0])}, {load_text(pair[0])}"] = []
+        for p50, p95 in ((each.latency.p50_ms, each.latency.p95_ms) for each in pair):
+            text = milliseconds_text(p50)
+            row.append((p50, p50, p95, text, f"p50 {text}, p95 {milliseconds_text(p95)}"))
+    x = Axis(nice_ticks(1.05 * max(each.latency.p95_ms for pair in pairs for each in pair)))
     return draw("two_runs", "Latency of two runs", x, rows)
 
 
