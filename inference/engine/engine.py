@@ -135,7 +135,8 @@ class Engine(EngineBase[RunningRequest]):
         future: Future[GenerationResult] = Future()
         running = self._running(request, future)
         running.on_step = on_step
-        running.lock_step = on_step is not None and self.capacity.holds_at_once(request)
+        frames_line_up = on_step is not None and len(request.rows) > 1
+        running.lock_step = frames_line_up and self.capacity.holds_at_once(request)
         running.turn = turn
         try:
             self._queue(running)
