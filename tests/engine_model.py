@@ -11,7 +11,7 @@ import numpy as np
 from inference.backend.tokenizer import load_tokenizer
 from inference.decoding.request import parse_request
 from inference.engine.engine import Engine
-from inference.evaluation.task import NO_WORDS, Completion, TextGenerator, Words
+from inference.evaluation.task import TextGenerator
 
 _GREEDY = {"runtime_top_k": np.array([[1]], np.uint32)}
 _WAIT_S = 120.0
@@ -29,16 +29,6 @@ class EngineModel(TextGenerator):
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids))
-
-    def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
-    ) -> Completion:
-        assert words == NO_WORDS
-        ids = self.encode(prompt)
-        answer = self.complete_ids(ids, output_len=output_len)
-        log_prob = self.context_log_prob(ids) if score_prompt else None
-        text = self.decode(ids + answer).removeprefix(self.decode(ids))
-        return Completion(text, len(answer), log_prob)
 
     def complete_ids(
         self, input_ids: Sequence[int], *, output_len: int, tensors: Any = None

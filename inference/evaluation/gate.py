@@ -125,16 +125,6 @@ class GateResult:
 
     verdicts: tuple[Verdict, ...] = ()
 
-    @property
-    def checked(self) -> int:
-        """The number of bounds that were applied."""
-        return len(self.verdicts)
-
-    @property
-    def breaches(self) -> tuple[Verdict, ...]:
-        """The bounds that were breached."""
-        return self.of(BREACHED)
-
     def of(self, status: str) -> tuple[Verdict, ...]:
         """Return the verdicts of one status."""
         return tuple(each for each in self.verdicts if each.status == status)
@@ -143,7 +133,7 @@ class GateResult:
     def deciding(self) -> tuple[Verdict, ...]:
         """The critical verdicts for which it does not pass: breaches, or else insufficient ones."""
         critical = GateResult(tuple(each for each in self.verdicts if each.tier == CRITICAL))
-        return critical.breaches or critical.of(INSUFFICIENT)
+        return critical.of(BREACHED) or critical.of(INSUFFICIENT)
 
     @property
     def passed(self) -> bool:
@@ -166,12 +156,14 @@ def apply_gate(
     pairs: Mapping[str, Pairs] = MappingProxyType({}),
     moved: Mapping[str, float] = MappingProxyType({}),
     advisory: Collection[str] = (),
+    remedies: Mapping[str, str] = MappingProxyType({}),
 ) -> GateResult:
     """Compare metrics with their bounds.
 
     `pairs` are the samples of this run and of the baseline by metric; both have what the bounds ask
     for (Baseline.problems and check). `moved` is how far a metric depends on the server's load,
-    which may count for or against it; bounds of the metrics `advisory` do not decide.
+    which may count for or against it; bounds of the metrics `advisory` do not decide. `remedies`
+    say what to do about a breach.
 
     Raises:
         ValueError: a bound names a metric that was not measured.
@@ -196,7 +188,11 @@ def apply_gate(
             )
         tier = ADVISORY if name in advisory else CRITICAL
         found += [replace(each, tier=tier) for each in own]
-    return GateResult(_with_holm(found))
+    decided = (
+        replace(each, remedy=remedies.get(each.metric, "")) if each.status == BREACHED else each
+        for each in _with_holm(found)
+    )
+    return GateResult(tuple(decided))
 
 
 def _verdict(metric: Metric, bound: str, status: str, **others: Any) -> Verdict:

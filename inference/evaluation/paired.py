@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from inference.evaluation.paired_tests import Pairs, check_drop
 from inference.evaluation.record import Comparison, Prediction
@@ -16,17 +16,23 @@ _MAX_SHOWN = 50
 _ONE_SIDED = 0.975  # of each limit of a 95% interval
 
 
-def pairs_of(metric: Metric, old: Sequence[Values], new: Sequence[Values]) -> Pairs | None:
-    """Return the scores of the same samples in two runs.
+def pairs_of(metric: Metric, found: Iterable[tuple[Prediction, Values]]) -> Pairs | None:
+    """Return the scores of a metric's samples in a run, each with its values in another one.
 
     None where the metric is not a mean over samples, or a sample lacks its quantities.
     """
     names = [name for name in (metric.sample_value, metric.weight) if name]
-    if not metric.scale or not old or any(not set(names) <= each.keys() for each in (*old, *new)):
+    rows = [(new.values, old) for new, old in found if metric.group in ("", new.group)]
+    if (
+        not metric.scale
+        or not rows
+        or any(not set(names) <= each.keys() for row in rows for each in row)
+    ):
         return None
     sign = 1.0 if metric.higher_is_better or metric.scale == "exp" else -1.0
-    scores = [tuple(sign * each[names[0]] for each in run) for run in (new, old)]
-    weights = [tuple(each[name] for each in run) for name in names[1:] for run in (new, old)]
+    runs = list(zip(*rows, strict=True))
+    scores = [tuple(sign * each[names[0]] for each in run) for run in runs]
+    weights = [tuple(each[name] for each in run) for name in names[1:] for run in runs]
     return Pairs(*scores, *weights)
 
 
@@ -44,7 +50,7 @@ def compare_metric(
     if not both:
         return Comparison(metric.name, metric.value, reference_value, difference)
     low = high = p_value = None
-    if pairs := pairs_of(metric, [old for _, old in both], [new.values for new, _ in both]):
+    if pairs := pairs_of(metric, both):
         test = check_drop(pairs, 0.0, confidence=_ONE_SIDED, bounded=metric.unit == "fraction")
         difference, *limits = (
             _in_unit(metric, pairs, each) for each in (test.drop, test.low, test.high)

@@ -195,7 +195,12 @@ class TextGenerator(Protocol):
         self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
     ) -> Completion:
         """Return the text of `output_len` greedy tokens after `prompt`, without the prompt."""
-        ...
+        if words != NO_WORDS:
+            raise RequestFailedError("word lists are encoded by the ensemble; there is none.")
+        ids = self.encode(prompt)
+        answer = self.complete_ids(ids, output_len=output_len)
+        log_prob = self.context_log_prob(ids) if score_prompt else None
+        return Completion(added_text(self.decode, ids, answer), len(answer), log_prob)
 
     def complete_in_steps(
         self, prompt: str, *, output_len: int
@@ -234,6 +239,14 @@ class TextGenerator(Protocol):
     def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
         """Return outputs of the model for a request of contract tensors, batch axis first."""
         raise RequestFailedError(f"there are no tensors ({', '.join((*tensors, *outputs))}).")
+
+
+def added_text(
+    decode: Callable[[Sequence[int]], str], before: Sequence[int], ids: Sequence[int]
+) -> str:
+    """Return the text that `ids` add to those before them; some decode otherwise when alone."""
+    whole, context = decode((*before, *ids)), decode(before) if before else ""
+    return whole[len(context) :] if whole.startswith(context) else decode(ids)
 
 
 def generates(model: TextGenerator) -> bool:
@@ -289,12 +302,9 @@ class Task(abc.ABC):
 
     @property
     def needs(self) -> Mapping[str, str]:
-        """The ability that each metric needs of a model, for those that need one."""
-        return {}
+        """The ability that each metric needs of a model, for those that need one.
 
-    def reduced(
-        self, options: EvaluationOptions, metrics: tuple[str, ...]
-    ) -> EvaluationOptions | None:
-        """Return options with only some of the metrics; None where they go together."""
-        del options, metrics
-        return None
+        A task leaves out metrics that need one of `options.lacks`; where all need the same, the
+        task as a whole is left out.
+        """
+        return {}

@@ -171,6 +171,6 @@ def test_a_damaged_shard_trips_the_gate(
         damaged.start(timeout_s=START_LIMIT_S)
         found = evaluate(replace(gated, baseline="compare", url=damaged.address("grpc")), FACTS)
     assert found.gate.exit_code == 3
-    (breach,) = found.gate.breaches
+    (breach,) = found.gate.of("breached")
     assert breach.metric == "lambada_last_token"
     assert breach.baseline == pytest.approx(7 / 64)

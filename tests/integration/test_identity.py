@@ -98,7 +98,7 @@ def test_served_model_is_its_source(
     root: Path, server: TritonServer, name: str, tmp_path: Path
 ) -> None:
     report = evaluated(root, server, name, tmp_path)
-    assert (report.gate.exit_code, report.gate.checked) == (0, 1)
+    assert (report.gate.exit_code, len(report.gate.verdicts)) == (0, 1)
     values = {metric.name: metric.value for metric in report.metrics}
     if MODELS[name][2] == "fp32":
         is_exact = values["identity_relative_difference"] < 1e-5
@@ -119,7 +119,7 @@ def test_damaged_shard_is_found_and_the_message_says_how_to_find_it(
 ) -> None:
     report = evaluated(root, server, "damaged", tmp_path)
     assert report.gate.exit_code == 3
-    (breach,) = report.gate.breaches
+    (breach,) = report.gate.of("breached")
     assert "identity_relative_difference" in str(breach)
     _, _, command = str(breach).partition("to find the layer and the tensor: ")
     # The command as it is printed.

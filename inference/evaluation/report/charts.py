@@ -1,15 +1,29 @@
-"""Charts of a report with a vertical axis, each from its part of the record; two fill the page."""
+"""Charts of a report, each computed from its part of the record and drawn by templates/charts.html.
+
+Places are in percent of the plotting area, so that a chart fills whatever width it is given;
+names, legends and axes around it are laid out by the page.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from markupsafe import Markup
 
-from inference.evaluation.record import Distribution, HistoryPoint, LatencyPoint, RequestStatistics
-from inference.evaluation.report import svg
+from inference.evaluation.record import (
+    Distribution,
+    HistoryPoint,
+    LatencyPoint,
+    Report,
+    RequestStatistics,
+    StageTiming,
+    TaskReport,
+)
 from inference.evaluation.report.formatting import (
+    compared,
     interval_hint,
     load_text,
     metric_title,
@@ -17,168 +31,241 @@ from inference.evaluation.report.formatting import (
     number_text,
     percent_axis,
     shape_text,
+    value_text,
 )
+from inference.evaluation.report.page import draw
+from inference.evaluation.task import Metric
 
-_HALF = 440.0
-_LABELLED_WIDTH = 28  # of a bar that has room for a number above it
 _LOG_FROM = 15.0  # highest over lowest value, from which a linear axis hides the low ones
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ticks of an axis, and the place of a value: percent from the left, or from the top.
+
+    Attributes:
+        text: of a tick.
+        end: the value at which it ends, where ticks beyond are left out; null: the last tick.
+        is_vertical: whether it grows upwards.
+    """
+
+    ticks: Sequence[float]
+    text: Callable[[float], str] = number_text
+    end: float | None = None
+    is_vertical: bool = False
+    is_log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Return the place of `value`."""
+        low, high = self.ticks[0], self.ticks[-1] if self.end is None else self.end
+        if self.is_log:
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        share = (value - low) / (high - low)
+        return round(100 * (1 - share if self.is_vertical else share), 2)
+
+    @property
+    def marks(self) -> list[tuple[float, str, str]]:
+        """Place, text and kind of line of each tick."""
+        shown = (each for each in self.ticks if self.end is None or each <= self.end)
+        return [(self(each), self.text(each), "grid" if each else "base") for each in shown]
+
+
+def nice_ticks(high: float, *, low: float = 0.0, count: int = 5) -> list[float]:
+    """Return about `count` round values from `low` that reach at least to `high`."""
+    span = high - low
+    if span <= 0 or not math.isfinite(span):
+        return [low, low + 1.0]
+    raw = span / count
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * (1 - 1e-9))
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return values 1, 2 and 5 times powers of ten from below `low` to above `high`."""
+    powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 2)
+    steps = [step * 10.0**power for power in powers for step in (1, 2, 5)]
+    first = max(index for index, each in enumerate(steps) if each <= low * (1 + 1e-9))
+    last = min(index for index, each in enumerate(steps) if each >= high * (1 - 1e-9))
+    return steps[first : max(last, first + 1) + 1]
 
 
 def history_chart(points: Sequence[HistoryPoint], name: str) -> Markup:
     """Draw one metric over the runs of the store, with its 95% interval; the last is this run."""
-    frame = svg.Frame(_HALF, 230, top=24)
-    shown = [point for point in points if name in point.metrics]
-    metrics = [point.metrics[name] for point in shown]
-    low, high = min(each.low for each in metrics), max(each.high for each in metrics)
-    ticks = svg.nice_ticks(high, low=max(0.0, low - (high - low) * 0.1), count=4)
-    scale_x = frame.x(-0.5, len(shown) - 0.5)
-    tick_text = percent_axis(ticks) if metrics[-1].unit == "fraction" else number_text
-    scale_y, body = frame.y_axis(ticks, tick_text)
-    places = [(scale_x(i), scale_y(each.value)) for i, each in enumerate(metrics)]
-    body.append(svg.polyline(places, kind="curve s0"))
-    for point, metric, at in zip(shown, metrics, places, strict=True):
-        ends = [(at[0], scale_y(end)) for end in (metric.low, metric.high)]
-        body.append(svg.line(ends[0], ends[1], kind="whisker s0"))
-        hint = f"{interval_hint(metric)}, {point.run_id}"
-        radius, kind = (6, "value") if point is shown[-1] else (4, "point s0")
-        body.append(svg.dot(at, radius, kind=kind, hint=hint))
-    for point, x, anchor in ((shown[0], frame.left, "start"), (shown[-1], frame.x_end, "end")):
-        label = point.started_at[:16].replace("T", " ")
-        body.append(svg.text((x, frame.y_end + 18), label, anchor=anchor))
-    return frame.svg(body, label=f"{metric_title(name)} over runs")
+    runs = [(point, point.metrics[name]) for point in points if name in point.metrics]
+    low, high = min(each.low for _, each in runs), max(each.high for _, each in runs)
+    ticks = nice_ticks(high, low=max(0.0, low - (high - low) * 0.1), count=4)
+    text = percent_axis(ticks) if runs[-1][1].unit == "fraction" else number_text
+    x, y = Axis((-0.5, len(runs) - 0.5)), Axis(ticks, text, is_vertical=True)
+    return draw("history", f"{metric_title(name)} over runs", x, y, runs)
 
 
 def latency_histogram(latency: Distribution) -> Markup:
     """Draw the distribution of the requests' latency, with its median, 95th and 99th percentile."""
-    frame = svg.Frame(_HALF, 270, top=44)
-    edges, counts = latency.edges_ms, latency.counts
-    scale_y, body = frame.y_axis(svg.nice_ticks(max(counts), count=4), number_text)
-    scale_x, marks = frame.x_axis(
-        svg.nice_ticks(max(edges[-1], latency.p99_ms), count=5), number_text
-    )
-    body += marks
-    for low, high, count in zip(edges, edges[1:], counts, strict=False):
-        x, y = scale_x(low), scale_y(count)
-        ending = " and above" if high == edges[-1] else f" to {milliseconds_text(high)}"
-        hint = f"{count} requests, {milliseconds_text(low)}{ending}"
-        width = max(scale_x(high) - x - 1, 1)
-        body.append(svg.rectangle((x, y), width, frame.y_end - y, kind="bar s0", hint=hint))
+    edges = latency.edges_ms
+    x = Axis(nice_ticks(max(edges[-1], latency.p99_ms)))
+    y = Axis(nice_ticks(max(latency.counts), count=4), is_vertical=True)
+    bars = list(zip(edges, edges[1:], latency.counts, strict=False))
     percentiles = (("p50", latency.p50_ms), ("p95", latency.p95_ms), ("p99", latency.p99_ms))
-    for row, (name, value) in enumerate(percentiles):
-        x, y = scale_x(value), frame.top - 4 + 13 * row
-        # The label is on the side where there is room.
-        step, anchor = (-5, "end") if x > frame.width * 0.62 else (5, "start")
-        label = f"{name} {milliseconds_text(value)}"
-        body.append(svg.line((x, y - 8), (x, frame.y_end), kind="marker"))
-        body.append(svg.text((x + step, y), label, anchor=anchor, kind="note"))
-    body += frame.axis_names(x="latency, ms", y="requests")
-    return frame.svg(body, label="Histogram of request latency")
+    return draw("histogram", x, y, bars, percentiles)
 
 
 def throughput_chart(requests: RequestStatistics) -> Markup:
     """Draw the requests answered per second over the time of the run."""
-    frame = svg.Frame(_HALF, 270, top=44)
     rates = [count / requests.interval_s for count in requests.completed]
     # The last interval is cut off by the end of the run.
     rest = requests.seconds - requests.interval_s * (len(rates) - 1)
     rates[-1] = requests.completed[-1] / max(rest, requests.interval_s / 4)
     end = max(requests.seconds, 1e-9)
-    scale_y, body = frame.y_axis(svg.nice_ticks(max(*rates, requests.per_s), count=4), number_text)
-    scale_x, marks = frame.x_axis(svg.nice_ticks(end, count=5), number_text, high=end)
-    points = [
-        (scale_x(min((index + 0.5) * requests.interval_s, end)), scale_y(rate))
-        for index, rate in enumerate(rates)
-    ]
-    points = [(frame.left, points[0][1]), *points, (frame.x_end, points[-1][1])]
-    area = [(frame.left, frame.y_end), *points, (frame.x_end, frame.y_end)]
-    mean, label = scale_y(requests.per_s), f"mean {number_text(requests.per_s)}/s"
-    body += [
-        *marks,
-        svg.polygon(area, kind="area"),
-        svg.polyline(points, kind="curve s0"),
-        svg.line((frame.left, mean), (frame.x_end, mean), kind="marker"),
-        svg.text((frame.x_end, frame.top - 22), label, anchor="end", kind="note"),
-        *frame.axis_names(x="time, s", y="requests per second"),
-    ]
-    return frame.svg(body, label="Requests answered per second over time")
+    middles = [min((index + 0.5) * requests.interval_s, end) for index in range(len(rates))]
+    x = Axis(nice_ticks(end), end=end)
+    y = Axis(nice_ticks(max(*rates, requests.per_s), count=4), is_vertical=True)
+    places = [*map(x, (0.0, *middles, end))], [*map(y, (rates[0], *rates, rates[-1]))]
+    return draw("throughput", x, y, list(zip(*places, strict=True)), requests.per_s)
 
 
-@dataclass(frozen=True)
-class SweepChart:
-    """A chart of the latency sweep.
-
-    Attributes:
-        value: of a point, and the higher one up to which a line is drawn; None where it has none.
-    """
-
-    title: str
-    axis: str
-    value: Callable[[LatencyPoint], tuple[float | None, float | None]]
-
-
-THROUGHPUT = SweepChart("Throughput", "tokens per second", lambda p: (p.tokens_per_s, None))
-SWEEP_CHARTS = (
-    SweepChart(
+_Values = Callable[[LatencyPoint], tuple[float | None, float | None]]
+# Title and axis of each chart of the latency sweep, and what it draws of a point: a value, and the
+# higher one up to which a line is drawn, None where it has none.
+_THROUGHPUT = "Throughput"
+_SWEEP: tuple[tuple[str, str, _Values], ...] = (
+    (
         "Latency of a request",
         "latency p50 (to p95), ms",
         lambda point: (point.latency.p50_ms, point.latency.p95_ms),
     ),
-    THROUGHPUT,
-    SweepChart(
+    (_THROUGHPUT, "tokens per second", lambda point: (point.tokens_per_s, None)),
+    (
         "Time to the first token",
         "first token p50 (to p95), ms",
         lambda point: (point.first_token_ms, point.first_token_p95_ms),
     ),
-    SweepChart("Each further token", "each further token, ms", lambda p: (p.per_token_ms, None)),
+    ("Each further token", "each further token, ms", lambda point: (point.per_token_ms, None)),
 )
 
 
 def sweep_charts(points: Sequence[LatencyPoint]) -> list[tuple[str, Markup]]:
-    """Return the title and the drawing of each chart that has a point."""
-    known = {each: [p for p in points if each.value(p)[0] is not None] for each in SWEEP_CHARTS}
-    return [(each.title, _sweep_chart(each, found)) for each, found in known.items() if found]
+    """Return the title and the drawing of each chart that has a point.
+
+    A chart has a place per shape, and in it a column per load: a bar of throughput, a mark of a
+    time.
+    """
+    charts = []
+    for title, axis, values_of in _SWEEP:
+        values = {point: values_of(point) for point in points}
+        known = {p: (low, high or low) for p, (low, high) in values.items() if low is not None}
+        if known:
+            charts.append((title, _sweep_chart(title, axis, known)))
+    return charts
 
 
-def _sweep_chart(chart: SweepChart, points: Sequence[LatencyPoint]) -> Markup:
-    """Draw a place per shape and in it a column per load: a bar of throughput, a mark of a time."""
+def _sweep_chart(
+    title: str, axis: str, points: Mapping[LatencyPoint, tuple[float, float]]
+) -> Markup:
     shapes = list(dict.fromkeys(map(shape_text, points)))
     loads = list(dict.fromkeys(map(load_text, points)))
-    top = 34 + svg.legend_height(svg.Frame(_HALF, 0), loads)
-    frame = svg.Frame(_HALF, 238 + top, top=top)
-    step = (frame.x_end - frame.left) / len(shapes)
-    width = min(46.0, step * 0.7 / len(loads))
-    values = [(value or 0.0, high or value or 0.0) for value, high in map(chart.value, points)]
-    lowest, highest = min(low for low, _ in values), max(high for _, high in values)
-    is_log = chart is not THROUGHPUT and lowest > 0 and highest / lowest > _LOG_FROM
-    ticks = svg.log_ticks(lowest, highest) if is_log else svg.nice_ticks(highest, count=4)
-    scale, body = frame.y_axis(ticks, number_text, is_log=is_log)
-    for point, (value, high) in zip(points, values, strict=True):
+    column = min(0.7 / len(loads), 0.12 * len(shapes))  # of a shape's place
+    lowest, highest = min(map(min, points.values())), max(map(max, points.values()))
+    is_bar = title == _THROUGHPUT
+    is_log = not is_bar and lowest > 0 and highest / lowest > _LOG_FROM
+    ticks = log_ticks(lowest, highest) if is_log else nice_ticks(highest, count=4)
+    marks = []
+    for point, (value, high) in points.items():
         series = loads.index(load_text(point))
-        place = shapes.index(shape_text(point)) + 0.5
-        x = frame.left + step * place + (series - (len(loads) - 1) / 2) * width
-        y, kind = scale(value), f"s{series % svg.SERIES}"
-        hint = f"{shape_text(point)} tokens, {load_text(point)}: "
-        if chart is THROUGHPUT:
-            hint += f"{number_text(value)} tokens/s"
-            corner, height = (x - width / 2 + 1, y), frame.y_end - y
-            body.append(svg.rectangle(corner, width - 2, height, kind=f"bar {kind}", hint=hint))
-            if width >= _LABELLED_WIDTH:
-                body.append(svg.text((x, y - 5), number_text(value), anchor="middle", kind="note"))
-            continue
-        hint += milliseconds_text(value)
-        if high > value:
-            hint += f", p95 {milliseconds_text(high)}"
-            ends = (x - width / 4, scale(high)), (x + width / 4, scale(high))
-            body.append(svg.line((x, y), (x, scale(high)), kind=f"whisker {kind}"))
-            body.append(svg.line(*ends, kind=f"whisker {kind}"))
-        body.append(svg.dot((x, y), 5, kind=f"point {kind}", hint=hint))
-    for index, shape in enumerate(shapes):
-        at = (frame.left + step * (index + 0.5), frame.y_end + 18)
-        body.append(svg.text(at, shape, anchor="middle"))
-    inputs_only = not any(point.output_len for point in points)
-    body += svg.legend(frame, loads)
-    body += frame.axis_names(
-        x="tokens in" if inputs_only else "tokens in + out",
-        y=f"{chart.axis}, log scale" if is_log else chart.axis,
+        middle = shapes.index(shape_text(point)) + (series - (len(loads) - 1) / 2) * column
+        marks.append((point, series, value, high, middle))
+    return draw(
+        "sweep",
+        f"{title} by shape and load",
+        "tokens in + out" if any(point.output_len for point in points) else "tokens in",
+        f"{axis}, log scale" if is_log else axis,
+        Axis((-0.5, len(shapes) - 0.5)),
+        Axis(ticks, is_vertical=True, is_log=is_log),
+        loads,
+        shapes,
+        marks,
+        column,
+        is_bar,
     )
-    return frame.svg(body, label=f"{chart.title} by shape and load")
+
+
+def accuracy_chart(report: Report, task: TaskReport) -> Markup:
+    """Draw each fraction with its 95% interval, its reference, its baseline and its lower bound.
+
+    Without a fraction the drawing is empty.
+    """
+    metrics = [metric for metric in task.metrics if metric.unit == "fraction"]
+    if not metrics:
+        return Markup()
+    source = "" if task.reference is None else task.reference.source
+    others = {
+        "reference": {name: each.reference for name, each in compared(task).items()},
+        "baseline": {name: metric.value for name, metric in report.baseline.items()},
+        "bound": {name: each.min for name, each in report.bounds.items() if each.min is not None},
+    }
+    marks = [
+        {kind: found[metric.name] for kind, found in others.items() if metric.name in found}
+        for metric in metrics
+    ]
+    words = {
+        "value": "measured, with 95% interval",
+        "reference": f"reference: {source}",
+        "baseline": f"baseline: {report.baseline_source}",
+        "bound": "lower bound of the gate",
+    }
+    keys = [each for each in words.items() if each[0] in {"value", *chain(*marks)}]
+    x = _percent([metric.high for metric in metrics] + [v for each in marks for v in each.values()])
+    return draw("accuracies", x, metrics, marks, keys)
+
+
+def _percent(values: Iterable[float]) -> Axis:
+    """Return an axis of fractions that reaches a little beyond all values, but not beyond 1."""
+    ticks = nice_ticks(min(1.0, max(values) * 1.05))
+    return Axis(ticks, percent_axis(ticks))
+
+
+def comparison_chart(pairs: Sequence[tuple[Metric, Metric]]) -> Markup:
+    """Draw each fraction of two runs, one interval above the other."""
+    rows = {
+        metric_title(pair[0].name): [
+            (
+                each.value,
+                each.low,
+                each.high,
+                value_text(each.value, each.unit),
+                interval_hint(each),
+            )
+            for each in pair
+        ]
+        for pair in pairs
+    }
+    x = _percent(each.high for pair in pairs for each in pair)
+    return draw("two_runs", "Accuracies of two runs", x, rows)
+
+
+def latency_comparison_chart(pairs: Sequence[tuple[LatencyPoint, LatencyPoint]]) -> Markup:
+    """Draw the median latency of points of two runs, with a line up to the 95th percentile."""
+    rows: dict[str, list[tuple[float, float, float, str, str]]] = {}
+    for pair in pairs:
+        row = rows[f"{shape_text(pair[0])}, {load_text(pair[0])}"] = []
+        for p50, p95 in ((each.latency.p50_ms, each.latency.p95_ms) for each in pair):
+            text = milliseconds_text(p50)
+            row.append((p50, p50, p95, text, f"p50 {text}, p95 {milliseconds_text(p95)}"))
+    x = Axis(nice_ticks(1.05 * max(each.latency.p95_ms for pair in pairs for each in pair)))
+    return draw("two_runs", "Latency of two runs", x, rows)
+
+
+def stages_chart(stages: Sequence[StageTiming]) -> Markup:
+    """Draw the time of each stage, one bar below the other, from its start where that is known.
+
+    A stage without its own start follows the one before it.
+    """
+    bars: list[tuple[StageTiming, float]] = []
+    end = 0.0
+    for stage in stages:
+        bars.append((stage, end if stage.start_s is None else stage.start_s))
+        end = max(end, bars[-1][1] + stage.seconds)
+    x = Axis(nice_ticks(end), "{:g} s".format, end=max(end, 1e-9))
+    return draw("stages", x, bars)

@@ -18,6 +18,7 @@ from inference.evaluation.record import (
     Report,
     TaskReport,
 )
+from inference.evaluation.report.charts import comparison_chart, latency_comparison_chart
 from inference.evaluation.report.formatting import (
     difference_text,
     load_text,
@@ -29,11 +30,6 @@ from inference.evaluation.report.formatting import (
     value_text,
 )
 from inference.evaluation.report.page import render_page
-from inference.evaluation.report.row_charts import (
-    comparison_chart,
-    latency_comparison_chart,
-    responsive,
-)
 from inference.evaluation.task import Metric
 
 _ON_PAGE, _IN_TERMINAL = 500, 14  # changed samples that are listed
@@ -252,8 +248,8 @@ def render_comparison(comparison: RunComparison) -> str:
         title=f"{second.run.name}: comparison",
         runs=(_described(first), _described(second)),
         comparison=comparison,
-        accuracies=pairs and responsive(comparison_chart, pairs),
-        latency_chart=latency and responsive(latency_comparison_chart, latency),
+        accuracies=pairs and comparison_chart(pairs),
+        latency_chart=latency and latency_comparison_chart(latency),
         most=_ON_PAGE,
         **_tables(comparison),
     )

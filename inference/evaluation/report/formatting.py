@@ -1,6 +1,6 @@
 """Numbers, durations and rows of tables as people read them, the same in every page of a report.
 
-Functions named `..._text` and `..._title` are filters of the templates.
+Functions named `..._text`, `..._title` and `..._hint` are filters of the templates.
 """
 
 from __future__ import annotations
@@ -242,13 +242,13 @@ def verdict(report: Report) -> str:
     """Return the outcome of the gate in a few words."""
     if not report.bounds:
         return "no gate set"
-    gate, held = report.gate, len(report.gate.of(HELD))
+    gate, held, checked = report.gate, len(report.gate.of(HELD)), len(report.gate.verdicts)
     if gate.exit_code == EXIT_GATE_BREACHED:
-        return f"gate breached ({len(gate.deciding)} of {gate.checked} bounds)"
+        return f"gate breached ({len(gate.deciding)} of {checked} bounds)"
     if gate.exit_code == EXIT_INSUFFICIENT:
-        return f"gate undecided ({len(gate.deciding)} of {gate.checked} bounds need more samples)"
-    others = ", the others are advisory" * (held < gate.checked)
-    return f"gate passed ({held} of {gate.checked} bounds hold{others})"
+        return f"gate undecided ({len(gate.deciding)} of {checked} bounds need more samples)"
+    others = ", the others are advisory" * (held < checked)
+    return f"gate passed ({held} of {checked} bounds hold{others})"
 
 
 def gate_rows(report: Report) -> list[tuple[str, ...]]:

@@ -29,7 +29,7 @@ _ENVIRONMENT = Environment(
 _ENVIRONMENT.filters |= {
     name: function
     for name, function in vars(formatting).items()
-    if name.endswith(("_text", "_title"))
+    if name.endswith(("_text", "_title", "_hint"))
 }
 _ENVIRONMENT.globals |= {
     **{
@@ -73,6 +73,12 @@ def render_page(
         reload_s=reload_s,
         **{"lead": "", "numbers": None, **values},
     )
+
+
+def draw(chart: str, *values: Any) -> Markup:
+    """Return a chart by its macro in charts.html."""
+    module: Any = _ENVIRONMENT.get_template("charts.html").module
+    return Markup(getattr(module, chart)(*values))
 
 
 def _asset(name: str) -> Markup:

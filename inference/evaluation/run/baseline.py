@@ -121,14 +121,9 @@ class Baseline:
         """Return the scores of a run's samples next to those stored, by metric."""
         if run.task.name not in self.scores:
             return {}
-        found = {}
-        for metric in run.metrics:
-            chosen = [each for each in run.predictions if metric.group in ("", each.group)]
-            old = [self.values(each) for each in chosen]
-            pairs = pairs_of(metric, old, [each.values for each in chosen])
-            if pairs is not None and metric.name in self.metrics:
-                found[metric.name] = pairs
-        return found
+        both = [(each, self.values(each)) for each in run.predictions]
+        found = {metric.name: pairs_of(metric, both) for metric in run.metrics}
+        return {name: each for name, each in found.items() if each and name in self.metrics}
 
 
 def _some(values: Sequence[Any]) -> str:
@@ -170,21 +165,11 @@ def write_baseline(path: Path, report: Report, predictions: Iterable[Prediction]
     """Record the metrics of `report`, and the scores behind them, in `path`; return them."""
     found = _baseline_of(report, predictions)
     path.parent.mkdir(parents=True, exist_ok=True)
-    scores = ",".join(_scores_text(name, each) for name, each in found.scores.items())
     head = json.dumps(asdict(replace(found, scores={})), indent=1).removesuffix("{}\n}")
-    replace_file(path, f"{head}{{{scores}\n }}\n}}\n")
+    scores = json.dumps({name: asdict(each) for name, each in found.scores.items()})
+    # A line for each sample, which version control compares.
+    replace_file(path, head + scores.replace("], ", "],\n   ") + "\n}\n")
     return found
-
-
-def _scores_text(task: str, scores: TaskScores) -> str:
-    """Return the scores of a task as JSON with a line for each sample."""
-    rows = ",".join(
-        f"\n   {json.dumps(key)}: {json.dumps(row)}" for key, row in scores.rows.items()
-    )
-    return (
-        f'\n  {json.dumps(task)}: {{\n   "version": {scores.version},'
-        f'\n   "quantities": {json.dumps(scores.quantities)},\n   "rows": {{{rows}\n   }}\n  }}'
-    )
 
 
 def read_baseline(path: Path) -> Baseline:

@@ -14,10 +14,9 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import parse_bounds
-from inference.evaluation.gate import BREACHED, apply_gate
+from inference.evaluation.gate import apply_gate
 from inference.evaluation.options import OPENAI, Bound, EvaluationOptions
 from inference.evaluation.record import LatencyPoint, Report, RunFacts, StageTiming, TaskReport
 from inference.evaluation.report.files import (
@@ -55,6 +54,7 @@ from inference.evaluation.run.task_run import (
 from inference.evaluation.task import EvaluationError, TextGenerator
 from inference.evaluation.tasks import known_tasks
 from inference.evaluation.tasks.identity import rows_of
+from inference.evaluation.tasks.served_folder import served_architecture
 
 
 def evaluate(
@@ -80,15 +80,15 @@ def evaluate(
     if problems := check_evaluation(options):
         raise ValueError("\n".join(problems))
     output_dir = Path(options.output_dir)
-    if options.protocol == OPENAI and model is None:
-        with _junit_on_failure(output_dir):
-            options = within_abilities(options, open_model(options)[1].lacks)
-    tasks = known_tasks(options)
-    bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
-    bounds |= parse_bounds(options.gate)[0]
     started_at = datetime.now(timezone.utc)
     start = time.perf_counter()
     with _junit_on_failure(output_dir):
+        if options.protocol == OPENAI and model is None:
+            asked = open_model(options)
+            options, model = within_abilities(options, asked.lacks), asked
+        tasks = known_tasks(options)
+        bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
+        bounds |= parse_bounds(options.gate)[0]
         prepared = [prepare(task) for task in tasks]
         if problems := check_bounds_of_groups(options, prepared):
             raise ValueError("\n".join(problems))
@@ -99,11 +99,13 @@ def evaluate(
         for name in FILE_NAMES:  # two reports are never mixed
             (output_dir / name).unlink(missing_ok=True)
         progress(EvaluationProgress("connect", done=0, total=1))
-        with nullcontext(model) if model is not None else connect(options) as asked:
-            ask = partial(run_task, model=asked, concurrency=options.concurrency, progress=progress)
+        with nullcontext(model) if model is not None else connect(options) as served:
+            ask = partial(
+                run_task, model=served, concurrency=options.concurrency, progress=progress
+            )
             runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
-            repeats = [movement(run, asked, bounds) for run in runs]
-            latency = _latency(options, asked, runs, progress)
+            repeats = [movement(run, served, bounds) for run in runs]
+            latency = _latency(options, served, runs, progress)
         if options.reference == "huggingface":
             prepared = with_source(options, prepared, progress)
     seconds = time.perf_counter() - start
@@ -172,14 +174,12 @@ def _latency(
 ) -> tuple[LatencyPoint, ...]:
     if not options.latency.enabled:
         return ()
-    # The hidden size that a Hugging Face checkpoint states, as BERT's does.
-    path = None if options.source_path is None else options.source_path / "config.json"
-    config = json_object(path.read_bytes(), path) if path is not None and path.is_file() else {}
+    architecture = served_architecture(options)
     return measure_latency(
         model,
         _tokens(model, runs),
         options.latency,
-        hidden_size=config.get("hidden_size"),
+        hidden_size=None if architecture is None else architecture.hidden,
         progress=progress,
     )
 
@@ -245,13 +245,9 @@ def _gated(
             if run.task.name in options.advisory
             for metric in run.metrics
         },
+        remedies={metric.name: run.task.remedy() for run in runs for metric in run.metrics},
     )
-    remedies = {metric.name: run.task.remedy() for run in runs for metric in run.metrics}
-    verdicts = [
-        replace(each, remedy=remedies.get(each.metric, "") if each.status == BREACHED else "")
-        for each in gate.verdicts
-    ]
-    report = replace(report, gate=replace(gate, verdicts=tuple(verdicts)))
+    report = replace(report, gate=gate)
     if updated is not None and gate.passed:
         baseline = write_baseline(updated, report, chain(*(run.predictions for run in runs)))
     if baseline is None:

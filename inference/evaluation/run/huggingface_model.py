@@ -28,6 +28,7 @@ from inference.evaluation.task import (
     RequestTensors,
     TextGenerator,
     Words,
+    added_text,
 )
 from inference.evaluation.tasks.served_folder import served_prompts
 from inference.parity.activations import NoLibraryError
@@ -61,9 +62,12 @@ class HuggingFaceModel(TextGenerator):
 
     def decode_answer(self, ids: Sequence[int]) -> str:
         """Return the text of generated tokens, up to the end token."""
+        return self.decode(self._until_end(ids))
+
+    def _until_end(self, ids: Sequence[int]) -> tuple[int, ...]:
         end = self.model.config.eos_token_id
         ends = end if isinstance(end, list) else [end]  # Llama 3 has several
-        return self.decode(list(itertools.takewhile(lambda each: each not in ends, ids)))
+        return tuple(itertools.takewhile(lambda each: each not in ends, ids))
 
     def complete_text(
         self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
@@ -73,10 +77,8 @@ class HuggingFaceModel(TextGenerator):
             raise EvaluationError("evaluate.reference=huggingface has no word lists.")
         ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=self._is_encoder_decoder))
         answer = self.complete_ids(ids, output_len=output_len)
-        text = self.decode_answer(answer)
-        if not self._is_encoder_decoder:
-            # Decoded behind the prompt, so that it keeps the space it starts with.
-            text = self.decode_answer((*ids, *answer)).removeprefix(self.decode(ids))
+        before = () if self._is_encoder_decoder else ids
+        text = added_text(self.decode, before, self._until_end(answer))
         log_prob = self.context_log_prob(ids) if score_prompt else None
         return Completion(text, len(answer), log_prob)
 

@@ -260,8 +260,8 @@ def encoder_request(
         return {"input_ids": list(rows), "sequence_length": lengths}
     if hidden_size is None:
         raise EvaluationError(
-            "the latency of this encoder needs its hidden size, which is read from the source "
-            "checkpoint's config.json; set export.model.checkpoint_path, or "
+            "the latency of this encoder needs its hidden size, which is read from the served "
+            "folder or the source checkpoint; set export.model.checkpoint_path, or "
             "evaluate.latency.enabled=false."
         )
     states = np.random.default_rng(0).standard_normal((len(rows), len(rows[0]), hidden_size))

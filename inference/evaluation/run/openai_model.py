@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from inference.evaluation.openai_client import OpenAIClient, choices_of
@@ -35,61 +35,6 @@ _PROBE = "The old lighthouse stood at the end of the point"
 _GREEDY = {"temperature": 0, "n": 1}
 # Parameters of vLLM and others, which a server may refuse: its own defaults could be a model's.
 _EXTRAS = {"return_token_ids": True, "repetition_penalty": 1.0}
-
-
-@dataclass(frozen=True)
-class Abilities:
-    """The abilities of a server, as found by asking it.
-
-    Attributes:
-        extras: parameters beyond OpenAI's that it takes.
-        takes_ids: prompts may be token ids.
-        gives_ids: answers come with their token ids.
-        scores: the log probabilities of a prompt's tokens come with `echo`.
-        streams: answers come in events.
-    """
-
-    extras: Mapping[str, Any]
-    takes_ids: bool
-    gives_ids: bool
-    scores: bool
-    streams: bool
-
-    @property
-    def lacks(self) -> dict[str, str]:
-        """The abilities that metrics may need and the server lacks, with the reason."""
-        found = {TENSORS: "the protocol has no tensors"}
-        if not (self.takes_ids and self.gives_ids):
-            which = "takes" if not self.takes_ids else "returns"
-            found[TOKEN_IDS] = f"the server {which} no token ids"
-        if not self.scores:
-            found[LOG_PROBS] = "the server returns no log probabilities of prompts (echo, logprobs)"
-        return found
-
-
-def probe_abilities(client: OpenAIClient, model: str, tokenizer: Tokenizer) -> Abilities:
-    """Return the abilities of a server.
-
-    Raises:
-        RequestFailedError: it does not complete a plain text.
-    """
-    plain = {"model": model, "prompt": _PROBE, "max_tokens": 3, **_GREEDY}
-    text = _text(client.complete(plain))
-    extras: Mapping[str, Any] = _EXTRAS
-    if (given := _tried(client, {**plain, **_EXTRAS})) is None or _text(given) != text:
-        extras, given = {}, None
-    gives_ids = given is not None and _answer_ids(given) is not None
-    ids = list(tokenizer.encode(_PROBE))
-    taken = _tried(client, {**plain, **extras, "prompt": ids})
-    takes_ids = taken is not None and _count(taken, "prompt_tokens") in (None, len(ids))
-    echo = {**plain, **extras, "prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
-    echoed = _tried(client, echo) if takes_ids else None
-    scores = echoed is not None and _prompt_scores(echoed, len(ids)) is not None
-    try:
-        streams = sum(bool(choices_of(each)) for each in client.stream({**plain, **extras})) > 1
-    except RequestFailedError:
-        streams = False
-    return Abilities(extras, takes_ids, gives_ids, scores, streams)
 
 
 def _tried(client: OpenAIClient, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -132,17 +77,35 @@ def _prompt_scores(answer: Mapping[str, Any], count: int) -> list[float] | None:
 
 @dataclass(frozen=True)
 class OpenAIModel(TextGenerator):
-    """Meets TextGenerator over a client of OpenAI's protocol."""
+    """Meets TextGenerator over a client of OpenAI's protocol, within what its server can do.
+
+    Attributes:
+        extras: parameters beyond OpenAI's that it takes.
+        takes_ids: prompts may be token ids.
+        gives_ids: answers come with their token ids.
+        scores: the log probabilities of a prompt's tokens come with `echo`.
+        streams: answers come in events.
+    """
 
     client: OpenAIClient
     model: str
     tokenizer: Tokenizer
-    abilities: Abilities
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    takes_ids: bool = False
+    gives_ids: bool = False
+    scores: bool = False
+    streams: bool = False
 
     @property
-    def streams(self) -> bool:
-        """Return whether answers come token by token."""
-        return self.abilities.streams
+    def lacks(self) -> dict[str, str]:
+        """The abilities that metrics may need and the server lacks, with the reason."""
+        found = {TENSORS: "the protocol has no tensors"}
+        if not (self.takes_ids and self.gives_ids):
+            which = "takes" if not self.takes_ids else "returns"
+            found[TOKEN_IDS] = f"the server {which} no token ids"
+        if not self.scores:
+            found[LOG_PROBS] = "the server returns no log probabilities of prompts (echo, logprobs)"
+        return found
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of `text`."""
@@ -199,7 +162,7 @@ class OpenAIModel(TextGenerator):
     def _streamed(self, body: Mapping[str, Any], each_frame: Callable[[], None]) -> tuple[int, ...]:
         ids: list[int] = []
         frames, count = 0, None
-        usage = {"stream_options": {"include_usage": True}} if self.abilities.extras else {}
+        usage = {"stream_options": {"include_usage": True}} if self.extras else {}
         for event in self.client.stream({**body, **usage}):
             if choices_of(event) and (_answer_ids(event) or choices_of(event)[0].get("text")):
                 each_frame()
@@ -220,7 +183,7 @@ class OpenAIModel(TextGenerator):
         return math.fsum(scores)
 
     def _prompts(self, rows: Sequence[Sequence[int]]) -> list[Any]:
-        if self.abilities.takes_ids:
+        if self.takes_ids:
             return [list(row) for row in rows]
         return [self.decode(row) for row in rows]
 
@@ -230,12 +193,12 @@ class OpenAIModel(TextGenerator):
             "prompt": prompt,
             "max_tokens": output_len,
             **_GREEDY,
-            **self.abilities.extras,
+            **self.extras,
         }
 
 
-def open_model(options: EvaluationOptions) -> tuple[OpenAIModel, Abilities]:
-    """Return the model at `options.url`, and what its server can do.
+def open_model(options: EvaluationOptions) -> OpenAIModel:
+    """Return the model at `options.url`, with what its server was found to be able to do.
 
     Raises:
         EvaluationError: nothing answers there, or the model or its tokenizer is unknown.
@@ -250,13 +213,42 @@ def open_model(options: EvaluationOptions) -> tuple[OpenAIModel, Abilities]:
         )
     try:
         model = options.model or _only_model(client)
-        tokenizer = load_tokenizer(options.tokenizer_dir)
-        abilities = probe_abilities(client, model, tokenizer)
+        return _probed(OpenAIModel(client, model, load_tokenizer(options.tokenizer_dir)))
     except RequestFailedError as error:
         raise EvaluationError(
             f"no server of OpenAI's protocol completes text at {client.url}: {error}"
         ) from error
-    return OpenAIModel(client, model, tokenizer, abilities), abilities
+
+
+def _probed(model: OpenAIModel) -> OpenAIModel:
+    """Return a model with the abilities of its server.
+
+    Raises:
+        RequestFailedError: it does not complete a plain text.
+    """
+    client = model.client
+    plain = {"model": model.model, "prompt": _PROBE, "max_tokens": 3, **_GREEDY}
+    text = _text(client.complete(plain))
+    extras: Mapping[str, Any] = _EXTRAS
+    if (given := _tried(client, {**plain, **_EXTRAS})) is None or _text(given) != text:
+        extras, given = {}, None
+    ids = list(model.encode(_PROBE))
+    taken = _tried(client, {**plain, **extras, "prompt": ids})
+    takes_ids = taken is not None and _count(taken, "prompt_tokens") in (None, len(ids))
+    echo = {**plain, **extras, "prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
+    echoed = _tried(client, echo) if takes_ids else None
+    try:
+        streams = sum(bool(choices_of(each)) for each in client.stream({**plain, **extras})) > 1
+    except RequestFailedError:
+        streams = False
+    return replace(
+        model,
+        extras=extras,
+        takes_ids=takes_ids,
+        gives_ids=given is not None and _answer_ids(given) is not None,
+        scores=echoed is not None and _prompt_scores(echoed, len(ids)) is not None,
+        streams=streams,
+    )
 
 
 def _only_model(client: OpenAIClient) -> str:

@@ -28,18 +28,11 @@ def within_abilities(options: EvaluationOptions, lacks: Mapping[str, str]) -> Ev
     """
     kept: list[str] = []
     left_out: dict[str, str] = {}
-    found = replace(options, lacks=tuple(lacks))
-    for task in known_tasks(found):
-        needs, names = task.needs, task.metric_names
-        missing = {name: lacks[needs[name]] for name in names if needs.get(name) in lacks}
-        rest = tuple(name for name in names if name not in missing)
-        reduced = task.reduced(found, rest)
-        if missing and reduced is None:
-            missing, rest = dict.fromkeys(names, next(iter(missing.values()))), ()
-        left_out |= missing
-        if rest:
+    for task in known_tasks(options):
+        missing = {name: lacks[need] for name, need in task.needs.items() if need in lacks}
+        left_out |= {name: missing[name] for name in task.metric_names if name in missing}
+        if not missing.keys() >= {*task.metric_names}:
             kept.append(task.name)
-            found = reduced or found
     bounds, _ = parse_bounds(options.gate)
     problems = [
         f"evaluate.gate.{name} bounds what the server cannot answer: {left_out[name]}."
@@ -53,7 +46,7 @@ def within_abilities(options: EvaluationOptions, lacks: Mapping[str, str]) -> Ev
         raise EvaluationError("\n".join(problems))
     for sentence in sentences:
         logger.warning(sentence)
-    return replace(found, tasks=kept, left_out=sentences)
+    return replace(options, tasks=kept, lacks=tuple(lacks), left_out=sentences)
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
-from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
-from inference.evaluation.options import OPENAI, EvaluationOptions
+from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.rows import GREEDY, GREEDY_WITH_LOG_PROBS, answers, generation_request
-from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.task import (
     NO_WORDS,
     Completion,
@@ -30,7 +27,9 @@ from inference.evaluation.task import (
     RequestTensors,
     TextGenerator,
     Words,
+    added_text,
 )
+from inference.evaluation.tasks.served_folder import read_served
 from inference.server.client import Outputs, Tensors, TritonClient
 from inference.server.tensors import as_tensor, as_texts
 
@@ -135,10 +134,15 @@ class ServedModel(TextGenerator):
         self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
     ) -> Completion:
         """Return the greedy continuation as text, asked through the ensemble if there is one."""
+        if self.ensemble_name is None and self.is_encoder_decoder:
+            raise RequestFailedError(
+                f"{self.model_name} is an encoder-decoder model, whose prompts the ensemble ends "
+                "as it was trained; export it with export.triton_deployment.ensemble=true."
+            )
         if self.ensemble_name is None:
-            if words != NO_WORDS:
-                raise RequestFailedError("word lists are encoded by the ensemble; there is none.")
-            return self._complete_encoded(prompt, output_len, score_prompt=score_prompt)
+            return super().complete_text(
+                prompt, output_len=output_len, score_prompt=score_prompt, words=words
+            )
         inputs = {
             "INPUT_0": as_tensor([prompt], "BYTES"),
             "INPUT_1": as_tensor([output_len], "UINT32"),
@@ -163,27 +167,8 @@ class ServedModel(TextGenerator):
         served = ServedTokenizer(self.client)
         input_ids = served.encode(prompt)
         answer = self.complete_ids(input_ids, output_len=output_len)
-        if self.is_encoder_decoder:
-            text = served.decode(answer)
-        else:
-            whole, before = served.decode(input_ids + answer), served.decode(input_ids)
-            text = whole.removeprefix(before)
-        return answer, Completion(text, len(answer))
-
-    def _complete_encoded(self, prompt: str, output_len: int, *, score_prompt: bool) -> Completion:
-        """Return the continuation of a text that is encoded and decoded here."""
-        if self.is_encoder_decoder:
-            raise RequestFailedError(
-                f"{self.model_name} is an encoder-decoder model, whose prompts the ensemble ends "
-                "as it was trained; export it with export.triton_deployment.ensemble=true."
-            )
-        input_ids = self.encode(prompt)
-        answer = self.complete_ids(input_ids, output_len=output_len)
-        return Completion(
-            text=self.decode(answer),
-            generated=len(answer),
-            context_log_prob=self.context_log_prob(input_ids) if score_prompt else None,
-        )
+        before = () if self.is_encoder_decoder else input_ids
+        return answer, Completion(added_text(served.decode, before, answer), len(answer))
 
     def _answer(self, text: str, prompt: str) -> str:
         """Return `text` without the prompt, which ensembles repeat by default.
@@ -267,14 +252,11 @@ def _context_log_prob(outputs: Outputs) -> float:
 
 @contextmanager
 def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
-    """Yield the model served at `options.url`, connected.
+    """Yield the Triton model served at `options.url`, connected.
 
     Raises:
         EvaluationError: nothing answers there, or it is not ready.
     """
-    if options.protocol == OPENAI:
-        yield open_model(options)[0]
-        return
     with TritonClient(
         options.url,
         protocol=options.protocol,
@@ -288,21 +270,14 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
             set(options.tasks) != {"identity"} or find_tokenizer(folder) is not None
         ):
             tokenizer = load_tokenizer(folder)
+        found = read_served(options.weights_dir)
         yield ServedModel(
             client,
             tokenizer,
             model_name=options.model_name,
             ensemble_name=options.ensemble_name,
-            end_id=_end_id(options.weights_dir),
+            end_id=None if found is None else getattr(found[1], "end_id", None),
         )
-
-
-def _end_id(weights_dir: Path | None) -> int | None:
-    if weights_dir is None or not (weights_dir / "config.ini").is_file():
-        return None
-    _, config = read_config(weights_dir)
-    end_id = getattr(config, "end_id", None)
-    return None if end_id is None else int(end_id)
 
 
 def _check_ready(client: TritonClient, options: EvaluationOptions) -> None:

@@ -216,20 +216,21 @@ def movement(run: TaskRun, model: TextGenerator, bounds: Mapping[str, Bound]) ->
     if not any(metric.scale and metric.name in compared for metric in run.metrics):
         return Movement()
     chosen = range(0, len(run.samples), max(1, len(run.samples) // _ASKED_AGAIN))[:_ASKED_AGAIN]
-    samples = [run.samples[index] for index in chosen]
-    first = [run.predictions[index].values for index in chosen]
-    again = [run.task.score(sample, model).values for sample in samples]
-    asked = f"{len(samples)} samples asked again, one at a time,"
-    if again == first:
+    both = [
+        (run.predictions[index], run.task.score(run.samples[index], model).values)
+        for index in chosen
+    ]
+    asked = f"{len(both)} samples asked again, one at a time,"
+    changed = sum(first.values != again for first, again in both)
+    if not changed:
         return Movement(text=f"{asked} gave the same digits")
     units = {metric.name: metric.unit for metric in run.metrics}
-    moved: dict[str, float] = {}
-    for metric in run.metrics:
-        rows = [i for i, each in enumerate(samples) if metric.group in ("", each.group)]
-        pairs = pairs_of(metric, [first[i] for i in rows], [again[i] for i in rows])
-        if pairs is not None and not pairs.is_binary:
-            moved[metric.name] = abs(check_drop(pairs, 0.0, confidence=0.95).drop)
-    changed = sum(one != other for one, other in zip(first, again, strict=True))
+    pairs = {metric.name: pairs_of(metric, both) for metric in run.metrics}
+    moved = {
+        name: abs(check_drop(each, 0.0, confidence=0.95).drop)
+        for name, each in pairs.items()
+        if each is not None and not each.is_binary
+    }
     figures = ", ".join(f"{name} by {amount_text(d, units[name])}" for name, d in moved.items())
     return Movement(
         moved,

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions
 from inference.evaluation.statistics import Z_95, mean_and_stderr, mean_metric
@@ -41,6 +40,7 @@ from inference.evaluation.task import (
     Score,
     Task,
     TextGenerator,
+    added_text,
 )
 from inference.evaluation.tasks.datasets import (
     DataSource,
@@ -100,7 +100,9 @@ class Lambada(Task):
 
     def __init__(self, options: EvaluationOptions) -> None:
         super().__init__(options)
-        self.metric_names = tuple(options.lambada.metrics)
+        self.metric_names = tuple(
+            name for name in options.lambada.metrics if _NEEDS.get(name) not in options.lacks
+        )
 
     def problems(self) -> list[str]:
         """Return unknown metrics, and files that do not exist."""
@@ -114,10 +116,6 @@ class Lambada(Task):
             problems.append(f"evaluate.lambada.metrics is empty; choose from {known}.")
         files = {"data_path": lambada.data_path, "reference_path": lambada.reference_path}
         return [*problems, *missing_files("lambada", files)]
-
-    def reduced(self, options: EvaluationOptions, metrics: tuple[str, ...]) -> EvaluationOptions:
-        """Return options with only some of the metrics."""
-        return replace(options, lambada=replace(options.lambada, metrics=[*metrics]))
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Read the passages, downloading them first where that is asked for.
@@ -150,7 +148,7 @@ class Lambada(Task):
                 sample.text, output_len=len(word_ids), score_prompt=PERPLEXITY in wanted
             )
             answer, context_log_prob = found.text, found.context_log_prob
-            expected = _continuation(model, context_ids, word_ids)
+            expected = added_text(model.decode, context_ids, word_ids)
             right = answer == expected
             if self._by_text:  # some servers leave out the space before an answer
                 right = answer.strip() == expected.strip()
@@ -192,14 +190,6 @@ class Lambada(Task):
 
     def _method(self, name: str) -> str:
         return _BY_TEXT if self._by_text and name == LAST_WORD else _METHODS[name]
-
-
-def _continuation(
-    model: TextGenerator, context_ids: tuple[int, ...], word_ids: tuple[int, ...]
-) -> str:
-    """Return the text that `word_ids` add to the context; some decode otherwise when alone."""
-    whole, context = model.decode(context_ids + word_ids), model.decode(context_ids)
-    return whole[len(context) :] if whole.startswith(context) else model.decode(word_ids)
 
 
 def _perplexity(name: str, scores: Sequence[Score]) -> Metric:

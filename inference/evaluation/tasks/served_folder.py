@@ -11,25 +11,28 @@ from export_scripts.families.layout.architecture import (
     DecoderArchitecture,
     EncoderDecoderArchitecture,
 )
+from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
 from inference.evaluation.options import EvaluationOptions, PromptOptions, RequestShape
 
 
+def read_served(folder: Path | None) -> tuple[ModelFamily, FTConfig] | None:
+    """Return family and configuration of a served folder; None where there is no config.ini."""
+    return None if folder is None or not (folder / CONFIG_NAME).is_file() else read_config(folder)
+
+
 def served_architecture(options: EvaluationOptions) -> Architecture | None:
     """Return what is served, by config.ini or else by the checkpoint; None where neither says."""
-    folder = options.weights_dir
     try:
-        if folder is not None and (folder / CONFIG_NAME).is_file():
-            family, config = read_config(folder)
-        elif options.source_path is not None and options.source_path.exists():
+        found = read_served(options.weights_dir)
+        if found is None and options.source_path is not None and options.source_path.exists():
             from export_scripts.conversion.plan import source_config
 
-            family, config = source_config(options.source_path, options.given)
-        else:
-            return None
+            found = source_config(options.source_path, options.given)
     except ValueError:  # reported by the stage that has to read it
         return None
-    return family.architecture(config)
+    return None if found is None else found[0].architecture(found[1])
 
 
 def shape_problems(shapes: Sequence[RequestShape], options: EvaluationOptions) -> list[str]:
@@ -66,9 +69,9 @@ def _tokens(shape: RequestShape, architecture: Architecture) -> int:
 
 def served_prompts(folder: Path | None) -> dict[str, PromptOptions]:
     """Return the prompt tables that a folder's config.ini lists, by name; none without a folder."""
-    if folder is None or not (folder / CONFIG_NAME).is_file():
+    if (found := read_served(folder)) is None:
         return {}
-    _, config = read_config(folder)
+    _, config = found
     start_id = config.prompt_learning_start_id or 0
     return {
         each.task_name: PromptOptions(length=each.prompt_length, start_id=start_id, task_id=number)
@@ -102,14 +105,14 @@ def prompt_of(task: str, given: PromptOptions, folder: Path | None) -> PromptOpt
 
 def _of_table(task: str, given: PromptOptions, table: Path, folder: Path | None) -> PromptOptions:
     """Return the virtual tokens of a table, as many as it has rows."""
-    if folder is None or not (folder / CONFIG_NAME).is_file():
+    if (found := read_served(folder)) is None:
         if not given.length:
             raise ValueError(
                 f"evaluate.{task}.prompt.table_path={table} needs length and start_id: config.ini "
                 "of the served folder, which has the width of its rows, is not here."
             )
         return given
-    family, config = read_config(folder)
+    family, config = found
     row_bytes = 4 * family.architecture(config).hidden  # fp32
     return replace(
         given,

@@ -26,7 +26,7 @@ NAME = "lambada_last_word"
 def breaches(metric, bound, baseline=None) -> list[str]:
     stored = {} if baseline is None else {baseline.name: baseline}
     result = apply_gate([metric], {metric.name: bound}, baseline=stored)
-    return [str(each) for each in result.breaches]
+    return [str(each) for each in result.of("breached")]
 
 
 def test_a_value_on_its_bound_passes(make_metric):
@@ -136,7 +136,7 @@ def test_a_sentence_is_held_breached_or_needs_more_samples(make_metric, pairs, s
 def test_scores_that_are_not_finite_breach(make_metric, lost):
     metric = make_metric(scale="exp", unit="perplexity", value=9.0, higher_is_better=False)
     pairs = Pairs((-1.0, lost, -2.0), (-1.0, -1.0, -2.0), (1.0,) * 3, (1.0,) * 3)
-    (verdict,) = paired(metric, "no rise of more than 1 % at 95 %", pairs).breaches
+    (verdict,) = paired(metric, "no rise of more than 1 % at 95 %", pairs).of("breached")
     assert "1 of 3 samples have no finite score" in str(verdict)
 
 
@@ -144,7 +144,7 @@ def test_a_perplexity_beyond_a_double_breaches(make_metric):
     metric = make_metric(scale="exp", unit="perplexity", value=9.0, higher_is_better=False)
     old = tuple(-2.0 - each / 10 for each in range(8))
     pairs = Pairs(tuple(500 * each for each in old), old, (1.0,) * 8, (1.0,) * 8)
-    (verdict,) = paired(metric, "no rise of more than 1 % at 95 %", pairs).breaches
+    (verdict,) = paired(metric, "no rise of more than 1 % at 95 %", pairs).of("breached")
     assert "rise inf %" in str(verdict)
 
 
@@ -158,8 +158,8 @@ def test_an_improvement_beyond_the_bound_is_named(make_metric):
 
 def test_an_advisory_bound_is_reported_and_does_not_decide(make_metric):
     found = paired(make_metric(scale="mean"), POINT, answers(100, lost=90), advisory=[NAME])
-    assert (found.exit_code, len(found.breaches)) == (EXIT_PASS, 1)
-    assert "(advisory)" in str(found.breaches[0])
+    assert (found.exit_code, len(found.of("breached"))) == (EXIT_PASS, 1)
+    assert "(advisory)" in str(found.of("breached")[0])
 
 
 def test_an_advisory_breach_neither_hides_nor_outranks_a_critical_bound(make_metric, report):

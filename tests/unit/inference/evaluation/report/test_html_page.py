@@ -13,17 +13,25 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from inference.evaluation.options import Bound
-from inference.evaluation.record import LatencyPoint, RequestStatistics, StageTiming
-from inference.evaluation.report.charts import latency_histogram, sweep_charts, throughput_chart
-from inference.evaluation.report.html_page import render_html
-from inference.evaluation.report.row_charts import (
+from inference.evaluation.record import (
+    Comparison,
+    LatencyPoint,
+    ReferenceComparison,
+    RequestStatistics,
+    StageTiming,
+)
+from inference.evaluation.report.charts import (
     accuracy_chart,
     latency_comparison_chart,
+    latency_histogram,
+    log_ticks,
+    nice_ticks,
     stages_chart,
+    sweep_charts,
+    throughput_chart,
 )
-from inference.evaluation.report.svg import Frame, legend, legend_height, log_ticks, nice_ticks
+from inference.evaluation.report.html_page import render_html
 from inference.evaluation.run.timing import distribution
-from tests.conftest import present
 
 _VOID = {"meta", "input", "br"}
 
@@ -132,40 +140,59 @@ def test_a_report_without_optional_parts_is_drawn(report):
     assert Page(page).open == []
 
 
-def svg_of(chart: str) -> ET.Element:
-    return ET.fromstring(chart)
+def drawn(chart: str) -> ET.Element:
+    return ET.fromstring(f"<div>{chart}</div>")
 
 
-def place(element: ET.Element | None, name: str) -> float:
-    assert element is not None
-    return float(element.attrib[name])
+def marks(chart: str, tag: str, kind: str) -> list[ET.Element]:
+    """Return the elements of a tag and of a class, in their order."""
+    return [each for each in drawn(chart).iter(tag) if kind in each.get("class", "").split()]
+
+
+def place(element: ET.Element, name: str) -> float:
+    return float(element.attrib[name].removesuffix("%"))
 
 
 def numbers(chart: str) -> list[float]:
-    found = re.findall(r' (?:x|y|x1|x2|y1|y2|cx|cy|r|width|height)="([^"]*)"', chart)
+    found = re.findall(r' (?:x1|x2|y1|y2|cx|cy|r|width|height)="([^"%]*)%?"', chart)
     return [float(each) for each in found]
 
 
-def test_accuracy_marks_lie_in_order_on_one_scale(make_metric):
-    chart = accuracy_chart(
-        [make_metric(value=0.5)],
-        references={"lambada_last_word": 0.4, "other": 0.1},
-        baselines={"lambada_last_word": 0.45},
+def test_accuracy_marks_lie_in_order_on_one_scale(report, make_metric):
+    compared = (Comparison("lambada_last_word", 0.5, 0.4, 0.1), Comparison("other", 0.2, 0.1, 0.1))
+    task = replace(
+        report.tasks[0],
+        metrics=(make_metric(value=0.5),),
+        reference=ReferenceComparison("another run", compared),
+    )
+    report = replace(
+        report,
+        baseline={"lambada_last_word": make_metric(value=0.45)},
         bounds={"lambada_last_word": Bound(min=0.3), "other_perplexity": Bound(max=9.0)},
     )
-    root = svg_of(chart)
-    value = place(root.find("circle[@class='value']"), "cx")
-    bound = place(root.find("line[@class='bound']"), "x1")
-    polygon = present(root.find("polygon[@class='reference']"))
-    reference = float(polygon.attrib["points"].split(",")[0])
-    assert bound < reference < value
-    assert len(root.findall("polygon")) == 1
+    chart = accuracy_chart(report, task)
+    (value,) = marks(chart, "circle", "value")
+    places = {
+        each[0].attrib["class"]: place(each, "x")
+        for each in drawn(chart).iter("svg")
+        if "x" in each.attrib
+    }
+    assert places.keys() == {"reference", "baseline", "bound"}
+    assert places["bound"] < places["reference"] < places["baseline"] < place(value, "cx")
+    assert "reference: another run" in chart
+
+
+def test_what_is_not_drawn_has_no_key(report):
+    chart = accuracy_chart(replace(report, bounds={"other": Bound(min=0.3)}), report.tasks[0])
+    assert [each.text for each in drawn(chart).iter("li")] == [None]
+    assert "measured" in chart
+    assert "bound" not in chart
 
 
 @pytest.mark.parametrize("values", [[0.01], [0.01] * 5, [0.001 * n for n in range(1, 300)]])
 def test_latency_histogram_counts_every_request(values):
     chart = latency_histogram(distribution(values))
-    hints = [each.text or "" for each in svg_of(chart).iter("title")]
+    hints = [each.text or "" for each in drawn(chart).iter("title")]
     assert sum(int(hint.split()[0]) for hint in hints) == len(values)
     assert all(number >= 0 for number in numbers(chart))
 
@@ -185,9 +212,10 @@ def test_sweep_charts_draw_every_point():
         for length in (1, 64)
         for flight in (1, 4)
     ]
-    assert len(svg_of(sweep("Latency of a request", points)).findall("circle")) == 4
-    bars = svg_of(sweep("Throughput", points)).findall("rect")
-    assert len(bars) == 4 + 2  # and the legend
+    assert len(marks(sweep("Latency of a request", points), "circle", "point")) == 4
+    throughput = sweep("Throughput", points)
+    assert len(marks(throughput, "rect", "bar")) == 4
+    assert len(list(drawn(throughput).iter("li"))) == 2
 
 
 def sweep_point(latency_s: float, *, flight: int = 1, further_ms: float | None = 2.0):
@@ -200,48 +228,36 @@ def test_times_far_apart_are_drawn_on_a_log_scale():
     far = sweep("Latency of a request", [sweep_point(0.001), sweep_point(0.9, flight=4)])
     assert "log scale" in far
     assert "log scale" not in near
-    low, high = (place(each, "cy") for each in svg_of(far).findall("circle"))
+    low, high = (place(each, "cy") for each in marks(far, "circle", "point"))
     assert high < low
     assert all(number >= 0 for number in numbers(far))
 
 
 def test_points_without_further_tokens_are_left_out_of_their_chart():
     points = [sweep_point(0.1), sweep_point(0.1, flight=4, further_ms=None)]
-    assert len(svg_of(sweep("Each further token", points)).findall("circle")) == 1
-    assert len(svg_of(sweep("Time to the first token", points)).findall("circle")) == 2
-
-
-def test_a_long_legend_goes_on_in_the_next_line():
-    frame, names = Frame(510, 0), [f"batch 16, {number} in flight" for number in range(5)]
-    assert legend_height(frame, names[:2]) == 18
-    assert legend_height(frame, names) == 3 * 18
-    parts = [ET.fromstring(each) for each in legend(frame, names)]
-    assert all(place(each, "x") < 510 - 100 for each in parts)
-    assert len({each.get("class") for each in parts if each.tag == "rect"}) == 5
+    assert len(marks(sweep("Each further token", points), "circle", "point")) == 1
+    assert len(marks(sweep("Time to the first token", points), "circle", "point")) == 2
 
 
 def test_runs_are_compared_point_by_point():
     pair = (sweep_point(0.1), sweep_point(0.05))
-    root = svg_of(latency_comparison_chart([pair]))
-    first, second = (place(each, "cx") for each in root.findall("circle"))
+    chart = latency_comparison_chart([pair])
+    first, second = (place(each, "cx") for each in marks(chart, "circle", "point"))
     assert second < first
-    assert any(each.text == "32 + 8, 1 in flight" for each in root.iter("text"))
+    assert any(each.text == "32 + 8, 1 in flight" for each in drawn(chart).iter("b"))
 
 
 def test_stages_follow_each_other_unless_they_say_when():
-    root = svg_of(
-        stages_chart(
-            [
-                StageTiming("a", "done", 4.0),
-                StageTiming("b", "done", 4.0),
-                StageTiming("c", "", 1, 2),
-            ]
-        )
-    )
-    first, second, third = (place(each, "x") for each in root.findall("rect"))
-    width = place(root.find("rect"), "width")
-    assert second == pytest.approx(first + width, abs=0.2)
-    assert third == pytest.approx(first + width / 2, abs=0.2)
+    stages = [
+        StageTiming("a", "done", 4.0),
+        StageTiming("b", "done", 4.0),
+        StageTiming("c", "", 1, 2),
+    ]
+    bars = marks(stages_chart(stages), "rect", "bar")
+    first, second, third = (place(each, "x") for each in bars)
+    width = place(bars[0], "width")
+    assert second == pytest.approx(first + width, abs=0.1)
+    assert third == pytest.approx(first + width / 2, abs=0.1)
 
 
 def test_log_ticks_reach_around_the_values():

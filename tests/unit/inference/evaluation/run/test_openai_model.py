@@ -143,8 +143,8 @@ def test_a_server_of_every_ability_is_asked_by_token_ids(server: Server, tmp_pat
     token = tmp_path / "token"
     token.write_text("secret" * 6 + "\n")
     token.chmod(0o600)
-    model, abilities = open_model(options(server, tmp_path, token_file=str(token)))
-    assert list(abilities.lacks) == ["tensors"]
+    model = open_model(options(server, tmp_path, token_file=str(token)))
+    assert list(model.lacks) == ["tensors"]
     assert model.streams
     assert model.complete_ids([3], output_len=2) == (4, 5)
     assert model.complete_text("abc", output_len=2).text == "de"
@@ -157,14 +157,14 @@ def test_a_server_of_every_ability_is_asked_by_token_ids(server: Server, tmp_pat
 
 
 def test_parameters_that_are_ignored_or_refused_are_noticed(server: Server, tmp_path: Path) -> None:
-    model, abilities = open_model(options(server, tmp_path))
-    assert set(abilities.lacks) == {"tensors", "token ids", "log probabilities"}
+    model = open_model(options(server, tmp_path))
+    assert set(model.lacks) == {"tensors", "token ids", "log probabilities"}
     assert model.complete_text("abc", output_len=2).text == "de"
     assert model.complete_rows([[0, 1]], output_len=3) == [(openai_model.UNKNOWN_TOKEN,) * 3]
     with pytest.raises(RequestFailedError, match=r"no log probabilities|prompt must be"):
         model.context_log_prob([1, 2])
     server.abilities = frozenset({"ids"})
-    assert set(open_model(options(server, tmp_path))[1].lacks) == {"tensors", "log probabilities"}
+    assert set(open_model(options(server, tmp_path)).lacks) == {"tensors", "log probabilities"}
 
 
 def test_metrics_that_a_server_cannot_answer_are_left_out_by_name(
@@ -222,9 +222,9 @@ def test_a_stream_without_end_is_a_failed_request(
 ) -> None:
     monkeypatch.setattr("inference.evaluation.openai_client._MOST_BYTES", 100_000)
     server.abilities = FULL | {"endless"}
-    model, abilities = open_model(options(server, tmp_path, model="x"))
-    assert not abilities.streams
-    assert not abilities.scores  # no double holds them
+    model = open_model(options(server, tmp_path, model="x"))
+    assert not model.streams
+    assert not model.scores  # no double holds them
     client = OpenAIClient(f"127.0.0.1:{server.server_address[1]}", Credentials(), timeout_s=5)
     with pytest.raises(RequestFailedError, match="an answer of more than 100000 bytes"):
         list(client.stream({"model": "x", "prompt": "a", "max_tokens": 1}))

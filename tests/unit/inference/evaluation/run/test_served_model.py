@@ -160,6 +160,18 @@ def test_without_an_ensemble_the_model_is_asked():
     assert model.complete_text("a", output_len=2).text == "bc"
 
 
+def test_without_an_ensemble_an_answer_keeps_the_space_before_it():
+    class Sentences(Letters):
+        """Decodes as SentencePiece does: without the space that the first word begins with."""
+
+        def decode(self, ids, **_):
+            return super().decode(ids).removeprefix(" ")
+
+    client = FakeClient(fastertransformer=answer_ids(97, 32, 98, length=3))
+    model = ServedModel(client, Sentences(), ensemble_name=None)
+    assert model.complete_text("a", output_len=2).text == " b"
+
+
 def test_failures_of_the_client_become_failed_requests():
     from tritonclient.utils import InferenceServerException
 

@@ -98,7 +98,7 @@ def run(options: EvaluationOptions, model: FakeModel) -> tuple[Report, dict[str,
 def test_model_that_is_its_source_passes(options: EvaluationOptions) -> None:
     assert options.source_path is not None
     report, values = run(options, ServedGPT2(options.source_path))
-    assert (report.gate.exit_code, report.gate.checked) == (0, 1)
+    assert (report.gate.exit_code, len(report.gate.verdicts)) == (0, 1)
     assert values["identity_same_tokens"] == 1.0
     assert values["identity_relative_difference"] < ROUNDING
     (task,) = report.tasks
@@ -179,7 +179,7 @@ def test_breach_names_the_command_that_finds_the_tensor(options: EvaluationOptio
     options.weights_dir.mkdir(parents=True)  # type: ignore[union-attr]
     model = ServedGPT2(options.source_path, error=100.0)
     report = evaluate(options, RunFacts(name="tiny"), model=model)
-    (breach,) = report.gate.breaches
+    (breach,) = report.gate.of("breached")
     assert str(breach).endswith(
         f"python -m inference.parity --checkpoint-path {options.source_path} "
         f"--ft-dir '{options.weights_dir}'"
@@ -207,7 +207,7 @@ def test_bound_of_the_user_takes_the_place_of_the_tolerance(options: EvaluationO
     gate = {"identity_relative_difference": Bound(max=1e-12)}
     report, _ = run(replace(options, gate=gate), ServedGPT2(options.source_path, error=1e-3))
     assert report.gate.exit_code == 3
-    assert "inference.parity" in str(report.gate.breaches[0])
+    assert "inference.parity" in str(report.gate.of("breached")[0])
 
 
 def test_options_that_cannot_be_used_are_reported(
