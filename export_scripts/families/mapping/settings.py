@@ -170,13 +170,8 @@ class Settings:
         generation, known = _generation_config(facts), facts.special_ids()
 
         def token(name: str, ours: str, default: int | None, stated: int | None) -> int | None:
-            candidates = (
-                facts.given_int(ours),
-                self.token(name, self.source.get(name, default)),
-                self.token(name, generation.get(name)),
-                stated,
-            )
-            return next((each for each in candidates if each is not None), None)
+            values = self.source.get(name, default), generation.get(name)
+            return facts.token(ours, *(self.token(name, value) for value in values), stated)
 
         start = token("bos_token_id", "start_id", bos, known.bos)
         end = token("eos_token_id", "end_id", eos, known.eos)

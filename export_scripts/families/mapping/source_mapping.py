@@ -131,6 +131,14 @@ class Facts:
         except ValueError:
             raise ValueError(f"{name}={text} is not an integer") from None
 
+    def token(self, name: str, *others: int | None) -> int | None:
+        """Return a special token: what the user states, or the first of the others that is known.
+
+        Raises:
+            ValueError: The user's is not an integer.
+        """
+        return next((each for each in (self.given_int(name), *others) if each is not None), None)
+
 
 @dataclass(frozen=True)
 class SourceMapping:
