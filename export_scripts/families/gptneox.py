@@ -301,10 +301,6 @@ def _output_bias(config: GPTNeoXConfig, joined: Any) -> Any:
     return divided_bias_sum(config, whole) if config.use_gptj_residual else whole
 
 
-def _everywhere(function: Any, *keys: str) -> TensorSource:
-    return Compute(function, keys, cuts=(0,) * len(keys))
-
-
 _ATTENTION_BIAS = _E + "attention.dense.bias"
 _MLP_BIAS = _E + "mlp.dense_4h_to_h.bias"
 _ELEUTHER_NAMES = {
@@ -316,22 +312,21 @@ _ELEUTHER_NAMES = {
 
 _ELEUTHER_WEIGHTS: Mapping[str, TensorSource] = {
     **{
-        name: _everywhere(
+        name: Compute(
             lambda config, joined: _summed(config, joined) / (joined.shape[0] // config.hidden),
-            source.reads[0][0],
+            (source.reads[0][0],),
         )
         if "layernorm" in name
         else source
         for name, source in named_sources(_ELEUTHER_NAMES, GPTNEOX.layout).items()
     },
-    LAYER + "attention.dense.bias": _everywhere(_output_bias, _ATTENTION_BIAS),
-    LAYER + "mlp.dense_4h_to_h.bias": _everywhere(_output_bias, _MLP_BIAS),
-    LAYER + "mlp.attention.bias.sum": _everywhere(
+    LAYER + "attention.dense.bias": Compute(_output_bias, (_ATTENTION_BIAS,)),
+    LAYER + "mlp.dense_4h_to_h.bias": Compute(_output_bias, (_MLP_BIAS,)),
+    LAYER + "mlp.attention.bias.sum": Compute(
         lambda config, *joined: divided_bias_sum(
             config, *(_summed(config, each) for each in joined)
         ),
-        _ATTENTION_BIAS,
-        _MLP_BIAS,
+        (_ATTENTION_BIAS, _MLP_BIAS),
     ),
 }
 

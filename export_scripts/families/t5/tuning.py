@@ -170,9 +170,7 @@ def ia3_sources(facts: Facts) -> dict[str, TensorSource]:
     """Return the sources of the stored scalers of both stacks, one row per task."""
     scaler, tasks = _scalers(facts), range(len(facts.ia3))
     return {
-        f"{_BLOCKS[side]}{name}.ia3.weight": Compute(
-            lambda _, *rows: stacked(rows, 0), keys, cuts=(0,) * len(keys)
-        )
+        f"{_BLOCKS[side]}{name}.ia3.weight": Compute(lambda _, *rows: stacked(rows, 0), keys)
         for side, names in _SCALED.items()
         for name, kind in names.items()
         for keys in [tuple(scaler(task, side, kind) for task in tasks)]
