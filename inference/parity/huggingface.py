@@ -40,29 +40,31 @@ class _Stack:
     name: str = ""
 
 
-_DECODER = _Stack(
-    "model.layers.{}.",
-    {"attention": "attention.dense", "mlp": "mlp.dense_4h_to_h"},
-    "model.final_layernorm",
-)
-_T5_ENCODER = _Stack(
-    "encoder.block.{}.layer.",
-    {"attention": "0.SelfAttention.o", "mlp": "1.DenseReluDense.wo"},
-    "encoder.final_layer_norm",
-    "encoder",
-)
-_T5_DECODER = _Stack(
-    "decoder.block.{}.layer.",
-    {
-        "attention": "0.SelfAttention.o",
-        "cross attention": "1.EncDecAttention.o",
-        "mlp": "2.DenseReluDense.wo",
-    },
-    "decoder.final_layer_norm",
-    "decoder",
-)
-_BERT = _Stack(
-    "model.encoder.layer.{}.", {"attention": "attention.output.dense", "mlp": "output.dense"}
+_STACKS = (
+    _Stack(
+        "model.layers.{}.",
+        {"attention": "attention.dense", "mlp": "mlp.dense_4h_to_h"},
+        "model.final_layernorm",
+    ),
+    _Stack(
+        "encoder.block.{}.layer.",
+        {"attention": "0.SelfAttention.o", "mlp": "1.DenseReluDense.wo"},
+        "encoder.final_layer_norm",
+        "encoder",
+    ),
+    _Stack(
+        "decoder.block.{}.layer.",
+        {
+            "attention": "0.SelfAttention.o",
+            "cross attention": "1.EncDecAttention.o",
+            "mlp": "2.DenseReluDense.wo",
+        },
+        "decoder.final_layer_norm",
+        "decoder",
+    ),
+    _Stack(
+        "model.encoder.layer.{}.", {"attention": "attention.output.dense", "mlp": "output.dense"}
+    ),
 )
 
 
@@ -101,7 +103,7 @@ class HuggingFaceSource(Source):
 
     def compute(self, inputs: ModelInputs, noted: dict[Place, torch.Tensor]) -> None:
         """Note what every layer computes."""
-        handles = [handle for stack in self._stacks() for handle in self._watch(stack, noted)]
+        handles = [handle for stack in _STACKS for handle in self._watch(stack, noted)]
         ids = {"input_ids": torch.tensor([inputs.ids])}
         if inputs.decoder_ids:
             ids["decoder_input_ids"] = torch.tensor([inputs.decoder_ids])
@@ -116,16 +118,12 @@ class HuggingFaceSource(Source):
         if isinstance(self.architecture, DecoderArchitecture):
             self._move_biases(self.architecture, noted)
 
-    def _stacks(self) -> tuple[_Stack, ...]:
-        architecture = self.architecture
-        if isinstance(architecture, DecoderArchitecture):
-            return (_DECODER,)
-        if isinstance(architecture, EncoderArchitecture):
-            return (_BERT,)
-        return (_T5_ENCODER,) if architecture.decoder is None else (_T5_ENCODER, _T5_DECODER)
-
     def _watch(self, stack: _Stack, noted: dict[Place, torch.Tensor]) -> list[Any]:
-        first, _, _ = self.modules[stack.layer.format(0) + stack.parts["mlp"]].partition(".0.")
+        """Watch the layers of a stack, if the model has it."""
+        mlp = self.modules.get(stack.layer.format(0) + stack.parts["mlp"])
+        if mlp is None:
+            return []
+        first, _, _ = mlp.partition(".0.")
         layers = [
             (layer, {part: self._module(stack.layer.format(number) + name)
                      for part, name in stack.parts.items()})
