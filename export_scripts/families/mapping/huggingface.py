@@ -18,10 +18,8 @@ from export_scripts.families.mapping.settings import (
     ALL_ACTIVATIONS,
     Settings,
     half_precision_warnings,
-    head_is_tied,
     huggingface_settings,
     model_name,
-    stored_head,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource
@@ -163,9 +161,11 @@ class HuggingFaceDecoder:
         values |= self.read(settings, values)
         values["start_id"], values["end_id"] = settings.token_ids(facts, bos=self.bos, eos=self.eos)
         if not self.stores_head:
-            values["tie_word_embeddings"] = head_is_tied(
-                facts, settings, self.heads[0], self.embedding, default=self.is_tied
-            )
+            tied = settings.flag("tie_word_embeddings", default=self.is_tied)
+            both = self.heads[0], self.embedding
+            # Where both are stored, their values decide too.
+            tied = tied and (not all(map(facts.has, both)) or facts.same_values(*both))
+            values["tie_word_embeddings"] = tied
         return settings.built(
             self.family.config,
             facts,
@@ -207,9 +207,15 @@ class HuggingFaceDecoder:
         layout = self.family.layout
         table = named_sources(self.names, layout, rows=self.rows, in_out=self.in_out)
         if self.stores_head:
-            key = stored_head(facts, self.heads, self.embedding, default=self.is_tied)
-            table[HEAD] = Copy(key, cut=0)
+            table[HEAD] = Copy(self.stored_head(facts), cut=0)
         return {**table, **self.sources(facts, config)}
+
+    def stored_head(self, facts: Facts) -> str:
+        """Return the key that holds the head: the first one stored, or a tied model's embedding."""
+        stated = facts.config.get("tie_word_embeddings")
+        is_tied = self.is_tied if stated is None else stated
+        stored = (key for key in self.heads if facts.has(key))
+        return next(stored, self.embedding if is_tied else self.heads[0])
 
     def _warnings(self, facts: Facts, config: Any) -> list[str]:
         own = self.warnings(facts, config)

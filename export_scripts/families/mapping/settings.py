@@ -7,7 +7,7 @@ wrote the file.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -209,6 +209,8 @@ class Settings:
         fields["tensor_para_size"] = facts.tp_size
         if facts.prompts:
             fields |= prompt_fields(facts, start_id=fields["vocab_size"])
+        if facts.activation_ranges is not None:
+            fields["int8"] = True
         try:
             made = config(**fields)
         except ValueError as error:
@@ -248,33 +250,6 @@ def huggingface_settings(source: Mapping[str, Any]) -> Settings:
     settings.expect("is_encoder_decoder", False, why="expected a decoder alone")
     settings.expect("add_cross_attention", False, why="cross attention is not supported")
     return settings
-
-
-def head_is_tied(
-    facts: Facts, settings: Settings, head: str, embedding: str, *, default: bool
-) -> bool:
-    """Return whether a model's head is its embedding.
-
-    tie_word_embeddings, by `default` the library's, decides unless both are stored and differ.
-    """
-    tied = settings.flag("tie_word_embeddings", default=default)
-    if not facts.has(head):
-        return tied
-    return tied and (not facts.has(embedding) or facts.same_values(head, embedding))
-
-
-def stored_head(
-    facts: Facts, names: Sequence[str], embedding: str, *, default: bool = False
-) -> str:
-    """Return the key that holds the head: the first name stored, or a tied model's embedding.
-
-    `default` is the library's of tie_word_embeddings.
-    """
-    for name in names:
-        if facts.has(name):
-            return name
-    stated = facts.config.get("tie_word_embeddings")
-    return embedding if (default if stated is None else stated) else names[0]
 
 
 def model_name(source: Mapping[str, Any], family: str) -> str:
