@@ -356,7 +356,7 @@ def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
     if traits.query_factor != 1.0:
         _scale_queries(table, traits.query_factor)
     if facts.ia3_in_place and facts.ia3:
-        ia3_in_place(table, facts)
+        ia3_in_place(table)
     table = completed(
         table,
         LAYOUT,
