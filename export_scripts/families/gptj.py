@@ -51,16 +51,17 @@ class GPTJConfig(DecoderConfig):
     # Not an FT key (FT_LAYERNORM_EPS is built in there): the model's own value.
     layernorm_eps: float = FT_LAYERNORM_EPS
 
-
-def gptj_architecture(config: GPTJConfig) -> DecoderArchitecture:
-    """Return the decoder a GPT-J config describes."""
-    return config.decoder(
-        position="rotary_interleaved",
-        rotary=Rotary(dims=config.rotary_embedding),
-        norm_eps=config.layernorm_eps,
-        residual="parallel_shared",
-        head_bias=True,
-    )
+    def architecture(self) -> DecoderArchitecture:
+        """Return the decoder."""
+        return self.built(
+            DecoderArchitecture,
+            kv_head_num=self.head_num,
+            position="rotary_interleaved",
+            rotary=Rotary(dims=self.rotary_embedding),
+            norm_eps=self.layernorm_eps,
+            residual="parallel_shared",
+            head_bias=True,
+        )
 
 
 LAYOUT: tuple[WeightSpec, ...] = (
@@ -80,7 +81,6 @@ GPTJ = ModelFamily(
     name="gptj",
     model_type="GPT-J",
     config=GPTJConfig,
-    architecture=gptj_architecture,
     layout=LAYOUT,
 )
 

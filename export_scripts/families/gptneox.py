@@ -49,16 +49,17 @@ class GPTNeoXConfig(DecoderConfig):
     layernorm_eps: float = FT_LAYERNORM_EPS
     exact_gelu: bool = False
 
-
-def gptneox_architecture(config: GPTNeoXConfig) -> DecoderArchitecture:
-    """Return the decoder a GPT-NeoX config describes."""
-    return config.decoder(
-        position="rotary_half",
-        rotary=Rotary(dims=config.rotary_embedding),
-        norm_eps=config.layernorm_eps,
-        residual="parallel" if config.use_gptj_residual else "sequential",
-        fused_bias_sum=config.use_gptj_residual,
-    )
+    def architecture(self) -> DecoderArchitecture:
+        """Return the decoder."""
+        return self.built(
+            DecoderArchitecture,
+            kv_head_num=self.head_num,
+            position="rotary_half",
+            rotary=Rotary(dims=self.rotary_embedding),
+            norm_eps=self.layernorm_eps,
+            residual="parallel" if self.use_gptj_residual else "sequential",
+            fused_bias_sum=self.use_gptj_residual,
+        )
 
 
 _SEQUENTIAL = ("not use_gptj_residual",)
@@ -110,7 +111,6 @@ GPTNEOX = ModelFamily(
     name="gptneox",
     model_type="GPT-NeoX",
     config=GPTNeoXConfig,
-    architecture=gptneox_architecture,
     layout=LAYOUT,
     whole=_whole_biases,
 )

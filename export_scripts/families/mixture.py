@@ -20,7 +20,7 @@ from export_scripts.families.dense.huggingface import (
     llama_keys,
     llama_names,
 )
-from export_scripts.families.dense.layout import LAYOUT, DenseConfig, dense_architecture
+from export_scripts.families.dense.layout import LAYOUT, DenseConfig
 from export_scripts.families.gpt.megatron import (
     CORE_LAYER,
     assumed_tokens_warning,
@@ -55,7 +55,6 @@ MIXTURE = ModelFamily(
     name="mixture",
     model_type="Mixture",
     config=MixtureConfig,
-    architecture=dense_architecture,
     layout=(
         *(spec for spec in LAYOUT if ".mlp." not in spec.name),
         WeightSpec(LAYER + "mlp.router.weight", ("expert_num", "hidden")),

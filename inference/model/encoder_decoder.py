@@ -77,7 +77,7 @@ class EncoderDecoder(GeneratorModel):
 
     def _load(self, weights: RankWeights, reduce: AllReduce | None, gemm: GemmOptions) -> None:
         layout, architecture = weights.layout, self.architecture
-        self.encoder_layers = layout.layers(architecture.encoder.num_layer)
+        self.encoder_layers = layout.layers(architecture.num_layer)
         loader = T5Loader(weights, architecture, reduce, gemm)
         self._embedding = loader.embedding() if layout.is_first_stage else None
         self.encoder = [loader.encoder_layer(number) for number in self.encoder_layers]
@@ -86,8 +86,8 @@ class EncoderDecoder(GeneratorModel):
         self.decoder: list[T5DecoderLayer] = []
         self.head = None
         self.rules = AttentionRules()
-        if architecture.decoder is not None:
-            numbers = layout.layers(architecture.decoder.num_layer)
+        if architecture.decoder_num_layer:
+            numbers = layout.layers(architecture.decoder_num_layer)
             self.decoder = [loader.decoder_layer(number) for number in numbers]
             self.rules = AttentionRules(
                 distance_bias=loader.relative_bias("decoder"), scale=loader.score_scale

@@ -111,11 +111,11 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
     def score_scale(self) -> float:
         """The factor on the scores of attention."""
         scales = self.architecture.scale_attention
-        return 1 / math.sqrt(self.architecture.encoder.size_per_head) if scales else 1.0
+        return 1 / math.sqrt(self.architecture.size_per_head) if scales else 1.0
 
     @property
     def _heads(self) -> int:
-        return self.architecture.encoder.head_num // self.weights.layout.tp_size
+        return self.architecture.head_num // self.weights.layout.tp_size
 
     def embedding(self) -> Embedding:
         """Return the input side of both stacks."""
@@ -177,7 +177,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         attention = Attention(
             qkv=self.column(f"{name}.qkv"),
             out=self.row(f"{name}.o"),
-            heads=(self._heads, self._heads, self.architecture.encoder.size_per_head),
+            heads=(self._heads, self._heads, self.architecture.size_per_head),
             scalers=self._scalers(name),
         )
         cross = CrossAttention(
@@ -224,7 +224,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
             return None
         ones = [torch.ones_like(key)] if queries else []
         return torch.cat([*ones, key, value], dim=1).view(
-            len(key), -1, self.architecture.encoder.size_per_head
+            len(key), -1, self.architecture.size_per_head
         )
 
     def _table(self, name: str) -> torch.Tensor | None:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -135,13 +135,11 @@ def check_architecture(architecture: Architecture, tp_size: int) -> None:
     Raises:
         ValueError: with every problem found.
     """
-    stack: Any = architecture
     keys: dict[str, str] = {}  # of config.ini, where the names differ
     if isinstance(architecture, EncoderDecoderArchitecture):
-        stack, keys = architecture.encoder, {"head_num": "num_heads", "inter_size": "d_ff"}
-    names = [each for each in ("head_num", "kv_head_num", "inter_size") if hasattr(stack, each)]
-    sizes = {keys.get(name, name): getattr(stack, name) for name in names}
-    sizes["adapter_inter_size"] = getattr(architecture, "adapter_inter_size", 0)
+        keys = {"head_num": "num_heads", "inter_size": "d_ff"}
+    names = ("head_num", "kv_head_num", "inter_size", "adapter_inter_size")
+    sizes = {keys.get(name, name): getattr(architecture, name, 0) for name in names}
     problems = [
         f"tensor_para_size={tp_size} does not divide {name}={size}"
         for name, size in sizes.items()

@@ -90,13 +90,13 @@ class HuggingFaceSource(Source):
         library, config = import_transformers(), model.config
         title = f"transformers {library.__version__}, {type(model).__name__}{note}"
         positions = getattr(config, "max_position_embeddings", None)
-        architecture = plan.mapping.family.architecture(plan.config)
+        architecture = plan.config.architecture()
         return cls(title, config.vocab_size, positions, model, architecture, modules)
 
     def default_inputs(self, ids: tuple[int, ...] = ()) -> ModelInputs:
         """Return `ids`, or ids from all over the vocabulary, with an answer for a decoder."""
-        inputs, architecture = super().default_inputs(ids), self.architecture
-        if not isinstance(architecture, EncoderDecoderArchitecture) or architecture.decoder is None:
+        inputs = super().default_inputs(ids)
+        if not getattr(self.architecture, "decoder_num_layer", 0):
             return inputs
         start = self.model.config.decoder_start_token_id or 0
         return ModelInputs(inputs.ids, (start, *self.spread_ids(_ANSWER_TOKENS)))
@@ -159,16 +159,15 @@ def load_huggingface(plan: ConversionPlan) -> HuggingFaceSource:
         ValueError: It cannot load the folder, or would fill in weights that the folder lacks.
     """
     transformers = import_transformers()
-    architecture = plan.mapping.family.architecture(plan.config)
+    architecture = plan.config.architecture()
     options: dict[str, Any] = {}
     kind = transformers.AutoModelForCausalLM
     if isinstance(architecture, EncoderArchitecture):
         kind, options = transformers.AutoModel, {"add_pooling_layer": False}
     elif isinstance(architecture, EncoderDecoderArchitecture):
-        whole = architecture.decoder is not None
-        kind = (
-            transformers.AutoModelForSeq2SeqLM if whole else transformers.AutoModelForTextEncoding
-        )
+        kind = transformers.AutoModelForTextEncoding
+        if architecture.decoder_num_layer:
+            kind = transformers.AutoModelForSeq2SeqLM
     path = plan.request.checkpoint_path
     model = load_transformers_model(kind, path, attn_implementation="eager", **options)
     return HuggingFaceSource.of(plan, model, _modules(plan, model))

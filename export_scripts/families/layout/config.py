@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
+from export_scripts.families.layout.architecture import Architecture
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 
 Sections = dict[str, dict[str, str]]
@@ -22,6 +23,7 @@ _ROW = 8
 _INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)")
 
 ConfigT = TypeVar("ConfigT", bound="FTConfig")
+ArchitectureT = TypeVar("ArchitectureT", bound=Architecture)
 
 
 def ini_field(
@@ -92,6 +94,24 @@ class FTConfig:
 
     def problems(self) -> list[str]:
         """Return what no runtime computes or no file holds."""
+        return []
+
+    def architecture(self) -> Architecture:
+        """Return what the runtime builds.
+
+        Raises:
+            ValueError: A choice is one that loaders abort on, or contradicts another.
+        """
+        raise NotImplementedError
+
+    def built(self, kind: type[ArchitectureT], **own: Any) -> ArchitectureT:
+        """Return the architecture of some choices, and of this config's of the same name."""
+        names = (field.name for field in dataclasses.fields(kind))
+        same = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return kind(**{**same, **own})
+
+    def ft_limits(self) -> list[str]:
+        """Return the reasons for which NVIDIA's FasterTransformer backend errs with the model."""
         return []
 
     @property

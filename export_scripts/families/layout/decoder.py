@@ -5,11 +5,8 @@ Prompts: FasterTransformer 5.3, models/gptj/GptJWeight.cc, kernels/unfused_atten
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
-from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import WeightSpec
 
@@ -51,12 +48,6 @@ class DecoderConfig(FTConfig):
     def hidden(self) -> int:
         """Width of the residual stream."""
         return self.head_num * self.size_per_head
-
-    def decoder(self, **own: Any) -> DecoderArchitecture:
-        """Return the architecture: the family's own choices, and this config's of the same name."""
-        names = (field.name for field in dataclasses.fields(DecoderArchitecture))
-        same = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        return DecoderArchitecture(**{"kv_head_num": self.head_num, **same, **own})
 
     @property
     def untied_head(self) -> bool:

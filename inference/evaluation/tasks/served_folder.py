@@ -20,16 +20,16 @@ def served_architecture(options: EvaluationOptions) -> Architecture | None:
     folder = options.weights_dir
     try:
         if folder is not None and (folder / CONFIG_NAME).is_file():
-            family, config = read_config(folder)
+            _, config = read_config(folder)
         elif options.source_path is not None and options.source_path.exists():
             from export_scripts.conversion.plan import source_config
 
-            family, config = source_config(options.source_path, options.given)
+            config = source_config(options.source_path, options.given)
         else:
             return None
     except ValueError:  # reported by the stage that has to read it
         return None
-    return family.architecture(config)
+    return config.architecture()
 
 
 def shape_problems(shapes: Sequence[RequestShape], options: EvaluationOptions) -> list[str]:
@@ -59,7 +59,7 @@ def _tokens(shape: RequestShape, architecture: Architecture) -> int:
     """Return the tokens of the longest sequence; the last of an answer is never fed back."""
     if isinstance(architecture, DecoderArchitecture):
         return shape.input_len + shape.output_len - 1
-    if isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder is not None:
+    if isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder_num_layer:
         return max(shape.input_len, shape.output_len)
     return shape.input_len
 
@@ -109,8 +109,8 @@ def _of_table(task: str, given: PromptOptions, table: Path, folder: Path | None)
                 "of the served folder, which has the width of its rows, is not here."
             )
         return given
-    family, config = read_config(folder)
-    row_bytes = 4 * family.architecture(config).hidden  # fp32
+    _, config = read_config(folder)
+    row_bytes = 4 * config.architecture().hidden  # fp32
     return replace(
         given,
         length=given.length or table.stat().st_size // row_bytes,

@@ -13,7 +13,7 @@ import torch
 from export_scripts.checkpoints import open_checkpoint
 from export_scripts.checkpoints.huggingface import open_configuration
 from export_scripts.conversion.plan import find_mapping
-from export_scripts.families.dense.layout import DenseConfig, dense_architecture
+from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.ft.config_ini import config_text, family_of, parse_ini
 from export_scripts.inspect import describe
@@ -207,7 +207,7 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
     assert found["parameters"] == parameters
     assert "cannot be converted" not in found
     config = config_of(folder)
-    architecture = dense_architecture(config)
+    architecture = config.architecture()
     assert {key: getattr(architecture, key) for key in traits} == traits
     sections = parse_ini(config_text(config))
     assert family_of(sections).config.from_sections(sections) == config
@@ -264,7 +264,7 @@ def test_a_falcon_is_tied_only_if_its_head_is_its_embedding(equal: bool, tmp_pat
 
 def test_longrope_is_kept_with_its_factors(tmp_path: Path) -> None:
     config = config_of(write_config(tmp_path, PHI4_MINI))
-    rotary = dense_architecture(config).rotary
+    rotary = config.architecture().rotary
     assert rotary is not None
     assert (rotary.dims, rotary.kind) == (96, "longrope")
     assert rotary.scaling["long_factor"] == tuple(1 + number / 3 for number in range(48))
