@@ -68,7 +68,7 @@ class Rotary:
 
 @dataclass(frozen=True, kw_only=True)
 class _Layers:
-    """What all models have."""
+    """Sizes and choices that all models have."""
 
     head_num: int
     size_per_head: int

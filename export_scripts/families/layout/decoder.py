@@ -39,10 +39,11 @@ class DecoderConfig(FTConfig):
     end_id: int
 
     def problems(self) -> list[str]:
-        """Return a problem if no head has the rotated dimensions."""
+        """Return also a problem if no head has the rotated dimensions."""
         dims, size = getattr(self, "rotary_embedding", 0), self.size_per_head
-        fits = can_rotate(dims, size)
-        return [] if fits else [f"rotary_embedding = {dims} {NOT_ROTATED.format(size)}"]
+        if can_rotate(dims, size):
+            return super().problems()
+        return [*super().problems(), f"rotary_embedding = {dims} {NOT_ROTATED.format(size)}"]
 
     @property
     def hidden(self) -> int:

@@ -16,6 +16,7 @@ from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.names import Names, named_sources
 from export_scripts.families.mapping.settings import (
     ALL_ACTIVATIONS,
+    REQUIRED,
     Settings,
     half_precision_warnings,
     huggingface_settings,
@@ -48,28 +49,23 @@ class Setting:
     field: str  # or a property of the config
     names: tuple[str, ...]  # spellings in the source; the first is written
     kind: str = "integer"  # method of `Settings` that reads it
-    # Of the values read so far, what the source's library takes for an absent key; None: required.
-    default: Callable[[Mapping[str, Any]], Any] | None = None
+    # What the source's library takes for an absent key, or a function of the values read so far.
+    default: Any = REQUIRED
     # Make the field's value of the source's, and the source's of the field's.
     inverse: tuple[Callable[[float], float], Callable[[float], float]] | None = None
 
 
-def key(
-    field: str, *names: str, kind: str = "integer", inverse: Any = None, **default: Any
-) -> Setting:
-    """Return a setting; `default` is a value, or a function of the values read before."""
-    if "default" not in default:
-        return Setting(field, names, kind, inverse=inverse)
-    usual = default["default"]
-    return Setting(field, names, kind, usual if callable(usual) else lambda _: usual, inverse)
+def key(field: str, *names: str, **more: Any) -> Setting:
+    """Return a setting of some spellings, and of the further fields of `Setting`."""
+    return Setting(field, names, **more)
 
 
 def read_keys(settings: Settings, keys: Sequence[Setting]) -> dict[str, Any]:
     """Return the fields in a configuration; problems are noted in `settings`."""
     values: dict[str, Any] = {}
     for each in keys:
-        default = {} if each.default is None else {"default": each.default(values)}
-        found = getattr(settings, each.kind)(*each.names, **default)
+        default = each.default(values) if callable(each.default) else each.default
+        found = getattr(settings, each.kind)(*each.names, default=default)
         if each.kind.endswith("activation"):
             values[each.field], values["exact_gelu"] = found
         else:
@@ -96,8 +92,7 @@ def written_keys(keys: Sequence[Setting], config: Any) -> dict[str, Any]:
     for each in keys:
         value = getattr(config, each.field)
         if each.kind.endswith("activation"):
-            usual = "" if each.default is None else each.default({})
-            value = activation_name(value, exact_gelu=config.exact_gelu, usual=usual)
+            value = activation_name(value, exact_gelu=config.exact_gelu, usual=each.default)
         elif each.inverse is not None and value is not None:
             value = each.inverse[1](value)
         out[each.names[0]] = value

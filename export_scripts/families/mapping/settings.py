@@ -17,7 +17,7 @@ from export_scripts.families.layout.config import MOST_LAYERS, ConfigT, FTConfig
 from export_scripts.families.mapping.prompts import prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts
 
-_REQUIRED = object()
+REQUIRED = object()  # as a default: the key must be there
 
 _MOST_NAME_BYTES = 120
 _MOST = (1 << 31) - 1  # FT and the tokenizers count in 32 bits
@@ -61,11 +61,11 @@ class Settings:
         """Note a problem with a key."""
         self.problems.append(f"{self.label}: {problem}")
 
-    def value(self, *names: str, default: Any = _REQUIRED) -> Any:
+    def value(self, *names: str, default: Any = REQUIRED) -> Any:
         """Return the value under whichever of several spellings is set; null counts as unset."""
         given = [name for name in names if self.source.get(name) is not None]
         if not given:
-            if default is _REQUIRED:
+            if default is REQUIRED:
                 self.problems.append(f"{self.label} has no {' or '.join(names)}")
                 return None
             return default
@@ -79,7 +79,7 @@ class Settings:
         ]
         return value
 
-    def integer(self, *names: str, default: Any = _REQUIRED, least: int = 1) -> int:
+    def integer(self, *names: str, default: Any = REQUIRED, least: int = 1) -> int:
         """Return an integer of at least `least`, or 1 after noting a problem.
 
         One of layers is bounded before anything is made for each.
@@ -96,7 +96,7 @@ class Settings:
             return 1
         return value
 
-    def number(self, *names: str, default: Any = _REQUIRED) -> float:
+    def number(self, *names: str, default: Any = REQUIRED) -> float:
         """Return a number greater than 0, or 1.0 after noting a problem."""
         value = self.value(*names, default=default)
         if value is None:

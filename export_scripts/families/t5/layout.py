@@ -96,14 +96,15 @@ class T5Config(FTConfig):
     n_positions: int | None = ini_field(None, sections=_BOTH)
 
     def problems(self) -> list[str]:
-        """Return a problem if the formula of the far buckets of a relative bias fails."""
+        """Return also a problem if the formula of the far buckets of a relative bias fails."""
         buckets, reach = self.positions, self.relative_attention_max_distance
         if not self.is_relative or 4 <= buckets < 2 * reach:
-            return []
+            return super().problems()
         return [
+            *super().problems(),
             f"relative_attention_num_buckets = {buckets} with relative_attention_max_distance "
             f"= {reach} cannot be represented: expected at least 4 buckets, and fewer than "
-            "twice the distance"
+            "twice the distance",
         ]
 
     @property
