@@ -142,12 +142,18 @@ class FTConfig:
         return range(getattr(self, self.INDICES[placeholder]))
 
     def dim(self, name: str | int, index: Index) -> int:
-        """Return the size of a dimension: a number, or a field or property of this config."""
+        """Return the size of a dimension: a number, or a field or property of this config.
+
+        Raises:
+            ValueError: It is not there, or negative.
+        """
         if isinstance(name, int):
             return name
         value = getattr(self, name)
         if isinstance(value, Mapping):
             value = value[index["task"]]
+        if value is None or value < 0:
+            raise ValueError(f"{name} = {value}: tensors of the model need a positive number")
         return int(value)
 
     def sections(self) -> Sections:

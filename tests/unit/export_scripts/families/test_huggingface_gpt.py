@@ -43,6 +43,19 @@ def test_stated_values_that_ask_for_other_tensors_are_refused(golden: Path, tmp_
     assert "has no model.pre_decoder_layernorm.weight, which a stated value" in text
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("has_positional_encoding", "true"), "max_pos_seq_len = None: tensors"),
+        (("head_num", "-1"), "hidden = -8: tensors"),
+    ],
+)
+def test_stated_sizes_that_no_tensor_has_are_refused(
+    golden: Path, tmp_path: Path, given: tuple[str, str], words: str
+) -> None:
+    assert words in problems_of(golden / "bloom/tiny/source", tmp_path, given=(given,))
+
+
 @pytest.mark.parametrize("key", ["activation_type", "layernorm_type"])
 def test_stated_choices_that_no_loader_has_are_refused(
     golden: Path, tmp_path: Path, key: str
