@@ -27,6 +27,10 @@ _CHOICES = {
     "query_key_norm": (None, "head", "all"),
     "rotary_scaling_type": (None, *ROTARY_SCALINGS),
 }
+_POSITIVE = (
+    "layernorm_eps", "attention_scale", "attention_softcap", "logit_softcap", "logit_scale",
+    "embedding_scale", "residual_scale", "rotary_base", "rotary_local_base",
+)  # fmt: skip
 # Parameters that a folder must have as well.
 _LENGTH = ("original_max_position_embeddings",)
 _COMPUTED = {"llama3": _LENGTH, "yarn": _LENGTH, "longrope": (*_LENGTH, "attention_factor")}
@@ -97,6 +101,11 @@ class DenseConfig(DecoderConfig):
         ]
         if self.kv_head_num < 1:
             problems.append(f"kv_head_num = {self.kv_head_num}: expected at least 1")
+        problems += [
+            f"{name} = {value}: expected a number greater than 0"
+            for name in _POSITIVE
+            if (value := getattr(self, name)) is not None and not value > 0
+        ]
         kind = self.rotary_scaling_type or ""
         problems += [
             f"rotary_scaling_type = {kind} needs rotary_{name}"

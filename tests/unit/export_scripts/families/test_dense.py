@@ -105,6 +105,12 @@ def test_a_folder_whose_rotary_scaling_is_incomplete_is_refused(kind: str, words
         config_for(1, rotary_scaling_type=kind)
 
 
+@pytest.mark.parametrize("name", ["logit_scale", "attention_softcap", "rotary_base"])
+def test_a_folder_whose_numbers_are_not_positive_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} = 0.0: expected a number greater than 0"):
+        config_for(1, **{name: 0.0})
+
+
 def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
