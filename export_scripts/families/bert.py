@@ -55,7 +55,9 @@ class BertConfig(FTConfig):
         activation, gated = activation_choice(self.activation_type)
         if gated:
             raise ValueError(f"activation_type = {self.activation_type}: BERT folders hold no gate")
-        return self.built(EncoderArchitecture, activation=activation, norm_eps=self.layer_norm_eps)
+        return self.built(
+            EncoderArchitecture, activation=activation, layernorm_eps=self.layer_norm_eps
+        )
 
 
 LAYOUT: tuple[WeightSpec, ...] = (

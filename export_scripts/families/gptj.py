@@ -58,7 +58,6 @@ class GPTJConfig(DecoderConfig):
             kv_head_num=self.head_num,
             position="rotary_interleaved",
             rotary=Rotary(dims=self.rotary_embedding),
-            norm_eps=self.layernorm_eps,
             residual="parallel_shared",
             head_bias=True,
         )

@@ -56,7 +56,6 @@ class GPTNeoXConfig(DecoderConfig):
             kv_head_num=self.head_num,
             position="rotary_half",
             rotary=Rotary(dims=self.rotary_embedding),
-            norm_eps=self.layernorm_eps,
             residual="parallel" if self.use_gptj_residual else "sequential",
             fused_bias_sum=self.use_gptj_residual,
         )

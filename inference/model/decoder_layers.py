@@ -129,7 +129,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             vocab_size=choice.vocab_size,
             positions=self.weights.tensor("model.wpe") if learned else None,
             prompts=self.prompts(),
-            norm=self.norm(norm) if choice.pre_decoder_norm else None,
+            norm=self.norm(norm) if choice.has_pre_decoder_layernorm else None,
             dtype=self.weights.dtype,
             scale=float(torch.tensor(choice.embedding_scale, dtype=self.weights.dtype)),
         )
@@ -141,7 +141,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         bias = "model.lm_head.bias" if choice.head_bias else None
         norm = "model.final_layernorm"
         return Head(
-            norm=self.norm(norm) if choice.post_decoder_norm else None,
+            norm=self.norm(norm) if choice.has_post_decoder_layernorm else None,
             slice=self.vocab_head(
                 table,
                 bias,
@@ -166,8 +166,8 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         mlp = self._mlp(prefix + "mlp.", None if late else mlp_out, reduce, gated=choice.gated)
         return DecoderLayer(
             architecture=choice,
-            attention=self._sublayer(attention, prefix, _ATTENTION_PLACES, choice.input_norms),
-            mlp=self._sublayer(mlp, prefix, _MLP_PLACES, choice.input_norms and not shared),
+            attention=self._sublayer(attention, prefix, _ATTENTION_PLACES, choice.has_input_norms),
+            mlp=self._sublayer(mlp, prefix, _MLP_PLACES, choice.has_input_norms and not shared),
             reduce=self.reduce if parallel else None,
             bias=torch.stack(biases).sum(0) if biases else None,
         )
@@ -180,7 +180,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         return Sublayer(
             part,
             self.norm(before) if has_norm else None,
-            self.norm(after) if choice.output_norms else None,
+            self.norm(after) if choice.has_output_norms else None,
             self._adapter(adapter) if choice.adapter_inter_size else None,
             choice.residual_scale,
         )
@@ -270,7 +270,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             # Scales of one head serve all of them.
             torch.cat([part.view(-1, size).expand(count, size) for part, count in parts]),
             counts=(query_heads, kv_heads),
-            eps=choice.norm_eps,
+            eps=choice.layernorm_eps,
             whole=choice.query_key_norm == "all",
             reduce=self.reduce,
             tp_size=self.weights.layout.tp_size,

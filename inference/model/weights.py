@@ -147,7 +147,7 @@ def check_architecture(architecture: Architecture, tp_size: int) -> None:
     ]
     if isinstance(architecture, DecoderArchitecture):
         defaults = {field.name: field.default for field in fields(architecture)}
-        special = ("adapter_inter_size", "input_norms", "output_norms", "residual_scale")
+        special = ("adapter_inter_size", "has_input_norms", "has_output_norms", "residual_scale")
         given = [name for name in special if getattr(architecture, name) != defaults[name]]
         if given and (
             not architecture.norm_before
@@ -155,9 +155,9 @@ def check_architecture(architecture: Architecture, tp_size: int) -> None:
             or architecture.residual != "sequential"
         ):
             problems.append(f"{', '.join(given)}: supported with layernorm_type=pre_layernorm only")
-        if not (architecture.input_norms or architecture.output_norms):
+        if not (architecture.has_input_norms or architecture.has_output_norms):
             problems.append(
-                "input_norms or output_norms must be set: a layer without is not supported"
+                "has_input_norms or has_output_norms must be set: a layer without is not supported"
             )
     if problems:
         raise ValueError("\n".join(problems))
@@ -191,7 +191,7 @@ class LayerLoader(Generic[ArchitectureT]):
         )
         self._norm_kind: Norm = getattr(architecture, "norm", "layernorm")
         self._one_plus: bool = getattr(architecture, "norm_one_plus", False)
-        self._norm_eps = architecture.norm_eps
+        self._norm_eps = architecture.layernorm_eps
 
     def norm(self, name: str, *, kind: Norm | None = None) -> Normalise:
         """Return a norm, by default of the model's kind."""

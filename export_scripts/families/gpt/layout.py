@@ -63,12 +63,9 @@ class GPTConfig(DecoderConfig):
             kv_head_num=self.head_num,
             position="learned" if learned else "alibi" if alibi else "none",
             max_pos_seq_len=self.max_pos_seq_len if learned else None,
-            norm_eps=self.layernorm_eps,
             norm_before=self.layernorm_type == "pre_layernorm" or bloom_post,
             residual_from_norm=bloom_post,
             activation=activation,
-            pre_decoder_norm=self.has_pre_decoder_layernorm,
-            post_decoder_norm=self.has_post_decoder_layernorm,
             adapter_inter_size=self.adapter_inter_size if self.has_adapters else 0,
         )
 

@@ -75,7 +75,7 @@ class _Layers:
     hidden: int
     inter_size: int
     num_layer: int
-    norm_eps: float = 1e-6
+    layernorm_eps: float = 1e-6
     exact_gelu: bool = False  # gelu by erf, as the source computes it, instead of tanh
 
 
@@ -92,8 +92,8 @@ class DecoderArchitecture(_Layers):
     rotary_layers: tuple[bool, ...] | None = None  # whether each layer rotates; None: all
     norm: Norm = "layernorm"
     norm_one_plus: bool = False  # the stored scale is the distance from 1
-    input_norms: bool = True  # attention and MLP read normalised input
-    output_norms: bool = False  # their outputs are normalised before they join the residual
+    has_input_norms: bool = True  # attention and MLP read normalised input
+    has_output_norms: bool = False  # their outputs are normalised before they join the residual
     # RMSNorm of queries and keys before rotary: over each head, or over all heads together.
     query_key_norm: Literal["head", "all"] | None = None
     norm_before: bool = True  # False: normalise after the residual (post_layernorm)
@@ -104,8 +104,8 @@ class DecoderArchitecture(_Layers):
     expert_num: int = 0  # MLPs behind a router in each layer; 0: one MLP without
     experts_per_token: int = 0
     normalized_routing: bool = True  # the weights of a token's experts sum to 1
-    pre_decoder_norm: bool = False
-    post_decoder_norm: bool = True
+    has_pre_decoder_layernorm: bool = False
+    has_post_decoder_layernorm: bool = True
     # attention.{query,key,value} instead of attention.query_key_value
     separate_qkv: bool = False
     fused_bias_sum: bool = False  # mlp.attention.bias.sum replaces both output biases

@@ -196,7 +196,7 @@ class T5Config(FTConfig):
             num_buckets_or_max_pos_seq_len=self.positions,
             max_distance=self.relative_attention_max_distance,
             norm="layernorm" if bias else "rmsnorm",
-            norm_eps=self.layer_norm_epsilon,
+            layernorm_eps=self.layer_norm_epsilon,
             bias=bias,
             scale_attention=bias,
             scale_logits=self.tie_word_embeddings and not bias,

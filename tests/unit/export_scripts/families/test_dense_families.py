@@ -146,11 +146,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     ),
     "OLMo-2-1124-7B": (
         OLMO2_7B, 7_298_617_344,
-        {"query_key_norm": "all", "input_norms": False, "output_norms": True, "norm_eps": 1e-6},
+        {"query_key_norm": "all", "has_input_norms": False, "has_output_norms": True,
+         "layernorm_eps": 1e-6},
     ),
     "gemma-7b": (
         GEMMA_7B, 8_537_680_896,
-        {"exact_gelu": False, "norm_one_plus": True, "output_norms": False,
+        {"exact_gelu": False, "norm_one_plus": True, "has_output_norms": False,
          "embedding_scale": 3072**0.5},
     ),
     "gemma-2-9b": (

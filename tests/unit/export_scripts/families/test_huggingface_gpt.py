@@ -47,7 +47,7 @@ def test_stated_values_that_ask_for_other_tensors_are_refused(golden: Path, tmp_
     ("given", "words"),
     [
         (("has_positional_encoding", "true"), "max_pos_seq_len = None: tensors"),
-        (("head_num", "-1"), "hidden = -8: tensors"),
+        (("head_num", "-1"), "head_num = -1: tensors"),
     ],
 )
 def test_stated_sizes_that_no_tensor_has_are_refused(

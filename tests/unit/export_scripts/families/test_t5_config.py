@@ -96,7 +96,7 @@ def bert(**changes: Any) -> BertConfig:
 
 def test_bert_takes_the_loaders_constants_where_keys_are_absent() -> None:
     architecture = bert().architecture()
-    assert (architecture.norm_eps, architecture.exact_gelu) == (1e-6, False)
+    assert (architecture.layernorm_eps, architecture.exact_gelu) == (1e-6, False)
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "geglu"])

@@ -102,7 +102,7 @@ def test_a_stated_epsilon_is_kept_and_warned_of(tmp_path: Path) -> None:
     summary = convert(request)
     assert any("layer_norm_epsilon = 1e-05" in remark for remark in summary.remarks)
     reader = FTReader(summary.ft_dir)
-    assert reader.config.architecture().norm_eps == 1e-5
+    assert reader.config.architecture().layernorm_eps == 1e-5
 
 
 def test_half_precision_is_warned_of_with_the_remedy(tmp_path: Path) -> None:
