@@ -191,7 +191,7 @@ def step_bytes(
         length: Cached tokens of each.
     """
     family, config = read_config(ft_dir)
-    architecture = family.architecture(config)
+    architecture = config.architecture()
     assert isinstance(architecture, DecoderArchitecture)
     computed = compute_dtype(data_type, torch.device(device))
     kept = matrix_dtype(data_type, config.weight_data_type, torch.device(device)) or computed

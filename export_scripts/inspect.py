@@ -165,7 +165,7 @@ def _becomes(reader: CheckpointReader) -> dict[str, Any]:
 def _served(family: ModelFamily, config: FTConfig) -> list[str]:
     """Return the engines that serve a family's shards."""
     lines = ["served from shards by Slipway's engine (deploy.engine=pytorch)"]
-    if family.ft_backend and not family.ft_limits(config):
+    if family.ft_backend and not config.ft_limits():
         lines.append("served from shards by NVIDIA's backend (deploy.engine=fastertransformer)")
     return lines
 

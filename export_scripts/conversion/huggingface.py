@@ -183,7 +183,7 @@ def _tried(
     try:
         reasons = [*mapping.unsupported(facts), *reasons]
         back = mapping.config(facts)
-        differing = _differences(mapping, source.config, back)
+        differing = _differences(source.config, back)
     except CheckpointMismatchError as error:
         return _Candidate(mapping, config, reasons=(*error.problems, *reasons))
     reasons += differing
@@ -195,9 +195,9 @@ def _tried(
     return _Candidate(mapping, config, tensors, tuple(reasons))
 
 
-def _differences(mapping: SourceMapping, wanted: FTConfig, back: FTConfig) -> list[str]:
+def _differences(wanted: FTConfig, back: FTConfig) -> list[str]:
     """Return every choice of the architecture in which two configs differ."""
-    mine, theirs = (dataclasses.asdict(mapping.family.architecture(c)) for c in (wanted, back))
+    mine, theirs = (dataclasses.asdict(c.architecture()) for c in (wanted, back))
     return [
         f"{name} is {value} in the model, and can only be {theirs[name]}"
         for name, value in mine.items()

@@ -30,7 +30,6 @@ from export_scripts.conversion.tensor_plan import (
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
-from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.prompts import added_tensors, prompt_tensors
 from export_scripts.families.mapping.settings import source_warnings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
@@ -115,6 +114,7 @@ def plan_conversion(
     problems += tensor_problems
     extra_files = {name: file.read() for name, file in facts.tokenizer.items()}
     try:
+        config.architecture()
         if not request.is_huggingface:
             extra_files[CONFIG_NAME] = config_text(config).encode()
     except ValueError as error:
@@ -140,10 +140,8 @@ def plan_conversion(
     )
 
 
-def source_config(
-    path: Path, given: Sequence[tuple[str, str]] = ()
-) -> tuple[ModelFamily, FTConfig]:
-    """Return the family of a checkpoint and the config that it would be served with.
+def source_config(path: Path, given: Sequence[tuple[str, str]] = ()) -> FTConfig:
+    """Return the config that a checkpoint would be served with.
 
     `given` are config.ini values that the checkpoint does not record.
 
@@ -156,7 +154,7 @@ def source_config(
     )
     mapping, facts = find_mapping(_open(request, None))
     refuse(mapping.reasons(facts))
-    return mapping.family, mapping.checked_config(facts)
+    return mapping.checked_config(facts)
 
 
 def _special_token_warnings(config: FTConfig, names: Mapping[str, str]) -> list[str]:

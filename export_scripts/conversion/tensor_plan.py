@@ -79,8 +79,14 @@ def plan_tensors(
     used: set[str] = set()
     missing: list[str] = []
     shapes: list[str] = []
+    stated: list[str] = []
     for spec, index, tensor in mapping.family.expand(config):
-        assert spec.name in table, f"mapping {mapping.name} has no source for {spec.name}"
+        if spec.name not in table:
+            stated.append(
+                f"{mapping.title} has no {tensor.name}, which a stated value of config.ini asks "
+                "for: leave that value out"
+            )
+            continue
         plan = TensorPlan(tensor, table[spec.name].at(index), index)
         plans.append(plan)
         keys = [(key.format(**index), cut) for key, cut in plan.source.reads]
@@ -95,6 +101,7 @@ def plan_tensors(
         *listed(missing, f"{where}: "),
         *([f"{where}: {_remedy(missing, facts)}"] if missing else []),
         *listed(shapes, f"{where}: "),
+        *listed(stated, f"{where}: "),
         *listed(unknown, f"{where}: "),
     ]
 

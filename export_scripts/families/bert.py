@@ -50,23 +50,14 @@ class BertConfig(FTConfig):
         """Width of the residual stream."""
         return self.head_num * self.size_per_head
 
-
-def bert_architecture(config: BertConfig) -> EncoderArchitecture:
-    """Return the encoder a BERT config describes.
-
-    Raises:
-        ValueError: activation_type is one the loader aborts on, or gated.
-    """
-    activation, gated = activation_choice(config.activation_type)
-    if gated:
-        raise ValueError(f"activation_type = {config.activation_type}: BERT folders hold no gate")
-    names = ("head_num", "size_per_head", "hidden", "inter_size", "num_layer", "exact_gelu")
-    return EncoderArchitecture(
-        **{name: getattr(config, name) for name in names},
-        activation=activation,
-        norm_eps=config.layer_norm_eps,
-        q_scaling=config.q_scaling,
-    )
+    def architecture(self) -> EncoderArchitecture:
+        """Return the encoder; a gate is refused too."""
+        activation, gated = activation_choice(self.activation_type)
+        if gated:
+            raise ValueError(f"activation_type = {self.activation_type}: BERT folders hold no gate")
+        return self.built(
+            EncoderArchitecture, activation=activation, layernorm_eps=self.layer_norm_eps
+        )
 
 
 LAYOUT: tuple[WeightSpec, ...] = (
@@ -80,9 +71,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
     *WeightSpec.norm(LAYER + "output.LayerNorm"),
 )
 
-BERT = ModelFamily(
-    name="bert", model_type="bert", config=BertConfig, architecture=bert_architecture, layout=LAYOUT
-)
+BERT = ModelFamily(name="bert", model_type="bert", config=BertConfig, layout=LAYOUT)
 
 
 _PREFIX = "bert."

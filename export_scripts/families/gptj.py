@@ -51,16 +51,16 @@ class GPTJConfig(DecoderConfig):
     # Not an FT key (FT_LAYERNORM_EPS is built in there): the model's own value.
     layernorm_eps: float = FT_LAYERNORM_EPS
 
-
-def gptj_architecture(config: GPTJConfig) -> DecoderArchitecture:
-    """Return the decoder a GPT-J config describes."""
-    return config.decoder(
-        position="rotary_interleaved",
-        rotary=Rotary(dims=config.rotary_embedding),
-        norm_eps=config.layernorm_eps,
-        residual="parallel_shared",
-        head_bias=True,
-    )
+    def architecture(self) -> DecoderArchitecture:
+        """Return the decoder."""
+        return self.built(
+            DecoderArchitecture,
+            kv_head_num=self.head_num,
+            position="rotary_interleaved",
+            rotary=Rotary(dims=self.rotary_embedding),
+            residual="parallel_shared",
+            head_bias=True,
+        )
 
 
 LAYOUT: tuple[WeightSpec, ...] = (
@@ -80,7 +80,6 @@ GPTJ = ModelFamily(
     name="gptj",
     model_type="GPT-J",
     config=GPTJConfig,
-    architecture=gptj_architecture,
     layout=LAYOUT,
 )
 
@@ -227,7 +226,7 @@ def _norm(name: str, kind: str, rest: float) -> TensorSource:
     def first(config: GPTJConfig, joined: Any) -> Any:
         return rounded(_from_first(config, joined, rest=rest, what=f"layernorm {kind}"), "fp16")
 
-    return Compute(first, (f"{name}.{kind}",), cuts=(0,))
+    return Compute(first, (f"{name}.{kind}",))
 
 
 def _embedding(config: GPTJConfig, table: Any, bias: Any) -> Any:
@@ -244,19 +243,19 @@ def _copied(source: TensorSource) -> TensorSource:
 
 
 _JAX_WEIGHTS: Mapping[str, TensorSource] = {
-    "model.wte": Compute(_embedding, ("wte.weight", "wte.bias"), cuts=(0, 0)),
+    "model.wte": Compute(_embedding, ("wte.weight", "wte.bias")),
     LAYER + "input_layernorm.weight": _norm(_H + "ln_1", "weight", 1.0),
     LAYER + "input_layernorm.bias": _norm(_H + "ln_1", "bias", 0.0),
     LAYER + "attention.query_key_value.weight": Compute(
         lambda _, *parts: rounded(stacked(parts, 1), "fp16"),
         tuple(f"{_H}{part}.weight" for part in "qkv"),
-        cuts=(1, 1, 1),
+        cut=1,
     ),
     LAYER + "attention.dense.weight": _copied(Copy(_H + "out_proj.weight", cut=0)),
     LAYER + "mlp.dense_h_to_4h.weight": _copied(Copy(_H + "c_fc.weight", cut=1)),
     LAYER + "mlp.dense_h_to_4h.bias": _copied(Copy(_H + "c_fc.bias", cut=0)),
     LAYER + "mlp.dense_4h_to_h.weight": _copied(Copy(_H + "c_proj.weight", cut=0)),
-    LAYER + "mlp.dense_4h_to_h.bias": Compute(_replicated, (_H + "c_proj.bias",), cuts=(0,)),
+    LAYER + "mlp.dense_4h_to_h.bias": Compute(_replicated, (_H + "c_proj.bias",)),
     "model.final_layernorm.weight": _norm("ln_f", "weight", 1.0),
     "model.final_layernorm.bias": _norm("ln_f", "bias", 0.0),
     "model.lm_head.weight": _copied(transposed("lm_head.weight", cut=1)),

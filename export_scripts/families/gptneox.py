@@ -49,16 +49,16 @@ class GPTNeoXConfig(DecoderConfig):
     layernorm_eps: float = FT_LAYERNORM_EPS
     exact_gelu: bool = False
 
-
-def gptneox_architecture(config: GPTNeoXConfig) -> DecoderArchitecture:
-    """Return the decoder a GPT-NeoX config describes."""
-    return config.decoder(
-        position="rotary_half",
-        rotary=Rotary(dims=config.rotary_embedding),
-        norm_eps=config.layernorm_eps,
-        residual="parallel" if config.use_gptj_residual else "sequential",
-        fused_bias_sum=config.use_gptj_residual,
-    )
+    def architecture(self) -> DecoderArchitecture:
+        """Return the decoder."""
+        return self.built(
+            DecoderArchitecture,
+            kv_head_num=self.head_num,
+            position="rotary_half",
+            rotary=Rotary(dims=self.rotary_embedding),
+            residual="parallel" if self.use_gptj_residual else "sequential",
+            fused_bias_sum=self.use_gptj_residual,
+        )
 
 
 _SEQUENTIAL = ("not use_gptj_residual",)
@@ -110,25 +110,30 @@ GPTNEOX = ModelFamily(
     name="gptneox",
     model_type="GPT-NeoX",
     config=GPTNeoXConfig,
-    architecture=gptneox_architecture,
     layout=LAYOUT,
     whole=_whole_biases,
 )
 
 
-def divided_bias_sum(config: GPTNeoXConfig, *biases: Any) -> Any:
-    """Return the sum of output biases over the ranks that each add it.
+def _summed(config: GPTNeoXConfig, joined: Any) -> Any:
+    """Return the sum (h,) of the vectors of all training ranks, joined to (S * h,)."""
+    ranks = float32(joined).reshape(-1, config.hidden)  # (S, h)
+    return functools.reduce(operator.add, (ranks[rank] for rank in range(ranks.shape[0])))
 
-    Each is divided and rounded to the type on disk before the sum, as NVIDIA's converter does.
+
+def _output_bias(config: GPTNeoXConfig, *joined: Any) -> Any:
+    """Return an output bias, or with a parallel residual the share of the ranks that each add it.
+
+    Of several it is the sum of shares. Each is divided and rounded to the type on disk before, as
+    NVIDIA's converter does.
     """
-    shares = [_share(config, bias) for bias in biases]
-    kind = config.weight_data_type
+    wholes = [_summed(config, each) for each in joined]
+    if not config.use_gptj_residual:
+        (whole,) = wholes
+        return whole
+    kind, ranks = config.weight_data_type, config.tensor_para_size
+    shares = [rounded(rounded(whole, kind) / ranks, kind) for whole in wholes]
     return functools.reduce(lambda total, share: rounded(total + share, kind), shares)
-
-
-def _share(config: GPTNeoXConfig, bias: Any) -> Any:
-    kind = config.weight_data_type
-    return rounded(rounded(bias, kind) / config.tensor_para_size, kind)
 
 
 def _sources(facts: Facts, config: GPTNeoXConfig) -> dict[str, TensorSource]:
@@ -136,11 +141,11 @@ def _sources(facts: Facts, config: GPTNeoXConfig) -> dict[str, TensorSource]:
     attention, mlp = (f"{_L}{name}.bias" for name in ("attention.dense", "mlp.dense_4h_to_h"))
     has_bias = facts.config.get("attention_bias", True)
     table: dict[str, TensorSource] = {
-        _SUM: Compute(divided_bias_sum, (attention, mlp) if has_bias else (mlp,))
+        _SUM: Compute(_output_bias, (attention, mlp) if has_bias else (mlp,))
     }
     if config.use_gptj_residual and config.tensor_para_size > 1:
         table |= {
-            name: Compute(_share, (key,))
+            name: Compute(_output_bias, (key,))
             for name, key in zip(_SHARES, (attention, mlp), strict=True)
         }
     if not has_bias:
@@ -289,22 +294,6 @@ def _rotary_dims(facts: Facts, settings: Settings, size_per_head: int) -> int:
     return int(size_per_head * settings.number("rotary-pct", default=1.0))
 
 
-def _summed(config: GPTNeoXConfig, joined: Any) -> Any:
-    """Return the sum (h,) of the vectors of all training ranks, joined to (S * h,)."""
-    ranks = float32(joined).reshape(-1, config.hidden)  # (S, h)
-    return functools.reduce(operator.add, (ranks[rank] for rank in range(ranks.shape[0])))
-
-
-def _output_bias(config: GPTNeoXConfig, joined: Any) -> Any:
-    """Return the sum over training ranks, or the share of an inference rank that adds it."""
-    whole = _summed(config, joined)
-    return divided_bias_sum(config, whole) if config.use_gptj_residual else whole
-
-
-def _everywhere(function: Any, *keys: str) -> TensorSource:
-    return Compute(function, keys, cuts=(0,) * len(keys))
-
-
 _ATTENTION_BIAS = _E + "attention.dense.bias"
 _MLP_BIAS = _E + "mlp.dense_4h_to_h.bias"
 _ELEUTHER_NAMES = {
@@ -316,23 +305,17 @@ _ELEUTHER_NAMES = {
 
 _ELEUTHER_WEIGHTS: Mapping[str, TensorSource] = {
     **{
-        name: _everywhere(
+        name: Compute(
             lambda config, joined: _summed(config, joined) / (joined.shape[0] // config.hidden),
-            source.reads[0][0],
+            (source.reads[0][0],),
         )
         if "layernorm" in name
         else source
         for name, source in named_sources(_ELEUTHER_NAMES, GPTNEOX.layout).items()
     },
-    LAYER + "attention.dense.bias": _everywhere(_output_bias, _ATTENTION_BIAS),
-    LAYER + "mlp.dense_4h_to_h.bias": _everywhere(_output_bias, _MLP_BIAS),
-    LAYER + "mlp.attention.bias.sum": _everywhere(
-        lambda config, *joined: divided_bias_sum(
-            config, *(_summed(config, each) for each in joined)
-        ),
-        _ATTENTION_BIAS,
-        _MLP_BIAS,
-    ),
+    LAYER + "attention.dense.bias": Compute(_output_bias, (_ATTENTION_BIAS,)),
+    LAYER + "mlp.dense_4h_to_h.bias": Compute(_output_bias, (_MLP_BIAS,)),
+    _SUM: Compute(_output_bias, (_ATTENTION_BIAS, _MLP_BIAS)),
 }
 
 

@@ -16,11 +16,11 @@ from export_scripts.families.dense.huggingface import (
     ATTENTION_BIAS_KEYS,
     SIZES,
     DenseDecoder,
+    Window,
     llama_keys,
     llama_names,
-    stated_window,
 )
-from export_scripts.families.dense.layout import LAYOUT, DenseConfig, dense_architecture
+from export_scripts.families.dense.layout import LAYOUT, DenseConfig
 from export_scripts.families.gpt.megatron import (
     CORE_LAYER,
     assumed_tokens_warning,
@@ -55,7 +55,6 @@ MIXTURE = ModelFamily(
     name="mixture",
     model_type="Mixture",
     config=MixtureConfig,
-    architecture=dense_architecture,
     layout=(
         *(spec for spec in LAYOUT if ".mlp." not in spec.name),
         WeightSpec(LAYER + "mlp.router.weight", ("expert_num", "hidden")),
@@ -104,8 +103,7 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
         keys=_keys("intermediate_size", "num_local_experts"),
         names=_MIXTRAL,
         expected=_EXPECTED,
-        read=lambda settings, _: {"sliding_window": stated_window(settings)},
-        written=lambda config: {"sliding_window": config.sliding_window},
+        window=Window(),
         bos=1,
         eos=2,
         warns_of_fp16=False,
@@ -123,17 +121,11 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
         fixed={"query_key_norm": "head"},
         names=_QWEN3_MOE,
         expected=_EXPECTED,
-        read=lambda settings, _: {
-            "sliding_window": stated_window(
-                settings, in_use=settings.flag("use_sliding_window", default=False)
-            )
-        },
+        window=Window(has_switch=True),
         written=lambda config: {
             "intermediate_size": config.inter_size,  # of layers without experts: there is none
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
-            "use_sliding_window": config.sliding_window is not None,
-            "sliding_window": config.sliding_window,
         },
         warns_of_fp16=False,
     ).mapping(),

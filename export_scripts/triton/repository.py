@@ -185,7 +185,7 @@ def _weight_problems(
     if request.engine == "fastertransformer":
         found += [
             f"engine=fastertransformer cannot serve this model: {reason}; use engine=pytorch."
-            for reason in family.ft_limits(config)
+            for reason in config.ft_limits()
         ]
     model_type = served_type(request, family)
     if model_type not in (family.model_type, *_ALSO_SERVED_AS.get(family.model_type, ())):

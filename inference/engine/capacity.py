@@ -124,9 +124,9 @@ def generator_of(family: ModelFamily, config: FTConfig) -> GeneratorArchitecture
     Raises:
         ValueError: It has no decoder.
     """
-    architecture = family.architecture(config)
+    architecture = config.architecture()
     if isinstance(architecture, DecoderArchitecture) or (
-        isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder is not None
+        isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder_num_layer
     ):
         return architecture
     raise ValueError(f"family {family.name} has no decoder; this engine generates text")
@@ -249,12 +249,8 @@ def _cuda_budget(
 
 def _step_bytes(architecture: GeneratorArchitecture, tp_size: int) -> int:
     """Return about the memory that the largest step takes: what a layer's MLP reads and gives."""
-    inner = (
-        architecture.inter_size
-        if isinstance(architecture, DecoderArchitecture)
-        else architecture.encoder.inter_size
-    )
-    return MOST_PROMPT_TOKENS * 2 * (4 * architecture.hidden + 3 * inner // tp_size)
+    inner = architecture.inter_size // tp_size
+    return MOST_PROMPT_TOKENS * 2 * (4 * architecture.hidden + 3 * inner)
 
 
 def _gib(size_bytes: int) -> str:

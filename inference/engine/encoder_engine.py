@@ -34,7 +34,7 @@ class EncoderEngine(EngineBase[RunningEncoding]):
     architecture: EncoderArchitecture | EncoderDecoderArchitecture
 
     def _served_architecture(self) -> EncoderArchitecture | EncoderDecoderArchitecture:
-        architecture = self.family.architecture(self.config)
+        architecture = self.config.architecture()
         if isinstance(architecture, EncoderArchitecture | EncoderDecoderArchitecture):
             return architecture
         raise ValueError(
@@ -85,9 +85,9 @@ class EncoderEngine(EngineBase[RunningEncoding]):
         name, per_token = "output_hidden_state", self.architecture.hidden
         if request.attentions:
             assert isinstance(self.architecture, EncoderDecoderArchitecture)
-            stack = self.architecture.encoder
+            layers, heads = self.architecture.num_layer, self.architecture.head_num
             name = "is_return_attentions"
-            per_token += stack.num_layer * stack.head_num * request.width
+            per_token += layers * heads * request.width
         size = 4 * len(request.rows) * request.width * per_token
         if size <= _SMALL_BYTES or _COPIES * size <= (free := available_bytes()):
             return []

@@ -166,7 +166,7 @@ class Engine(EngineBase[RunningRequest]):
         capacity, architecture = self.capacity, self.architecture
         encoder_layers = 0
         if isinstance(architecture, EncoderDecoderArchitecture):
-            encoder_layers = architecture.encoder.num_layer
+            encoder_layers = architecture.num_layer
         on_gpu = capacity.device == "cuda"
         size = _GPU_CHUNK if on_gpu else {}
         return Scheduler(

@@ -129,7 +129,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             vocab_size=choice.vocab_size,
             positions=self.weights.tensor("model.wpe") if learned else None,
             prompts=self.prompts(),
-            norm=self.norm(norm) if choice.pre_decoder_norm else None,
+            norm=self.norm(norm) if choice.has_pre_decoder_layernorm else None,
             dtype=self.weights.dtype,
             scale=float(torch.tensor(choice.embedding_scale, dtype=self.weights.dtype)),
         )
@@ -139,7 +139,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         choice = self.architecture
         table = "model.lm_head.weight" if choice.untied_head else "model.wte"
         bias = "model.lm_head.bias" if choice.head_bias else None
-        norm = self.norm("model.final_layernorm") if choice.post_decoder_norm else None
+        norm = self.norm("model.final_layernorm") if choice.has_post_decoder_layernorm else None
         scale, softcap = choice.logit_scale, choice.logit_softcap
         return self.vocab_head(
             table, bias, choice.vocab_size, norm=norm, scale=scale, softcap=softcap
@@ -160,8 +160,8 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         mlp = self._mlp(prefix + "mlp.", None if late else mlp_out, reduce, gated=choice.gated)
         return DecoderLayer(
             architecture=choice,
-            attention=self._sublayer(attention, prefix, _ATTENTION_PLACES, choice.input_norms),
-            mlp=self._sublayer(mlp, prefix, _MLP_PLACES, choice.input_norms and not shared),
+            attention=self._sublayer(attention, prefix, _ATTENTION_PLACES, choice.has_input_norms),
+            mlp=self._sublayer(mlp, prefix, _MLP_PLACES, choice.has_input_norms and not shared),
             reduce=self.reduce if parallel else None,
             bias=torch.stack(biases).sum(0) if biases else None,
         )
@@ -174,7 +174,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         return Sublayer(
             part,
             self.norm(before) if has_norm else None,
-            self.norm(after) if choice.output_norms else None,
+            self.norm(after) if choice.has_output_norms else None,
             self._adapter(adapter) if choice.adapter_inter_size else None,
             choice.residual_scale,
         )
@@ -266,7 +266,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             # Scales of one head serve all of them.
             torch.cat([part.view(-1, size).expand(count, size) for part, count in parts]),
             counts=(query_heads, kv_heads),
-            eps=choice.norm_eps,
+            eps=choice.layernorm_eps,
             whole=choice.query_key_norm == "all",
             reduce=self.reduce,
             tp_size=self.weights.layout.tp_size,

@@ -93,11 +93,11 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
     def score_scale(self) -> float:
         """The factor on the scores of attention."""
         scales = self.architecture.scale_attention
-        return 1 / math.sqrt(self.architecture.encoder.size_per_head) if scales else 1.0
+        return 1 / math.sqrt(self.architecture.size_per_head) if scales else 1.0
 
     @property
     def _heads(self) -> int:
-        return self.architecture.encoder.head_num // self.weights.layout.tp_size
+        return self.architecture.head_num // self.weights.layout.tp_size
 
     def embedding(self) -> Embedding:
         """Return the input side of both stacks."""
@@ -145,7 +145,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
             out=self.row(f"{name}.o"),
             heads=self._heads,
             scale=self.score_scale,
-            layer=self.local(number, self.architecture.encoder.num_layer),
+            layer=self.local(number, self.architecture.num_layer),
             scalers=self._scalers(name),
         )
         return T5Layer(
@@ -157,12 +157,11 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         """Return the decoder layer of global number `number`."""
         block = f"decoder.block.{number}."
         name, across = block + "layer.0.SelfAttention", block + "layer.1.EncDecAttention"
-        assert self.architecture.decoder is not None
-        layer = self.local(number, self.architecture.decoder.num_layer)
+        layer = self.local(number, self.architecture.decoder_num_layer)
         attention = Attention(
             qkv=self.column(f"{name}.qkv"),
             out=self.row(f"{name}.o"),
-            heads=(self._heads, self._heads, self.architecture.encoder.size_per_head),
+            heads=(self._heads, self._heads, self.architecture.size_per_head),
             layer=layer,
             scalers=self._scalers(name),
         )
@@ -211,7 +210,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
             return None
         ones = [torch.ones_like(key)] if queries else []
         return torch.cat([*ones, key, value], dim=1).view(
-            len(key), -1, self.architecture.encoder.size_per_head
+            len(key), -1, self.architecture.size_per_head
         )
 
     def _table(self, name: str) -> torch.Tensor | None:
@@ -266,7 +265,7 @@ class EncoderDecoder(GeneratorModel):
 
     def _load(self, weights: RankWeights, reduce: AllReduce | None, gemm: GemmOptions) -> None:
         layout, architecture = weights.layout, self.architecture
-        self.encoder_layers = layout.layers(architecture.encoder.num_layer)
+        self.encoder_layers = layout.layers(architecture.num_layer)
         loader = T5Loader(weights, architecture, reduce, gemm)
         self._embedding = loader.embedding() if layout.is_first_stage else None
         self.encoder = [loader.encoder_layer(number) for number in self.encoder_layers]
@@ -275,8 +274,8 @@ class EncoderDecoder(GeneratorModel):
         self.decoder: list[T5Layer] = []
         self.head = None
         self.rules = AttentionRules()
-        if architecture.decoder is not None:
-            numbers = layout.layers(architecture.decoder.num_layer)
+        if architecture.decoder_num_layer:
+            numbers = layout.layers(architecture.decoder_num_layer)
             self.decoder = [loader.decoder_layer(number) for number in numbers]
             self.rules = AttentionRules(
                 distance_bias=loader.relative_bias("decoder"), scale=loader.score_scale

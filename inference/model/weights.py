@@ -130,13 +130,11 @@ def check_architecture(architecture: Architecture, tp_size: int) -> None:
     Raises:
         ValueError: with every problem found.
     """
-    stack: Any = architecture
     keys: dict[str, str] = {}  # of config.ini, where the names differ
     if isinstance(architecture, EncoderDecoderArchitecture):
-        stack, keys = architecture.encoder, {"head_num": "num_heads", "inter_size": "d_ff"}
-    names = [each for each in ("head_num", "kv_head_num", "inter_size") if hasattr(stack, each)]
-    sizes = {keys.get(name, name): getattr(stack, name) for name in names}
-    sizes["adapter_inter_size"] = getattr(architecture, "adapter_inter_size", 0)
+        keys = {"head_num": "num_heads", "inter_size": "d_ff"}
+    names = ("head_num", "kv_head_num", "inter_size", "adapter_inter_size")
+    sizes = {keys.get(name, name): getattr(architecture, name, 0) for name in names}
     problems = [
         f"tensor_para_size={tp_size} does not divide {name}={size}"
         for name, size in sizes.items()
@@ -144,7 +142,7 @@ def check_architecture(architecture: Architecture, tp_size: int) -> None:
     ]
     if isinstance(architecture, DecoderArchitecture):
         defaults = {field.name: field.default for field in fields(architecture)}
-        special = ("adapter_inter_size", "input_norms", "output_norms", "residual_scale")
+        special = ("adapter_inter_size", "has_input_norms", "has_output_norms", "residual_scale")
         given = [name for name in special if getattr(architecture, name) != defaults[name]]
         if given and (
             not architecture.norm_before
@@ -152,9 +150,9 @@ def check_architecture(architecture: Architecture, tp_size: int) -> None:
             or architecture.residual != "sequential"
         ):
             problems.append(f"{', '.join(given)}: supported with layernorm_type=pre_layernorm only")
-        if not (architecture.input_norms or architecture.output_norms):
+        if not (architecture.has_input_norms or architecture.has_output_norms):
             problems.append(
-                "input_norms or output_norms must be set: a layer without is not supported"
+                "has_input_norms or has_output_norms must be set: a layer without is not supported"
             )
     if problems:
         raise ValueError("\n".join(problems))
@@ -188,7 +186,7 @@ class LayerLoader(Generic[ArchitectureT]):
         )
         self._norm_kind: Norm = getattr(architecture, "norm", "layernorm")
         self._one_plus: bool = getattr(architecture, "norm_one_plus", False)
-        self._norm_eps = architecture.norm_eps
+        self._norm_eps = architecture.layernorm_eps
 
     def local(self, number: int, num_layer: int) -> int:
         """Return the place in this stage of the layer of a stack's global number."""

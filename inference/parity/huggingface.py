@@ -40,29 +40,31 @@ class _Stack:
     name: str = ""
 
 
-_DECODER = _Stack(
-    "model.layers.{}.",
-    {"attention": "attention.dense", "mlp": "mlp.dense_4h_to_h"},
-    "model.final_layernorm",
-)
-_T5_ENCODER = _Stack(
-    "encoder.block.{}.layer.",
-    {"attention": "0.SelfAttention.o", "mlp": "1.DenseReluDense.wo"},
-    "encoder.final_layer_norm",
-    "encoder",
-)
-_T5_DECODER = _Stack(
-    "decoder.block.{}.layer.",
-    {
-        "attention": "0.SelfAttention.o",
-        "cross attention": "1.EncDecAttention.o",
-        "mlp": "2.DenseReluDense.wo",
-    },
-    "decoder.final_layer_norm",
-    "decoder",
-)
-_BERT = _Stack(
-    "model.encoder.layer.{}.", {"attention": "attention.output.dense", "mlp": "output.dense"}
+_STACKS = (
+    _Stack(
+        "model.layers.{}.",
+        {"attention": "attention.dense", "mlp": "mlp.dense_4h_to_h"},
+        "model.final_layernorm",
+    ),
+    _Stack(
+        "encoder.block.{}.layer.",
+        {"attention": "0.SelfAttention.o", "mlp": "1.DenseReluDense.wo"},
+        "encoder.final_layer_norm",
+        "encoder",
+    ),
+    _Stack(
+        "decoder.block.{}.layer.",
+        {
+            "attention": "0.SelfAttention.o",
+            "cross attention": "1.EncDecAttention.o",
+            "mlp": "2.DenseReluDense.wo",
+        },
+        "decoder.final_layer_norm",
+        "decoder",
+    ),
+    _Stack(
+        "model.encoder.layer.{}.", {"attention": "attention.output.dense", "mlp": "output.dense"}
+    ),
 )
 
 
@@ -88,20 +90,20 @@ class HuggingFaceSource(Source):
         library, config = import_transformers(), model.config
         title = f"transformers {library.__version__}, {type(model).__name__}{note}"
         positions = getattr(config, "max_position_embeddings", None)
-        architecture = plan.mapping.family.architecture(plan.config)
+        architecture = plan.config.architecture()
         return cls(title, config.vocab_size, positions, model, architecture, modules)
 
     def default_inputs(self, ids: tuple[int, ...] = ()) -> ModelInputs:
         """Return `ids`, or ids from all over the vocabulary, with an answer for a decoder."""
-        inputs, architecture = super().default_inputs(ids), self.architecture
-        if not isinstance(architecture, EncoderDecoderArchitecture) or architecture.decoder is None:
+        inputs = super().default_inputs(ids)
+        if not getattr(self.architecture, "decoder_num_layer", 0):
             return inputs
         start = self.model.config.decoder_start_token_id or 0
         return ModelInputs(inputs.ids, (start, *self.spread_ids(_ANSWER_TOKENS)))
 
     def compute(self, inputs: ModelInputs, noted: dict[Place, torch.Tensor]) -> None:
         """Note what every layer computes."""
-        handles = [handle for stack in self._stacks() for handle in self._watch(stack, noted)]
+        handles = [handle for stack in _STACKS for handle in self._watch(stack, noted)]
         ids = {"input_ids": torch.tensor([inputs.ids])}
         if inputs.decoder_ids:
             ids["decoder_input_ids"] = torch.tensor([inputs.decoder_ids])
@@ -116,16 +118,12 @@ class HuggingFaceSource(Source):
         if isinstance(self.architecture, DecoderArchitecture):
             self._move_biases(self.architecture, noted)
 
-    def _stacks(self) -> tuple[_Stack, ...]:
-        architecture = self.architecture
-        if isinstance(architecture, DecoderArchitecture):
-            return (_DECODER,)
-        if isinstance(architecture, EncoderArchitecture):
-            return (_BERT,)
-        return (_T5_ENCODER,) if architecture.decoder is None else (_T5_ENCODER, _T5_DECODER)
-
     def _watch(self, stack: _Stack, noted: dict[Place, torch.Tensor]) -> list[Any]:
-        first, _, _ = self.modules[stack.layer.format(0) + stack.parts["mlp"]].partition(".0.")
+        """Watch the layers of a stack, if the model has it."""
+        mlp = self.modules.get(stack.layer.format(0) + stack.parts["mlp"])
+        if mlp is None:
+            return []
+        first, _, _ = mlp.partition(".0.")
         layers = [
             (layer, {part: self._module(stack.layer.format(number) + name)
                      for part, name in stack.parts.items()})
@@ -161,16 +159,15 @@ def load_huggingface(plan: ConversionPlan) -> HuggingFaceSource:
         ValueError: It cannot load the folder, or would fill in weights that the folder lacks.
     """
     transformers = import_transformers()
-    architecture = plan.mapping.family.architecture(plan.config)
+    architecture = plan.config.architecture()
     options: dict[str, Any] = {}
     kind = transformers.AutoModelForCausalLM
     if isinstance(architecture, EncoderArchitecture):
         kind, options = transformers.AutoModel, {"add_pooling_layer": False}
     elif isinstance(architecture, EncoderDecoderArchitecture):
-        whole = architecture.decoder is not None
-        kind = (
-            transformers.AutoModelForSeq2SeqLM if whole else transformers.AutoModelForTextEncoding
-        )
+        kind = transformers.AutoModelForTextEncoding
+        if architecture.decoder_num_layer:
+            kind = transformers.AutoModelForSeq2SeqLM
     path = plan.request.checkpoint_path
     model = load_transformers_model(kind, path, attn_implementation="eager", **options)
     return HuggingFaceSource.of(plan, model, _modules(plan, model))

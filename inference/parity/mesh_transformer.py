@@ -4,11 +4,9 @@ How shards make whole arrays: mesh-transformer-jax, to_hf_weights.py. Matrices a
 inputs as rows; a bias that every shard adds before the sum over shards counts once for each.
 """
 
-# Shapes: S shards, h hidden, I inner, V vocabulary
+# Shapes: V vocabulary, h hidden
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -16,40 +14,29 @@ import torch
 from export_scripts.checkpoints.base import FileMaps
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.families.gptj import GPTJConfig
-from export_scripts.numeric.arrays import Array, round_to
+from export_scripts.numeric.arrays import round_to
 from inference.parity.huggingface import HuggingFaceSource, import_transformers
 
-# Part of a layer in the release -> its name in transformers, and the axis that shards cut.
-_MATRICES = {
-    "q": ("attn.q_proj", 1),
-    "k": ("attn.k_proj", 1),
-    "v": ("attn.v_proj", 1),
-    "out_proj": ("attn.out_proj", 0),
-    "c_fc": ("mlp.fc_in", 1),
-    "c_proj": ("mlp.fc_out", 0),
+# Modules of the release, within a layer "h.<layer>." or without, and those of transformers.
+_MODULES = {
+    "wte": "transformer.wte",
+    "ln_1": "transformer.{}ln_1",
+    "q": "transformer.{}attn.q_proj",
+    "k": "transformer.{}attn.k_proj",
+    "v": "transformer.{}attn.v_proj",
+    "out_proj": "transformer.{}attn.out_proj",
+    "c_fc": "transformer.{}mlp.fc_in",
+    "c_proj": "transformer.{}mlp.fc_out",
+    "ln_f": "transformer.ln_f",
+    "lm_head": "lm_head",
 }
-
-
-class _Release:
-    """The arrays of a release, whole; rounded to fp16, as the converter rounds them."""
-
-    def __init__(self, plan: ConversionPlan) -> None:
-        self._reader = plan.facts.reader
-        self._maps = FileMaps()
-
-    def pieces(self, key: str) -> list[Array]:
-        return [round_to(each.load(self._maps), "fp16") for each in self._reader.tensors[key]]
-
-    def joined(self, key: str, axis: int) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(self.pieces(key), axis))
-
-    def first(self, key: str) -> torch.Tensor:
-        return torch.from_numpy(self.pieces(key)[0])
-
-    def summed(self, key: str) -> torch.Tensor:
-        """Return a bias (h,) that each of S shards adds."""
-        pieces = self.pieces(key)
-        return torch.from_numpy(round_to(pieces[0] * len(pieces), "fp16"))
+# Arrays that shards cut, with the axis, and those that they add up; the others are alike.
+_CUT = {
+    **dict.fromkeys(("wte.weight", "out_proj.weight", "c_proj.weight"), 0),
+    **dict.fromkeys(("q.weight", "k.weight", "v.weight", "c_fc.weight", "lm_head.weight"), 1),
+    **dict.fromkeys(("c_fc.bias", "lm_head.bias"), 0),
+}
+_SUMMED = ("wte.bias", "c_proj.bias")
 
 
 def load_mesh_transformer(plan: ConversionPlan) -> HuggingFaceSource:
@@ -67,40 +54,36 @@ def load_mesh_transformer(plan: ConversionPlan) -> HuggingFaceSource:
         layer_norm_epsilon=config.layernorm_eps,
         tie_word_embeddings=False,
     )
-    state = dict(_weights(_Release(plan), config.num_layer))
     model, info = transformers.GPTJForCausalLM.from_pretrained(
         None,
         config=settings,
-        state_dict=state,
+        state_dict=_parameters(plan),
         attn_implementation="eager",
         output_loading_info=True,
     )
     assert not info["missing_keys"], info["missing_keys"]
     modules = {
-        f"model.layers.{layer}.{ours}": f"transformer.h.{layer}.{theirs}"
+        f"model.layers.{layer}.{ours}": _MODULES[theirs].format(f"h.{layer}.")
         for layer in range(config.num_layer)
-        for ours, theirs in (
-            ("attention.dense", "attn.out_proj"),
-            ("mlp.dense_4h_to_h", "mlp.fc_out"),
-        )
+        for ours, theirs in (("attention.dense", "out_proj"), ("mlp.dense_4h_to_h", "c_proj"))
     }
-    modules["model.final_layernorm"] = "transformer.ln_f"
+    modules["model.final_layernorm"] = _MODULES["ln_f"]
     return HuggingFaceSource.of(plan, model.eval(), modules, " of the JAX release")
 
 
-def _weights(release: _Release, layers: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of transformers' GPT-J by name."""
-    table = release.joined("wte.weight", 0) + release.summed("wte.bias")  # (V, h)
-    yield "transformer.wte.weight", table.half().float()
-    for layer in range(layers):
-        ours, theirs = f"h.{layer}.", f"transformer.h.{layer}."
-        for name, (module, axis) in _MATRICES.items():
-            yield f"{theirs}{module}.weight", release.joined(f"{ours}{name}.weight", axis).T
-        yield f"{theirs}mlp.fc_in.bias", release.joined(f"{ours}c_fc.bias", 0)
-        yield f"{theirs}mlp.fc_out.bias", release.summed(f"{ours}c_proj.bias")
-        for part in ("weight", "bias"):
-            yield f"{theirs}ln_1.{part}", release.first(f"{ours}ln_1.{part}")
-    for part in ("weight", "bias"):
-        yield f"transformer.ln_f.{part}", release.first(f"ln_f.{part}")
-    yield "lm_head.weight", release.joined("lm_head.weight", 1).T
-    yield "lm_head.bias", release.joined("lm_head.bias", 0)
+def _parameters(plan: ConversionPlan) -> dict[str, torch.Tensor]:
+    """Return the parameters of transformers' GPT-J by name, rounded to fp16 as the converter's."""
+    maps, out = FileMaps(), {}
+    for key, pieces in plan.facts.reader.tensors.items():
+        *place, module, kind = key.split(".")
+        name = f"{module}.{kind}"
+        shards = [round_to(each.load(maps), "fp16") for each in pieces]
+        whole = np.concatenate(shards, _CUT[name]) if name in _CUT else shards[0]
+        if name in _SUMMED:
+            whole = round_to(whole * len(shards), "fp16")
+        if whole.ndim == 2 and module != "wte":
+            whole = whole.T
+        layer = "".join(f"{each}." for each in place)
+        out[f"{_MODULES[module].format(layer)}.{kind}"] = torch.from_numpy(whole)
+    table = out["transformer.wte.weight"] + out.pop("transformer.wte.bias")  # (V, h)
+    return {**out, "transformer.wte.weight": table.half().float()}

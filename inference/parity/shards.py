@@ -62,7 +62,7 @@ def run_shards(
         rank_timeout_s=_TIMEOUT_S,
     )
     every = [replace(settings, rank=rank) for rank in range(reader.tp_size)]
-    architecture = reader.family.architecture(reader.config)
+    architecture = reader.config.architecture()
     states = states if isinstance(architecture, EncoderArchitecture) else None
     plan = _plan(architecture, inputs, states)
     store = HashStore()

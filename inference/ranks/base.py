@@ -18,7 +18,6 @@ from export_scripts.families.layout.architecture import (
     DecoderArchitecture,
     EncoderArchitecture,
     EncoderDecoderArchitecture,
-    StackArchitecture,
 )
 from export_scripts.ft.reader import FTReader
 from inference.model.kv_cache import CacheShape, KVCache
@@ -74,18 +73,14 @@ def cache_shape(
     """Return the cache of one rank, with an encoder also that of its output."""
     if isinstance(architecture, DecoderArchitecture):
         layers, heads, parts = architecture.num_layer, architecture.kv_head_num, 1
-        size_per_head = architecture.size_per_head
     else:
-        stack = architecture.decoder
-        assert stack is not None, "an encoder alone has no cache"
-        layers, heads, parts = stack.num_layer, stack.head_num, 2
-        size_per_head = stack.size_per_head
+        layers, heads, parts = architecture.decoder_num_layer, architecture.head_num, 2
     return CacheShape(
         num_layer=len(layout.layers(layers)),
         slots=slots,
         kv_head_num=heads // layout.tp_size,
         max_len=max_len,
-        size_per_head=size_per_head,
+        size_per_head=architecture.size_per_head,
         block_tokens=block_tokens,
         blocks=blocks,
         parts=parts,
@@ -122,7 +117,7 @@ class RankBase(ABC):
             CheckpointMismatchError: The folder is not exactly what its config.ini describes.
         """
         reader = FTReader(Path(settings.ft_dir))
-        self.architecture = reader.family.architecture(reader.config)
+        self.architecture = reader.config.architecture()
         return RankWeights(
             reader,
             self.layout,
@@ -183,20 +178,17 @@ class RankBase(ABC):
     def prepare(self) -> None:  # noqa: B027 - most ranks have nothing to prepare
         """Do the work that would slow down the first requests; all ranks do so at the same time."""
 
-    def _parameters(
-        self,
-        stack: DecoderArchitecture | StackArchitecture | EncoderArchitecture,
-        *,
-        gated: bool = False,
-    ) -> int:
-        """Return this rank's share of a stack's matrices; their weights set which steps are graphs.
+    def _parameters(self) -> int:
+        """Return this rank's share of the matrices; their weights set which steps are graphs.
 
-        A pipeline has no such graphs.
+        Of an encoder-decoder those of the encoder. A pipeline has no such graphs.
         """
-        key_heads = stack.kv_head_num if isinstance(stack, DecoderArchitecture) else stack.head_num
-        attention = 2 * (stack.head_num + key_heads) * stack.size_per_head
-        layer = self.architecture.hidden * (attention + (3 if gated else 2) * stack.inter_size)
-        return stack.num_layer * layer // self.layout.tp_size
+        model = self.architecture
+        key_heads = model.kv_head_num if isinstance(model, DecoderArchitecture) else model.head_num
+        attention = 2 * (model.head_num + key_heads) * model.size_per_head
+        is_gated = not isinstance(model, EncoderArchitecture) and model.gated
+        layer = model.hidden * (attention + (3 if is_gated else 2) * model.inter_size)
+        return model.num_layer * layer // self.layout.tp_size
 
     def _run_stage(
         self, micro_batches: Sequence[StepT], embed: Callable[[StepT], torch.Tensor]

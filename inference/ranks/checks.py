@@ -75,11 +75,9 @@ def _matrix_problems(architecture: Architecture, placement: Placement, device: s
 
 def _checks(architecture: Architecture, layout: ParallelLayout) -> list[Callable[[], object]]:
     """Return the checks that raise ValueError where the model does not divide among the ranks."""
+    depths = {architecture.num_layer}
     if isinstance(architecture, EncoderDecoderArchitecture):
-        stacks = (architecture.encoder, architecture.decoder)
-        depths = {stack.num_layer for stack in stacks if stack is not None}
-    else:
-        depths = {architecture.num_layer}
+        depths.add(architecture.decoder_num_layer)
     check = partial(check_architecture, architecture, layout.tp_size)
     return [check, *(partial(layout.layers, depth) for depth in depths)]
 

@@ -58,7 +58,7 @@ class DecoderRank(GeneratorRank):
                     self.cache,
                     self._feed,
                     group=self.group,
-                    parameters=self._parameters(self.architecture, gated=self.architecture.gated),
+                    parameters=self._parameters(),
                     most=_WARM_UP_TOKENS[-1] + self.cache.shape.slots,
                 )
                 self._prompt_graphs.record()

@@ -61,12 +61,12 @@ class EncoderDecoderRank(GeneratorRank):
         super().__init__(settings)
         weights = self.open_weights(settings)
         if settings.encoder_only:
-            self.architecture = replace(self.architecture, decoder=None)
+            self.architecture = replace(self.architecture, decoder_num_layer=0)
         architecture = self.architecture
         gemm = gemm_options(settings)
         self.model = EncoderDecoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
         self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
-        if architecture.decoder is not None:
+        if architecture.decoder_num_layer:
             self._open_cache(settings, weights.dtype)
             nothing = EncodedRow(self.cache.scratch_slot, 1, self._no_task)
             self._encoded = [nothing] * (settings.slots + 1)  # what each slot reads
@@ -80,7 +80,7 @@ class EncoderDecoderRank(GeneratorRank):
         with torch.inference_mode():
             if self._tiled and self.layout.pp_size == 1:
                 self._record_encoder()
-            if self.architecture.decoder is not None:
+            if self.architecture.decoder_num_layer:
                 self._record(_WARM_UP_TOKENS, idle=(self.cache.scratch_slot, 0, self._no_task))
 
     def _record_encoder(self) -> None:
@@ -89,7 +89,7 @@ class EncoderDecoderRank(GeneratorRank):
         self._encoder_graphs = EncoderGraphs(
             self.model.encode,
             lambda tokens: torch.zeros(tokens, dtype=torch.int64, device=self.device),
-            parameters=self._parameters(self.architecture.encoder, gated=self.architecture.gated),
+            parameters=self._parameters(),
             device=self.device,
         )
         self._encoder_graphs.record()
@@ -98,8 +98,8 @@ class EncoderDecoderRank(GeneratorRank):
         if plan.encoder_rows:
             self._begin(plan, embeddings)
         if plan.encoder_rows or plan.encoder_layers:
-            self._encode(plan.encoder_layers or self.architecture.encoder.num_layer)
-        if self.architecture.decoder is None:
+            self._encode(plan.encoder_layers or self.architecture.num_layer)
+        if not self.architecture.decoder_num_layer:
             return self._encoder_result()
         if self._graphs is not None and plan.is_decoding:
             encoded = [self._encoded[segment.slot] for segment in plan.segments]
@@ -115,7 +115,7 @@ class EncoderDecoderRank(GeneratorRank):
         tasks = [self._task_of(row) for row in plan.encoder_rows]
         attentions = None
         if plan.attentions:
-            heads = self.architecture.encoder.head_num // self.layout.tp_size
+            heads = self.architecture.head_num // self.layout.tp_size
             shape = (len(counts), len(self.model.encoder_layers), heads, max(counts), max(counts))
             attentions = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
         batch = EncoderBatch(
@@ -132,7 +132,7 @@ class EncoderDecoderRank(GeneratorRank):
 
     def _encode(self, layers: int) -> None:
         """Continue the pass; at its end every stage caches what its decoder layers read."""
-        now, total = self._pass, self.architecture.encoder.num_layer
+        now, total = self._pass, self.architecture.num_layer
         assert now is not None, "no pass was begun"
         start = now.done
         now.done = min(start + layers, total)
@@ -140,7 +140,7 @@ class EncoderDecoderRank(GeneratorRank):
             now.x = self._encoded_by_graph(now)
         if now.x is None or start:
             self._advance(now, start)
-        if now.done < total or self.architecture.decoder is None:
+        if now.done < total or not self.architecture.decoder_num_layer:
             return
         output = self._spread(now.x, now.batch)
         targets = [encoder_slot(row.slots, self.cache.shape.slots) for row in now.rows]

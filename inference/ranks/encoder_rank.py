@@ -42,7 +42,7 @@ class EncoderRank(RankBase):
             self._graphs = EncoderGraphs(
                 self.model.run_layers,
                 self.model.empty_hidden,
-                parameters=self._parameters(self.architecture),
+                parameters=self._parameters(),
                 device=self.device,
             )
             self._graphs.record()

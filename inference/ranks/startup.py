@@ -48,8 +48,8 @@ def make_rank(settings: RankSettings) -> RankBase:
         CheckpointMismatchError: The folder is not exactly what its config.ini describes.
         ValueError: The model does not divide among the ranks.
     """
-    family, config = read_config(Path(settings.ft_dir))
-    return _KINDS[type(family.architecture(config))](settings)
+    _, config = read_config(Path(settings.ft_dir))
+    return _KINDS[type(config.architecture())](settings)
 
 
 def join_node_store(path: Path, *, timeout_s: float) -> Store:

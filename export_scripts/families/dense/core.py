@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from export_scripts.families.dense.huggingface import GATED
+from export_scripts.families.dense.huggingface import GATED, chosen_layers
 from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.gpt.megatron import (
     CORE_LAYER,
@@ -171,13 +171,11 @@ def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> tuple[
         return None
     if not isinstance(pattern, list):
         every = traits.settings.integer(key)
-        layers = tuple(n for n in range(count) if (n + 1) % every)
-    elif len(pattern) == count:
-        layers = tuple(n for n in range(count) if bool(pattern[n]) is not skipped)
-    else:
+        return chosen_layers([(number + 1) % every != 0 for number in range(count)])
+    if len(pattern) != count:
         traits.settings.note(f"{key} = {pattern!r:.100}: expected an entry for each layer")
         return None
-    return None if len(layers) == count else layers
+    return chosen_layers([bool(each) is not skipped for each in pattern])
 
 
 def _core_windows(traits: MegatronTraits) -> dict[str, Any]:

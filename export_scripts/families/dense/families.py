@@ -10,11 +10,10 @@ from export_scripts.families.dense.huggingface import (
     ATTENTION_BIAS_KEYS,
     BIAS_KEYS,
     DenseDecoder,
+    Window,
+    chosen_layers,
     llama_keys,
     llama_names,
-    stated_window,
-    window_fields,
-    written_windows,
 )
 from export_scripts.families.dense.layout import LAYOUT, DenseConfig
 from export_scripts.families.mapping.huggingface import Setting, inverse_root, key, reciprocal
@@ -50,58 +49,39 @@ _LLAMA = DenseDecoder(
 )
 
 
-def _usual_window(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
-    return window_fields(settings, values["num_layer"], stated_window(settings))
-
-
-def _written_window(config: DenseConfig) -> dict[str, Any]:
-    return {"sliding_window": config.sliding_window}
-
-
-def _mistral_window(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the window; transformers gives a Mistral one unless the key is null."""
-    window = stated_window(settings, default=4096)
-    found = window_fields(settings, values["num_layer"], window)
-    if found.get("sliding_layers") is not None:
+def _check_mistral(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+    if values.get("sliding_layers") is not None:
         settings.note(
             "only some layers have a sliding window; a Mistral has one in all "
             "layers in transformers"
         )
-    return found
+    return {}
 
 
 _MISTRAL = DenseDecoder(
     model_type="mistral",
     model="MistralForCausalLM",
     title="Mistral",
-    read=_mistral_window,
-    written=_written_window,
+    window=Window(4096),
+    read=_check_mistral,
     bos=1,
     eos=2,
     warns_of_fp16=False,  # served in fp16 everywhere
 )
 
 
-def _qwen_window(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the window, of the layers from max_window_layers on if use_sliding_window is set."""
-    in_use = settings.source.get("use_sliding_window")
-    window = stated_window(settings, in_use=in_use, default=4096)
+def _from_max_window_layers(settings: Settings, values: Mapping[str, Any]) -> list[bool]:
     full = settings.integer("max_window_layers", default=28, least=0)
-    count = values["num_layer"]
-    return window_fields(settings, count, window, [number >= full for number in range(count)])
+    return [number >= full for number in range(values["num_layer"])]
 
 
-def _written_use(config: DenseConfig) -> dict[str, Any]:
-    return {"use_sliding_window": config.sliding_window is not None, **written_windows(config)}
-
-
+_QWEN_WINDOW = Window(4096, has_switch=True, slides=_from_max_window_layers)
 _QWEN2 = DenseDecoder(
     model_type="qwen2",
     model="Qwen2ForCausalLM",
     title="Qwen2, Qwen2.5",
     fixed={"has_qkv_bias": True},
-    read=_qwen_window,
-    written=_written_use,
+    window=_QWEN_WINDOW,
 )
 _QWEN3 = DenseDecoder(
     model_type="qwen3",
@@ -109,8 +89,7 @@ _QWEN3 = DenseDecoder(
     title="Qwen3",
     keys=llama_keys(*ATTENTION_BIAS_KEYS),
     fixed={"query_key_norm": "head"},
-    read=_qwen_window,
-    written=_written_use,
+    window=_QWEN_WINDOW,
     head_dim=128,
 )
 
@@ -183,11 +162,8 @@ def _gemma_keys(logit_cap: float | None, attention_cap: float | None) -> tuple[S
     )
 
 
-def _gemma_window(settings: Settings, values: Mapping[str, Any], pattern: int) -> dict[str, Any]:
-    """Return the window, of all layers but every `pattern`-th."""
-    count = values["num_layer"]
-    usual = [bool((number + 1) % pattern) for number in range(count)]
-    return window_fields(settings, count, stated_window(settings, default=4096), usual)
+def _all_but_every(nth: int, count: int) -> list[bool]:
+    return [(number + 1) % nth != 0 for number in range(count)]
 
 
 _GEMMAS = (
@@ -207,8 +183,7 @@ _GEMMAS = (
         keys=_gemma_keys(30.0, 50.0),
         names=_GEMMA_NAMES,
         fixed={**_GEMMA_FIXED, "has_output_norms": True},
-        read=lambda settings, values: _gemma_window(settings, values, 2),
-        written=written_windows,
+        window=Window(4096, slides=lambda _, values: _all_but_every(2, values["num_layer"])),
         **_GEMMA,
     ),
     DenseDecoder(
@@ -218,10 +193,12 @@ _GEMMAS = (
         keys=_gemma_keys(None, None),
         names=_GEMMA_NAMES,
         fixed={**_GEMMA_FIXED, "has_output_norms": True, "query_key_norm": "head"},
-        read=lambda settings, values: _gemma_window(
-            settings, values, settings.integer("sliding_window_pattern", default=6)
+        window=Window(
+            4096,
+            slides=lambda settings, values: _all_but_every(
+                settings.integer("sliding_window_pattern", default=6), values["num_layer"]
+            ),
         ),
-        written=written_windows,
         rotary_base=1e6,
         rotary_local_base=1e4,
         **_GEMMA,
@@ -229,22 +206,17 @@ _GEMMAS = (
 )
 
 
-def _read_smollm3(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layers that rotate, of which a window is in none."""
-    count, source = values["num_layer"], settings.source
+def _rotating(settings: Settings, values: Mapping[str, Any]) -> list[bool]:
+    """Return whether each layer of a SmolLM3 rotates."""
+    count = values["num_layer"]
     every = settings.integer("no_rope_layer_interval", default=4)
-    rotates = source.get("no_rope_layers") or [(n + 1) % every != 0 for n in range(count)]
+    rotates = settings.source.get("no_rope_layers") or _all_but_every(every, count)
     if not isinstance(rotates, list) or len(rotates) < count:
         settings.note(
             f"no_rope_layers = {rotates!r}: expected an entry for each of the {count} layers"
         )
-        return {}
-    layers = tuple(number for number in range(count) if rotates[number])
-    window = stated_window(settings, in_use=source.get("use_sliding_window"))
-    return {
-        **window_fields(settings, count, window, [not each for each in rotates[:count]]),
-        "rotary_layers": None if len(layers) == count else layers,
-    }
+        return [True] * count
+    return [bool(each) for each in rotates[:count]]
 
 
 def _written_smollm3(config: DenseConfig) -> dict[str, Any]:
@@ -253,7 +225,6 @@ def _written_smollm3(config: DenseConfig) -> dict[str, Any]:
     return {
         "no_rope_layers": [int(number in rotates) for number in range(count)],
         "pad_token_id": _padding(config),
-        **_written_use(config),
     }
 
 
@@ -268,7 +239,12 @@ _SMOLLM3 = DenseDecoder(
     model="SmolLM3ForCausalLM",
     title="SmolLM3",
     keys=llama_keys(*BIAS_KEYS),
-    read=_read_smollm3,
+    # A layer that rotates has no window.
+    window=Window(
+        has_switch=True,
+        slides=lambda *given: [not rotates for rotates in _rotating(*given)],
+    ),
+    read=lambda *given: {"rotary_layers": chosen_layers(_rotating(*given))},
     written=_written_smollm3,
     is_tied=True,
     bos=128000,
@@ -277,13 +253,13 @@ _SMOLLM3 = DenseDecoder(
 )
 
 
-def _read_phi3(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+def _check_phi3(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("rotary_scaling_type") not in (None, "longrope"):
         settings.note(
             f"rotary scaling {values['rotary_scaling_type']!r} cannot be "
             "represented: transformers takes a Phi-3's for longrope"
         )
-    return _usual_window(settings, values)
+    return {}
 
 
 # Fused queries, keys and values, and fused halves of the MLP.
@@ -299,12 +275,12 @@ _PHI3 = DenseDecoder(
         }
     ),
     rows="blocks",
-    read=_read_phi3,
+    window=Window(),
+    read=_check_phi3,
     written=lambda config: {
         "original_max_position_embeddings": (
             config.rotary_original_max_position_embeddings or config.max_pos_seq_len
         ),
-        "sliding_window": config.sliding_window,
         "pad_token_id": _padding(config),
     },
     bos=1,
@@ -324,8 +300,7 @@ _STARCODER2 = DenseDecoder(
     ),
     fixed={"norm_type": "layernorm"},
     names=llama_names({"mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}),
-    read=_usual_window,
-    written=_written_window,
+    window=Window(),
     is_gated=False,
     is_tied=True,
     bos=50256,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,61 @@ def llama_names(renamed: Names | None = None) -> dict[str, Any]:
 GATED = {"silu": "gated-silu", "gelu": "geglu", "relu": "reglu", "relu2": "gated-relu2"}
 
 
+def chosen_layers(flags: Sequence[bool]) -> tuple[int, ...] | None:
+    """Return the numbers of the layers whose flag is set; None: all."""
+    return None if all(flags) else tuple(number for number, flag in enumerate(flags) if flag)
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The settings of a sliding window, read in both directions."""
+
+    default: int | None = None  # of the library for sliding_window; null is none
+    has_switch: bool = False  # whether use_sliding_window decides
+    # Whether each layer has it, without layer_types; None: all, and layer_types is not written.
+    slides: Callable[[Settings, Mapping[str, Any]], Sequence[bool]] | None = None
+
+    def read(self, settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the window, if there is one, and the layers that have it."""
+        source, count = settings.source, values["num_layer"]
+        in_use = not self.has_switch or source.get("use_sliding_window")
+        is_stated = in_use and source.get("sliding_window", self.default) is not None
+        size = settings.integer("sliding_window", default=self.default) if is_stated else None
+        usual = self.slides(settings, values) if self.slides else [True] * count
+        kinds = source.get("layer_types")
+        if kinds is None:
+            kinds = [_SLIDING if slides else _FULL for slides in usual]
+        if not isinstance(kinds, list) or len(kinds) != count:
+            settings.note(
+                f"layer_types = {kinds!r}: expected one entry for each of the {count} layers"
+            )
+            return {}
+        if unknown := sorted({str(each) for each in kinds} - {_FULL, _SLIDING}):
+            settings.note(
+                f"layer_types: {', '.join(unknown)} cannot be represented; known: {_FULL}, "
+                f"{_SLIDING}"
+            )
+        layers = chosen_layers([kind == _SLIDING for kind in kinds])
+        if size is None or layers == ():
+            return {}
+        return {"sliding_window": size, "sliding_layers": layers}
+
+    def written(self, config: DenseConfig) -> dict[str, Any]:
+        """Return the settings of which `read` makes the config's fields."""
+        size, count = config.sliding_window, config.num_layer
+        layers = range(count) if config.sliding_layers is None else config.sliding_layers
+        layers = () if size is None else layers
+        kinds = [_SLIDING if number in layers else _FULL for number in range(count)]
+        return {
+            "sliding_window": size,
+            **({"use_sliding_window": size is not None} if self.has_switch else {}),
+            **({"layer_types": kinds} if self.slides else {}),
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
 class DenseDecoder(HuggingFaceDecoder):
     """A family of dense decoders."""
@@ -87,11 +142,12 @@ class DenseDecoder(HuggingFaceDecoder):
     rotary_local_base: float | None = None  # of layers with a sliding window, if another
     # The library's default of partial_rotary_factor; None where it always rotates whole heads.
     rotary_fraction: float | None = None
+    window: Window | None = None  # None: no layer has one
     ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     warns_of_fp16: bool = True
 
     def derived(self, settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
-        """Return sizes of heads, the activation and rotary positions."""
+        """Return sizes of heads, the activation, rotary positions and a sliding window."""
         heads, hidden = values["head_num"], values["hidden_size"]
         kv_heads = values.setdefault("kv_head_num", heads)
         settings.divide(heads, kv_heads, "num_attention_heads by num_key_value_heads")
@@ -111,10 +167,11 @@ class DenseDecoder(HuggingFaceDecoder):
                 base=self.rotary_base,
                 local_base=self.rotary_local_base,
             ),
+            **(self.window.read(settings, values) if self.window else {}),
         }
 
     def written_derived(self, config: DenseConfig) -> dict[str, Any]:
-        """Return the size of a head and rotary positions, of which `derived` makes the fields."""
+        """Return the settings of which `derived` makes the fields."""
         kind = config.rotary_scaling_type
         fraction = rotary_fraction(config.rotary_embedding, config.size_per_head)
         return {
@@ -123,53 +180,5 @@ class DenseDecoder(HuggingFaceDecoder):
             "rope_local_base_freq": config.rotary_local_base,
             **({} if fraction == 1 else {"partial_rotary_factor": fraction}),
             "rope_scaling": None if kind is None else {"rope_type": kind, **config.rotary_scaling},
+            **(self.window.written(config) if self.window else {}),
         }
-
-
-def stated_window(
-    settings: Settings, *, in_use: Any = True, default: int | None = None
-) -> int | None:
-    """Return the sliding window, or None where it is null or not in use."""
-    is_stated = in_use and settings.source.get("sliding_window", default) is not None
-    return settings.integer("sliding_window", default=default) if is_stated else None
-
-
-def window_fields(
-    settings: Settings, count: int, window: int | None, usual: Sequence[bool] | None = None
-) -> dict[str, Any]:
-    """Return the sliding window, if there is one, and the layers that have it.
-
-    Without layer_types these are the `usual` ones; None: all.
-    """
-    kinds = settings.source.get("layer_types")
-    if kinds is None:
-        kinds = [
-            "sliding_attention" if slides else "full_attention"
-            for slides in usual or [True] * count
-        ]
-    if not isinstance(kinds, list) or len(kinds) != count:
-        settings.note(f"layer_types = {kinds!r}: expected one entry for each of the {count} layers")
-        return {}
-    unknown = sorted({str(each) for each in kinds} - {"full_attention", "sliding_attention"})
-    if unknown:
-        settings.note(
-            f"layer_types: {', '.join(unknown)} cannot be represented; known: "
-            "full_attention, sliding_attention"
-        )
-    layers = tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
-    if window is None or not layers:
-        return {}
-    return {"sliding_window": window, "sliding_layers": None if len(layers) == count else layers}
-
-
-def written_windows(config: DenseConfig) -> dict[str, Any]:
-    """Return the settings of which `window_fields` makes the config's."""
-    layers = range(config.num_layer) if config.sliding_layers is None else config.sliding_layers
-    layers = layers if config.sliding_window is not None else ()
-    return {
-        "sliding_window": config.sliding_window,
-        "layer_types": [
-            "sliding_attention" if number in layers else "full_attention"
-            for number in range(config.num_layer)
-        ],
-    }

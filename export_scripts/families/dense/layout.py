@@ -27,6 +27,10 @@ _CHOICES = {
     "query_key_norm": (None, "head", "all"),
     "rotary_scaling_type": (None, *ROTARY_SCALINGS),
 }
+_POSITIVE = (
+    "layernorm_eps", "attention_scale", "attention_softcap", "logit_softcap", "logit_scale",
+    "embedding_scale", "residual_scale", "rotary_base", "rotary_local_base",
+)  # fmt: skip
 # Parameters that a folder must have as well.
 _LENGTH = ("original_max_position_embeddings",)
 _COMPUTED = {"llama3": _LENGTH, "yarn": _LENGTH, "longrope": (*_LENGTH, "attention_factor")}
@@ -97,6 +101,11 @@ class DenseConfig(DecoderConfig):
         ]
         if self.kv_head_num < 1:
             problems.append(f"kv_head_num = {self.kv_head_num}: expected at least 1")
+        problems += [
+            f"{name} = {value}: expected a number greater than 0"
+            for name in _POSITIVE
+            if (value := getattr(self, name)) is not None and not value > 0
+        ]
         kind = self.rotary_scaling_type or ""
         problems += [
             f"rotary_scaling_type = {kind} needs rotary_{name}"
@@ -153,40 +162,32 @@ class DenseConfig(DecoderConfig):
         """Width of the stored key (or value) heads together."""
         return self.stored_kv_head_num * self.size_per_head
 
+    def _per_layer(self, layers: tuple[int, ...] | None) -> tuple[bool, ...] | None:
+        return None if layers is None else tuple(n in layers for n in range(self.num_layer))
 
-def dense_architecture(config: DenseConfig) -> DecoderArchitecture:
-    """Return the decoder a config describes.
-
-    Raises:
-        ValueError: activation_type is unknown.
-    """
-    activation, gated = activation_choice(config.activation_type)
-    rotary = local = None
-    if dims := config.rotary_embedding:
-        kind, scaling = config.rotary_scaling_type, config.rotary_scaling
-        rotary = Rotary(dims=dims, base=config.rotary_base, kind=kind, scaling=scaling)
-        if config.rotary_local_base is not None:
-            local = Rotary(dims=dims, base=config.rotary_local_base)
-    alibi = config.use_attention_linear_bias
-    return config.decoder(
-        kv_head_num=config.stored_kv_head_num,
-        position="rotary_half" if rotary else "alibi" if alibi else "none",
-        rotary=rotary,
-        local_rotary=local,
-        rotary_layers=_per_layer(config, config.rotary_layers),
-        norm=config.norm_type,
-        norm_eps=config.layernorm_eps,
-        input_norms=config.has_input_norms,
-        output_norms=config.has_output_norms,
-        activation=activation,
-        gated=gated,
-        separate_qkv=True,
-        sliding_layers=_per_layer(config, config.sliding_layers),
-    )
-
-
-def _per_layer(config: DenseConfig, layers: tuple[int, ...] | None) -> tuple[bool, ...] | None:
-    return None if layers is None else tuple(n in layers for n in range(config.num_layer))
+    def architecture(self) -> DecoderArchitecture:
+        """Return the decoder."""
+        activation, gated = activation_choice(self.activation_type)
+        rotary = local = None
+        if dims := self.rotary_embedding:
+            kind, scaling = self.rotary_scaling_type, self.rotary_scaling
+            rotary = Rotary(dims=dims, base=self.rotary_base, kind=kind, scaling=scaling)
+            if self.rotary_local_base is not None:
+                local = Rotary(dims=dims, base=self.rotary_local_base)
+        alibi = self.use_attention_linear_bias
+        return self.built(
+            DecoderArchitecture,
+            kv_head_num=self.stored_kv_head_num,
+            position="rotary_half" if rotary else "alibi" if alibi else "none",
+            rotary=rotary,
+            local_rotary=local,
+            rotary_layers=self._per_layer(self.rotary_layers),
+            norm=self.norm_type,
+            activation=activation,
+            gated=gated,
+            separate_qkv=True,
+            sliding_layers=self._per_layer(self.sliding_layers),
+        )
 
 
 def _heads_norm(name: str, width: str) -> tuple[WeightSpec, ...]:
@@ -251,7 +252,6 @@ DENSE = ModelFamily(
     name="llama",
     model_type="Llama",
     config=DenseConfig,
-    architecture=dense_architecture,
     layout=LAYOUT,
     divisible=("head_num", "stored_kv_head_num", "inter_size"),
     whole=_whole_heads,

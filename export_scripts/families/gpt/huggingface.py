@@ -11,9 +11,10 @@ from typing import Any
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
 from export_scripts.families.layout.decoder import LAYER
+from export_scripts.families.layout.spec import WeightSpec
 from export_scripts.families.mapping.huggingface import HEAD, HuggingFaceDecoder, key
 from export_scripts.families.mapping.names import Names, fused_layer, in_layers
-from export_scripts.families.mapping.settings import Settings, stored_head
+from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import (
     Compute,
@@ -160,35 +161,30 @@ def _int8_weights(ranges: Mapping[str, Any]) -> dict[str, TensorSource]:
     """Return the sources of the int8 weights and their scales."""
 
     def source(
-        modules: tuple[str, ...], suffix: str, index: Mapping[str, int | str]
+        spec: WeightSpec, modules: tuple[str, ...], suffix: str, index: Mapping[str, int | str]
     ) -> TensorSource:
         entries = [ranges[_OPT_LAYER.format(**index) + module] for module in modules]
 
         def compute(config: GPTConfig, *weights: Any) -> Any:
-            if not isinstance(weights[0], ShapeTensor):
-                return _VALUES[suffix](config, weights, entries)
-            if suffix == "weight.int8":
-                return _side_by_side([weight.T for weight in weights])
-            parts = len(weights)
-            is_wide = suffix == "scale_inter" and parts > 1
-            return ShapeTensor((parts, config.local_hidden) if is_wide else (parts,))
+            if isinstance(weights[0], ShapeTensor):  # checked as those of the matrix itself
+                return ShapeTensor([config.dim(size, index) for size in spec.shape])
+            return _VALUES[suffix](config, weights, entries)
 
         return Compute(compute, tuple(f"{_OPT_LAYER}{module}.weight" for module in modules))
 
+    specs = {spec.name: spec for spec in LAYOUT}
     return {
-        f"{LAYER}{name}.{suffix}": PerIndex(functools.partial(source, modules, suffix))
+        key: PerIndex(functools.partial(source, specs[key], modules, suffix))
         for name, modules in _MODULES.items()
         for suffix in _VALUES
+        for key in [f"{LAYER}{name}.{suffix}"]
     }
 
 
-def _side_by_side(parts: list[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else stacked(parts, 1)  # (in[, parts], out)
-
-
 def _quantized(_config: GPTConfig, weights: Any, _entries: Any) -> Any:
-    """Return round(w * 127 / max |w|), each module by its own largest weight."""
-    return _side_by_side([(float32(w).T * _weight_scale(w)).round() for w in weights])
+    """Return round(w * 127 / max |w|) (in[, parts], out), each part by its own largest weight."""
+    parts = [(float32(weight).T * _weight_scale(weight)).round() for weight in weights]
+    return parts[0] if len(parts) == 1 else stacked(parts, 1)
 
 
 def _weight_scale(weight: Any) -> float:
@@ -289,7 +285,7 @@ def _neutral(facts: Facts) -> dict[str, TensorSource]:
     }
 
 
-def _opt_sources(facts: Facts, _: GPTConfig) -> Mapping[str, TensorSource]:
+def _opt_sources(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:
     """Return what has no name of its own; opt-350m stores narrow tables, with projections."""
     positions = "model.decoder.embed_positions.weight"
     table: dict[str, TensorSource] = {
@@ -302,9 +298,9 @@ def _opt_sources(facts: Facts, _: GPTConfig) -> Mapping[str, TensorSource]:
             (_OPT_EMBEDDING, _PROJECT_IN),
         )
     if facts.has(_PROJECT_OUT):
-        head = stored_head(facts, ("lm_head.weight",), _OPT_EMBEDDING, default=True)
-        table[HEAD] = Compute(_widened, (head, _PROJECT_OUT))
+        table[HEAD] = Compute(_widened, (_OPT.stored_head(facts), _PROJECT_OUT))
     if facts.activation_ranges is not None:
+        _check_ranges(facts.activation_ranges, config.num_layer)
         table |= _int8_weights(facts.activation_ranges)
     return table
 
@@ -324,7 +320,7 @@ _OPT = HuggingFaceDecoder(
         key("activation_type", "activation_function", kind="activation", default="relu"),
     ),
     # NVIDIA's converter always writes a separate head.
-    fixed={"layernorm_eps": _OPT_EPS, "tie_word_embeddings": False},
+    fixed={"layernorm_eps": _OPT_EPS, "tie_word_embeddings": False, "int8": False},
     names={
         "model.wte": "model.decoder.embed_tokens",
         "model.final_layernorm": "model.decoder.final_layer_norm",
@@ -348,13 +344,4 @@ _OPT = HuggingFaceDecoder(
     accepts=("activation_ranges",),
 )
 
-
-def _opt_config(facts: Facts) -> GPTConfig:
-    config, ranges = _OPT.config(facts), facts.activation_ranges
-    assert isinstance(config, GPTConfig)
-    if ranges is not None:
-        _check_ranges(ranges, config.num_layer)
-    return dataclasses.replace(config, int8=ranges is not None)
-
-
-OPT_HUGGINGFACE = dataclasses.replace(_OPT.mapping(), config=_opt_config)
+OPT_HUGGINGFACE = _OPT.mapping()

@@ -45,35 +45,38 @@ class GPTConfig(DecoderConfig):
         """Attention width of one tensor-parallel rank."""
         return self.hidden // self.tensor_para_size
 
-
-def gpt_architecture(config: GPTConfig) -> DecoderArchitecture:
-    """Return the decoder a GPT config describes.
-
-    Raises:
-        ValueError: layernorm_type or activation_type is one the loader aborts on.
-    """
-    if config.layernorm_type not in ("pre_layernorm", "post_layernorm"):
-        raise ValueError(
-            f"layernorm_type = {config.layernorm_type}; known: pre_layernorm, post_layernorm"
+    def architecture(self) -> DecoderArchitecture:
+        """Return the decoder; a gate is refused too."""
+        if self.layernorm_type not in ("pre_layernorm", "post_layernorm"):
+            raise ValueError(
+                f"layernorm_type = {self.layernorm_type}; known: pre_layernorm, post_layernorm"
+            )
+        activation, gated = activation_choice(self.activation_type)
+        if gated:
+            raise ValueError(f"activation_type = {self.activation_type}: GPT folders hold no gate")
+        learned = self.has_positional_encoding
+        alibi = self.use_attention_linear_bias
+        # BLOOM's post variant normalises first and adds the residual of what was normalised.
+        bloom_post = self.model_variant == "bloom-post"
+        return self.built(
+            DecoderArchitecture,
+            kv_head_num=self.head_num,
+            position="learned" if learned else "alibi" if alibi else "none",
+            max_pos_seq_len=self.max_pos_seq_len if learned else None,
+            norm_before=self.layernorm_type == "pre_layernorm" or bloom_post,
+            residual_from_norm=bloom_post,
+            activation=activation,
+            adapter_inter_size=self.adapter_inter_size if self.has_adapters else 0,
         )
-    activation, gated = activation_choice(config.activation_type)
-    if gated:
-        raise ValueError(f"activation_type = {config.activation_type}: GPT folders hold no gate")
-    learned = config.has_positional_encoding
-    alibi = config.use_attention_linear_bias
-    # BLOOM's post variant normalises first and adds the residual of what was normalised.
-    bloom_post = config.model_variant == "bloom-post"
-    return config.decoder(
-        position="learned" if learned else "alibi" if alibi else "none",
-        max_pos_seq_len=config.max_pos_seq_len if learned else None,
-        norm_eps=config.layernorm_eps,
-        norm_before=config.layernorm_type == "pre_layernorm" or bloom_post,
-        residual_from_norm=bloom_post,
-        activation=activation,
-        pre_decoder_norm=config.has_pre_decoder_layernorm,
-        post_decoder_norm=config.has_post_decoder_layernorm,
-        adapter_inter_size=config.adapter_inter_size if config.has_adapters else 0,
-    )
+
+    def ft_limits(self) -> list[str]:
+        """Return a reason for BLOOM's post variant."""
+        if self.model_variant == "bloom-post":
+            return [
+                "model_variant = bloom-post adds the residual of the normalised input, which "
+                "FasterTransformer's post_layernorm does not"
+            ]
+        return []
 
 
 def _adapter(name: str) -> tuple[WeightSpec, ...]:
@@ -122,21 +125,10 @@ LAYOUT: tuple[WeightSpec, ...] = (
 )
 
 
-def _ft_limits(config: GPTConfig) -> list[str]:
-    if config.model_variant == "bloom-post":
-        return [
-            "model_variant = bloom-post adds the residual of the normalised input, which "
-            "FasterTransformer's post_layernorm does not"
-        ]
-    return []
-
-
 GPT = ModelFamily(
     name="gpt",
     model_type="GPT",
     config=GPTConfig,
-    architecture=gpt_architecture,
     layout=LAYOUT,
     divisible=("head_num", "inter_size", "adapter_inter_size"),
-    ft_limits=_ft_limits,
 )

@@ -113,12 +113,9 @@ def start_and_end(facts: Facts) -> tuple[int, int]:
     Raises:
         ValueError: The tokenizer is another one and its files are missing.
     """
-    known, start, end = facts.special_ids(), facts.given_int("start_id"), facts.given_int("end_id")
-    start = known.bos if start is None else start
-    end = known.eos if end is None else end
-    if end is None and _assumes_gpt2(facts):
-        end = _GPT2_END_OF_TEXT
-    start = end if start is None else start
+    known = facts.special_ids()
+    end = facts.token("end_id", known.eos, _GPT2_END_OF_TEXT if _assumes_gpt2(facts) else None)
+    start = facts.token("start_id", known.bos, end)
     if start is None or end is None:
         raise ValueError(
             "start_id and end_id are unknown: the checkpoint lacks the tokenizer's files; "

@@ -67,15 +67,23 @@ class Rotary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderArchitecture:
-    """A decoder-only model."""
+class _Layers:
+    """Sizes and choices that all models have."""
 
     head_num: int
-    kv_head_num: int
     size_per_head: int
     hidden: int
     inter_size: int
     num_layer: int
+    layernorm_eps: float = 1e-6
+    exact_gelu: bool = False  # gelu by erf, as the source computes it, instead of tanh
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderArchitecture(_Layers):
+    """A decoder-only model."""
+
+    kv_head_num: int
     vocab_size: int
     position: Position
     max_pos_seq_len: int | None = None  # None: no limit from a table
@@ -83,23 +91,21 @@ class DecoderArchitecture:
     local_rotary: Rotary | None = None  # of the layers with a sliding window; None: `rotary`
     rotary_layers: tuple[bool, ...] | None = None  # whether each layer rotates; None: all
     norm: Norm = "layernorm"
-    norm_eps: float = 1e-6
     norm_one_plus: bool = False  # the stored scale is the distance from 1
-    input_norms: bool = True  # attention and MLP read normalised input
-    output_norms: bool = False  # their outputs are normalised before they join the residual
+    has_input_norms: bool = True  # attention and MLP read normalised input
+    has_output_norms: bool = False  # their outputs are normalised before they join the residual
     # RMSNorm of queries and keys before rotary: over each head, or over all heads together.
     query_key_norm: Literal["head", "all"] | None = None
     norm_before: bool = True  # False: normalise after the residual (post_layernorm)
     residual_from_norm: bool = False  # the residual adds the normalised input, not the input
     residual: Residual = "sequential"
     activation: Activation = "gelu"
-    exact_gelu: bool = False  # gelu by erf, as the source computes it, instead of tanh
     gated: bool = False  # act(x W1) * (x W3) before W2
     expert_num: int = 0  # MLPs behind a router in each layer; 0: one MLP without
     experts_per_token: int = 0
     normalized_routing: bool = True  # the weights of a token's experts sum to 1
-    pre_decoder_norm: bool = False
-    post_decoder_norm: bool = True
+    has_pre_decoder_layernorm: bool = False
+    has_post_decoder_layernorm: bool = True
     # attention.{query,key,value} instead of attention.query_key_value
     separate_qkv: bool = False
     fused_bias_sum: bool = False  # mlp.attention.bias.sum replaces both output biases
@@ -117,33 +123,19 @@ class DecoderArchitecture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackArchitecture:
-    """One side of an encoder-decoder."""
+class EncoderDecoderArchitecture(_Layers):
+    """A T5-like model, whose encoder and decoder differ in their depth alone."""
 
-    num_layer: int
-    head_num: int
-    size_per_head: int
-    inter_size: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderDecoderArchitecture:
-    """A T5-like model; `decoder` is None for an encoder alone."""
-
-    hidden: int
+    decoder_num_layer: int  # `num_layer` is the encoder's; 0: an encoder alone
     vocab_size: int
-    encoder: StackArchitecture
-    decoder: StackArchitecture | None
     position: Literal["relative", "absolute"]
     num_buckets_or_max_pos_seq_len: int
     max_distance: int = 128
     norm: Norm = "rmsnorm"
-    norm_eps: float = 1e-6
     bias: bool = False
     scale_attention: bool = False  # q.k / sqrt(size_per_head)
     scale_logits: bool = False  # logits / sqrt(hidden)
     activation: Activation = "relu"
-    exact_gelu: bool = False  # gelu by erf, as the source computes it, instead of tanh
     gated: bool = False
     untied_head: bool = True
     adapter_inter_size: int = 0
@@ -156,17 +148,10 @@ class EncoderDecoderArchitecture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderArchitecture:
+class EncoderArchitecture(_Layers):
     """A BERT-like stack of post-layernorm encoder layers (no embeddings, no heads)."""
 
-    head_num: int
-    size_per_head: int
-    hidden: int
-    inter_size: int
-    num_layer: int
     activation: Activation = "gelu"
-    exact_gelu: bool = False  # gelu by erf, as the source computes it, instead of tanh
-    norm_eps: float = 1e-6
     q_scaling: float = 1.0
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
+from export_scripts.families.layout.architecture import Architecture
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 
 Sections = dict[str, dict[str, str]]
@@ -17,11 +19,13 @@ _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
 # A damaged number must not list tensors until memory runs out.
 MOST_LAYERS = 10_000
+_MOST_MODULES = 1_000_000  # layers times experts
 # Entries of a list on a line of config.ini.
 _ROW = 8
 _INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)")
 
 ConfigT = TypeVar("ConfigT", bound="FTConfig")
+ArchitectureT = TypeVar("ArchitectureT", bound=Architecture)
 
 
 def ini_field(
@@ -92,6 +96,38 @@ class FTConfig:
 
     def problems(self) -> list[str]:
         """Return what no runtime computes or no file holds."""
+        found = []
+        if self.tensor_para_size < 1:
+            found.append(
+                f"config.ini tensor_para_size = {self.tensor_para_size}; expected at least 1"
+            )
+        if self.weight_data_type not in WEIGHT_DATA_TYPES:
+            found.append(
+                f"config.ini weight_data_type = {self.weight_data_type}; known: "
+                f"{', '.join(WEIGHT_DATA_TYPES)}"
+            )
+        counts = {name: getattr(self, name) for name in self.INDICES.values()}
+        if max(counts.values()) > MOST_LAYERS or math.prod(counts.values()) > _MOST_MODULES:
+            sizes = ", ".join(f"{name} = {count}" for name, count in counts.items())
+            found.append(f"{sizes}: more layers than any model has; the configuration is damaged")
+        return found
+
+    def architecture(self) -> Architecture:
+        """Return what the runtime builds.
+
+        Raises:
+            ValueError: A choice is one that loaders abort on, or contradicts another.
+        """
+        raise NotImplementedError
+
+    def built(self, kind: type[ArchitectureT], **own: Any) -> ArchitectureT:
+        """Return the architecture of some choices, and of this config's of the same name."""
+        names = (field.name for field in dataclasses.fields(kind))
+        same = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return kind(**{**same, **own})
+
+    def ft_limits(self) -> list[str]:
+        """Return the reasons for which NVIDIA's FasterTransformer backend errs with the model."""
         return []
 
     @property
@@ -100,28 +136,24 @@ class FTConfig:
         return {task.task_name: task.prompt_length for task in self.tasks}
 
     def index_values(self, placeholder: str) -> Sequence[int | str]:
-        """Return the values a placeholder such as {layer} or {task} takes, in order.
-
-        Raises:
-            ValueError: There would be more layers than any model has.
-        """
+        """Return the values a placeholder such as {layer} or {task} takes, in order."""
         if placeholder == "task":
             return [task.task_name for task in self.tasks]
-        name = self.INDICES[placeholder]
-        count = int(getattr(self, name))
-        if count > MOST_LAYERS:
-            raise ValueError(
-                f"{name} = {count}: expected at most {MOST_LAYERS}; the configuration is damaged"
-            )
-        return range(count)
+        return range(getattr(self, self.INDICES[placeholder]))
 
     def dim(self, name: str | int, index: Index) -> int:
-        """Return the size of a dimension: a number, or a field or property of this config."""
+        """Return the size of a dimension: a number, or a field or property of this config.
+
+        Raises:
+            ValueError: It is not there, or negative.
+        """
         if isinstance(name, int):
             return name
         value = getattr(self, name)
         if isinstance(value, Mapping):
             value = value[index["task"]]
+        if value is None or value < 0:
+            raise ValueError(f"{name} = {value}: tensors of the model need a positive number")
         return int(value)
 
     def sections(self) -> Sections:
@@ -150,7 +182,8 @@ class FTConfig:
         `files` are the weight files present, for facts that only presence shows.
 
         Raises:
-            ValueError: Keys missing or not readable as their type; all of them are listed.
+            ValueError: Keys missing or not readable as their type, or values that do not belong
+                together; all of them are listed.
         """
         values: dict[str, Any] = {}
         problems: list[str] = []
@@ -171,17 +204,7 @@ class FTConfig:
         tasks = _parse_tasks(sections, cls.SECTION, problems)
         if problems:
             raise ValueError("\n".join(problems))
-        config = cls(**values, tasks=tasks)
-        if config.tensor_para_size < 1:
-            raise ValueError(
-                f"config.ini tensor_para_size = {config.tensor_para_size}; expected at least 1"
-            )
-        if config.weight_data_type not in WEIGHT_DATA_TYPES:
-            known_types = ", ".join(WEIGHT_DATA_TYPES)
-            raise ValueError(
-                f"config.ini weight_data_type = {config.weight_data_type}; known: {known_types}"
-            )
-        return config
+        return cls(**values, tasks=tasks)
 
 
 def ini_fields(cls: type[FTConfig]) -> list[dataclasses.Field[Any]]:

@@ -5,11 +5,8 @@ Prompts: FasterTransformer 5.3, models/gptj/GptJWeight.cc, kernels/unfused_atten
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
-from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import WeightSpec
 
@@ -42,21 +39,16 @@ class DecoderConfig(FTConfig):
     end_id: int
 
     def problems(self) -> list[str]:
-        """Return a problem if no head has the rotated dimensions."""
+        """Return also a problem if no head has the rotated dimensions."""
         dims, size = getattr(self, "rotary_embedding", 0), self.size_per_head
-        fits = can_rotate(dims, size)
-        return [] if fits else [f"rotary_embedding = {dims} {NOT_ROTATED.format(size)}"]
+        if can_rotate(dims, size):
+            return super().problems()
+        return [*super().problems(), f"rotary_embedding = {dims} {NOT_ROTATED.format(size)}"]
 
     @property
     def hidden(self) -> int:
         """Width of the residual stream."""
         return self.head_num * self.size_per_head
-
-    def decoder(self, **own: Any) -> DecoderArchitecture:
-        """Return the architecture: the family's own choices, and this config's of the same name."""
-        names = (field.name for field in dataclasses.fields(DecoderArchitecture))
-        same = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        return DecoderArchitecture(**{"kv_head_num": self.head_num, **same, **own})
 
     @property
     def untied_head(self) -> bool:

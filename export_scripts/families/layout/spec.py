@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from export_scripts.families.layout.architecture import Architecture
 from export_scripts.families.layout.config import FTConfig, Index, Sections
 from export_scripts.numeric.dtypes import item_size
 
@@ -132,14 +131,12 @@ class ModelFamily:
     name: str  # key of the families table
     model_type: str  # as config.pbtxt spells it for NVIDIA's backend
     config: type[FTConfig]
-    architecture: Callable[[Any], Architecture]  # what the runtime builds, from a config
     layout: tuple[WeightSpec, ...]
     # Config fields or properties that the tensor-parallel size must divide.
     divisible: tuple[str, ...] = ("head_num", "inter_size")
     unread: tuple[str, ...] = ()  # patterns of files that other converters write for no loader
     ft_backend: bool = True  # whether NVIDIA's FasterTransformer backend can serve it
     has_shards: bool = True  # else it becomes a Hugging Face folder alone
-    ft_limits: Callable[[Any], list[str]] = lambda _: []  # why that backend errs with a config
     # Whether a config.ini with the main section is this family's, if two share it.
     owns: Callable[[Sections], bool] = lambda _: True
     # For a folder's config and the names of its tensors, the sources of those whose values or

@@ -16,12 +16,11 @@ from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.names import Names, named_sources
 from export_scripts.families.mapping.settings import (
     ALL_ACTIVATIONS,
+    REQUIRED,
     Settings,
     half_precision_warnings,
-    head_is_tied,
     huggingface_settings,
     model_name,
-    stored_head,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource
@@ -50,28 +49,23 @@ class Setting:
     field: str  # or a property of the config
     names: tuple[str, ...]  # spellings in the source; the first is written
     kind: str = "integer"  # method of `Settings` that reads it
-    # Of the values read so far, what the source's library takes for an absent key; None: required.
-    default: Callable[[Mapping[str, Any]], Any] | None = None
+    # What the source's library takes for an absent key, or a function of the values read so far.
+    default: Any = REQUIRED
     # Make the field's value of the source's, and the source's of the field's.
     inverse: tuple[Callable[[float], float], Callable[[float], float]] | None = None
 
 
-def key(
-    field: str, *names: str, kind: str = "integer", inverse: Any = None, **default: Any
-) -> Setting:
-    """Return a setting; `default` is a value, or a function of the values read before."""
-    if "default" not in default:
-        return Setting(field, names, kind, inverse=inverse)
-    usual = default["default"]
-    return Setting(field, names, kind, usual if callable(usual) else lambda _: usual, inverse)
+def key(field: str, *names: str, **more: Any) -> Setting:
+    """Return a setting of some spellings, and of the further fields of `Setting`."""
+    return Setting(field, names, **more)
 
 
 def read_keys(settings: Settings, keys: Sequence[Setting]) -> dict[str, Any]:
     """Return the fields in a configuration; problems are noted in `settings`."""
     values: dict[str, Any] = {}
     for each in keys:
-        default = {} if each.default is None else {"default": each.default(values)}
-        found = getattr(settings, each.kind)(*each.names, **default)
+        default = each.default(values) if callable(each.default) else each.default
+        found = getattr(settings, each.kind)(*each.names, default=default)
         if each.kind.endswith("activation"):
             values[each.field], values["exact_gelu"] = found
         else:
@@ -98,8 +92,7 @@ def written_keys(keys: Sequence[Setting], config: Any) -> dict[str, Any]:
     for each in keys:
         value = getattr(config, each.field)
         if each.kind.endswith("activation"):
-            usual = "" if each.default is None else each.default({})
-            value = activation_name(value, exact_gelu=config.exact_gelu, usual=usual)
+            value = activation_name(value, exact_gelu=config.exact_gelu, usual=each.default)
         elif each.inverse is not None and value is not None:
             value = each.inverse[1](value)
         out[each.names[0]] = value
@@ -163,9 +156,11 @@ class HuggingFaceDecoder:
         values |= self.read(settings, values)
         values["start_id"], values["end_id"] = settings.token_ids(facts, bos=self.bos, eos=self.eos)
         if not self.stores_head:
-            values["tie_word_embeddings"] = head_is_tied(
-                facts, settings, self.heads[0], self.embedding, default=self.is_tied
-            )
+            tied = settings.flag("tie_word_embeddings", default=self.is_tied)
+            both = self.heads[0], self.embedding
+            # Where both are stored, their values decide too.
+            tied = tied and (not all(map(facts.has, both)) or facts.same_values(*both))
+            values["tie_word_embeddings"] = tied
         return settings.built(
             self.family.config,
             facts,
@@ -207,9 +202,15 @@ class HuggingFaceDecoder:
         layout = self.family.layout
         table = named_sources(self.names, layout, rows=self.rows, in_out=self.in_out)
         if self.stores_head:
-            key = stored_head(facts, self.heads, self.embedding, default=self.is_tied)
-            table[HEAD] = Copy(key, cut=0)
+            table[HEAD] = Copy(self.stored_head(facts), cut=0)
         return {**table, **self.sources(facts, config)}
+
+    def stored_head(self, facts: Facts) -> str:
+        """Return the key that holds the head: the first one stored, or a tied model's embedding."""
+        stated = facts.config.get("tie_word_embeddings")
+        is_tied = self.is_tied if stated is None else stated
+        stored = (key for key in self.heads if facts.has(key))
+        return next(stored, self.embedding if is_tied else self.heads[0])
 
     def _warnings(self, facts: Facts, config: Any) -> list[str]:
         own = self.warnings(facts, config)

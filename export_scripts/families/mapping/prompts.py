@@ -22,6 +22,19 @@ _TABLE = re.compile(r"(?:^|\.)prompt_table\.(?P<task>[^.]+)\.prompt_embeddings\.
 _TASK_NAME = re.compile(r"[\w][\w\- ]*")
 
 
+# megatron_t5_adapter_model.py; later versions write layers.<i>.<part>:<adapter>.
+_PLACE = re.compile(
+    r"^.*\.(?P<side>encoder|decoder)\.model\.layers\.(?P<layer>\d+)"
+    r"(?:\.(?:self_attention|mlp|(?P<cross>inter_attention)))?:(?P<inter>inter_)?"
+)
+
+
+def _earlier(match: re.Match[str]) -> str:
+    inter = "inter_" if match["cross"] or match["inter"] else ""
+    side, layer = match["side"], match["layer"]
+    return f"enc_dec_model.enc_dec_model.{side}.model.layers.{layer}:{inter}"
+
+
 def prompt_tensors(archives: Sequence[CheckpointReader]) -> dict[str, tuple[Piece, ...]]:
     """Return the tables as "prompt:<task>" and everything else in the archives by full name.
 
@@ -47,9 +60,12 @@ def prompt_tensors(archives: Sequence[CheckpointReader]) -> dict[str, tuple[Piec
 
 
 def added_tensors(kind: str, archives: Sequence[CheckpointReader]) -> dict[str, tuple[Piece, ...]]:
-    """Return the tensors of archives of a kind, ia3 or adapter, as "<kind>.<number>:<key>"."""
+    """Return the tensors of archives of a kind, ia3 or adapter, as "<kind>.<number>:<key>".
+
+    Keys are as in earlier versions of NeMo, which name the layer of an adapter, not its part.
+    """
     return {
-        f"{kind}.{number}:{key}": tuple(archive.tensors[key])
+        f"{kind}.{number}:{_PLACE.sub(_earlier, key)}": tuple(archive.tensors[key])
         for number, archive in enumerate(archives)
         for key in archive.tensors
     }

@@ -7,7 +7,7 @@ wrote the file.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from export_scripts.families.layout.config import MOST_LAYERS, ConfigT, FTConfig
 from export_scripts.families.mapping.prompts import prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts
 
-_REQUIRED = object()
+REQUIRED = object()  # as a default: the key must be there
 
 _MOST_NAME_BYTES = 120
 _MOST = (1 << 31) - 1  # FT and the tokenizers count in 32 bits
@@ -61,11 +61,11 @@ class Settings:
         """Note a problem with a key."""
         self.problems.append(f"{self.label}: {problem}")
 
-    def value(self, *names: str, default: Any = _REQUIRED) -> Any:
+    def value(self, *names: str, default: Any = REQUIRED) -> Any:
         """Return the value under whichever of several spellings is set; null counts as unset."""
         given = [name for name in names if self.source.get(name) is not None]
         if not given:
-            if default is _REQUIRED:
+            if default is REQUIRED:
                 self.problems.append(f"{self.label} has no {' or '.join(names)}")
                 return None
             return default
@@ -79,7 +79,7 @@ class Settings:
         ]
         return value
 
-    def integer(self, *names: str, default: Any = _REQUIRED, least: int = 1) -> int:
+    def integer(self, *names: str, default: Any = REQUIRED, least: int = 1) -> int:
         """Return an integer of at least `least`, or 1 after noting a problem.
 
         One of layers is bounded before anything is made for each.
@@ -96,7 +96,7 @@ class Settings:
             return 1
         return value
 
-    def number(self, *names: str, default: Any = _REQUIRED) -> float:
+    def number(self, *names: str, default: Any = REQUIRED) -> float:
         """Return a number greater than 0, or 1.0 after noting a problem."""
         value = self.value(*names, default=default)
         if value is None:
@@ -170,13 +170,8 @@ class Settings:
         generation, known = _generation_config(facts), facts.special_ids()
 
         def token(name: str, ours: str, default: int | None, stated: int | None) -> int | None:
-            candidates = (
-                facts.given_int(ours),
-                self.token(name, self.source.get(name, default)),
-                self.token(name, generation.get(name)),
-                stated,
-            )
-            return next((each for each in candidates if each is not None), None)
+            values = self.source.get(name, default), generation.get(name)
+            return facts.token(ours, *(self.token(name, value) for value in values), stated)
 
         start = token("bos_token_id", "start_id", bos, known.bos)
         end = token("eos_token_id", "end_id", eos, known.eos)
@@ -214,6 +209,8 @@ class Settings:
         fields["tensor_para_size"] = facts.tp_size
         if facts.prompts:
             fields |= prompt_fields(facts, start_id=fields["vocab_size"])
+        if facts.activation_ranges is not None:
+            fields["int8"] = True
         try:
             made = config(**fields)
         except ValueError as error:
@@ -253,33 +250,6 @@ def huggingface_settings(source: Mapping[str, Any]) -> Settings:
     settings.expect("is_encoder_decoder", False, why="expected a decoder alone")
     settings.expect("add_cross_attention", False, why="cross attention is not supported")
     return settings
-
-
-def head_is_tied(
-    facts: Facts, settings: Settings, head: str, embedding: str, *, default: bool
-) -> bool:
-    """Return whether a model's head is its embedding.
-
-    tie_word_embeddings, by `default` the library's, decides unless both are stored and differ.
-    """
-    tied = settings.flag("tie_word_embeddings", default=default)
-    if not facts.has(head):
-        return tied
-    return tied and (not facts.has(embedding) or facts.same_values(head, embedding))
-
-
-def stored_head(
-    facts: Facts, names: Sequence[str], embedding: str, *, default: bool = False
-) -> str:
-    """Return the key that holds the head: the first name stored, or a tied model's embedding.
-
-    `default` is the library's of tie_word_embeddings.
-    """
-    for name in names:
-        if facts.has(name):
-            return name
-    stated = facts.config.get("tie_word_embeddings")
-    return embedding if (default if stated is None else stated) else names[0]
 
 
 def model_name(source: Mapping[str, Any], family: str) -> str:

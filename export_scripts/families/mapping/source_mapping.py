@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +20,6 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.sources import Copy, TensorSource
-
-_MOST_MODULES = 1_000_000  # layers times experts
 
 
 @dataclass(frozen=True)
@@ -131,6 +128,14 @@ class Facts:
         except ValueError:
             raise ValueError(f"{name}={text} is not an integer") from None
 
+    def token(self, name: str, *others: int | None) -> int | None:
+        """Return a special token: what the user states, or the first of the others that is known.
+
+        Raises:
+            ValueError: The user's is not an integer.
+        """
+        return next((each for each in (self.given_int(name), *others) if each is not None), None)
+
 
 @dataclass(frozen=True)
 class SourceMapping:
@@ -181,12 +186,6 @@ class SourceMapping:
             ValueError: A value that the user states is wrong.
         """
         try:
-            config = self.config(facts)
+            return self.config(facts)
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(facts.with_paths(error.problems)) from error
-        counts = {name: getattr(config, name) for name in config.INDICES.values()}
-        if math.prod(counts.values()) > _MOST_MODULES:
-            sizes = ", ".join(f"{name} = {count}" for name, count in counts.items())
-            problem = f"{sizes}: more layers than any model has; its configuration is damaged"
-            raise CheckpointMismatchError(facts.with_paths([problem]))
-        return config

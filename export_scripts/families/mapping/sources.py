@@ -317,17 +317,16 @@ class Compute(TensorSource):
 
     function: Callable[..., Tensor]
     keys: tuple[str, ...]
-    cuts: tuple[int | None, ...] = ()
+    cut: int = 0  # axis on which training ranks cut each
 
     @property
     def reads(self) -> tuple[tuple[str, int | None], ...]:
-        """All keys with their cuts (replicated where none is given)."""
-        cuts = self.cuts or (None,) * len(self.keys)
-        return tuple(zip(self.keys, cuts, strict=True))
+        """All keys."""
+        return tuple((key, self.cut) for key in self.keys)
 
     def build(self, get: Get, config: Any) -> Parts:
         """Return the function's result."""
-        wholes = [join(get(key), cut) for key, cut in self.reads]
+        wholes = [join(get(key), self.cut) for key in self.keys]
         return Parts(0, (self.function(config, *wholes),))
 
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
-    StackArchitecture,
     activation_choice,
 )
 from export_scripts.families.layout.config import FTConfig, Sections, ini_field
@@ -97,14 +96,15 @@ class T5Config(FTConfig):
     n_positions: int | None = ini_field(None, sections=_BOTH)
 
     def problems(self) -> list[str]:
-        """Return a problem if the formula of the far buckets of a relative bias fails."""
+        """Return also a problem if the formula of the far buckets of a relative bias fails."""
         buckets, reach = self.positions, self.relative_attention_max_distance
         if not self.is_relative or 4 <= buckets < 2 * reach:
-            return []
+            return super().problems()
         return [
+            *super().problems(),
             f"relative_attention_num_buckets = {buckets} with relative_attention_max_distance "
             f"= {reach} cannot be represented: expected at least 4 buckets, and fewer than "
-            "twice the distance"
+            "twice the distance",
         ]
 
     @property
@@ -175,6 +175,46 @@ class T5Config(FTConfig):
             raise ValueError("\n".join(problems))
         return super().from_sections(sections, files)
 
+    def architecture(self) -> EncoderDecoderArchitecture:
+        """Return the encoder-decoder, or the encoder alone."""
+        activation, gated_spelling = activation_choice(self.feed_forward_proj)
+        if gated_spelling and not self.use_gated_activation:
+            raise ValueError(
+                f"feed_forward_proj = {self.feed_forward_proj} is gated, but "
+                "use_gated_activation is false in [structure]"
+            )
+        bias = self.t5_with_bias
+        return self.built(
+            EncoderDecoderArchitecture,
+            head_num=self.num_heads,
+            size_per_head=self.d_kv,
+            hidden=self.d_model,
+            inter_size=self.d_ff,
+            num_layer=self.num_layers,
+            decoder_num_layer=self.num_decoder_layers,
+            position="relative" if self.is_relative else "absolute",
+            num_buckets_or_max_pos_seq_len=self.positions,
+            max_distance=self.relative_attention_max_distance,
+            norm="layernorm" if bias else "rmsnorm",
+            layernorm_eps=self.layer_norm_epsilon,
+            bias=bias,
+            scale_attention=bias,
+            scale_logits=self.tie_word_embeddings and not bias,
+            activation=activation,
+            gated=self.use_gated_activation,
+            untied_head=self.has_lm_head,
+        )
+
+    def ft_limits(self) -> list[str]:
+        """Return a reason for another distance of relative positions."""
+        distance = self.relative_attention_max_distance
+        if self.is_relative and distance != FT_MAX_DISTANCE:
+            return [
+                f"relative_attention_max_distance = {distance}, but FasterTransformer always takes "
+                f"{FT_MAX_DISTANCE}"
+            ]
+        return []
+
 
 # Shared by both stacks: one embedding and, in FT's T5, one shape of layer.
 _SHARED_KEYS = (
@@ -188,50 +228,6 @@ _COPIED_KEYS = {key: key for key in _TOKEN_KEYS} | {
     "num_decoder_layers": "num_layers",
 }
 _DECODER_KEYS = ("num_layers", "decoder_start_token_id", "eos_token_id", "weight_data_type")
-
-
-def t5_architecture(config: T5Config) -> EncoderDecoderArchitecture:
-    """Return the encoder-decoder, or encoder, a T5 config describes.
-
-    Raises:
-        ValueError: feed_forward_proj is one the loader aborts on, or disagrees with the gate.
-    """
-    activation, gated_spelling = activation_choice(config.feed_forward_proj)
-    if gated_spelling and not config.use_gated_activation:
-        raise ValueError(
-            f"feed_forward_proj = {config.feed_forward_proj} is gated, but "
-            "use_gated_activation is false in [structure]"
-        )
-    bias = config.t5_with_bias
-    encoder, decoder = (
-        StackArchitecture(
-            num_layer=depth,
-            head_num=config.num_heads,
-            size_per_head=config.d_kv,
-            inter_size=config.d_ff,
-        )
-        for depth in (config.num_layers, config.num_decoder_layers)
-    )
-    return EncoderDecoderArchitecture(
-        hidden=config.d_model,
-        vocab_size=config.vocab_size,
-        encoder=encoder,
-        decoder=None if config.is_encoder_only else decoder,
-        position="relative" if config.is_relative else "absolute",
-        num_buckets_or_max_pos_seq_len=config.positions,
-        max_distance=config.relative_attention_max_distance,
-        norm="layernorm" if bias else "rmsnorm",
-        norm_eps=config.layer_norm_epsilon,
-        bias=bias,
-        scale_attention=bias,
-        scale_logits=config.tie_word_embeddings and not bias,
-        activation=activation,
-        exact_gelu=config.exact_gelu,
-        gated=config.use_gated_activation,
-        untied_head=config.has_lm_head,
-        adapter_inter_size=config.adapter_inter_size,
-        ia3_num_tasks=config.ia3_num_tasks,
-    )
 
 
 ENCODER = "encoder.block.{encoder_layer}."
@@ -330,27 +326,15 @@ LAYOUT: tuple[WeightSpec, ...] = (
 )
 
 
-def _ft_limits(config: T5Config) -> list[str]:
-    distance = config.relative_attention_max_distance
-    if config.is_relative and distance != FT_MAX_DISTANCE:
-        return [
-            f"relative_attention_max_distance = {distance}, but FasterTransformer always takes "
-            f"{FT_MAX_DISTANCE}"
-        ]
-    return []
-
-
 T5 = ModelFamily(
     name="t5",
     model_type="T5",
     config=T5Config,
-    architecture=t5_architecture,
     layout=LAYOUT,
     divisible=("num_heads", "d_ff", "adapter_inter_size"),
     # huggingface_t5_ckpt_convert.py writes this transposed copy of the embedding; no loader reads
     # it.
     unread=("shared.weight.bin",),
-    ft_limits=_ft_limits,
     owns=lambda sections: bool(sections.get("decoder")),
 )
 
@@ -371,7 +355,7 @@ def t5_warnings(_: Any, config: T5Config) -> list[str]:
             "(answers of NaN or nonsense); convert with weight_data_type bf16 or fp32 and serve "
             "with data_type bf16 or fp32"
         )
-    warnings += [f"{limit}: serve with the pytorch engine" for limit in _ft_limits(config)]
+    warnings += [f"{limit}: serve with the pytorch engine" for limit in config.ft_limits()]
     if config.layer_norm_epsilon != FT_NORM_EPS:
         warnings.append(
             f"layer_norm_epsilon = {config.layer_norm_epsilon}: NVIDIA's FasterTransformer always "

@@ -272,15 +272,12 @@ def _config(facts: Facts) -> T5Config:
 def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
     """Return the decoder's first token, the last one, and padding's."""
     known = facts.special_ids()
-    start, end, pad = map(facts.given_int, ("decoder_start_token_id", "eos_token_id", "pad_id"))
-    pad = known.pad if pad is None else pad
-    end = known.eos if end is None else end
-    if start is None:
-        # As in some p-tuned models.
-        found = (archive.config.get("data") for archive in facts.prompts)
-        tables = (data for data in found if isinstance(data, Mapping))
-        is_padding = any(data.get("decoder_starts_with_pad") for data in tables)
-        start = pad if is_padding else known.bos
+    pad, end = facts.token("pad_id", known.pad), facts.token("eos_token_id", known.eos)
+    # As in some p-tuned models.
+    found = (archive.config.get("data") for archive in facts.prompts)
+    tables = (data for data in found if isinstance(data, Mapping))
+    is_padding = any(data.get("decoder_starts_with_pad") for data in tables)
+    start = facts.token("decoder_start_token_id", pad if is_padding else known.bos)
     if start is None or end is None:
         raise ValueError(
             "decoder_start_token_id and eos_token_id are unknown: the checkpoint lacks "
@@ -359,7 +356,7 @@ def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
     if traits.query_factor != 1.0:
         _scale_queries(table, traits.query_factor)
     if facts.ia3_in_place and facts.ia3:
-        ia3_in_place(table, facts)
+        ia3_in_place(table)
     table = completed(
         table,
         LAYOUT,

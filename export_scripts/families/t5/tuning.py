@@ -1,12 +1,11 @@
 """Linear adapters and IA3 archives added to a T5, and sources with factors multiplied in.
 
-Archives: NeMo 1.x, nlp/models/language_modeling/megatron_t5_adapter_model.py; keys end in
-layers.<i>:<adapter>, in later versions layers.<i>.<sublayer>:<adapter>.
+Archives: NeMo 1.x, nlp/models/language_modeling/megatron_t5_adapter_model.py.
 """
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,47 +21,16 @@ from export_scripts.families.mapping.sources import (
 from export_scripts.families.mapping.tensors import Tensor, constant, float32, stacked
 from export_scripts.families.t5.layout import DECODER, ENCODER
 
-_SIDE_LAYER = r"\.(?P<side>encoder|decoder)\.model\.layers\.(?P<layer>\d+)"
-_IA3 = re.compile(
-    r"^ia3\.(?P<task>\d+):.*"
-    + _SIDE_LAYER
-    + r"(?:\.(?P<part>self_attention|inter_attention|mlp))?"
-    + r":(?P<inter>inter_)?(?P<kind>key|value|mlp)_infused_adapter\.scalers$"
-)
-_ADAPTER = re.compile(
-    r"^adapter\.0:.*" + _SIDE_LAYER + r":adapter_(?P<number>[12])\.module\.0\.weight$"
-)
-_INDEX = {"encoder": "{encoder_layer}", "decoder": "{decoder_layer}"}
+# A layer's adapters, as `added_tensors` names them.
+_ADAPTERS = {
+    side: f"enc_dec_model.enc_dec_model.{side}.model.layers.{{{side}_layer}}:"
+    for side in ("encoder", "decoder")
+}
 
 
-def _scalers(facts: Facts) -> Callable[[int, str, str], str]:
-    """Return the key of each scaler of the added IA3 archives, by task, side and kind.
-
-    Kinds are key, value, inter_key, inter_value and mlp. One that no archive has gets the name that
-    is expected.
-    """
-    keys: dict[tuple[int, str, str], str] = {}
-    for key in facts.extra:
-        match = _IA3.search(key)
-        if match is None:
-            continue
-        inter = match["inter"] or ("inter_" if match["part"] == "inter_attention" else "")
-        place = (int(match["task"]), match["side"], inter + match["kind"])
-        keys[place] = _with_index(key, match)
-
-    def scaler(task: int, side: str, kind: str) -> str:
-        missing = (
-            f"ia3.{task}:enc_dec_model.enc_dec_model.{side}.model.layers.{_INDEX[side]}"
-            f":{kind}_infused_adapter.scalers"
-        )
-        return keys.get((task, side, kind), missing)
-
-    return scaler
-
-
-def _with_index(key: str, match: re.Match[str]) -> str:
-    start, end = match.span("layer")
-    return key[:start] + _INDEX[match["side"]] + key[end:]
+def _scaler(task: int, side: str, kind: str) -> str:
+    """Return the key of a scaler: of key, value, inter_key, inter_value or mlp."""
+    return f"ia3.{task}:{_ADAPTERS[side]}{kind}_infused_adapter.scalers"
 
 
 def tuning_kind(archive: CheckpointReader) -> Mapping[str, Any]:
@@ -128,17 +96,16 @@ def adapter_fields(archives: Sequence[CheckpointReader]) -> dict[str, Any]:
     }
 
 
+_BLOCKS = {"encoder": ENCODER, "decoder": DECODER}
+_PLACES = {"1": "after_attention_adapter", "2": "after_ffn_adapter"}
+
+
 def adapter_sources(facts: Facts) -> dict[str, TensorSource]:
     """Return the sources of the adapters of both stacks (empty without an archive)."""
     sources: dict[str, TensorSource] = {}
-    for key in facts.extra:
-        match = _ADAPTER.search(key)
-        if match is None:
-            continue
-        block = _BLOCKS[match["side"]]
-        place = {"1": "after_attention_adapter", "2": "after_ffn_adapter"}[match["number"]]
-        stem = _with_index(key, match).removesuffix("0.weight")
-        name = f"{block}{place}."
+    for side, number in itertools.product(_BLOCKS, _PLACES if facts.adapters else ()):
+        stem = f"adapter.0:{_ADAPTERS[side]}adapter_{number}.module."
+        name = f"{_BLOCKS[side]}{_PLACES[number]}."
         sources |= {
             f"{name}layer_norm.weight": Copy(f"{stem}0.weight"),
             f"{name}layer_norm.bias": Copy(f"{stem}0.bias"),
@@ -148,7 +115,6 @@ def adapter_sources(facts: Facts) -> dict[str, TensorSource]:
     return sources
 
 
-_BLOCKS = {"encoder": ENCODER, "decoder": DECODER}
 # Tensors that IA3 scales, per side: name in the layout (after the block's) -> kind of scaler.
 _SCALED = {
     "encoder": {
@@ -168,33 +134,29 @@ _SCALED = {
 
 def ia3_sources(facts: Facts) -> dict[str, TensorSource]:
     """Return the sources of the stored scalers of both stacks, one row per task."""
-    scaler, tasks = _scalers(facts), range(len(facts.ia3))
     return {
-        f"{_BLOCKS[side]}{name}.ia3.weight": Compute(
-            lambda _, *rows: stacked(rows, 0), keys, cuts=(0,) * len(keys)
-        )
+        f"{_BLOCKS[side]}{name}.ia3.weight": Compute(lambda _, *rows: stacked(rows, 0), keys)
         for side, names in _SCALED.items()
         for name, kind in names.items()
-        for keys in [tuple(scaler(task, side, kind) for task in tasks)]
+        for keys in [tuple(_scaler(task, side, kind) for task in range(len(facts.ia3)))]
     }
 
 
-def ia3_in_place(table: dict[str, TensorSource], facts: Facts) -> None:
+def ia3_in_place(table: dict[str, TensorSource]) -> None:
     """Multiply the only task's scalers into the weights they scale, in a table of sources.
 
     Keys and values are scaled after their bias, so the biases are scaled too; the MLP's scaler
     acts on the rows of its second matrix.
     """
-    scaler = _scalers(facts)
     for side, names in _SCALED.items():
         for name, kind in names.items():
-            stem, key = _BLOCKS[side] + name, scaler(0, side, kind)
+            stem, key = _BLOCKS[side] + name, _scaler(0, side, kind)
             if kind == "mlp":
                 scale(table, f"{stem}.wo.weight", _rows, key)
             else:
                 scale(table, f"{stem}.weight", _heads, key)
                 scale(table, f"{stem}.bias", _heads, key)
-    pair = [scaler(0, "decoder", kind) for kind in ("key", "value")]
+    pair = [_scaler(0, "decoder", kind) for kind in ("key", "value")]
     for kind in ("weight", "bias"):
         scale(table, f"{DECODER}layer.0.SelfAttention.qkv.{kind}", _fused, *pair)
 

@@ -270,13 +270,13 @@ def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
             set(options.tasks) != {"identity"} or find_tokenizer(folder) is not None
         ):
             tokenizer = load_tokenizer(folder)
-        found = read_served(options.weights_dir)
+        config = read_served(options.weights_dir)
         yield ServedModel(
             client,
             tokenizer,
             model_name=options.model_name,
             ensemble_name=options.ensemble_name,
-            end_id=None if found is None else getattr(found[1], "end_id", None),
+            end_id=getattr(config, "end_id", None),
         )
 
 

@@ -12,27 +12,28 @@ from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
 )
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
 from inference.evaluation.options import EvaluationOptions, PromptOptions, RequestShape
 
 
-def read_served(folder: Path | None) -> tuple[ModelFamily, FTConfig] | None:
-    """Return family and configuration of a served folder; None where there is no config.ini."""
-    return None if folder is None or not (folder / CONFIG_NAME).is_file() else read_config(folder)
+def read_served(folder: Path | None) -> FTConfig | None:
+    """Return the configuration of a served folder; None where there is no config.ini."""
+    if folder is None or not (folder / CONFIG_NAME).is_file():
+        return None
+    return read_config(folder)[1]
 
 
 def served_architecture(options: EvaluationOptions) -> Architecture | None:
     """Return what is served, by config.ini or else by the checkpoint; None where neither says."""
     try:
-        found = read_served(options.weights_dir)
-        if found is None and options.source_path is not None and options.source_path.exists():
+        config = read_served(options.weights_dir)
+        if config is None and options.source_path is not None and options.source_path.exists():
             from export_scripts.conversion.plan import source_config
 
-            found = source_config(options.source_path, options.given)
+            config = source_config(options.source_path, options.given)
     except ValueError:  # reported by the stage that has to read it
         return None
-    return None if found is None else found[0].architecture(found[1])
+    return None if config is None else config.architecture()
 
 
 def shape_problems(shapes: Sequence[RequestShape], options: EvaluationOptions) -> list[str]:
@@ -62,16 +63,15 @@ def _tokens(shape: RequestShape, architecture: Architecture) -> int:
     """Return the tokens of the longest sequence; the last of an answer is never fed back."""
     if isinstance(architecture, DecoderArchitecture):
         return shape.input_len + shape.output_len - 1
-    if isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder is not None:
+    if isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder_num_layer:
         return max(shape.input_len, shape.output_len)
     return shape.input_len
 
 
 def served_prompts(folder: Path | None) -> dict[str, PromptOptions]:
     """Return the prompt tables that a folder's config.ini lists, by name; none without a folder."""
-    if (found := read_served(folder)) is None:
+    if (config := read_served(folder)) is None:
         return {}
-    _, config = found
     start_id = config.prompt_learning_start_id or 0
     return {
         each.task_name: PromptOptions(length=each.prompt_length, start_id=start_id, task_id=number)
@@ -105,15 +105,14 @@ def prompt_of(task: str, given: PromptOptions, folder: Path | None) -> PromptOpt
 
 def _of_table(task: str, given: PromptOptions, table: Path, folder: Path | None) -> PromptOptions:
     """Return the virtual tokens of a table, as many as it has rows."""
-    if (found := read_served(folder)) is None:
+    if (config := read_served(folder)) is None:
         if not given.length:
             raise ValueError(
                 f"evaluate.{task}.prompt.table_path={table} needs length and start_id: config.ini "
                 "of the served folder, which has the width of its rows, is not here."
             )
         return given
-    family, config = found
-    row_bytes = 4 * family.architecture(config).hidden  # fp32
+    row_bytes = 4 * config.architecture().hidden  # fp32
     return replace(
         given,
         length=given.length or table.stat().st_size // row_bytes,

@@ -248,8 +248,8 @@ def _model_limits(config: Any, repository: Path | None) -> tuple[int, int | None
         folder = str(repository / config.name / "1" / f"{parameters['tensor_para_size']}-gpu")
     if folder is None or not (Path(folder) / "config.ini").is_file():
         return limit, None
-    family, model = read_config(Path(folder))
-    positions = getattr(family.architecture(model), "max_pos_seq_len", None)
+    _, model = read_config(Path(folder))
+    positions = getattr(model.architecture(), "max_pos_seq_len", None)
     return min(limit, positions or limit), getattr(model, "vocab_size", None)
 
 

@@ -100,9 +100,10 @@ def test_config_json_alone_gives_family_and_sizes(
         ("gemma2", {"sliding_window": 1e308}, "{}: config.json: sliding_window = 1e+308"),
         ("t5", {"relative_attention_num_buckets": "x"}, "{}: config.json: relative_attention_num"),
         ("t5", {"relative_attention_num_buckets": 2}, "{}: config.json: relative_attention_num"),
-        ("mixtral", {"num_hidden_layers": 9999, "num_local_experts": 9999}, "{}: num_layer = 9999, "
-         "expert_num = 9999: more layers than any model has"),
-        ("mixtral", {"num_local_experts": 10**9}, "{}: num_layer = 2, expert_num = 1000000000"),
+        ("mixtral", {"num_hidden_layers": 9999, "num_local_experts": 9999},
+         "{}: config.json: num_layer = 9999, expert_num = 9999: more layers than any model has"),
+        ("mixtral", {"num_local_experts": 10**9},
+         "{}: config.json: num_layer = 2, expert_num = 1000000000"),
     ],
 )  # fmt: skip
 def test_a_damaged_size_is_named_at_once(

@@ -227,7 +227,10 @@ def test_a_gpt_goes_to_the_model_that_is_its_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings_", "words"),
     [
-        (NO_FINAL_NORM | {"layernorm_eps": "0.5"}, "norm_eps is 0.5 in the model, and can only be"),
+        (
+            NO_FINAL_NORM | {"layernorm_eps": "0.5"},
+            "layernorm_eps is 0.5 in the model, and can only be",
+        ),
         (NO_POSITIONS, "position is none in the model, and can only be learned"),
     ],
 )

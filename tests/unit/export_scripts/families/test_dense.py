@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
-from export_scripts.families.dense.layout import DENSE, DenseConfig, dense_architecture
+from export_scripts.families.dense.layout import DENSE, DenseConfig
 from tests.tiny_huggingface import converted
 
 CONFIG: dict[str, Any] = {
@@ -73,7 +73,7 @@ def config_for(tp_size: int, **changes: Any) -> DenseConfig:
 
 @pytest.mark.parametrize(("tp_size", "stored"), [(1, 4), (2, 4), (4, 4), (12, 12)])
 def test_every_rank_has_a_key_head(tp_size: int, stored: int) -> None:
-    architecture = dense_architecture(config_for(tp_size))
+    architecture = config_for(tp_size).architecture()
     assert architecture.kv_head_num == stored
     assert architecture.kv_head_num % tp_size == 0
 
@@ -105,12 +105,18 @@ def test_a_folder_whose_rotary_scaling_is_incomplete_is_refused(kind: str, words
         config_for(1, rotary_scaling_type=kind)
 
 
+@pytest.mark.parametrize("name", ["logit_scale", "attention_softcap", "rotary_base"])
+def test_a_folder_whose_numbers_are_not_positive_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} = 0.0: expected a number greater than 0"):
+        config_for(1, **{name: 0.0})
+
+
 def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
     source = write_llama(tmp_path / "s", rope_theta=5e5, rope_scaling=scaling)
     config = converted(source, tmp_path / "out", tp_size=2).config
-    rotary = dense_architecture(config).rotary
+    rotary = config.architecture().rotary
     assert rotary is not None
     assert (rotary.base, rotary.dims) == (5e5, 8)
     assert rotary.kind == scaling.pop("rope_type")
@@ -227,7 +233,7 @@ def test_layers_with_a_window_are_listed(tmp_path: Path) -> None:
     )  # fmt: skip
     reader = converted(source, tmp_path / "out")
     assert reader.config.sliding_layers == (1,)
-    assert dense_architecture(reader.config).sliding_layers == (False, True)
+    assert reader.config.architecture().sliding_layers == (False, True)
 
 
 @pytest.mark.parametrize(

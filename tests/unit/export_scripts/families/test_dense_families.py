@@ -13,7 +13,7 @@ import torch
 from export_scripts.checkpoints import open_checkpoint
 from export_scripts.checkpoints.huggingface import open_configuration
 from export_scripts.conversion.plan import find_mapping
-from export_scripts.families.dense.layout import DenseConfig, dense_architecture
+from export_scripts.families.dense.layout import DenseConfig
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.ft.config_ini import config_text, family_of, parse_ini
 from export_scripts.inspect import describe
@@ -146,11 +146,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     ),
     "OLMo-2-1124-7B": (
         OLMO2_7B, 7_298_617_344,
-        {"query_key_norm": "all", "input_norms": False, "output_norms": True, "norm_eps": 1e-6},
+        {"query_key_norm": "all", "has_input_norms": False, "has_output_norms": True,
+         "layernorm_eps": 1e-6},
     ),
     "gemma-7b": (
         GEMMA_7B, 8_537_680_896,
-        {"exact_gelu": False, "norm_one_plus": True, "output_norms": False,
+        {"exact_gelu": False, "norm_one_plus": True, "has_output_norms": False,
          "embedding_scale": 3072**0.5},
     ),
     "gemma-2-9b": (
@@ -207,7 +208,7 @@ def test_a_published_configuration_composes(name: str, tmp_path: Path) -> None:
     assert found["parameters"] == parameters
     assert "cannot be converted" not in found
     config = config_of(folder)
-    architecture = dense_architecture(config)
+    architecture = config.architecture()
     assert {key: getattr(architecture, key) for key in traits} == traits
     sections = parse_ini(config_text(config))
     assert family_of(sections).config.from_sections(sections) == config
@@ -264,7 +265,7 @@ def test_a_falcon_is_tied_only_if_its_head_is_its_embedding(equal: bool, tmp_pat
 
 def test_longrope_is_kept_with_its_factors(tmp_path: Path) -> None:
     config = config_of(write_config(tmp_path, PHI4_MINI))
-    rotary = dense_architecture(config).rotary
+    rotary = config.architecture().rotary
     assert rotary is not None
     assert (rotary.dims, rotary.kind) == (96, "longrope")
     assert rotary.scaling["long_factor"] == tuple(1 + number / 3 for number in range(48))

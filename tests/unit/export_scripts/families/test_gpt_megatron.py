@@ -65,13 +65,13 @@ def test_an_untied_output_layer_becomes_the_head(tmp_path: Path) -> None:
     config = {"share_embeddings_and_output_weights": False}
     ft = reader(write_nemo(tmp_path / "x.nemo", tensors, tp=2, pp=2, config=config), tmp_path)
     assert torch.equal(ft.read("model.lm_head.weight"), head)
-    assert ft.family.architecture(ft.config).untied_head
+    assert ft.config.architecture().untied_head
 
 
 def test_a_tied_model_writes_no_head(tmp_path: Path) -> None:
     ft = reader(write_nemo(tmp_path / "x.nemo"), tmp_path)
     assert not ft.has("model.lm_head.weight")
-    assert not ft.family.architecture(ft.config).untied_head
+    assert not ft.config.architecture().untied_head
 
 
 def test_a_lost_head_is_noticed(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_unknown_tensors_are_refused(tiny: Path, tmp_path: Path) -> None:
 
 def test_the_form_of_gelu_is_recorded(tiny: Path, tmp_path: Path) -> None:
     exact = converted(tiny, tmp_path / "exact")
-    assert exact.family.architecture(exact.config).exact_gelu
+    assert exact.config.architecture().exact_gelu
     source = copy_of(tiny, tmp_path / "hf", config={"hidden_act": "gelu_new"})
     tanh = converted(source, tmp_path / "tanh")
-    assert not tanh.family.architecture(tanh.config).exact_gelu
+    assert not tanh.config.architecture().exact_gelu

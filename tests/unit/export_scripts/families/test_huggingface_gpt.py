@@ -37,6 +37,34 @@ def test_gpt2_epsilon_is_written(golden: Path, tmp_path: Path) -> None:
     assert converted(source, tmp_path).config.layernorm_eps == 3e-4
 
 
+def test_stated_values_that_ask_for_other_tensors_are_refused(golden: Path, tmp_path: Path) -> None:
+    given = (("has_pre_decoder_layernorm", "true"),)
+    text = problems_of(golden / "gpt2/tiny/source", tmp_path, given=given)
+    assert "has no model.pre_decoder_layernorm.weight, which a stated value" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("has_positional_encoding", "true"), "max_pos_seq_len = None: tensors"),
+        (("head_num", "-1"), "head_num = -1: tensors"),
+    ],
+)
+def test_stated_sizes_that_no_tensor_has_are_refused(
+    golden: Path, tmp_path: Path, given: tuple[str, str], words: str
+) -> None:
+    assert words in problems_of(golden / "bloom/tiny/source", tmp_path, given=(given,))
+
+
+@pytest.mark.parametrize("key", ["activation_type", "layernorm_type"])
+def test_stated_choices_that_no_loader_has_are_refused(
+    golden: Path, tmp_path: Path, key: str
+) -> None:
+    text = problems_of(golden / "gpt2/tiny/source", tmp_path, given=((key, "scalenorm"),))
+    assert "scalenorm" in text
+    assert "known: " in text
+
+
 @pytest.mark.parametrize(
     ("case", "head", "shape"),
     [("gpt2/tiny", "lm_head.weight", (131, 32)), ("opt/pre_ln", "lm_head.weight", (131, 32)),
@@ -179,7 +207,7 @@ def test_bloom_post_is_not_for_fastertransformer(golden: Path, tmp_path: Path) -
     source = copy_of(golden / "bloom/tiny/source", tmp_path / "s", config=settings)
     reader = converted(source, tmp_path)
     assert reader.config.layernorm_type == "post_layernorm"
-    assert "bloom-post" in reader.family.ft_limits(reader.config)[0]
+    assert "bloom-post" in reader.config.ft_limits()[0]
 
 
 def test_missing_tensors_are_named_by_their_source(golden: Path, tmp_path: Path) -> None:

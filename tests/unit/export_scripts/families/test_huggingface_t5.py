@@ -75,7 +75,7 @@ def test_a_tied_head_is_the_embedding(tied: Path, tmp_path: Path) -> None:
     source = copy_of(tied, tmp_path / "hf", tensors={"lm_head.weight": None})
     reader = converted(source, tmp_path / "out")
     assert torch.equal(reader.read("lm_head.weight"), reader.read("shared.weight_T"))
-    assert reader.family.architecture(reader.config).scale_logits
+    assert reader.config.architecture().scale_logits
 
 
 def test_an_untied_head_that_is_missing_is_named(untied: Path, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_scaling_stated_on_its_own_wins(untied: Path, tmp_path: Path) -> None:
     # transformers 5 writes tie_word_embeddings = true for every T5.
     settings = {"tie_word_embeddings": True, "scale_decoder_outputs": False}
     reader = converted(copy_of(untied, tmp_path / "hf", config=settings), tmp_path / "out")
-    assert not reader.family.architecture(reader.config).scale_logits
+    assert not reader.config.architecture().scale_logits
 
 
 def test_negative_token_ids_count_as_none(tied: Path, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_another_kind_than_expected_is_refused(tied: Path, tmp_path: Path) -> No
 def test_a_reach_that_ft_does_not_know_keeps_it_from_serving(tied: Path, tmp_path: Path) -> None:
     source = copy_of(tied, tmp_path / "hf", config={"relative_attention_max_distance": 64})
     reader = converted(source, tmp_path / "out")
-    (reason,) = reader.family.ft_limits(reader.config)
+    (reason,) = reader.config.ft_limits()
     assert "relative_attention_max_distance = 64" in reason
 
 

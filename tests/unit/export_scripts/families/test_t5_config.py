@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from export_scripts.families.bert import BertConfig, bert_architecture
-from export_scripts.families.t5.layout import T5Config, t5_architecture
+from export_scripts.families.bert import BertConfig
+from export_scripts.families.t5.layout import T5Config
 from export_scripts.ft.config_ini import config_text, family_of, parse_ini
 
 
@@ -44,7 +44,7 @@ def test_whole_models_and_encoders_are_distinguished() -> None:
     assert encoder.sections()["decoder"] == {}
     assert family_of(parse_ini(config_text(encoder))).name == "t5_encoder"
     assert family_of(parse_ini(config_text(t5()))).name == "t5"
-    assert t5_architecture(encoder).decoder is None
+    assert encoder.architecture().decoder_num_layer == 0
 
 
 def test_stacks_that_disagree_are_refused() -> None:
@@ -71,19 +71,19 @@ def test_folders_of_other_converters_show_their_head_by_its_file(
 
 
 def test_biases_decide_norm_and_scaling() -> None:
-    biased, bare = t5_architecture(t5(t5_with_bias=True)), t5_architecture(t5())
+    biased, bare = t5(t5_with_bias=True).architecture(), t5().architecture()
     assert (biased.norm, biased.scale_attention, biased.scale_logits) == ("layernorm", True, False)
     assert (bare.norm, bare.scale_attention, bare.scale_logits) == ("rmsnorm", False, True)
 
 
 @pytest.mark.parametrize("word", ["absolute", "learned_absolute", "Relative"])
 def test_every_word_but_relative_means_absolute(word: str) -> None:
-    assert t5_architecture(t5(position_embedding_type=word)).position == "absolute"
+    assert t5(position_embedding_type=word).architecture().position == "absolute"
 
 
 def test_a_gate_without_its_switch_is_refused() -> None:
     with pytest.raises(ValueError, match="use_gated_activation"):
-        t5_architecture(t5(feed_forward_proj="gated-gelu"))
+        t5(feed_forward_proj="gated-gelu").architecture()
 
 
 def bert(**changes: Any) -> BertConfig:
@@ -95,11 +95,11 @@ def bert(**changes: Any) -> BertConfig:
 
 
 def test_bert_takes_the_loaders_constants_where_keys_are_absent() -> None:
-    architecture = bert_architecture(bert())
-    assert (architecture.norm_eps, architecture.exact_gelu) == (1e-6, False)
+    architecture = bert().architecture()
+    assert (architecture.layernorm_eps, architecture.exact_gelu) == (1e-6, False)
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "geglu"])
 def test_bert_activations_that_the_loader_has_not_are_refused(activation: str) -> None:
     with pytest.raises(ValueError, match=activation):
-        bert_architecture(bert(activation_type=activation))
+        bert(activation_type=activation).architecture()

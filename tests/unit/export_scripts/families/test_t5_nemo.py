@@ -69,7 +69,7 @@ def test_logits_of_megatron_models_are_never_scaled(tmp_path: Path) -> None:
     model = TinyT5(bias=False, normalization="rmsnorm", head_bias=False)
     reader = converted(nemo(tmp_path, model), tmp_path)
     assert ini(reader)["decoder"]["tie_word_embeddings"] == "False"
-    assert not reader.family.architecture(reader.config).scale_logits
+    assert not reader.config.architecture().scale_logits
 
 
 def test_swiglu_is_spelled_as_the_loader_knows_it(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_stated_epsilon_is_kept_and_warned_of(tmp_path: Path) -> None:
     summary = convert(request)
     assert any("layer_norm_epsilon = 1e-05" in remark for remark in summary.remarks)
     reader = FTReader(summary.ft_dir)
-    assert reader.family.architecture(reader.config).norm_eps == 1e-5
+    assert reader.config.architecture().layernorm_eps == 1e-5
 
 
 def test_half_precision_is_warned_of_with_the_remedy(tmp_path: Path) -> None:
@@ -333,6 +333,14 @@ def test_missing_scalers_are_named(tmp_path: Path) -> None:
     archive = write_ia3(tmp_path / "ia3.nemo", scalers, MODEL)
     text = refusal(nemo(tmp_path), tmp_path, ia3_checkpoints=(archive,))
     assert "layers.2:inter_key_infused_adapter.scalers is missing" in text
+
+
+def test_missing_adapters_of_a_whole_stack_are_named(tmp_path: Path) -> None:
+    adapters = adapter_tensors(MODEL)
+    encoder = {name: values for name, values in adapters.items() if name.startswith("encoder")}
+    archive = write_adapter(tmp_path / "a.nemo", encoder, MODEL)
+    text = refusal(nemo(tmp_path), tmp_path, adapter_checkpoints=(archive,))
+    assert "decoder.model.layers.0:adapter_1.module.0.weight is missing" in text
 
 
 def test_strange_tensors_of_an_archive_are_refused(tmp_path: Path) -> None:

@@ -36,20 +36,18 @@ class ToyConfig(FTConfig):
     vocab_size: int
     parallel: bool = ini_field(True, as_digit=True)
 
-
-def toy_architecture(config: ToyConfig) -> DecoderArchitecture:
-    return DecoderArchitecture(
-        head_num=config.head_num, kv_head_num=config.head_num, hidden=config.hidden,
-        size_per_head=config.hidden // config.head_num, inter_size=0, position="none",
-        num_layer=config.num_layer, vocab_size=config.vocab_size,
-    )  # fmt: skip
+    def architecture(self) -> DecoderArchitecture:
+        return DecoderArchitecture(
+            head_num=self.head_num, kv_head_num=self.head_num, hidden=self.hidden,
+            size_per_head=self.hidden // self.head_num, inter_size=0, position="none",
+            num_layer=self.num_layer, vocab_size=self.vocab_size,
+        )  # fmt: skip
 
 
 TOY = ModelFamily(
     name="toy",
     model_type="Toy",
     config=ToyConfig,
-    architecture=toy_architecture,
     layout=(
         WeightSpec("model.wte", ("vocab_size", "hidden")),
         WeightSpec("model.layers.{layer}.qkv.weight", ("hidden", 3, "hidden"), split=2),

@@ -124,7 +124,10 @@ def test_a_folder_named_for_another_size_is_reported(tmp_path: Path) -> None:
 def test_a_folder_for_no_ranks_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "0-gpu"
     folder.mkdir()
-    write_config(folder, replace(CONFIG, tensor_para_size=0))
+    write_config(folder, CONFIG)
+    text = (folder / "config.ini").read_text()
+    stated = f"tensor_para_size = {CONFIG.tensor_para_size}\n"
+    (folder / "config.ini").write_text(text.replace(stated, "tensor_para_size = 0\n"))
     assert validate_directory(folder) == [
         f"{folder / 'config.ini'}: config.ini tensor_para_size = 0; expected at least 1"
     ]

@@ -18,9 +18,9 @@ SIZES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("choices", "problem"),
     [
-        ({"output_norms": True, "residual": "parallel"}, "output_norms: supported with"),
+        ({"has_output_norms": True, "residual": "parallel"}, "has_output_norms: supported with"),
         ({"residual_scale": 0.5, "norm_before": False}, "residual_scale: supported with"),
-        ({"input_norms": False}, "input_norms or output_norms must be set"),
+        ({"has_input_norms": False}, "has_input_norms or has_output_norms must be set"),
     ],
 )
 def test_each_problem_is_named(choices: dict[str, Any], problem: str) -> None:
@@ -30,6 +30,8 @@ def test_each_problem_is_named(choices: dict[str, Any], problem: str) -> None:
 
 
 def test_all_problems_are_named_at_once() -> None:
-    choices = {"input_norms": False, "norm_before": False, "inter_size": 55}
-    with pytest.raises(ValueError, match=r"(?s)inter_size.*input_norms: supported.*must be set"):
+    choices = {"has_input_norms": False, "norm_before": False, "inter_size": 55}
+    with pytest.raises(
+        ValueError, match=r"(?s)inter_size.*has_input_norms: supported.*must be set"
+    ):
         check_architecture(DecoderArchitecture(**{**SIZES, **choices}), tp_size=2)

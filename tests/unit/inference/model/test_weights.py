@@ -53,7 +53,7 @@ def test_decoder_with_half_matrices_computes_in_single(tmp_path: Path) -> None:
     ft_dir = write_gpt(tmp_path)
     for matrix_dtype in (None, torch.float16):
         weights = open_weights(ft_dir, matrix_dtype)
-        architecture = weights.reader.family.architecture(weights.reader.config)
+        architecture = weights.reader.config.architecture()
         assert isinstance(architecture, DecoderArchitecture)
         decoder = Decoder(weights, architecture, reduce=None)
         assert decoder.dtype == torch.float32
