@@ -181,7 +181,7 @@ def _sizes(path: Path) -> ModelSizes | None:
         config = parse_config(path.read_text(encoding="utf-8"))
         given = config.parameters
         values: dict[str, Any] = {
-            key: PARAMETERS[key].read(given[key].string_value)
+            key: PARAMETERS[key].kind.read(given[key].string_value)
             for key in ("tensor_para_size", "pipeline_para_size", "device")
             if key in given
         }
