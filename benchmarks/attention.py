@@ -63,16 +63,16 @@ def contenders(
     cache.update([], entries)
     segments = np.array([(slot, 0, tokens) for slot in range(prompts)])
     layout = functools.partial(
-        paged_attention, segments, rules=rules, group=query_heads // kv_heads, device=device
+        paged_attention, segments, cache, rules=rules, group=query_heads // kv_heads
     )
     heads = (query_heads, kv_heads, kv_heads)
     qkv = torch.randn(prompts * tokens, sum(heads), size, dtype=torch.float16, device=device)
     query, keys, values = qkv.split_with_sizes(heads, dim=1)
-    layout()(query, cache, layer=0, new=(keys, values))
-    yield "slipway", functools.partial(layout(), query, cache, layer=0)
+    attention = layout(flash=False)
+    attention(query, layer=0, new=qkv[:, query_heads:])
+    yield "slipway", functools.partial(attention, query, layer=0)
     if flash_attention.serves(rules, cache, longest=tokens):
-        attention = layout(cache=cache)
-        yield "FlashAttention 3, paged", functools.partial(attention, query, cache, layer=0)
+        yield "FlashAttention 3, paged", functools.partial(layout(), query, layer=0)
     dense = [part.view(prompts, tokens, -1, size).transpose(1, 2).contiguous()
              for part in (query, keys, values)]  # fmt: skip
     for name, backend in LIBRARIES.items():

@@ -10,6 +10,7 @@ import json
 import os
 import pkgutil
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 _WATCH_S = 0.1
 _FLUSH_S = 2.0  # for handing the answers of a failed engine to the server
 _SEND_S = 0.4  # for the server to send them
+# Of Python's lock among threads. With Python's own 5 ms new tokens wait while the engine's thread
+# plans the next step.
+_SWITCH_S = 0.0005
 # Responses that wait: from then on newer frames replace older ones. Triton takes about 0.3 ms for
 # each.
 _BACKLOG = 128
@@ -124,6 +128,7 @@ class EngineModel:
         at once. Of a ValueError, for weights that are invalid or do not match config.pbtxt, Triton
         reports the message, and the model stays unavailable.
         """
+        sys.setswitchinterval(_SWITCH_S)
         arguments = ModelArguments(args)
         self.name = args["model_name"]
         self.settings = read_settings(arguments)
@@ -147,6 +152,7 @@ class EngineModel:
         self._canary_steps = -1  # of the engine, at the last canary that was answered BUSY
         self._lock = threading.Lock()
         self.streams = StreamSender()
+        self.engine.after_step = self.streams.flush
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._threads = [

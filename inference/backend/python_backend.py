@@ -109,7 +109,6 @@ class StreamedAnswer:
         """Send the answer so far, if the step has added to it."""
         # In a session the prompt that is answered is the whole conversation.
         self.frames.request = state.request
-        self.frames.context_embeddings = state.context_embeddings
         frame = self.frames.frame(state.rows)
         if frame is None and not final:
             return

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from inference.decoding.candidates import Candidates, GroupKey
-from inference.decoding.draws import RowBias, SeenIds, join_bias
+from inference.decoding.draws import RowBias, join_bias, prompt_ids
 from inference.decoding.processors import LogitRules
-from inference.decoding.rows import FinishReason, PromptScores, RowRequest, RowResult
+from inference.decoding.rows import FinishReason, PromptResult, RowRequest, RowResult
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import banned_ids, ends_with
 
@@ -27,15 +27,14 @@ from inference.decoding.word_lists import banned_ids, ends_with
 UNSTARTED = -1e20
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """A token sequence with its summed log probability and its score over length."""
+class Hypothesis(NamedTuple):
+    """A token sequence with its log probabilities, and its score over length once it is ranked."""
 
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    cum_log_prob: float
-    score: float
-    reason: FinishReason | None
+    tokens: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    cum_log_prob: float = 0.0
+    reason: FinishReason | None = None
+    score: float = 0.0
 
 
 # Natural logarithm of the largest divisor, and below zero of the least: a double holds more.
@@ -50,8 +49,7 @@ def length_divisor(length: int, *, alpha: float) -> float:
     return math.pow(length, max(-most, min(alpha, most)))
 
 
-@dataclass(frozen=True)
-class Extensions:
+class Extensions(NamedTuple):
     """All extensions of a row's beams in one step, best first; each array is (count,)."""
 
     parents: Array
@@ -71,28 +69,23 @@ class BeamRow:
         self.options = o = request.options
         self.slots = o.beam_width
         self.generated = 0
-        self.tokens = np.zeros((self.slots, request.output_len), np.int64)  # (K, R)
-        self.log_probs = np.zeros((self.slots, request.output_len), np.float32)  # (K, R)
-        self.cum_log_probs = np.full(self.slots, UNSTARTED)
-        self.cum_log_probs[0] = 0.0
-        self.lengths = np.zeros(self.slots, np.int64)
-        self.reasons: list[FinishReason | None] = [None] * self.slots
+        self.beams = [Hypothesis(), *[Hypothesis(cum_log_prob=UNSTARTED)] * (self.slots - 1)]
         self._vocab_size = vocab_size
-        self.prompt = PromptScores()
+        self.prompt = PromptResult()
         self._tail = max((len(word) for word in o.bad_words + o.stop_words), default=0)
         # What all beams share; each has its own answer.
         self._logit_bias = RowBias(o, output_len=0).arrays()
-        self._prompt_ids = SeenIds(request.context_ids, 0, vocab_size=vocab_size).ids(0)
+        self._prompt_ids = prompt_ids(request.context_ids, vocab_size)
 
     @property
     def is_finished(self) -> bool:
         """True when no beam runs any more."""
-        return None not in self.reasons
+        return not self.running
 
     @property
     def running(self) -> list[int]:
         """The slots whose logits matter."""
-        return [k for k, reason in enumerate(self.reasons) if reason is None]
+        return [k for k, beam in enumerate(self.beams) if beam.reason is None]
 
     def group_key(self, device: str) -> GroupKey:
         """Return what this step's selection needs: twice K extensions of each beam."""
@@ -105,42 +98,33 @@ class BeamRow:
         penalised = o.is_penalised and self.request.context_len + self.generated > 1
         forbidden_id = o.end_id if self.generated < o.min_length else None
         rules = []
-        for k in self.running:
-            answer = self.tokens[k, : self.generated]
+        for tokens in (self.beams[k].tokens for k in self.running):
+            answer = np.array(tokens, np.int64)
             seen = np.concatenate([self._prompt_ids, answer]) if penalised else None
-            rules.append(LogitRules(o, self._biases(k), seen, forbidden_id))
+            rules.append(LogitRules(o, self._biases(tokens), seen, forbidden_id))
         return rules
 
-    def _biases(self, k: int) -> tuple[Array, Array] | None:
+    def _biases(self, tokens: tuple[int, ...]) -> tuple[Array, Array] | None:
         o, parts = self.options, [self._logit_bias] if self.options.logit_bias else []
         if o.frequency_penalty:
-            ids, counts = np.unique(self.tokens[k, : self.generated], return_counts=True)
+            ids, counts = np.unique(np.array(tokens, np.int64), return_counts=True)
             parts.append((ids, -np.float32(o.frequency_penalty) * counts.astype(np.float32)))
-        banned = banned_ids(self.newest(k), o.bad_words, self._vocab_size)
+        banned = banned_ids(self._newest(tokens), o.bad_words, self._vocab_size)
         return join_bias(*parts, banned=banned)
 
-    def newest(self, k: int, *extension: int) -> list[int]:
-        """Return the last tokens of beam k, prompt included: as many as a word list can see."""
+    def _newest(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the last tokens of an answer, prompt included: as many as a word list can see."""
         if not self._tail:
-            return []
-        answer = self.tokens[k, : self.lengths[k]][-self._tail :].tolist()
-        context = self.request.context_ids[-self._tail :]
-        return [*context, *answer, *extension]
+            return ()
+        return self.request.context_ids[-self._tail :] + tokens[-self._tail :]
 
     def advance(self, candidates: Candidates) -> tuple[Sequence[int], Sequence[int]]:
         """Take the step; return the newest token and the parent of each slot."""
         # All beams of a row share this length: its own cache entries, not the padded ones.
         best = self._extensions(candidates, length=self.request.context_len + self.generated)
-        parents = best.parents[: self.slots]
-        old_reasons = [self.reasons[k] for k in parents]
-        self._reorder(parents)
-        for k, reason in enumerate(old_reasons):
-            self.reasons[k] = reason
-            if reason is None:
-                self._append(k, best, k)
-                self.reasons[k] = self._reason(k)
+        self.beams = [self._extended(best, i) for i in range(self.slots)]
         self.generated += 1
-        return best.tokens[: self.slots].tolist(), parents.tolist()
+        return best.tokens[: self.slots].tolist(), best.parents[: self.slots].tolist()
 
     def _extensions(self, candidates: Candidates, *, length: int) -> Extensions:
         """Rank all extensions; a finished beam has one, by its end id at no cost."""
@@ -153,54 +137,39 @@ class BeamRow:
         values = candidates.values.astype(np.float64)  # (m, W)
         log_probs[running] = values - values[:, :1] - candidates.log_norms[:, None]
         tokens[running] = candidates.ids
-        cum = self.cum_log_probs[:, None] + log_probs
+        cum = np.array([beam.cum_log_prob for beam in self.beams])[:, None] + log_probs
         ranks = np.arange(shape[1]) % self.slots
         scores = cum / length_divisor(length, alpha=self.options.len_penalty)
         scores = scores + self.options.beam_search_diversity_rate * ranks
         order = np.argsort(-scores, axis=None, kind="stable")  # ties: lower beam, then higher rank
-        return Extensions(
-            parents=order // shape[1],
-            tokens=tokens.ravel()[order],
-            cum_log_probs=cum.ravel()[order],
-            log_probs=log_probs.ravel()[order],
-            scores=scores.ravel()[order],
-        )
+        columns = (each.ravel()[order] for each in (tokens, cum, log_probs, scores))
+        return Extensions(order // shape[1], *columns)
 
-    def _reorder(self, parents: Array) -> None:
-        n = self.generated
-        self.tokens[:, :n] = self.tokens[parents, :n]
-        self.log_probs[:, :n] = self.log_probs[parents, :n]
-        self.lengths = self.lengths[parents]
-        self.cum_log_probs = self.cum_log_probs[parents]
-
-    def _append(self, k: int, extensions: Extensions, i: int) -> None:
-        self.tokens[k, self.generated] = extensions.tokens[i]
-        self.log_probs[k, self.generated] = extensions.log_probs[i]
-        self.cum_log_probs[k] = extensions.cum_log_probs[i]
-        self.lengths[k] += 1
-
-    def _reason(self, k: int) -> FinishReason | None:
-        if self.tokens[k, self.lengths[k] - 1] == self.options.end_id:
-            return "end"
-        if self.options.stop_words and ends_with(self.newest(k), self.options.stop_words):
-            return "stop"
-        return "length" if self.lengths[k] == self.request.output_len else None
-
-    def hypothesis(self, k: int) -> Hypothesis:
-        """Return beam k as it stands."""
-        n = int(self.lengths[k])
-        cum = float(self.cum_log_probs[k])
+    def _extended(self, best: Extensions, i: int) -> Hypothesis:
+        """Return a beam with its extension, or a finished one as it is."""
+        parent: Hypothesis = self.beams[best.parents[i]]
+        if parent.reason is not None:
+            return parent
+        token = int(best.tokens[i])
         return Hypothesis(
-            tokens=tuple(self.tokens[k, :n].tolist()),
-            log_probs=tuple(self.log_probs[k, :n].tolist()),
-            cum_log_prob=cum,
-            score=cum / length_divisor(n, alpha=self.options.len_penalty),
-            reason=self.reasons[k],
+            tokens=(*parent.tokens, token),
+            log_probs=(*parent.log_probs, float(best.log_probs[i])),
+            cum_log_prob=float(best.cum_log_probs[i]),
+            reason=self._reason(parent.tokens, token),
+            score=float(best.scores[i]),
         )
+
+    def _reason(self, before: tuple[int, ...], token: int) -> FinishReason | None:
+        if token == self.options.end_id:
+            return "end"
+        words = self.options.stop_words
+        if words and ends_with((*self._newest(before), token), words):
+            return "stop"
+        return "length" if len(before) + 1 == self.request.output_len else None
 
     def hypotheses(self) -> list[Hypothesis]:
         """Return the beams in their order."""
-        return [self.hypothesis(k) for k in range(self.slots)]
+        return self.beams
 
     def result(self) -> RowResult:
         """Return the row so far."""
@@ -210,6 +179,7 @@ class BeamRow:
             cum_log_probs=tuple(self.prompt.log_prob + h.cum_log_prob for h in found),
             output_log_probs=tuple(h.log_probs for h in found) if with_log_probs else (),
             finish_reasons=tuple(h.reason for h in found),
+            context_embedding=self.prompt.embedding,
         )
 
 
@@ -224,39 +194,32 @@ class PooledBeamRow(BeamRow):
     def _is_full(self) -> bool:
         return len(self._pool) >= self.slots
 
+    @property
+    def is_finished(self) -> bool:
+        """True when the pool is full or the answer has its length."""
+        return self._is_full or self.generated == self.request.output_len
+
     def advance(self, candidates: Candidates) -> tuple[Sequence[int], Sequence[int]]:
         """Take the step; return the newest token and the parent of each running beam."""
         best = self._extensions(candidates, length=self.generated + 1)
-        kept = self._pick(best)
-        # Fewer than K extensions go on only where the vocabulary is tiny; those slots are dead.
-        dead = self.slots - len(kept)
-        parents = np.asarray([int(best.parents[i]) for i in kept] + [0] * dead)
-        self._reorder(parents)
-        for k, i in enumerate(kept):
-            self._append(k, best, i)
-        for k in range(len(kept), self.slots):
-            self.tokens[k, self.generated] = self.options.end_id
-            self.cum_log_probs[k] = UNSTARTED
-            self.lengths[k] += 1
-        self.generated += 1
-        if self._is_full:
-            self.reasons = ["end"] * self.slots
-        elif self.generated == self.request.output_len:
-            self.reasons = ["length"] * self.slots
-        return self.tokens[:, self.generated - 1].tolist(), parents.tolist()
-
-    def _pick(self, best: Extensions) -> list[int]:
-        """Move what ends to the pool and return the extensions that go on."""
-        kept: list[int] = []
-        for i in range(len(best.tokens)):
-            reason = self._ending(int(best.parents[i]), int(best.tokens[i]))
-            if reason is None:
-                kept.append(i)
-            elif i < self.slots and not self._offer(self._ended(best, i, reason)):
-                break
+        kept: list[Hypothesis] = []
+        parents = [0] * self.slots
+        for i, parent in enumerate(best.parents.tolist()):
             if len(kept) == self.slots:
                 break
-        return kept
+            extended = self._extended(best, i)
+            if extended.reason in (None, "length"):
+                parents[len(kept)] = parent
+                kept.append(extended)
+            elif i < self.slots and not self._offer(extended):
+                break
+        # Fewer than K extensions go on only where the vocabulary is tiny; those slots are dead.
+        first, tokens = self.beams[0], (*self.beams[0].tokens, self.options.end_id)
+        reason: FinishReason | None = "length" if len(tokens) == self.request.output_len else None
+        dead = Hypothesis(tokens, (*first.log_probs, 0.0), UNSTARTED, reason)
+        self.beams = kept + [dead] * (self.slots - len(kept))
+        self.generated += 1
+        return [beam.tokens[-1] for beam in self.beams], parents
 
     def _offer(self, hypothesis: Hypothesis) -> bool:
         """Take a hypothesis into the pool; False if it is full of better ones.
@@ -272,23 +235,9 @@ class PooledBeamRow(BeamRow):
         self._pool[worst] = hypothesis
         return True
 
-    def _ending(self, parent: int, token: int) -> FinishReason | None:
-        if token == self.options.end_id:
-            return "end"
-        words = self.options.stop_words
-        return "stop" if words and ends_with(self.newest(parent, token), words) else None
-
-    def _ended(self, best: Extensions, i: int, reason: FinishReason) -> Hypothesis:
-        parent = self.hypothesis(int(best.parents[i]))
-        return Hypothesis(
-            tokens=(*parent.tokens, int(best.tokens[i])),
-            log_probs=(*parent.log_probs, float(best.log_probs[i])),
-            cum_log_prob=float(best.cum_log_probs[i]),
-            score=float(best.scores[i]),
-            reason=reason,
-        )
-
     def hypotheses(self) -> list[Hypothesis]:
         """Return the best of pool and running beams, best first."""
-        running = [] if self._is_full else super().hypotheses()
+        divisor = length_divisor(self.generated, alpha=self.options.len_penalty)
+        beams = [] if self._is_full else self.beams
+        running = [beam._replace(score=beam.cum_log_prob / divisor) for beam in beams]
         return sorted(self._pool + running, key=lambda h: -h.score)[: self.slots]

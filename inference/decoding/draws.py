@@ -1,7 +1,7 @@
 """The sampler's contract: the numbers by which a token is chosen from a row of logits.
 
-The host (`processors`, `sampling`), torch on a rank (`inference.model.token_feed`) and its GPU
-kernel (`inference.model.gpu.choice`) all change the logits x in this order, in fp32:
+The host (`processors`, `sampling`) and the GPU kernel of a rank (`inference.model.gpu.choice`)
+change the logits x in this order, in fp32:
 
 1. x + bias, for the ids that have one: `logit_bias`, less the frequency penalty for each time that
    the answer has the id; minus infinity for a banned id
@@ -82,23 +82,10 @@ def join_bias(
     return np.concatenate(ids), np.concatenate(bias)
 
 
-class SeenIds:
-    """The ids a penalty acts on, in one growing array: distinct prompt ids, then the answer."""
-
-    def __init__(self, context_ids: Sequence[int], output_len: int, *, vocab_size: int) -> None:
-        prompt = np.unique(np.asarray(context_ids, np.int64))
-        prompt = prompt[prompt < vocab_size]  # virtual tokens have no logit
-        self._size = self._prompt_size = len(prompt)
-        self._ids = np.concatenate([prompt, np.zeros(output_len, np.int64)])
-
-    def append(self, token: int) -> None:
-        """Add a generated token."""
-        self._ids[self._size] = token
-        self._size += 1
-
-    def ids(self, generated: int) -> Array:
-        """Return the ids of the prompt and of the first `generated` tokens."""
-        return self._ids[: self._prompt_size + generated]
+def prompt_ids(context_ids: Sequence[int], vocab_size: int) -> Array:
+    """Return the ids of a prompt that a penalty acts on: each once, no virtual ones."""
+    ids = np.unique(np.asarray(context_ids, np.int64))
+    return ids[ids < vocab_size]
 
 
 class RowBias:

@@ -53,11 +53,6 @@ class BatchDecoder:
         `hypothesis_pool` selects the beam search of encoder-decoder models.
         `nucleus_include_boundary` gives the token that crosses the nucleus boundary its whole mass.
         """
-        if output_log_probs_mode not in ("renormalized", "full"):
-            raise ValueError(
-                f"output_log_probs_mode={output_log_probs_mode!r} is unknown; "
-                "use renormalized or full"
-            )
         self.vocab_size = vocab_size
         self._beam_row = PooledBeamRow if hypothesis_pool else BeamRow
         self._full_log_probs = output_log_probs_mode == "full"

@@ -6,6 +6,7 @@ TopPSamplingLayer.cu (argument set-up) and layers/DynamicDecodeLayer.cc.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ MOST_FREQUENCY_PENALTY = 1e20  # a sum of more, divided by a small temperature, 
 MAX_BEAM_WIDTH = 64
 MAX_LOG_PROBS = 20
 BIAS_IDS, BIAS = "logit_bias_ids", "logit_bias"
+_SCORES = ("num_log_probs", "num_prompt_log_probs")
 
 
 @dataclass(frozen=True)
@@ -107,22 +109,29 @@ def read_options(
     columns: dict[str, list[Any]] = {
         "start_id": fields.integers("start_id", default=start_id, per_row=True),
         "end_id": fields.integers("end_id", default=end_id, per_row=True),
-        "beam_width": _beam_widths(fields),
+        "beam_width": fields.integers("beam_width", default=1, within=(1, MAX_BEAM_WIDTH)),
         "random_seed": [s % 2**64 for s in fields.integers("random_seed", default=0)],
         "bad_words": read_word_lists(fields, "bad_words_list", shared=True),
         "stop_words": read_word_lists(fields, "stop_words_list", shared=False),
-        "min_length": _at_least(fields, "min_length", fields.integers("min_length", default=0)),
+        "min_length": fields.integers("min_length", default=0, within=(0, math.inf)),
         "len_penalty": fields.floats("len_penalty", default=0.0),
         "beam_search_diversity_rate": fields.floats("beam_search_diversity_rate", default=0.0),
         "return_log_probs": fields.flags("is_return_log_probs"),
         "return_context_cum_log_probs": fields.flags("is_return_context_cum_log_probs"),
         "return_context_embeddings": fields.flags("is_return_context_embeddings"),
-        "num_log_probs": _score_counts(fields, "num_log_probs"),
-        "num_prompt_log_probs": _score_counts(fields, "num_prompt_log_probs"),
+        **{name: fields.integers(name, default=0, within=(0, MAX_LOG_PROBS)) for name in _SCORES},
         **_logit_columns(fields),
         **_selection_columns(fields, warnings),
         **_decay_columns(fields),
     }
+    if len(set(columns["beam_width"])) > 1:
+        fields.problems.append("beam_width must be identical for all rows of a request")
+    if max(columns["beam_width"]) > 1:
+        fields.problems += [
+            f"{name} needs beam_width=1; leave one of them out"
+            for name in _SCORES
+            if any(columns[name])
+        ]
     pairs = zip(columns["return_context_cum_log_probs"], columns["return_log_probs"], strict=True)
     if any(context and not scored for context, scored in pairs):
         warnings.append("is_return_context_cum_log_probs has no effect without is_return_log_probs")
@@ -138,25 +147,14 @@ def _logit_columns(fields: TensorFields) -> dict[str, list[Any]]:
         fields.problems.append(
             "repetition_penalty and presence_penalty are mutually exclusive; send one of them"
         )
-    temperatures = fields.floats("temperature", default=1.0)
-    penalties = fields.floats("repetition_penalty", default=1.0)
-    for b, value in enumerate(penalties):
-        if value < LEAST_PENALTY:
-            fields.problems.append(
-                f"repetition_penalty must be >= {LEAST_PENALTY:g}, got {value:g} in row {b}"
-            )
-    frequencies = fields.floats("frequency_penalty", default=0.0)
-    fields.problems += [
-        f"frequency_penalty must be in [-{MOST_FREQUENCY_PENALTY:g}, {MOST_FREQUENCY_PENALTY:g}], "
-        f"got {value:g} in row {b}"
-        for b, value in enumerate(frequencies)
-        if abs(value) > MOST_FREQUENCY_PENALTY
-    ]
+    most = MOST_FREQUENCY_PENALTY
     return {
-        "temperature": _at_least(fields, "temperature", temperatures),
-        "repetition_penalty": penalties,
+        "temperature": fields.floats("temperature", default=1.0, within=(0, math.inf)),
+        "repetition_penalty": fields.floats(
+            "repetition_penalty", default=1.0, within=(LEAST_PENALTY, math.inf)
+        ),
         "presence_penalty": fields.floats("presence_penalty", default=0.0),
-        "frequency_penalty": frequencies,
+        "frequency_penalty": fields.floats("frequency_penalty", default=0.0, within=(-most, most)),
         "logit_bias": _logit_bias(fields),
     }
 
@@ -191,14 +189,13 @@ def _logit_bias(fields: TensorFields) -> list[tuple[tuple[int, float], ...]]:
 
 def _selection_columns(fields: TensorFields, warnings: list[str]) -> dict[str, list[Any]]:
     top_k, top_p = [], []
-    counts = fields.integers("runtime_top_k", default=0)
+    counts = fields.integers("runtime_top_k", default=0, within=(0, math.inf))
     masses = fields.floats("runtime_top_p", default=0.0)
     for b, (count, mass) in enumerate(zip(counts, masses, strict=True)):
         k, p, clamped = normalise_selection(count, mass)
         top_k.append(k)
         top_p.append(p)
         warnings.extend(f"{text} in row {b}" for text in clamped)
-    _at_least(fields, "runtime_top_k", counts)
     return {"top_k": top_k, "top_p": top_p}
 
 
@@ -211,30 +208,3 @@ def _decay_columns(fields: TensorFields) -> dict[str, list[Any]]:
         "top_p_min": [minimum for _, minimum in rows],
         "top_p_reset_id": fields.integers("top_p_reset_ids", default=-1, per_row=True),
     }
-
-
-def _beam_widths(fields: TensorFields) -> list[int]:
-    widths = fields.integers("beam_width", default=1)
-    if len(set(widths)) > 1:
-        fields.problems.append("beam_width must be identical for all rows of a request")
-    for width in sorted(set(widths)):
-        if not 1 <= width <= MAX_BEAM_WIDTH:
-            fields.problems.append(f"beam_width={width} must be in [1, {MAX_BEAM_WIDTH}]")
-    return widths
-
-
-def _score_counts(fields: TensorFields, name: str) -> list[int]:
-    counts = fields.integers(name, default=0)
-    for count in sorted(set(counts)):
-        if not 0 <= count <= MAX_LOG_PROBS:
-            fields.problems.append(f"{name}={count} must be in [0, {MAX_LOG_PROBS}]")
-    if any(counts) and any(width > 1 for width in fields.integers("beam_width", default=1)):
-        fields.problems.append(f"{name} needs beam_width=1; leave one of them out")
-    return counts
-
-
-def _at_least(fields: TensorFields, name: str, values: list[Any]) -> list[Any]:
-    for b, value in enumerate(values):
-        if value < 0:
-            fields.problems.append(f"{name} must be >= 0, got {value:g} in row {b}")
-    return values

@@ -19,13 +19,11 @@ def assemble_outputs(
     results: Sequence[RowResult | None],
     *,
     strict_lengths: bool = False,
-    context_embeddings: Sequence[Array | None] | None = None,
 ) -> dict[str, Array]:
     """Return the output tensors of a request, finished or (for a streamed frame) so far.
 
-    `results` are None for rows that have not started, and `context_embeddings`, (H,), for rows that
-    did not ask for them. With `strict_lengths`, `sequence_length` counts the row's own prompt, not
-    the padded one.
+    `results` are None for rows that have not started. With `strict_lengths`, `sequence_length`
+    counts the row's own prompt, not the padded one.
     """
     shown = [_NOT_STARTED if result is None else result for result in results]
     if request.encoder_decoder:
@@ -34,7 +32,7 @@ def assemble_outputs(
         _continuation_tensors(request, shown, strict_lengths)
         | _log_prob_tensors(request, shown)
         | _score_tensors(request, shown)
-        | _embedding_tensors(request, context_embeddings)
+        | _embedding_tensors(request, shown)
     )
 
 
@@ -135,15 +133,16 @@ def _score_tensors(request: GenerationRequest, results: Sequence[RowResult]) -> 
 
 
 def _embedding_tensors(
-    request: GenerationRequest, embeddings: Sequence[Array | None] | None
+    request: GenerationRequest, results: Sequence[RowResult]
 ) -> dict[str, Array]:
-    if embeddings is None or all(row is None for row in embeddings):
+    found = {b: row.context_embedding for b, row in enumerate(results)}
+    sizes = [len(each) for each in found.values() if each is not None]
+    if not sizes:
         return {}
-    hidden = next(len(row) for row in embeddings if row is not None)
-    value = np.zeros((len(request.rows), request.beam_width, hidden), np.float32)  # (B, K, H)
-    for b, row in enumerate(embeddings):
-        if row is not None and request.rows[b].options.return_context_embeddings:
-            value[b] = row
+    value = np.zeros((len(results), request.beam_width, sizes[0]), np.float32)  # (B, K, H)
+    for b, embedding in found.items():
+        if embedding is not None:
+            value[b] = embedding
     return {"context_embeddings": value}
 
 
@@ -159,7 +158,6 @@ class FrameStream:
     request: GenerationRequest
     strict_lengths: bool = False
     omit_prefix: bool = False
-    context_embeddings: Sequence[Array | None] | None = None
     _last: list[RowResult | None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -174,12 +172,7 @@ class FrameStream:
         last, self._last = self._last, list(results)
         if last == self._last:
             return None
-        tensors = assemble_outputs(
-            self.request,
-            results,
-            strict_lengths=self.strict_lengths,
-            context_embeddings=self.context_embeddings,
-        )
+        tensors = assemble_outputs(self.request, results, strict_lengths=self.strict_lengths)
         if self.omit_prefix:
             tensors["output_ids"] = self._news(last, results, tensors["output_ids"].dtype)
         return tensors

@@ -1,4 +1,4 @@
-"""Logit processors, for all slots of a step at once, and the log probability of a prompt.
+"""Logit processors, for all slots of a step at once, and the log probabilities of tokens.
 
 Order: as `draws` has it. Every rule acts on one slot by elementwise arithmetic, whose result does
 not depend on the other slots, bit for bit.
@@ -8,7 +8,6 @@ not depend on the other slots, bit for bit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -134,29 +133,19 @@ def _to(x: torch.Tensor, values: Array) -> torch.Tensor:
     return torch.from_numpy(values).to(x.device, non_blocking=True)
 
 
-def context_log_prob(logits: torch.Tensor, next_ids: Sequence[int], *, vocab_size: int) -> float:
-    """Return the summed natural log probability of `next_ids` after their positions.
-
-    `logits` are unprocessed, (T, V) or wider. Virtual tokens, whose ids are negative or outside the
-    vocabulary, have no score.
-    """
-    scores = token_scores(logits, next_ids, top=0, vocab_size=vocab_size)
-    pairs = zip(next_ids, scores, strict=True)
-    return math.fsum(score.log_prob for token, score in pairs if 0 <= token < vocab_size)
-
-
 @torch.inference_mode()
 def token_scores(
     logits: torch.Tensor, next_ids: Sequence[int], *, top: int, vocab_size: int
 ) -> list[TokenScore]:
     """Return the score of each of `next_ids` with the `top` best tokens.
 
-    `logits` are unprocessed, (T, V) or wider. The score of an id outside the vocabulary means
-    nothing.
+    `logits` are unprocessed, (T, V) or wider. Virtual tokens, whose ids are negative or outside the
+    vocabulary, score 0.
     """
     x = torch.log_softmax(pad_vocabulary(logits[:, :vocab_size]), dim=-1)  # (T, X)
-    ids = torch.tensor(list(next_ids), device=x.device).clamp(0, vocab_size - 1)
-    own = x.gather(1, ids[:, None])[:, 0].tolist()
+    ids = torch.tensor(list(next_ids), device=x.device)
+    places = ids.clamp(0, vocab_size - 1)
+    own = torch.where(ids == places, x.gather(1, places[:, None])[:, 0], 0.0).tolist()
     best = x.topk(min(top, vocab_size), dim=-1)  # (T, W)
     columns = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
     return [TokenScore(value, tuple(ids), tuple(values)) for value, ids, values in columns]

@@ -7,6 +7,7 @@ All problems of a request are reported together; each message starts with the te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -87,7 +88,8 @@ class _Parser:
         self.problems = self.fields.problems
 
     def parse(self) -> GenerationRequest:
-        self._check_names()
+        required = ("input_ids", self.names.input_lengths, self.names.output_len)
+        self.fields.check_names(required, self.names.optional)
         if self.ids is None:
             value = self.fields.tensors.get("input_ids")
             if value is not None:
@@ -99,7 +101,7 @@ class _Parser:
             width=self.ids.shape[1],
             may_be_empty=not self.limits.encoder_decoder,
         )
-        output_lens = self._output_lens()
+        output_lens = self.fields.integers(self.names.output_len, default=1, within=(1, math.inf))
         options, warnings = read_options(
             self.fields, start_id=self.limits.start_id, end_id=self.limits.end_id
         )
@@ -123,23 +125,6 @@ class _Parser:
             memory_len=session[1],
             warnings=tuple(warnings),
         )
-
-    def _check_names(self) -> None:
-        required = {"input_ids", self.names.input_lengths, self.names.output_len}
-        known = required.union(self.names.optional)
-        if "input_ids" not in self.fields.tensors:
-            self.problems.append("input_ids: required input is missing")
-        self.fields.check_names(known)
-
-    def _output_lens(self) -> list[int]:
-        name = self.names.output_len
-        output_lens = self.fields.required_integers(name)
-        if output_lens is None:
-            return [1] * self.fields.batch
-        for b, output_len in enumerate(output_lens):
-            if output_len < 1:
-                self.problems.append(f"{name}[{b}]={output_len} must be >= 1")
-        return output_lens
 
     def _session(
         self, output_lens: list[int], prompts: list[PromptTable | None]

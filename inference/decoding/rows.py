@@ -112,6 +112,12 @@ class GenerationRequest:
         """K, the same for all rows."""
         return self.rows[0].options.beam_width
 
+    def slot_tokens(self, row: RowRequest) -> int:
+        """Return the most tokens that a slot of a row ever holds: the last is never fed back."""
+        if self.session_len is None:
+            return row.context_len + row.output_len - 1
+        return min(self.session_len, self.memory_len or self.session_len)
+
     @property
     def max_output_len(self) -> int:
         """Rmax, the largest number of tokens any row asks for."""
@@ -157,14 +163,16 @@ class TokenScore:
 
 
 @dataclass(frozen=True)
-class PromptScores:
+class PromptResult:
     """The summed log probability of a prompt's tokens, and the score of each from the second on.
 
-    Either is empty for a row that did not ask for it.
+    `embedding` is the sum of its hidden states, (hidden,) fp32. Each is empty for a row that did
+    not ask for it.
     """
 
     log_prob: float = 0.0
     tokens: tuple[TokenScore, ...] = ()
+    embedding: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +181,8 @@ class RowResult:
 
     `output_log_probs` is empty unless the row asked for log probabilities, and so is `scores`, of
     each generated token, unless it asked for those. `prompt_scores` are of the prompt's tokens from
-    the second on. A finish reason of None marks a hypothesis that still runs.
+    the second on, `context_embedding` is as in `PromptResult`. A finish reason of None marks a
+    hypothesis that still runs.
     """
 
     output_ids: tuple[tuple[int, ...], ...]
@@ -182,3 +191,4 @@ class RowResult:
     finish_reasons: tuple[FinishReason | None, ...]
     scores: tuple[TokenScore, ...] = ()
     prompt_scores: tuple[TokenScore, ...] = ()
+    context_embedding: Array | None = field(default=None, compare=False)

@@ -9,6 +9,7 @@ token at the nucleus boundary keeps only the part of its mass inside the nucleus
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,12 +23,12 @@ from inference.decoding.draws import (
     Marks,
     Penalty,
     RowBias,
-    SeenIds,
     Xorwow,
     join_bias,
+    prompt_ids,
 )
 from inference.decoding.processors import LOWEST, LogitRules, temperature_factor
-from inference.decoding.rows import FinishReason, PromptScores, RowRequest, RowResult, TokenScore
+from inference.decoding.rows import FinishReason, PromptResult, RowRequest, RowResult, TokenScore
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import banned_ids, ends_with
 
@@ -68,19 +69,18 @@ class SamplingRow:
         self._vocab_size = vocab_size
         self._full_log_probs = full_log_probs
         self.include_boundary = include_boundary
-        self._history = list(request.context_ids)
+        self._history = array("q", request.context_ids)
         self._full_len = len(self._history) + request.output_len
         self._log_probs: list[float] = []
         self.scores: list[TokenScore] = []
-        self.prompt = PromptScores()
+        self.prompt = PromptResult()
         self._generator = Xorwow(o.random_seed)
         self.uniform = 1.0
         self.top_p = o.top_p
-        self._seen = self._bias = None
+        self._prompt_ids = np.empty(0, np.int64)
         if o.is_penalised:
-            self._seen = SeenIds(request.context_ids, request.output_len, vocab_size=vocab_size)
-        if o.is_biased:
-            self._bias = RowBias(o, request.output_len)
+            self._prompt_ids = prompt_ids(request.context_ids, vocab_size)
+        self._bias = RowBias(o, request.output_len) if o.is_biased else None
         is_scored = o.return_log_probs or o.num_log_probs
         # Whether a step takes the arg-max of the raw logits, the forbidden id aside.
         self.is_plain = o.is_greedy and not (o.has_marks or is_scored)
@@ -106,7 +106,7 @@ class SamplingRow:
     @property
     def generated_ids(self) -> list[int]:
         """The tokens that the row has."""
-        return self._history[len(self.request.context_ids) :]
+        return self._history[len(self.request.context_ids) :].tolist()
 
     @property
     def is_nucleus(self) -> bool:
@@ -131,8 +131,7 @@ class SamplingRow:
 
     def rules(self) -> list[LogitRules]:
         """Return what to do to the row's logits in this step."""
-        generated = self.generated
-        seen = self._seen.ids(generated) if self._seen and self._penalises(generated) else None
+        seen = self._seen() if self._penalises(self.generated) else None
         bias = self._biases(self._history)
         return [LogitRules(self.options, bias, seen, self.forbidden_id)]
 
@@ -159,11 +158,15 @@ class SamplingRow:
 
     def _penalises(self, produced: int) -> bool:
         # A lone first token has nothing before it: FasterTransformer starts at the second step.
-        return self._seen is not None and self.request.context_len + produced > 1
+        return self.options.is_penalised and self.request.context_len + produced > 1
+
+    def _seen(self) -> Array:
+        answer = self._history[len(self.request.context_ids) :]
+        return np.concatenate([self._prompt_ids, np.array(answer, np.int64)])
 
     def marks(self) -> Marks:
         """Return what a rank must know of single ids before it chooses the row's next token."""
-        seen = self._seen.ids(self.generated) if self._seen else np.empty(0, np.int64)
+        seen = self._seen() if self.options.is_penalised else np.empty(0, np.int64)
         return Marks(seen, *(self._biases(()) or (np.empty(0, np.int64), np.empty(0, np.float32))))
 
     def _biases(self, history: Sequence[int]) -> tuple[Array, Array] | None:
@@ -185,9 +188,8 @@ class SamplingRow:
         """Append a token; return whether the row ends."""
         history, o = self._history, self.options
         history.append(token)
-        for tokens in (self._seen, self._bias):
-            if tokens is not None:
-                tokens.append(token)
+        if self._bias is not None:
+            self._bias.append(token)
         if token == o.end_id:
             self.reason = "end"
         elif o.stop_words and ends_with(history, o.stop_words):
@@ -207,12 +209,13 @@ class SamplingRow:
     def result(self) -> RowResult:
         """Return the row so far."""
         return RowResult(
-            output_ids=(tuple(self._history[len(self.request.context_ids) :]),),
+            output_ids=(tuple(self.generated_ids),),
             cum_log_probs=(self.prompt.log_prob + self.cum_log_prob,),
             output_log_probs=(tuple(self._log_probs),) if self.options.return_log_probs else (),
             finish_reasons=(self.reason,),
             scores=tuple(self.scores),
             prompt_scores=self.prompt.tokens,
+            context_embedding=self.prompt.embedding,
         )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Range = tuple[float, float]  # the least and the largest value
+ANY = -math.inf, math.inf
 
 
 @dataclass
@@ -19,29 +22,31 @@ class TensorFields:
     batch: int
     problems: list[str] = field(default_factory=list)
 
-    def integers(self, name: str, *, default: int, per_row: bool = False) -> list[int]:
+    def integers(
+        self, name: str, *, default: int, per_row: bool = False, within: Range = ANY
+    ) -> list[int]:
         """Return one integer per row; `per_row` forbids a single value for all rows."""
-        return self._values(name, "iu", "an integer type", per_row) or ([default] * self.batch)
+        values = self._values(name, "iu", "an integer type", per_row, within)
+        return values or [default] * self.batch
 
-    def floats(self, name: str, *, default: float, per_row: bool = False) -> list[float]:
+    def floats(
+        self, name: str, *, default: float, per_row: bool = False, within: Range = ANY
+    ) -> list[float]:
         """Return one finite FP32 value per row as a Python float."""
-        values = self._values(name, "fiu", "a floating-point type", per_row)
-        if values is None:
-            return [default] * self.batch
-        for b, value in enumerate(values):
-            if not np.isfinite(value):
-                self.problems.append(f"{name}[{b}]={value} must be finite")
-                values[b] = default
-        return values
+        values = self._values(name, "fiu", "a floating-point type", per_row, within)
+        return values or [default] * self.batch
 
     def flags(self, name: str) -> list[bool]:
         """Return one boolean per row, False where the tensor is absent."""
-        values = self._values(name, "b", "BOOL", False)
+        values = self._values(name, "b", "BOOL")
         return values or [False] * self.batch
 
-    def check_names(self, known: Collection[str]) -> None:
-        """Note inputs that the model does not know."""
-        for name in sorted(set(self.tensors) - set(known)):
+    def check_names(self, required: Sequence[str], optional: Collection[str]) -> None:
+        """Note required inputs that are missing, and inputs that the model does not know."""
+        missing = [name for name in required if name not in self.tensors]
+        self.problems += [f"{name}: required input is missing" for name in missing]
+        known = {*required, *optional}
+        for name in sorted(set(self.tensors) - known):
             self.problems.append(f"{name}: unknown input; this model takes {sorted(known)}")
 
     def lengths(self, name: str, *, width: int, may_be_empty: bool = False) -> list[int]:
@@ -50,14 +55,7 @@ class TensorFields:
         `may_be_empty` allows rows without tokens where there are no columns.
         """
         least = 0 if may_be_empty and width == 0 else 1
-        lengths = self.required_integers(name)
-        if lengths is None:
-            return [0] * self.batch
-        self.problems += [
-            f"{name}[{b}]={length} must be in [{least}, {width}]"
-            for b, length in enumerate(lengths)
-            if not least <= length <= width
-        ]
+        lengths = self.integers(name, default=0, within=(least, width))
         return [min(max(length, 0), width) for length in lengths]
 
     def ia3_tasks(self, count: int) -> list[int | None]:
@@ -68,20 +66,11 @@ class TensorFields:
         if count == 0:
             self.problems.append(f"{name}: this model has no IA3 adapters; omit the tensor")
             return [None] * self.batch
-        tasks = self.integers(name, default=0)
-        for b, task in enumerate(tasks):
-            if not 0 <= task < count:
-                self.problems.append(f"{name}[{b}]={task} must be in [0, {count})")
-        return [*tasks]
+        return [*self.integers(name, default=0, within=(0, count - 1))]
 
-    def required_integers(self, name: str) -> list[int] | None:
-        """Return one integer per row, or None (and a problem) where the tensor is missing."""
-        if name not in self.tensors:
-            self.problems.append(f"{name}: required input is missing")
-            return None
-        return self._values(name, "iu", "an integer type", False)
-
-    def _values(self, name: str, kinds: str, expected: str, per_row: bool) -> list[Any] | None:
+    def _values(
+        self, name: str, kinds: str, expected: str, per_row: bool = False, within: Range = ANY
+    ) -> list[Any] | None:
         value = self.tensors.get(name)
         if value is None:
             return None
@@ -97,6 +86,13 @@ class TensorFields:
         values: list[Any] = value.reshape(-1).tolist()
         if kinds == "fiu":
             values = [float(np.float32(v)) for v in values]
+        low, high = within
+        wanted = f">= {low}" if high == math.inf else f"in [{low}, {high}]"
+        for b, each in enumerate(values):
+            if not (low <= each <= high and math.isfinite(each)):
+                shown = f"{each:g}" if isinstance(each, float) else each
+                expected = wanted if math.isfinite(each) else "finite"
+                self.problems.append(f"{name}[{b}]={shown} must be {expected}")
         return values * self.batch if len(values) != self.batch else values
 
     def _is_per_row(self, value: Array, *, allow_one: bool) -> bool:

@@ -10,7 +10,8 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any, Generic, TypeVar
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0  # between pings of idle ranks
 _WATCH_S = 0.1
 _LOOK_S = 1.0  # a connection breaks a moment before the process at its other end has ended
-_RESTART_PAUSE_S = 1.0
 _STOPPED = "the engine was stopped"
 
 
@@ -67,6 +67,7 @@ class EngineBase(ABC, Generic[RequestT]):
     Attributes:
         steps: How many every rank has finished.
         queued_rows: Rows of all requests that have not begun.
+        after_step: Called when the results of a step have been reported.
     """
 
     architecture: Architecture
@@ -89,15 +90,10 @@ class EngineBase(ABC, Generic[RequestT]):
                 nodes; None starts the other ranks on this node.
 
         Raises:
-            ValueError: Sizes, types or budgets do not fit the model or the machine, the engine does
-                not serve such a model, or `restart_failed_ranks` is set for ranks of a launcher.
+            ValueError: Sizes, types or budgets do not fit the model or the machine, or the engine
+                does not serve such a model.
         """
         self.options = options = options or EngineOptions()
-        if rendezvous is not None and options.restart_failed_ranks:
-            raise ValueError(
-                "restart_failed_ranks=True: only a launcher can start its processes again; set it "
-                "to False and have the launcher restart the whole run"
-            )
         self._rendezvous = rendezvous
         self.family, self.config = read_config(Path(ft_dir))
         self.architecture = self._served_architecture()
@@ -122,6 +118,7 @@ class EngineBase(ABC, Generic[RequestT]):
         self._inbox: deque[RequestT] = deque()
         self.steps = 0
         self.queued_rows = 0
+        self.after_step: Callable[[], None] = lambda: None
         self._arrivals = 0
         self._stopping = False
         self._failure: str | None = "the engine is not started"
@@ -150,7 +147,7 @@ class EngineBase(ABC, Generic[RequestT]):
 
     @abstractmethod
     def _make_scheduler(self) -> StepScheduler[RequestT]:
-        """Return the scheduler of one life of the ranks."""
+        """Return the scheduler of the requests."""
 
     def __enter__(self: EngineT) -> EngineT:
         self.start()
@@ -195,7 +192,9 @@ class EngineBase(ABC, Generic[RequestT]):
 
     def load(self) -> EngineLoad:
         """Return how much waits and runs; may be called from any thread."""
-        return EngineLoad(waiting=self.queued_rows)
+        scheduler = self.scheduler
+        load = EngineLoad() if scheduler is None else scheduler.load()
+        return replace(load, waiting=self.queued_rows)
 
     def _queue(self, request: RequestT) -> None:
         """Queue a request.
@@ -226,22 +225,16 @@ class EngineBase(ABC, Generic[RequestT]):
             self._wake.notify_all()
 
     def _run(self) -> None:
-        """Start the ranks and serve until stopped; after a failure restart if configured."""
-        while True:
-            if self._settings.device == "cuda":
-                with _gpu_lock:
-                    _gpu_engines.add(self)
-            self._run_ranks()
-            # Nothing refers to the ranks any more; new ones, or others, need their memory.
-            give_back_memory()
-            if self._settings.device == "cuda":
-                self._leave_gpu()
-            started = self._ready.is_set()
-            self._ready.set()
-            if self._stopping or not started or not self.options.restart_failed_ranks:
-                return
-            logger.warning("starting the ranks again after: %s", self._failure)
-            sleep(_RESTART_PAUSE_S)
+        """Start the ranks and serve until stopped, or until they fail."""
+        if self._settings.device == "cuda":
+            with _gpu_lock:
+                _gpu_engines.add(self)
+        self._run_ranks()
+        # Nothing refers to the ranks any more; those of other engines need their memory.
+        give_back_memory()
+        if self._settings.device == "cuda":
+            self._leave_gpu()
+        self._ready.set()
 
     def _leave_gpu(self) -> None:
         with _gpu_lock:
@@ -330,6 +323,7 @@ class EngineBase(ABC, Generic[RequestT]):
             self._last_finished = perf_counter()
             seconds = self._last_finished - began
             scheduler.finish(launched.step, launched.result, seconds=seconds)
+            self.after_step()
         except Exception as error:  # whatever it was is the answer to the step's requests
             self._give_up(scheduler, launched.step, error)
 

@@ -1,4 +1,4 @@
-"""Free and occupied slots and blocks of the cache.
+"""Free and occupied blocks of the cache.
 
 A slot is a running sequence's place in steps. Its blocks hold its tokens; it takes them as it
 grows, from those that were reserved for it if it may not be preempted.
@@ -7,7 +7,6 @@ grows, from those that were reserved for it if it may not be preempted.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict
@@ -16,32 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from inference.decoding.rows import GenerationRequest, RowRequest
 from inference.model.kv_cache import Move, TableEntry
-
-
-class SlotPool:
-    """The free slots. The lowest are taken first, which keeps busy slots side by side."""
-
-    def __init__(self, slots: int) -> None:
-        self.total = slots
-        self._free = list(range(slots))
-
-    @property
-    def free(self) -> int:
-        """Number of free slots."""
-        return len(self._free)
-
-    def take(self, count: int) -> list[int] | None:
-        """Return `count` free slots in ascending order, or None if there are fewer."""
-        if count > len(self._free):
-            return None
-        return [heapq.heappop(self._free) for _ in range(count)]
-
-    def give_back(self, slots: Sequence[int]) -> None:
-        """Free slots that `take` returned."""
-        for slot in slots:
-            assert slot not in self._free, f"slot {slot} is free already"
-            heapq.heappush(self._free, slot)
 
 
 @dataclass(eq=False)
@@ -176,7 +151,8 @@ class BlockPool:
         for slot, held in before.items():
             blocks = before[sources[slot]] if slot in sources else []
             blocks = blocks[: self.count(start if slot in copies else tokens)]
-            common = _common(held, blocks)
+            pairs = zip(held, blocks, strict=False)
+            common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             self._held[slot], left[slot] = held[:common], held[common:]
             for block in blocks[common:]:
                 self._take(slot, block)
@@ -267,10 +243,15 @@ def prefix_hashes(tokens: Sequence[int], block_tokens: int, shift: int = 0) -> l
     return hashes
 
 
-def most_blocks(beams: int, *, shared_tokens: int, tokens: int, block_tokens: int) -> int:
-    """Return the most blocks that beams of `tokens` tokens, the first of them shared, ever hold."""
-    shared = shared_tokens // block_tokens
-    return shared + beams * (-(-tokens // block_tokens) - shared)
+def most_blocks(request: GenerationRequest, row: RowRequest, block_tokens: int) -> int:
+    """Return the most blocks that all slots of a row ever hold, those of its encoder included.
+
+    Beams share the full blocks of their prompt, unless their session forgets its first tokens.
+    """
+    shared = 0 if request.memory_len else row.context_len // block_tokens
+    own = -(-request.slot_tokens(row) // block_tokens) - shared
+    encoded = len(row.input_ids) if request.encoder_decoder else 0
+    return -(-encoded // block_tokens) + shared + request.beam_width * own
 
 
 def _copies(sources: dict[int, int]) -> dict[int, int]:
@@ -279,10 +260,3 @@ def _copies(sources: dict[int, int]) -> dict[int, int]:
     # A slot that continues itself does so, since a `Move` to itself is not a copy.
     successors |= {slot: slot for slot, source in sources.items() if slot == source}
     return {slot: source for slot, source in sources.items() if successors[source] != slot}
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the beginning that two sequences have in common."""
-    pairs = enumerate(zip(first, second, strict=False))
-    shorter = min(len(first), len(second))
-    return next((place for place, (a, b) in pairs if a != b), shorter)

@@ -18,7 +18,7 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import item_size
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from inference.control_groups import memory_room
-from inference.decoding.request import GenerationRequest, ModelLimits, RowRequest
+from inference.decoding.request import GenerationRequest, ModelLimits
 from inference.engine.blocks import most_blocks
 from inference.engine.options import EngineOptions
 from inference.model.token_feed import marks_bytes
@@ -66,31 +66,11 @@ class Capacity:
         """Return whether all rows of a request can run side by side to their ends."""
         if request.beam_width * len(request.rows) > self.slots:
             return False
-        if not self.blocks:
-            return True
-        return sum(self._row_blocks(row) for row in request.rows) <= self.blocks
+        return not self.blocks or self.blocks_of(request) <= self.blocks
 
-    def _row_blocks(self, row: RowRequest) -> int:
-        """Return the most blocks that the sequences of a row hold together."""
-        encoded = len(row.input_ids) if self.parts == 2 else 0
-        return -(-encoded // self.block_tokens) + most_blocks(
-            row.options.beam_width,
-            shared_tokens=row.context_len,
-            tokens=row.context_len + row.output_len - 1,
-            block_tokens=self.block_tokens,
-        )
-
-    def session_blocks(self, request: GenerationRequest, session_len: int) -> int:
-        """Return the blocks that a session reserves when its first request begins."""
-        return sum(
-            most_blocks(
-                request.beam_width,
-                shared_tokens=0 if request.memory_len else row.context_len,
-                tokens=min(session_len, request.memory_len or session_len),
-                block_tokens=self.block_tokens,
-            )
-            for row in request.rows
-        )
+    def blocks_of(self, request: GenerationRequest) -> int:
+        """Return the most blocks that all rows of a request hold together."""
+        return sum(most_blocks(request, row, self.block_tokens) for row in request.rows)
 
     def problems_of(self, request: GenerationRequest) -> list[str]:
         """Return the reasons why a request can never run."""
@@ -102,7 +82,7 @@ class Capacity:
             )
         if self.blocks and request.beam_width > 1:
             for b, row in enumerate(request.rows):
-                need = self._row_blocks(row)
+                need = most_blocks(request, row, self.block_tokens)
                 if need > self.blocks:
                     problems.append(
                         f"beam_width={request.beam_width}: the beams of row {b} need room for "

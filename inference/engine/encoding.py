@@ -77,23 +77,38 @@ def parse_encoding(
     return _parse_ids(tensors, architecture)
 
 
+def _read(
+    tensors: Mapping[str, Array],
+    required: Sequence[str],
+    optional: Sequence[str] = (),
+    *,
+    kinds: str,
+    expected: str,
+    hidden: tuple[int, ...] = (),
+) -> tuple[Array, TensorFields]:
+    """Return the first of the required tensors, (B, S, *hidden), and the fields of all."""
+    value = tensors.get(required[0])
+    fields = TensorFields(tensors, 1 if value is None or not value.ndim else len(value))
+    fields.check_names(required, optional)
+    if value is None:
+        raise RequestError(fields.problems)
+    is_batch = value.ndim == 2 + len(hidden) and len(value) and value.shape[2:] == hidden
+    if not is_batch or value.dtype.kind not in kinds:
+        got = f"{value.dtype} {list(value.shape)}"
+        raise RequestError([f"{required[0]}: expected {expected}, got {got}"])
+    return value, fields
+
+
 def _parse_states(tensors: Mapping[str, Array], hidden: int) -> EncodingRequest:
-    states = tensors.get("input_hidden_state")
-    known = {"input_hidden_state", "sequence_lengths"}
-    if states is None:
-        raise RequestError(["input_hidden_state: required input is missing"])
-    is_batch = states.ndim == 3 and len(states) and states.shape[2] == hidden
-    if not is_batch or states.dtype.kind != "f":
-        raise RequestError(
-            [
-                f"input_hidden_state: expected floating-point values of shape [B,S,"
-                f"{hidden}], got {states.dtype} {list(states.shape)}"
-            ]
-        )
+    states, fields = _read(
+        tensors,
+        ("input_hidden_state", "sequence_lengths"),
+        kinds="f",
+        expected=f"floating-point values of shape [B,S,{hidden}]",
+        hidden=(hidden,),
+    )
     with np.errstate(over="ignore"):  # what fp32 cannot hold is not finite, and refused below
         states = states.astype(np.float32, copy=False)
-    fields = TensorFields(tensors, len(states))
-    fields.check_names(known)
     lengths = fields.lengths("sequence_lengths", width=states.shape[1])
     if not fields.problems:
         fields.problems += [
@@ -110,16 +125,13 @@ def _parse_states(tensors: Mapping[str, Array], hidden: int) -> EncodingRequest:
 def _parse_ids(
     tensors: Mapping[str, Array], architecture: EncoderDecoderArchitecture
 ) -> EncodingRequest:
-    ids = tensors.get("input_ids")
-    known = {"input_ids", "sequence_length", "is_return_attentions", "ia3_tasks"}
-    if ids is None:
-        raise RequestError(["input_ids: required input is missing"])
-    if ids.ndim != 2 or ids.dtype.kind not in "iu" or not len(ids):
-        raise RequestError(
-            [f"input_ids: expected integers of shape [B,S], got {ids.dtype} {list(ids.shape)}"]
-        )
-    fields = TensorFields(tensors, len(ids))
-    fields.check_names(known)
+    ids, fields = _read(
+        tensors,
+        ("input_ids", "sequence_length"),
+        ("is_return_attentions", "ia3_tasks"),
+        kinds="iu",
+        expected="integers of shape [B,S]",
+    )
     lengths = fields.lengths("sequence_length", width=ids.shape[1])
     tasks = fields.ia3_tasks(architecture.ia3_num_tasks)
     # Attentions are returned for the whole batch if any row asks.

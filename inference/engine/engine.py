@@ -6,19 +6,15 @@ ends or hangs fails the requests in flight, and later ones, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, cast
-
-import torch
+from typing import Any
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from export_scripts.families.layout.config import FTConfig
 from inference.decoding.generate import BatchDecoder
-from inference.decoding.options import RowOptions
-from inference.decoding.request import GenerationRequest, ModelLimits, RequestError, RowRequest
+from inference.decoding.request import GenerationRequest, ModelLimits, RequestError
 from inference.decoding.rows import PREFIX_PROMPT, SessionTurn
 from inference.engine.base import EngineBase
 from inference.engine.blocks import BlockPool
@@ -30,13 +26,11 @@ from inference.engine.capacity import (
     plan_capacity,
 )
 from inference.engine.errors import EngineBusyError, EngineFailedError
-from inference.engine.load import EngineLoad
 from inference.engine.options import EngineOptions
 from inference.engine.running import (
     GenerationResult,
     GenerationStep,
     OnStep,
-    PromptOutputs,
     RunningRequest,
     make_row,
 )
@@ -89,17 +83,6 @@ class Engine(EngineBase[RunningRequest]):
     def describe(self) -> str:
         """Return a description of the engine's capacity."""
         return self.capacity.describe()
-
-    def load(self) -> EngineLoad:
-        """Return how much waits and runs; may be called from any thread."""
-        scheduler = self._scheduler
-        if scheduler is None:
-            return super().load()
-        return replace(scheduler.load(), waiting=self.queued_rows)
-
-    @property
-    def _scheduler(self) -> Scheduler | None:
-        return cast("Scheduler | None", self.scheduler)
 
     def submit(
         self,
@@ -161,40 +144,13 @@ class Engine(EngineBase[RunningRequest]):
         """Return the result of a request, waiting for it; arguments as of `submit`."""
         return self.submit(request, turn=turn).result()
 
-    def logits(self, input_ids: Sequence[int]) -> torch.Tensor:
-        """Return the logits after every token of a prompt, (tokens, vocabulary) fp32.
-
-        Raises:
-            RequestError: The prompt is empty or does not fit, or the model has an encoder.
-            EngineBusyError: The queue is full.
-            EngineFailedError: The engine cannot answer.
-        """
-        if self.limits.encoder_decoder:
-            raise RequestError(["input_ids: the encoder's tokens have no logits"])
-        ids = tuple(input_ids)
-        if not ids or any(not 0 <= token < self.limits.vocab_size for token in ids):
-            raise RequestError([f"input_ids: expected ids in [0, {self.limits.vocab_size})"])
-        row = RowRequest(ids, 1, RowOptions(end_id=self.limits.end_id), context_ids=ids)
-        request = GenerationRequest((row,), padded_len=len(ids))
-        problems = self.capacity.problems_of(request)
-        if problems:
-            raise RequestError(problems)
-        future: Future[torch.Tensor] = Future()
-        running = self._running(request, future)
-        running.waiting[0].prompt_outputs = PromptOutputs(row.options, keeps_logits=True)
-        self._queue(running)
-        return future.result()[:, : self.limits.vocab_size]
-
     def _running(self, request: GenerationRequest, future: Future[Any]) -> RunningRequest:
         running = RunningRequest(request, future)
         running.waiting = [
             make_row(
-                running,
-                index,
-                row,
+                *(running, index, row),
                 vocab_size=self.architecture.vocab_size,
                 table_rows=self._table_rows,
-                encoder_decoder=self.limits.encoder_decoder,
             )
             for index, row in enumerate(request.rows)
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from inference.ranks.settings import RANK_TIMEOUT_S
@@ -12,27 +12,16 @@ from inference.ranks.settings import RANK_TIMEOUT_S
 class EngineOptions:
     """Budgets and bounds of an engine.
 
+    `export_scripts.triton.parameters` says what the parameters of the same names mean and checks
+    them. None stands for what is said there for a missing one.
+
     Attributes:
-        max_lanes: Most sequences that run at once; a beam search takes one per beam. None for 64
-            on CPU and 512 on CUDA.
-        max_seq_len: Most tokens of one sequence, prompt and answer; None for what the model was
-            trained for, at most 4096.
-        kv_cache_bytes: Memory for keys and values on each rank; None for a share of what is free.
+        max_lanes: A beam search takes one sequence per beam.
+        kv_cache_bytes: None for a share of what is free.
         sharing_engines: Engines that divide what is free on the same devices, this one included.
-        kv_block_tokens: Tokens of a block of the cache, 0 for blocks of whole sequences; None for
-            these on CPU, where attention reads them fastest, and 64 on CUDA.
-        share_prefixes: Whether equal beginnings of prompts are computed once, where the cache has
-            blocks of a few tokens.
-        max_queued_rows: Rows that may wait for slots before requests are refused.
+        kv_block_tokens: On CPU attention reads blocks of whole sequences fastest.
+        share_prefixes: Equal beginnings of prompts are shared where blocks hold a few tokens.
         session_idle_s: How long an interactive session may pause before its memory is freed.
-        max_stall_s: How much longer a step may take because of other requests' prompts.
-        threads: CPU threads of each rank; None divides the cores among the ranks.
-        shared_memory: Whether the CPU ranks of a node communicate through shared memory, else gloo.
-        rank_timeout_s: How long a rank may take to answer before it counts as hung.
-        start_timeout_s: How long the other ranks may take to load.
-        restart_failed_ranks: Whether ranks are started again after a failure.
-        output_log_probs_mode: See `BatchDecoder`.
-        nucleus_include_boundary: See `BatchDecoder`.
     """
 
     max_lanes: int | None = None
@@ -48,17 +37,5 @@ class EngineOptions:
     shared_memory: bool = True
     rank_timeout_s: float = RANK_TIMEOUT_S
     start_timeout_s: float = 1800.0
-    restart_failed_ranks: bool = False
     output_log_probs_mode: Literal["renormalized", "full"] = "renormalized"
     nucleus_include_boundary: bool = False
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{field.name}={value} must be greater than 0"
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), int | float)
-            and not isinstance(value, bool)
-            and (value < 0 if field.name == "kv_block_tokens" else value <= 0)
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from inference.engine.load import EngineLoad
 from inference.ranks.base import StepResult
 from inference.ranks.plan import StepPlan
 
@@ -78,6 +79,10 @@ class StepScheduler(ABC, Generic[RequestT]):
     def waiting_rows(self) -> int:
         """Rows that have not begun."""
         return sum(request.waiting_rows for request in self._requests)
+
+    def load(self) -> EngineLoad:
+        """Return how much runs; may be called from any thread."""
+        return EngineLoad()
 
     def add(self, request: RequestT) -> None:
         """Add a request, or fail it with the reason."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 
 from export_scripts.families.layout.architecture import Rotary
-from inference.engine.blocks import BlockPool, SlotPool, most_blocks, prefix_hashes
+from inference.engine.blocks import BlockPool, most_blocks, prefix_hashes
 from inference.engine.planned_step import RowWork
 from inference.engine.running import RunningRequest, RunningRow
 from inference.model.kv_cache import WIPE, Move, encoder_slot
@@ -19,7 +20,8 @@ class RowCache:
     """Gives slots and blocks to rows; belongs to the scheduler.
 
     Attributes:
-        slots, blocks: Of the cache.
+        slots: How many there are.
+        blocks: Of the cache.
         moves: What the next step copies and wipes first.
         shared_tokens: Of all prompts, how many others had computed.
     """
@@ -27,10 +29,17 @@ class RowCache:
     def __init__(
         self, slots: int, blocks: BlockPool, *, shares_prefixes: bool, rotary: Rotary | None
     ) -> None:
-        self.slots, self.blocks = SlotPool(slots), blocks
+        self.slots, self.blocks = slots, blocks
+        # The lowest are taken first, which keeps busy slots side by side.
+        self._free_slots = list(range(slots))
         self.moves: list[Move] = []
         self.shared_tokens = 0
         self._shares_prefixes, self._rotary = shares_prefixes, rotary
+
+    @property
+    def free_slots(self) -> int:
+        """Number of slots that no row holds."""
+        return len(self._free_slots)
 
     def could_hold(
         self,
@@ -41,25 +50,18 @@ class RowCache:
         held_blocks: int,
     ) -> bool:
         """Return whether rows of a request fit next to what sessions hold."""
-        if request.request.beam_width * len(rows) > self.slots.total - held_slots:
+        if request.request.beam_width * len(rows) > self.slots - held_slots:
             return False
         total = self.blocks.total
         return total is None or self._most_blocks(request, rows) <= total - held_blocks
 
     def _most_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> int:
         """Return the most blocks that rows need at once; preemptible ones may run one by one."""
-        each = [self._row_blocks(row) for row in rows]
+        each = list(map(self._row_blocks, rows))
         return sum(each) if request.stays or request.joins_whole else max(each)
 
     def _row_blocks(self, row: RunningRow) -> int:
-        """Return the most blocks that all slots of a row ever hold."""
-        session = row.owner.session
-        return most_blocks(
-            row.owner.request.beam_width,
-            shared_tokens=row.prompt_len if self.forks(row) else 0,
-            tokens=row.most_tokens if session is None else session.slot_tokens,
-            block_tokens=self.blocks.block_tokens,
-        ) + self.blocks.count(row.encoder_len)
+        return most_blocks(row.owner.request, row.request, self.blocks.block_tokens)
 
     def forks(self, row: RunningRow) -> bool:
         """Return whether a row's beams share blocks; those of a session that forgets do not."""
@@ -101,11 +103,10 @@ class RowCache:
         beams = request.request.beam_width
         if not self._are_free(request, rows, requests):
             return False
-        slots = self.slots.take(beams * len(rows))
-        if slots is None:
+        if beams * len(rows) > self.free_slots:
             return False
-        for nth, row in enumerate(rows):
-            row.slots = slots[nth * beams : (nth + 1) * beams]
+        for row in rows:
+            row.slots = [heapq.heappop(self._free_slots) for _ in range(beams)]
             self._take_blocks(row)
         return True
 
@@ -116,7 +117,7 @@ class RowCache:
             return
         if row.prefix_hashes:
             self._share_prefix(row)
-        encoder = encoder_slot(row.slots, self.slots.total)
+        encoder = encoder_slot(row.slots, self.slots)
         if not row.owner.stays:
             blocks.extend(encoder, row.encoder_len)
             row.room = blocks.extend(row.slots[0], row.prompt_len)
@@ -131,7 +132,7 @@ class RowCache:
             blocks.extend(row.slots[0], row.prompt_len)
             return
         for slot in row.slots:
-            blocks.extend(slot, session.slot_tokens)
+            blocks.extend(slot, row.owner.request.slot_tokens(row.request))
 
     def _shared_blocks(self, row: RunningRow) -> int:
         """Return the number of blocks of a waiting row's prompt that other rows hold now."""
@@ -178,7 +179,7 @@ class RowCache:
         if session is not None:
             tokens = session.session_len
         elif row.owner.stays:
-            tokens = row.most_tokens
+            tokens = row.owner.request.slot_tokens(row.request)
         return position_shift(self._rotary, tokens)
 
     def move(self, row: RunningRow, sources: dict[int, int]) -> None:
@@ -214,7 +215,7 @@ class RowCache:
         if wipe:
             # Blocks that others share are theirs to wipe, if their answers are not finite either.
             ends = dict.fromkeys(row.slots, row.held)
-            ends[encoder_slot(row.slots, self.slots.total)] = row.encoder_len
+            ends[encoder_slot(row.slots, self.slots)] = row.encoder_len
             self.moves += [
                 (WIPE, slot, first, int(min(stop, ends[slot])))
                 for slot, first, stop in own
@@ -224,9 +225,11 @@ class RowCache:
 
     def free(self, slots: Sequence[int], *, forget: bool = False) -> list[tuple[int, int, float]]:
         """Free slots; return what `BlockPool.release` does."""
-        self.slots.give_back(slots)
+        for slot in slots:
+            assert slot not in self._free_slots, f"slot {slot} is free already"
+            heapq.heappush(self._free_slots, slot)
         self.moves = [move for move in self.moves if move[1] not in slots or move[0] == WIPE]
-        every = [*slots, encoder_slot(slots, self.slots.total)]
+        every = [*slots, encoder_slot(slots, self.slots)]
         return self.blocks.release(every, forget=forget)
 
     def take_moves(self) -> list[Move]:

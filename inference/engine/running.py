@@ -14,13 +14,13 @@ import torch
 
 from inference.decoding.generate import DecodedRow
 from inference.decoding.options import RowOptions
-from inference.decoding.processors import context_log_prob, token_scores
+from inference.decoding.processors import token_scores
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.decoding.rows import (
     P_TUNING,
     PREFIX_PROMPT,
     SOFT_PROMPT,
-    PromptScores,
+    PromptResult,
     PromptTable,
     RowResult,
     SessionTurn,
@@ -37,22 +37,18 @@ from inference.model.token_feed import NEWEST
 class GenerationStep:
     """The results of a request so far, per row; None before its first token.
 
-    `context_embeddings` is per row (hidden,) fp32 for rows that asked for them. In a session the
-    prompts of `request` are the whole conversation.
+    In a session the prompts of `request` are the whole conversation.
     """
 
     request: GenerationRequest
     rows: tuple[RowResult | None, ...]
-    context_embeddings: tuple[Array | None, ...]
 
 
 @dataclass(frozen=True)
-class GenerationResult:
-    """The finished request, per row; the rest as in `GenerationStep`."""
+class GenerationResult(GenerationStep):
+    """The finished request."""
 
-    request: GenerationRequest
     rows: tuple[RowResult, ...]
-    context_embeddings: tuple[Array | None, ...]
     times: RequestTimes | None = None
 
 
@@ -64,10 +60,7 @@ class Session:
     """One conversation. `rows` holds those that are not running, each as its next turn finds it."""
 
     turn: SessionTurn  # the newest
-    session_len: int
-    memory_len: int | None  # most tokens that the cache keeps of it, None for all
-    row_count: int
-    beam_width: int
+    start: GenerationRequest  # whose sizes hold for all turns
     rows: dict[int, RunningRow] = field(default_factory=dict)
     is_busy: bool = True
     holds_slots: bool = False
@@ -75,14 +68,15 @@ class Session:
     used_s: float = 0.0  # when its last turn ended
 
     @property
-    def slot_count(self) -> int:
-        """Slots that it holds to its end."""
-        return self.row_count * self.beam_width
+    def session_len(self) -> int:
+        """Most tokens of the whole conversation."""
+        assert self.start.session_len is not None, "checked when it was submitted"
+        return self.start.session_len
 
     @property
-    def slot_tokens(self) -> int:
-        """Most tokens that one of its slots ever holds."""
-        return min(self.session_len, self.memory_len or self.session_len)
+    def slot_count(self) -> int:
+        """Slots that it holds to its end."""
+        return len(self.start.rows) * self.start.beam_width
 
 
 class PromptOutputs:
@@ -92,47 +86,35 @@ class PromptOutputs:
     its prompt again: earlier, `restart` drops what was gathered; later, nothing is gathered twice.
 
     Attributes:
-        keeps_logits: Whether the logits themselves are the request's answer.
         wants_logits: Whether the logits of every prompt token are needed.
         wants_pooled: Whether the sum of the prompt's hidden states is needed.
-        pooled: That sum (E,) fp32 of the last ones; None if it was not asked for.
         is_final: Whether the whole prompt has been computed.
     """
 
-    def __init__(self, options: RowOptions, *, keeps_logits: bool = False) -> None:
+    def __init__(self, options: RowOptions) -> None:
         """Gather what `options` ask for."""
-        self._is_scored = options.return_log_probs and options.return_context_cum_log_probs
+        self._is_summed = options.return_log_probs and options.return_context_cum_log_probs
         self._top = options.num_prompt_log_probs
-        self.keeps_logits = keeps_logits
-        self.wants_logits = keeps_logits or self._is_scored or self._top > 0
+        self.wants_logits = self._is_summed or self._top > 0
         self.wants_pooled = options.return_context_embeddings
         self.is_final = False
         self.restart()
 
     def restart(self) -> None:
         """Drop what was gathered, unless it is final: the row computes its prompt again."""
-        if self.is_final:
-            return
-        self._log_prob = 0.0
-        self._scores: list[TokenScore] = []
-        self._logits: list[torch.Tensor] = []
-        self.pooled: torch.Tensor | None = None
+        if not self.is_final:
+            self._scores: list[TokenScore] = []
+            self._pooled: torch.Tensor | None = None
 
     def add_logits(self, logits: torch.Tensor, next_ids: Sequence[int], *, vocab_size: int) -> None:
         """Take the next chunk's logits (n, V) and the prompt tokens that follow each place."""
-        if self.keeps_logits:
-            self._logits.append(logits)
         logits = logits[: len(next_ids)]  # no token of the prompt follows its last place
-        if not next_ids:
-            return
-        if self._is_scored:
-            self._log_prob += context_log_prob(logits, next_ids, vocab_size=vocab_size)
-        if self._top:
+        if next_ids:
             self._scores += token_scores(logits, next_ids, top=self._top, vocab_size=vocab_size)
 
     def add_pooled(self, pooled: torch.Tensor) -> None:
         """Take the sum (E,) of the next chunk's hidden states."""
-        self.pooled = pooled if self.pooled is None else self.pooled + pooled
+        self._pooled = pooled if self._pooled is None else self._pooled + pooled
 
     def commit(self) -> None:
         """Make the outputs final: the whole prompt has been computed."""
@@ -140,14 +122,11 @@ class PromptOutputs:
         self.wants_logits = self.wants_pooled = False
 
     @property
-    def scores(self) -> PromptScores:
-        """The scores of the prompt's tokens, from the second token on."""
-        return PromptScores(self._log_prob, tuple(self._scores))
-
-    @property
-    def logits(self) -> torch.Tensor | None:
-        """All logits (tokens, V) once they are complete; None if they were not asked for."""
-        return torch.cat(self._logits) if self.keeps_logits and self.is_final else None
+    def result(self) -> PromptResult:
+        """The outputs that were gathered so far."""
+        total = math.fsum(score.log_prob for score in self._scores) if self._is_summed else 0.0
+        pooled = None if self._pooled is None else self._pooled.cpu().numpy()
+        return PromptResult(total, tuple(self._scores) if self._top else (), pooled)
 
 
 @dataclass(eq=False)
@@ -236,12 +215,6 @@ class RunningRow:
         return prompt.length if prompt is not None and self.prefix_task is not None else 0
 
     @property
-    def most_tokens(self) -> int:
-        """Most tokens that one of its slots ever holds: the last one is never fed back."""
-        tokens = self.prompt_tokens + self.request.output_len - 1
-        return tokens if self.memory_len is None else min(tokens, self.memory_len)
-
-    @property
     def has_tokens(self) -> bool:
         """Return whether any token of its answer is known."""
         return self.decoded is not None and self.decoded.generated > 0
@@ -282,7 +255,6 @@ class RunningRequest(QueuedRequest):
 
     def __post_init__(self) -> None:
         self.results: list[RowResult | None] = [None] * len(self.request.rows)
-        self.pooled: list[Array | None] = [None] * len(self.request.rows)
 
     @property
     def stays(self) -> bool:
@@ -302,7 +274,6 @@ def make_row(
     *,
     vocab_size: int,
     table_rows: dict[int, int],
-    encoder_decoder: bool = False,
 ) -> RunningRow:
     """Return the running row of a request's row, with its input to the first stage.
 
@@ -321,7 +292,7 @@ def make_row(
             row.prompt = [_virtual(i, prompt, vocab_size, table_rows) for i in ids]
         row.has_table = any(i >= vocab_size for i in row.prompt)
         row.embeddings = prompt.embedding
-    if encoder_decoder:
+    if owner.request.encoder_decoder:
         row.encoder_ids, row.is_encoded = row.prompt, False
         row.prompt = list(request.context_ids)
     row.prompt_tokens = len(row.prompt)

@@ -9,25 +9,28 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from export_scripts.families.layout.architecture import Rotary
-from inference.decoding.generate import BatchDecoder
-from inference.decoding.request import RequestError
+from inference.decoding.generate import BatchDecoder, take_chosen
+from inference.decoding.rows import RequestError, RowStep
+from inference.decoding.sampling import SamplingRow
+from inference.decoding.tensor_fields import Array
 from inference.engine.blocks import BlockPool
-from inference.engine.errors import EngineBusyError
+from inference.engine.errors import EngineBusyError, RowError
 from inference.engine.load import EngineLoad
-from inference.engine.planned_step import GeneratingStep, lay_out
+from inference.engine.planned_step import GeneratingStep, RowWork, lay_out
 from inference.engine.queued_request import StepScheduler
 from inference.engine.row_cache import RowCache
 from inference.engine.running import GenerationResult, GenerationStep, RunningRequest, RunningRow
 from inference.engine.sessions import Sessions
 from inference.engine.step_budget import ChunkSize, EncoderProgress, decoding_work, prompt_work
-from inference.engine.step_results import StepResults
 from inference.model.kv_cache import prefix_source
 from inference.model.rotary import position_shift
 from inference.model.token_feed import NEWEST
@@ -73,20 +76,19 @@ class Scheduler(StepScheduler[RunningRequest]):
         self._cancelled: deque[RunningRequest] = deque()  # by any thread
         self._encoder = EncoderProgress(encoder_layers)
         self._sessions = Sessions(idle_s=session_idle_s, free=self._cache.free)
-        self._results = StepResults(decoder, self._cache, self._sessions)
-        self._begun_tokens = 0
+        self._begun_tokens = self._generated_tokens = 0
 
     def load(self) -> EngineLoad:
         """Return how much runs; may be called from any thread."""
-        slots, blocks = self._cache.slots, self._cache.blocks
+        cache, blocks = self._cache, self._cache.blocks
         return EngineLoad(
-            running=slots.total - slots.free,
-            slots=slots.total,
+            running=cache.slots - cache.free_slots,
+            slots=cache.slots,
             blocks=blocks.total or 0,
             blocks_used=(blocks.total or 0) - blocks.free,
             prompt_tokens=self._begun_tokens,
             shared_tokens=self._cache.shared_tokens,
-            generated_tokens=self._results.generated_tokens,
+            generated_tokens=self._generated_tokens,
         )
 
     def add(self, request: RunningRequest) -> None:
@@ -188,9 +190,114 @@ class Scheduler(StepScheduler[RunningRequest]):
         """
         if step.prompt_tokens:
             self._chunk.observe(tokens=step.prompt_tokens, seconds=seconds)
-        grown = self._results.take(step, result)
+        grown = self._take(step, result)
         # Requests without a listener that only got a token from a rank need no report.
         self._answer(step.owners if step.plan.with_logits else grown, grown)
+
+    def _take(self, step: GeneratingStep, result: StepResult) -> set[RunningRequest]:
+        """Process the results of a step; return the requests that have more to report."""
+        outputs: list[tuple[RowWork, int]] = []  # work that samples, and its row of logits
+        first = 0
+        for number, work in enumerate(step.work):
+            last = first + len(work.outputs) - 1
+            # Rows may have ended, or their clients left, after this step was planned.
+            if not work.row.is_released:
+                if work.is_prompt:
+                    self._take_prompt(work, number, result, slice(first, last + 1))
+                if work.samples:
+                    outputs.append((work, last))
+            first = last + 1
+        self._generated_tokens += len(outputs)
+        now = perf_counter()
+        for work, _ in outputs:
+            work.row.owner.times.note_token(now)
+        grown: set[RunningRequest] = set()
+        if result.chosen is not None:
+            chosen = [each for each in outputs if each[0].row.rank_chooses]
+            outputs = [each for each in outputs if not each[0].row.rank_chooses]
+            grown = self._take_chosen(chosen, result.chosen.array())
+        return grown | self._choose(outputs, result.logits)
+
+    def _take_prompt(self, work: RowWork, number: int, result: StepResult, outputs: slice) -> None:
+        """Gather what a chunk of a prompt gives; the last chunk makes it final."""
+        row, gathered = work.row, work.row.prompt_outputs
+        if gathered.is_final:
+            return
+        if gathered.wants_pooled and result.pooled is not None:
+            gathered.add_pooled(result.pooled[number])
+        if gathered.wants_logits:
+            first = work.first + 1  # the token that the first row of logits predicts
+            next_ids = row.prompt[first : first + len(work.ids)]
+            vocab_size = self._decoder.vocab_size
+            gathered.add_logits(result.logits[outputs], next_ids, vocab_size=vocab_size)
+        if work.first + len(work.ids) == row.prompt_len:
+            gathered.commit()
+            assert row.decoded is not None
+            row.decoded.prompt = gathered.result
+
+    def _choose(
+        self, outputs: Sequence[tuple[RowWork, int]], logits: torch.Tensor
+    ) -> set[RunningRequest]:
+        """Choose tokens from rows of logits; return the requests that got any."""
+        rows: dict[RunningRow, list[int]] = {}  # row -> its logits, by ascending slot
+        for work, number in outputs:
+            # All beams start from the prompt's one row of logits.
+            beams = len(work.row.slots) if work.is_prompt else 1
+            rows.setdefault(work.row, []).extend([number] * beams)
+        if not rows:
+            return set()
+        logit_rows = [number for numbers in rows.values() for number in numbers]
+        if logit_rows != list(range(len(logits))):
+            logits = logits[logit_rows]
+        decoded = [row.decoded for row in rows if row.decoded is not None]
+        for row, step in zip(rows, self._decoder.step(decoded, logits), strict=True):
+            self._advance(row, step)
+        return {row.owner for row in rows}
+
+    def _take_chosen(
+        self, outputs: Sequence[tuple[RowWork, int]], chosen: Array
+    ) -> set[RunningRequest]:
+        """Record the tokens that the rank chose, (n, 2); return the requests to report to."""
+        rows = [work.row for work, _ in outputs]
+        decoded = [row.decoded for row in rows if isinstance(row.decoded, SamplingRow)]
+        steps = take_chosen(decoded, chosen[[number for _, number in outputs]])
+        to_report = set()
+        for row, step in zip(rows, steps, strict=True):
+            if step is not None:
+                self._advance(row, step)
+            if step is not None or row.owner.on_step is not None:
+                to_report.add(row.owner)
+        return to_report
+
+    def _advance(self, row: RunningRow, step: RowStep) -> None:
+        """Record a row's newest tokens; release it when it has finished."""
+        if step.error is not None:
+            row.owner.fail(RowError(f"row {row.index}: {step.error}"))
+            row.wipe = True
+            return
+        if step.finished:
+            self._retire(row, step)
+            return
+        if len(row.slots) > 1:
+            self._cache.move(row, _parents(row, step))
+        row.next_ids = step.tokens
+
+    def _retire(self, row: RunningRow, step: RowStep) -> None:
+        """Record the result of a row, and free its slots unless its session goes on."""
+        assert row.decoded is not None
+        result = row.decoded.result()
+        row.owner.results[row.index] = result
+        row.owner.active.remove(row)
+        if row.owner.session is None:
+            self._cache.vacate(row)
+            row.end()
+            return
+        if len(row.slots) > 1:
+            # The conversation goes on in the first slot, from the best beam.
+            first = row.slots[0]
+            self._cache.move(row, {first: _parents(row, step)[first]})
+        self._sessions.remember(row, result)
+        row.end()
 
     def _admit(self) -> None:
         """Give slots to waiting rows: fewest running rows first, then in order of arrival."""
@@ -269,7 +376,7 @@ class Scheduler(StepScheduler[RunningRequest]):
 
     def _activate(self, row: RunningRow) -> None:
         row.shift = self._cache.shift(row)
-        if row.decoded is None and not row.prompt_outputs.keeps_logits:
+        if row.decoded is None:
             row.decoded = self._decoder.make_row(row.request)
             row.rank_chooses = row.decoded.rank_chooses
             self._begun_tokens += len(row.request.input_ids)
@@ -283,8 +390,8 @@ class Scheduler(StepScheduler[RunningRequest]):
 
     def _refuse(self, request: RunningRequest) -> None:
         """Fail requests that would wait until a session ends."""
-        slots, blocks = self._cache.slots, self._cache.blocks
-        held = f"{self._sessions.held_slots} of the {slots.total} sequences"
+        blocks = self._cache.blocks
+        held = f"{self._sessions.held_slots} of the {self._cache.slots} sequences"
         if blocks.total is not None:
             tokens = self._sessions.held_blocks * blocks.block_tokens
             held += f", and {tokens} of the {blocks.total * blocks.block_tokens} tokens,"
@@ -308,12 +415,7 @@ class Scheduler(StepScheduler[RunningRequest]):
                 rows = tuple(row for row in request.results if row is not None)
                 if request.session is not None:
                     self._sessions.leave(request)
-                request.succeed(
-                    GenerationResult(request.request, rows, tuple(request.pooled), request.times)
-                )
-            elif request.active and (logits := request.active[0].prompt_outputs.logits) is not None:
-                request.succeed(logits)
-                self.drop(request)
+                request.succeed(GenerationResult(request.request, rows, request.times))
             elif request.on_step is not None and request in grown:
                 self._report(request)
 
@@ -326,7 +428,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             return
         assert request.on_step is not None
         try:
-            request.on_step(GenerationStep(request.request, tuple(rows), tuple(request.pooled)))
+            request.on_step(GenerationStep(request.request, tuple(rows)))
         except Exception as error:  # the listener's fault costs its own request alone
             logger.exception("a listener failed")
             request.fail(error)
@@ -337,3 +439,11 @@ def _may_start(row: RunningRow) -> bool:
     """Return whether a row's encoder output is available, in lock step that of all rows."""
     fellows = row.owner.active if row.owner.lock_step else [row]
     return all(fellow.is_encoded for fellow in fellows)
+
+
+def _parents(row: RunningRow, step: RowStep) -> dict[int, int]:
+    """Return the slot whose tokens each slot of a row continues."""
+    if not row.next_ids:  # the first slot has computed the prompt
+        return dict.fromkeys(row.slots, row.slots[0])
+    parents = step.parents or range(len(row.slots))
+    return {slot: row.slots[parent] for slot, parent in zip(row.slots, parents, strict=True)}

@@ -90,17 +90,13 @@ class Sessions:
             _continue(session, request)
 
     def _start(self, request: RunningRequest, turn: SessionTurn) -> None:
-        asked = request.request
-        assert asked.session_len is not None, "checked when it was submitted"
-        session = Session(
-            turn, asked.session_len, asked.memory_len, len(asked.rows), asked.beam_width
-        )
+        session = Session(turn, request.request)
         _check_room(session, request)
         if earlier := self._sessions.get(turn.session_id):
             self._end(earlier)
         request.session = session
         for row in request.waiting:
-            row.memory_len = session.memory_len
+            row.memory_len = session.start.memory_len
         self._sessions[turn.session_id] = session
 
     def remember(self, row: RunningRow, result: RowResult) -> None:
@@ -177,7 +173,7 @@ def _start_problems(
             "raise max_lanes or kv_cache_bytes"
         )
     if capacity.blocks:
-        need = capacity.session_blocks(request, session_len) * capacity.block_tokens
+        need = capacity.blocks_of(request) * capacity.block_tokens
         if need > capacity.tokens:
             problems.append(
                 f"session_len={session_len}: the rows and beams of the session need room "
@@ -212,12 +208,12 @@ def _next_problems(request: GenerationRequest) -> list[str]:
 
 def _check_turn(session: Session, request: RunningRequest) -> None:
     """Raise RequestError for a turn of another shape, or one that is too long for its session."""
-    asked, problems = request.request, []
+    asked, start, problems = request.request, session.start, []
     for name, given, kept in (
-        ("input_ids", len(asked.rows), session.row_count),
-        ("beam_width", asked.beam_width, session.beam_width),
-        ("session_len", asked.session_len or session.session_len, session.session_len),
-        ("memory_len", asked.memory_len or session.memory_len, session.memory_len),
+        ("input_ids", len(asked.rows), len(start.rows)),
+        ("beam_width", asked.beam_width, start.beam_width),
+        ("session_len", asked.session_len or start.session_len, start.session_len),
+        ("memory_len", asked.memory_len or start.memory_len, start.memory_len),
     ):
         if given != kept:
             rows = " rows" if name == "input_ids" else ""
@@ -249,7 +245,7 @@ def _continue(session: Session, request: RunningRequest) -> None:
     for row in request.waiting:
         kept = session.rows.pop(row.index)
         row.slots, row.cached = kept.slots, kept.cached
-        row.forgotten, row.memory_len = kept.forgotten, session.memory_len
+        row.forgotten, row.memory_len = kept.forgotten, kept.memory_len
         row.prompt = kept.prompt + row.prompt
         row.prompt_tokens = len(row.prompt)
         row.request = replace(

@@ -93,7 +93,7 @@ def _piece(row: RunningRow, room: int, *, fellows_are_behind: bool) -> RowWork |
     if count <= 0:
         return None
     ids = row.prompt[row.cached : row.cached + count]
-    last = row.cached + count == row.prompt_len and row.decoded is not None
+    last = row.cached + count == row.prompt_len
     outputs = range(count - 1 if last else count, count)
     if row.prompt_outputs.wants_logits:
         outputs = range(count)

@@ -1,69 +1,195 @@
-"""Attention of a step's tokens over the cache of their slots, or over the encoder's output."""
+"""Attention of a step's tokens over the cache of their slots, or over the encoder's output, on CPU.
+
+torch's kernels serve groups of sequences.
+"""
 
 # Shapes: N tokens of the step, B slots of a group, Q new tokens per slot, H local query
 #         heads, K local key/value heads, D head size, S cached tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch.nn import functional
 
 from inference.model.kv_cache import KVCache
-from inference.model.step import AttentionGroup, AttentionRules
+from inference.model.rotary import Angles
+from inference.model.step import (
+    AttentionRules,
+    Segment,
+    attention_bias,
+    may_share_call,
+    runs,
+    segment_numbers,
+    token_places,
+)
 
 
-def attend_cached(
-    query: torch.Tensor, groups: Sequence[AttentionGroup], cache: KVCache, layer: int
-) -> torch.Tensor:
-    """Return the attention of each token over the cache, (N, H*D) for (N, H, D)."""
-    if len(groups) == 1:
-        return _attend_rows(query, groups[0], cache, layer)
-    return torch.cat([_attend_rows(query[group.rows], group, cache, layer) for group in groups])
+@dataclass(frozen=True)
+class AttentionMask:
+    """The tokens that the queries of a group see.
+
+    No query sees the `first` cached tokens. `bias` is added to the scores of the others, (B or 1,
+    H or 1, Q, S), -inf where a token may not look; None lets every new token see all of them, or
+    with `causal` those before it.
+    """
+
+    bias: torch.Tensor | None
+    causal: bool
+    first: int = 0
 
 
-def _attend_rows(
-    query: torch.Tensor, group: AttentionGroup, cache: KVCache, layer: int
-) -> torch.Tensor:
-    """Return the attention of a group's tokens, (B*Q, H*D) for (B*Q, H, D)."""
-    if group.new_tokens == 1:
-        return attend_group(query.unsqueeze(2), group, cache, layer).flatten(1)
-    queries = query.reshape(group.slot_count, group.new_tokens, *query.shape[1:]).transpose(1, 2)
-    mixed = attend_group(queries, group, cache, layer)  # (B, H, Q, D)
-    return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+@dataclass(frozen=True)
+class AttentionGroup:
+    """Slots side by side with as many new tokens each: one attention call.
+
+    `masks` are those of the rules' windows. `cached` holds the keys and values (B, K, S, D) of each
+    layer where they are views of the cache.
+    """
+
+    rows: slice  # of the step's tokens
+    slot: int
+    slot_count: int
+    new_tokens: int
+    length: int
+    masks: Mapping[int | None, AttentionMask]
+    cached: Sequence[tuple[torch.Tensor, torch.Tensor]] | None
 
 
-def attend_group(
-    query: torch.Tensor, group: AttentionGroup, cache: KVCache, layer: int
-) -> torch.Tensor:
-    """Return the attention of a group's queries over their slots, (B, H, Q, D) like the queries."""
-    if group.cached is None:
-        keys, values = cache.read(layer, group.slot, group.slot_count, group.length)
-    else:
-        keys, values = group.cached[layer]  # (B, K, S, D)
-    rules = group.rules
-    mask = group.masks[rules.window_index(layer)]
-    if mask.first:
-        keys, values = keys[:, :, mask.first :], values[:, :, mask.first :]
-    dtype, bias = query.dtype, mask.bias
-    is_slow = dtype == torch.bfloat16 and group.new_tokens == 1 and query.device.type == "cpu"
-    if is_slow or rules.softcap is not None:
-        # Single queries in bf16 take torch 1.6 to 3.6 times as long as fp32 with its conversion.
-        query, keys, values = query.float(), keys.float(), values.float()
-        bias = None if bias is None else bias.float()
-    if rules.softcap is not None:
-        return _attend_capped(query, keys, values, bias, rules).to(dtype)
-    mixed = functional.scaled_dot_product_attention(
-        query,
-        keys,
-        values,
-        attn_mask=bias,
-        is_causal=mask.causal,
-        scale=rules.scale,
-        enable_gqa=query.shape[1] != keys.shape[1],
-    )
-    return mixed.to(dtype)
+class GroupedAttention:
+    """A `CachedAttention` of rotated queries and keys."""
+
+    rotates: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        cache: KVCache,
+        *,
+        rules: AttentionRules,
+        dtype: torch.dtype,
+    ) -> None:
+        """Lay it out. Segments come in the order of their tokens, with ascending slots."""
+        self._segments, self._cache, self._rules, self._dtype = segments, cache, rules, dtype
+        self.groups: list[AttentionGroup] = []
+        first_row = 0
+        for run in runs(segments, _may_join):
+            self.groups.append(self._group(first_row, run))
+            first_row += sum(segment.count for segment in run)
+        self.slots, self.places = map(torch.from_numpy, token_places(segment_numbers(segments)))
+
+    @cached_property
+    def direct_places(self) -> Sequence[torch.Tensor] | None:
+        """The views (N, 2, K, D) of each layer's cache that receive new keys and values.
+
+        None but for neighbours with one new token each at the same place.
+        """
+        if not self._segments or not self._cache.shape.is_whole:
+            return None
+        first, count = self._segments[0], len(self._segments)
+        for nth, each in enumerate(self._segments):
+            if (each.slot, each.start, each.count) != (first.slot + nth, first.start, 1):
+                return None
+        return self._cache.places(first.slot, count, first.start)
+
+    @cached_property
+    def _rows(self) -> torch.Tensor:
+        return self._cache.token_rows(self.slots, self.places)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        *,
+        layer: int,
+        new: torch.Tensor | None = None,
+        angles: Angles | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (N, H*D) as a `CachedAttention` does."""
+        assert angles is None
+        assert out is None
+        if new is not None and self.direct_places is not None:
+            place = self.direct_places[layer]
+            place.copy_(new.view(place.shape))
+        elif new is not None:
+            self._cache.write(layer, self._rows, new)
+        if len(self.groups) == 1:
+            return self._attend(query, self.groups[0], layer)
+        return torch.cat([self._attend(query[each.rows], each, layer) for each in self.groups])
+
+    def _group(self, first_row: int, run: list[Segment]) -> AttentionGroup:
+        slot, new_tokens, length = run[0].slot, run[0].count, max(s.stop for s in run)
+        cached = None
+        if self._cache.shape.is_whole:
+            # All layers at once: a view for each layer would cost more than a small product.
+            cached = self._cache.views(slot, len(run), length)
+        windows = {self._rules.window(layer) for layer in range(self._cache.shape.num_layer)}
+        # A window that holds the longest context hides nothing.
+        reach = {each: each if each is not None and each < length else None for each in windows}
+        distinct = {each: self._mask(run, each) for each in set(reach.values())}
+        masks = {window: distinct[each] for window, each in reach.items()}
+        rows = slice(first_row, first_row + len(run) * new_tokens)
+        return AttentionGroup(rows, slot, len(run), new_tokens, length, masks, cached)
+
+    def _mask(self, run: list[Segment], window: int | None) -> AttentionMask:
+        rules, new_tokens, length = self._rules, run[0].count, max(s.stop for s in run)
+        even = all(s.stop == length for s in run)
+        first = 0 if window is None else max(min(s.start for s in run) + 1 - window, 0)
+        if rules.alibi_slopes is None and rules.distance_bias is None and even:
+            if new_tokens == 1 or not rules.causal:
+                return AttentionMask(None, causal=False, first=first)
+            # Capped attention takes no flag.
+            if run[0].start == 0 and window is None and rules.softcap is None:
+                return AttentionMask(None, causal=True)
+        starts = torch.tensor([s.start - first for s in run])
+        bias = attention_bias(starts, new_tokens, length - first, rules, window)
+        return AttentionMask(bias.to(self._dtype), causal=False, first=first)
+
+    def _attend(self, query: torch.Tensor, group: AttentionGroup, layer: int) -> torch.Tensor:
+        """Return the attention of a group's tokens, (B*Q, H*D) for (B*Q, H, D)."""
+        rules, dtype = self._rules, query.dtype
+        if group.cached is None:
+            keys, values = self._cache.read(layer, group.slot, group.slot_count, group.length)
+        else:
+            keys, values = group.cached[layer]  # (B, K, S, D)
+        single = group.new_tokens == 1
+        if single:
+            query = query.unsqueeze(2)  # (B, H, Q, D)
+        else:
+            sizes = group.slot_count, group.new_tokens, *query.shape[1:]
+            query = query.reshape(sizes).transpose(1, 2)
+        mask = group.masks[rules.window(layer)]
+        bias = mask.bias
+        if mask.first:
+            keys, values = keys[:, :, mask.first :], values[:, :, mask.first :]
+        if rules.softcap is not None or (dtype == torch.bfloat16 and single):
+            # Single queries in bf16 take torch 1.6 to 3.6 times as long as fp32 with conversion.
+            query, keys, values = query.float(), keys.float(), values.float()
+            bias = None if bias is None else bias.float()
+        if rules.softcap is not None:
+            mixed = _attend_capped(query, keys, values, bias, rules)
+        else:
+            mixed = functional.scaled_dot_product_attention(
+                query,
+                keys,
+                values,
+                attn_mask=bias,
+                is_causal=mask.causal,
+                scale=rules.scale,
+                enable_gqa=query.shape[1] != keys.shape[1],
+            )
+        mixed = mixed.to(dtype)
+        return mixed.flatten(1) if single else mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def _may_join(run: list[Segment], segment: Segment) -> bool:
+    if segment.count != 1 or run[-1].count != 1 or segment.slot != run[-1].slot + 1:
+        return False
+    return may_share_call([each.stop for each in (*run, segment)])
 
 
 def _attend_capped(

@@ -8,15 +8,285 @@ linears know how tensors are divided among ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import cached_property
+
 import torch
 
-from export_scripts.families.layout.architecture import DecoderArchitecture
-from inference.model.decoder_layers import DecoderLoader
+from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
+from inference.model.layers import (
+    MLP,
+    Attention,
+    Embedding,
+    JointHalves,
+    PartT,
+    QueryKeyNorm,
+    Sublayer,
+    alibi_slopes,
+    normalised,
+)
+from inference.model.rotary import RotaryTable
 from inference.model.stage import GeneratorModel
-from inference.model.step import Step
-from inference.model.weights import RankWeights
+from inference.model.step import AttentionRules, Step
+from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.epilogue import GemmOptions
-from inference.parallel.linear import AllReduce
+from inference.parallel.gemm import make_gemm
+from inference.parallel.linear import AllReduce, RowParallelLinear, VocabParallelHead
+
+# Of attention and MLP: the norms before and after, and the adapter.
+_ATTENTION_PLACES = ("input_layernorm", "attention_output_layernorm", "after_attention_adapter.")
+_MLP_PLACES = ("post_attention_layernorm", "mlp_output_layernorm", "after_ffn_adapter.")
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer; `architecture.residual` says how its two halves are joined."""
+
+    architecture: DecoderArchitecture
+    attention: Sublayer[Attention]
+    mlp: Sublayer[MLP]  # of parallel halves without a norm of its own, attention's feeds both
+    reduce: AllReduce | None  # of the parallel forms, which share one all-reduce
+    bias: torch.Tensor | None  # added after it
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """Return (N, E) for x (N, E)."""
+        choice, attention, mlp = self.architecture, self.attention, self.mlp
+        if choice.residual != "sequential":
+            h = normalised(x, attention.norm)
+            inner = h if mlp.norm is None else mlp.norm(x)
+            if self.reduce is None:
+                return mlp.part(inner, step, attention.part(h, step, x))
+            both = mlp.part(inner, step, attention.part(h, step))
+            return self.reduce(both, bias=self.bias, residual=x)
+        if not choice.norm_before:
+            x = normalised(attention.part(x, step, x), attention.norm)
+            return normalised(mlp.part(x, step, x), mlp.norm)
+        if choice.residual_from_norm:
+            h = normalised(x, attention.norm)
+            h = normalised(attention.part(h, step, h), mlp.norm)
+            return mlp.part(h, step, h)
+        return mlp(attention(x, step), step)
+
+
+class DecoderLoader(LayerLoader[DecoderArchitecture]):
+    """Builder of a decoder's parts from a rank's files."""
+
+    @property
+    def _heads(self) -> tuple[int, int, int]:
+        """This rank's query heads, key/value heads, and their size."""
+        choice, tp_size = self.architecture, self.weights.layout.tp_size
+        return choice.head_num // tp_size, choice.kv_head_num // tp_size, choice.size_per_head
+
+    @cached_property
+    def _rotary(self) -> RotaryTable | None:
+        return self._table(self.architecture.rotary)
+
+    @cached_property
+    def _local_rotary(self) -> RotaryTable | None:
+        return self._table(self.architecture.local_rotary) or self._rotary
+
+    def tables(self) -> set[RotaryTable]:
+        """Return the model's rotary tables."""
+        return {each for each in (self._rotary, self._local_rotary) if each is not None}
+
+    def _table(self, rotary: Rotary | None) -> RotaryTable | None:
+        if rotary is None:
+            return None
+        return RotaryTable(
+            rotary,
+            interleaved=self.architecture.position == "rotary_interleaved",
+            device=self.weights.device,
+            dtype=self.weights.dtype,
+        )
+
+    def rules(self) -> AttentionRules:
+        """Return the rules of attention in this stage's layers."""
+        choice, layout = self.architecture, self.weights.layout
+        slopes = None
+        if choice.position == "alibi":
+            heads = self._heads[0]
+            first = layout.tp_rank * heads
+            slopes = alibi_slopes(choice.head_num)[first : first + heads].to(self.weights.device)
+        sliding = choice.sliding_layers
+        if sliding is not None:
+            sliding = tuple(sliding[layer] for layer in layout.layers(choice.num_layer))
+        return AttentionRules(
+            slopes,
+            choice.sliding_window,
+            sliding_layers=sliding,
+            scale=choice.attention_scale,
+            softcap=choice.attention_softcap,
+            batch_invariant=self.gemm.batch_invariant,
+        )
+
+    def embedding(self) -> Embedding:
+        """Return the input side, of the first stage."""
+        choice = self.architecture
+        norm = "model.pre_decoder_layernorm"
+        learned = choice.position == "learned"
+        return Embedding(
+            tokens=self.tokens("model.wte", choice.vocab_size),
+            vocab_size=choice.vocab_size,
+            positions=self.weights.tensor("model.wpe") if learned else None,
+            prompts=self.prompts(),
+            norm=self.norm(norm) if choice.pre_decoder_norm else None,
+            dtype=self.weights.dtype,
+            scale=float(torch.tensor(choice.embedding_scale, dtype=self.weights.dtype)),
+        )
+
+    def head(self) -> VocabParallelHead:
+        """Return the output side, of the last stage."""
+        choice = self.architecture
+        table = "model.lm_head.weight" if choice.untied_head else "model.wte"
+        bias = "model.lm_head.bias" if choice.head_bias else None
+        norm = self.norm("model.final_layernorm") if choice.post_decoder_norm else None
+        scale, softcap = choice.logit_scale, choice.logit_softcap
+        return self.vocab_head(
+            table, bias, choice.vocab_size, norm=norm, scale=scale, softcap=softcap
+        )
+
+    def layer(self, number: int) -> DecoderLayer | Sublayer[JointHalves]:
+        """Return the layer of global number `number`."""
+        choice, prefix = self.architecture, f"model.layers.{number}."
+        if self._joins_halves(prefix):
+            return self._joint_layer(number)
+        shared = choice.residual == "parallel_shared"
+        parallel = choice.residual != "sequential"
+        attention_out, mlp_out = self._output_biases(prefix)
+        late = self.reduce is not None and parallel
+        biases = [b for b in (attention_out, mlp_out) if b is not None] if late else []
+        reduce = None if parallel else self.reduce
+        attention = self._attention(number, None if late else attention_out, reduce)
+        mlp = self._mlp(prefix + "mlp.", None if late else mlp_out, reduce, gated=choice.gated)
+        return DecoderLayer(
+            architecture=choice,
+            attention=self._sublayer(attention, prefix, _ATTENTION_PLACES, choice.input_norms),
+            mlp=self._sublayer(mlp, prefix, _MLP_PLACES, choice.input_norms and not shared),
+            reduce=self.reduce if parallel else None,
+            bias=torch.stack(biases).sum(0) if biases else None,
+        )
+
+    def _sublayer(
+        self, part: PartT, prefix: str, places: tuple[str, str, str], has_norm: bool
+    ) -> Sublayer[PartT]:
+        before, after, adapter = (prefix + place for place in places)
+        choice = self.architecture
+        return Sublayer(
+            part,
+            self.norm(before) if has_norm else None,
+            self.norm(after) if choice.output_norms else None,
+            self._adapter(adapter) if choice.adapter_inter_size else None,
+            choice.residual_scale,
+        )
+
+    def _joins_halves(self, prefix: str) -> bool:
+        """Return whether a layer becomes two products, as on a GPU, where launches count."""
+        choice = self.architecture
+        return (
+            choice.residual == "parallel_shared"
+            and not (choice.gated or choice.separate_qkv or choice.query_key_norm)
+            and not self.weights.has(prefix + "attention.query_key_value.bias")
+            and self.weights.device.type != "cpu"
+        )
+
+    def _joint_layer(self, number: int) -> Sublayer[JointHalves]:
+        weights, (heads, kv_heads, size) = self.weights, self._heads
+        prefix = f"model.layers.{number}."
+        widths = [heads * size, kv_heads * size, kv_heads * size]
+        qkv = weights.matrix(prefix + "attention.query_key_value.weight")
+        query, key, value = torch.split(qkv, widths, dim=1)
+        up = weights.matrix(prefix + "mlp.dense_h_to_4h.weight")
+        bias = weights.tensor(prefix + "mlp.dense_h_to_4h.bias")
+        out = weights.matrix(prefix + "attention.dense.weight")
+        down = weights.matrix(prefix + "mlp.dense_4h_to_h.weight")
+        out_biases = [bias for bias in self._output_biases(prefix) if bias is not None]
+        halves = JointHalves(
+            make_gemm(
+                torch.cat((key, value, query, up), dim=1),
+                torch.cat((bias.new_zeros(sum(widths)), bias)),
+                activation=self.activation,
+                first_activated=sum(widths),
+                options=self.gemm,
+            ),
+            RowParallelLinear(
+                torch.cat((out, down)),
+                torch.stack(out_biases).sum(0) if out_biases else None,
+                reduce=self.reduce,
+                options=self.gemm,
+            ),
+            heads=self._heads,
+            layer=self.local(number, self.architecture.num_layer),
+            rotary=self._rotary_of(number),
+        )
+        return Sublayer(halves, self.norm(prefix + "input_layernorm"))
+
+    def _output_biases(self, prefix: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the biases of attention and MLP output, whole."""
+        if self.architecture.fused_bias_sum:
+            # Stored divided, as each rank of FasterTransformer adds it before the sum.
+            share = self.weights.tensor(prefix + "mlp.attention.bias.sum")
+            return None, share * self.weights.layout.tp_size
+        return (
+            self.weights.optional(prefix + "attention.dense.bias"),
+            self.weights.optional(prefix + "mlp.dense_4h_to_h.bias"),
+        )
+
+    def _attention(
+        self, number: int, out_bias: torch.Tensor | None, reduce: AllReduce | None
+    ) -> Attention:
+        prefix = f"model.layers.{number}.attention."
+        # One linear for queries, keys and values, fused on disk or not.
+        names = ["query_key_value"]
+        if self.architecture.separate_qkv:
+            names = ["query", "key", "value"]
+        return Attention(
+            self.column(*(prefix + name for name in names)),
+            self.row_with(prefix + "dense", out_bias, reduce),
+            heads=self._heads,
+            layer=self.local(number, self.architecture.num_layer),
+            rotary=self._rotary_of(number),
+            norm=self._query_key_norm(prefix),
+        )
+
+    def _rotary_of(self, layer: int) -> RotaryTable | None:
+        choice = self.architecture
+        if choice.rotary_layers is not None and not choice.rotary_layers[layer]:
+            return None
+        slides = choice.sliding_layers is None or choice.sliding_layers[layer]
+        return self._local_rotary if slides and choice.sliding_window else self._rotary
+
+    def _query_key_norm(self, prefix: str) -> QueryKeyNorm | None:
+        choice = self.architecture
+        if choice.query_key_norm is None:
+            return None
+        query_heads, kv_heads, size = self._heads
+        scales = [self.scale(f"{prefix}{name}_norm") for name in ("query", "key")]
+        parts = zip(scales, (query_heads, kv_heads), strict=True)
+        return QueryKeyNorm(
+            # Scales of one head serve all of them.
+            torch.cat([part.view(-1, size).expand(count, size) for part, count in parts]),
+            counts=(query_heads, kv_heads),
+            eps=choice.norm_eps,
+            whole=choice.query_key_norm == "all",
+            reduce=self.reduce,
+            tp_size=self.weights.layout.tp_size,
+        )
+
+    def _mlp(
+        self,
+        prefix: str,
+        out_bias: torch.Tensor | None,
+        reduce: AllReduce | None,
+        *,
+        gated: bool = False,
+    ) -> MLP:
+        name = prefix + "dense_h_to_4h"
+        up = self.up(name, name + "_2" if gated else None)
+        return MLP(up, self.row_with(prefix + "dense_4h_to_h", out_bias, reduce))
+
+    def _adapter(self, prefix: str) -> Sublayer[MLP]:
+        bias = self.weights.tensor(prefix + "dense_4h_to_h.bias")
+        return Sublayer(self._mlp(prefix, bias, self.reduce), norm=None)
 
 
 class Decoder(GeneratorModel):
@@ -42,7 +312,7 @@ class Decoder(GeneratorModel):
 
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of this stage's last layer (N, E)."""
-        angles = {table: table(step.positions) for table in self._rotary}
-        for layer, run in enumerate(self.layers):
-            x = run(x, step, layer=layer, angles=angles)
+        step = replace(step, angles={table: table(step.positions) for table in self._rotary})
+        for layer in self.layers:
+            x = layer(x, step)
         return x

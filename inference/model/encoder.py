@@ -33,7 +33,7 @@ class EncoderLayer:
     def __call__(self, x: torch.Tensor, masks: RowMasks) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
         x = self.attention_norm(self.attention(x, masks), x)
-        return self.mlp_norm(self.mlp(x), x)
+        return self.mlp_norm(self.mlp(x, masks), x)
 
 
 class Encoder(StageModel):

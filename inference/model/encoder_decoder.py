@@ -2,12 +2,15 @@
 
 Everything that differs among T5, T5-v1.1, flan, mT5, UL2 and Megatron T5 is read from the
 architecture record. A pipeline stage holds its share of the layers of both stacks.
+
+`scalers` are those of IA3, see `layers.scaled`.
 """
 
-# Shapes: N tokens, E hidden, H local heads
+# Shapes: N tokens, E hidden, H local heads, D head size, V vocabulary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,13 +18,208 @@ import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from inference.model.kv_cache import KVCache
+from inference.model.layers import (
+    MLP,
+    Attention,
+    Embedding,
+    Normalise,
+    PartT,
+    RowAttention,
+    Sublayer,
+    scaled,
+)
 from inference.model.ragged import RaggedRows, RowMasks
+from inference.model.relative_position import distance_bias
 from inference.model.stage import GeneratorModel
-from inference.model.step import AttentionRules, EncodedSlots, Segment, Step, attention_groups
-from inference.model.t5_layers import T5DecoderLayer, T5Loader
-from inference.model.weights import RankWeights
+from inference.model.step import AttentionRules, Segment, Step
+from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.epilogue import GemmOptions
-from inference.parallel.linear import AllReduce
+from inference.parallel.gemm import Product
+from inference.parallel.linear import AllReduce, RowParallelLinear, VocabParallelHead
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    """Attention of the decoder over the encoder's output, whose keys and values are cached."""
+
+    query: Product
+    key_value: Product  # all keys, then all values
+    out: RowParallelLinear
+    heads: int
+    layer: int  # of the cache
+    scalers: torch.Tensor | None  # (tasks + 1, 2H, D)
+
+    def cache_encoded(
+        self,
+        encoded: torch.Tensor,
+        cache_rows: torch.Tensor,
+        cache: KVCache,
+        *,
+        tasks: torch.Tensor | None,
+    ) -> None:
+        """Store keys and values of encoder output (N, E) at `cache_rows`."""
+        both = self.key_value(encoded).view(len(encoded), 2 * self.heads, -1)
+        cache.write(self.layer, cache_rows, scaled(both, self.scalers, tasks))
+
+    def __call__(
+        self, x: torch.Tensor, step: Step, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return (N, E) for normalised x (N, E)."""
+        assert step.encoded is not None
+        query = self.query(x).view(len(x), self.heads, -1)  # (N, H, D)
+        return self.out(step.encoded(query, layer=self.layer), residual)
+
+
+@dataclass(frozen=True)
+class T5Layer:
+    """One layer of encoder or decoder; only the decoder's have `cross`."""
+
+    attention: Sublayer[RowAttention] | Sublayer[Attention]
+    mlp: Sublayer[MLP]
+    cross: Sublayer[CrossAttention] | None = None
+
+    def __call__(self, x: torch.Tensor, step: Step | RowMasks) -> torch.Tensor:
+        """Return (N, E) for x (N, E)."""
+        x = self.attention(x, step)
+        if self.cross is not None:
+            x = self.cross(x, step)
+        return self.mlp(x, step)
+
+
+class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
+    """Builder of a T5 model's layers from a rank's tensors."""
+
+    @property
+    def score_scale(self) -> float:
+        """The factor on the scores of attention."""
+        scales = self.architecture.scale_attention
+        return 1 / math.sqrt(self.architecture.encoder.size_per_head) if scales else 1.0
+
+    @property
+    def _heads(self) -> int:
+        return self.architecture.encoder.head_num // self.weights.layout.tp_size
+
+    def embedding(self) -> Embedding:
+        """Return the input side of both stacks."""
+        absolute = self.architecture.position == "absolute"
+        return Embedding(
+            tokens=self.tokens("shared.weight_T", self.architecture.vocab_size),
+            vocab_size=self.architecture.vocab_size,
+            positions=self.weights.tensor("shared.ape") if absolute else None,
+            prompts=self.prompts(),
+            dtype=self.weights.dtype,
+        )
+
+    def head(self) -> VocabParallelHead:
+        """Return the output side; without a head of its own the embedding serves."""
+        choice = self.architecture
+        table = "lm_head.weight" if choice.untied_head else "shared.weight_T"
+        bias = "shared.bias" if choice.bias else None
+        return self.vocab_head(
+            *(table, bias, choice.vocab_size),
+            norm=self.final_norm("decoder"),
+            input_scale=choice.hidden**-0.5 if choice.scale_logits else 1.0,
+        )
+
+    def relative_bias(self, side: str) -> torch.Tensor | None:
+        """Return the bias by distance of this rank's heads, None with absolute positions."""
+        if self.architecture.position != "relative":
+            return None
+        name = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        return distance_bias(
+            self.weights.tensor(name),  # (H, buckets)
+            max_distance=self.architecture.max_distance,
+            bidirectional=side == "encoder",
+        )
+
+    def final_norm(self, side: str) -> Normalise:
+        """Return the norm after a stack's last layer."""
+        return self.norm(f"{side}.final_layer_norm")
+
+    def encoder_layer(self, number: int) -> T5Layer:
+        """Return the encoder layer of global number `number`."""
+        block = f"encoder.block.{number}."
+        name = block + "layer.0.SelfAttention"
+        attention = RowAttention(
+            qkv=self.column(f"{name}.q", f"{name}.k", f"{name}.v"),
+            out=self.row(f"{name}.o"),
+            heads=self._heads,
+            scale=self.score_scale,
+            layer=self.local(number, self.architecture.encoder.num_layer),
+            scalers=self._scalers(name),
+        )
+        return T5Layer(
+            self._sublayer(attention, block, "layer.0.", "after_attention_adapter."),
+            self._mlp(block, "layer.1."),
+        )
+
+    def decoder_layer(self, number: int) -> T5Layer:
+        """Return the decoder layer of global number `number`."""
+        block = f"decoder.block.{number}."
+        name, across = block + "layer.0.SelfAttention", block + "layer.1.EncDecAttention"
+        assert self.architecture.decoder is not None
+        layer = self.local(number, self.architecture.decoder.num_layer)
+        attention = Attention(
+            qkv=self.column(f"{name}.qkv"),
+            out=self.row(f"{name}.o"),
+            heads=(self._heads, self._heads, self.architecture.encoder.size_per_head),
+            layer=layer,
+            scalers=self._scalers(name),
+        )
+        cross = CrossAttention(
+            query=self.column(f"{across}.q"),
+            key_value=self.column(f"{across}.k", f"{across}.v"),
+            out=self.row(f"{across}.o"),
+            heads=self._heads,
+            layer=layer,
+            scalers=self._scalers(across, queries=False),
+        )
+        return T5Layer(
+            self._sublayer(attention, block, "layer.0.", "after_attention_adapter."),
+            self._mlp(block, "layer.2."),
+            self._sublayer(cross, block, "layer.1."),
+        )
+
+    def _sublayer(
+        self, part: PartT, block: str, place: str, adapter: str | None = None
+    ) -> Sublayer[PartT]:
+        return Sublayer(
+            part,
+            self.norm(f"{block}{place}layer_norm"),
+            adapter=self._adapter(block + adapter) if adapter else None,
+            bounded=True,
+        )
+
+    def _mlp(self, block: str, place: str) -> Sublayer[MLP]:
+        name = f"{block}{place}DenseReluDense"
+        up = self.up(f"{name}.wi", f"{name}.wi2" if self.architecture.gated else None)
+        mlp = MLP(up, self.row(f"{name}.wo"), scalers=self._table(name))
+        return self._sublayer(mlp, block, place, "after_ffn_adapter.")
+
+    def _adapter(self, prefix: str) -> Sublayer[MLP] | None:
+        if not self.architecture.adapter_inter_size:
+            return None
+        # A LayerNorm and SiLU whatever the model itself has.
+        up = self.column(prefix + "DenseSiluDense.wi", activation="silu")
+        mlp = MLP(up, self.row(prefix + "DenseSiluDense.wo"))
+        return Sublayer(mlp, self.norm(prefix + "layer_norm", kind="layernorm"))
+
+    def _scalers(self, attention: str, *, queries: bool = True) -> torch.Tensor | None:
+        """Return the IA3 tables of keys and values, after ones for queries, (tasks + 1, 3H, D)."""
+        key, value = self._table(f"{attention}.k"), self._table(f"{attention}.v")
+        if key is None or value is None:
+            return None
+        ones = [torch.ones_like(key)] if queries else []
+        return torch.cat([*ones, key, value], dim=1).view(
+            len(key), -1, self.architecture.encoder.size_per_head
+        )
+
+    def _table(self, name: str) -> torch.Tensor | None:
+        """Return an IA3 table with a row of ones for no task, (tasks + 1, width)."""
+        if not self.architecture.ia3_num_tasks:
+            return None
+        table = self.weights.tensor(f"{name}.ia3.weight")
+        return torch.cat((table, torch.ones_like(table[:1])))
 
 
 @dataclass(frozen=True)
@@ -29,12 +227,11 @@ class EncoderBatch:
     """Rows of one encoder pass.
 
     With `has_virtual`, ids from the vocabulary's end on name rows of the loaded prompt tables and,
-    after those, of `embeddings`. `tasks` is the IA3 task of each token, None without IA3.
+    after those, of `embeddings`.
     """
 
     ids: torch.Tensor  # (N,)
-    rows: RaggedRows
-    tasks: torch.Tensor | None = None  # (N,)
+    masks: RowMasks
     has_virtual: bool = False
     embeddings: torch.Tensor | None = None  # (table rows, E)
 
@@ -48,26 +245,18 @@ class EncodedRow:
     task: int  # of IA3
 
 
-def encoded_slots(
-    segments: Sequence[Segment],
-    encoded: Sequence[EncodedRow],
-    *,
-    rules: AttentionRules,
-    dtype: torch.dtype,
-    cache: KVCache,
-) -> EncodedSlots:
+def reading_segments(segments: Sequence[Segment], encoded: Sequence[EncodedRow]) -> list[Segment]:
     """Return what the tokens of segments read, each segment its part of `encoded`.
 
-    Segments are in the order of their tokens; `rules` are those of the decoder.
+    Their tokens are as the last of what they read, one segment for all that read the same.
     """
-    # As the last tokens of what they read, one segment for all that read the same.
     reading: list[Segment] = []
     for segment, each in zip(segments, encoded, strict=True):
         count = segment.count
         if reading and reading[-1].slot == each.slot:
             count += reading.pop().count
         reading.append(Segment(each.slot, each.length - count, count))
-    return EncodedSlots(attention_groups(reading, rules.across, dtype, cache))
+    return reading
 
 
 class EncoderDecoder(GeneratorModel):
@@ -83,7 +272,7 @@ class EncoderDecoder(GeneratorModel):
         self.encoder = [loader.encoder_layer(number) for number in self.encoder_layers]
         self._encoder_bias = loader.relative_bias("encoder")  # (H, offsets)
         self._encoder_norm = loader.final_norm("encoder") if layout.is_last_stage else None
-        self.decoder: list[T5DecoderLayer] = []
+        self.decoder: list[T5Layer] = []
         self.head = None
         self.rules = AttentionRules()
         if architecture.decoder is not None:
@@ -100,40 +289,35 @@ class EncoderDecoder(GeneratorModel):
         assert self._embedding is not None, "only the first stage embeds"
         return self._embedding(
             batch.ids,
-            batch.rows.positions,
+            batch.masks.rows.positions,
             has_virtual=batch.has_virtual,
             embeddings=batch.embeddings,
         )
 
-    def encoder_masks(self, rows: RaggedRows) -> RowMasks:
-        """Return the additions to the scores of attention, the same in every layer."""
-        return RowMasks(rows, self._encoder_bias, self.dtype)
-
-    def run_encoder(
+    def encoder_masks(
         self,
-        x: torch.Tensor,
-        batch: EncoderBatch,
-        masks: RowMasks,
+        rows: RaggedRows,
         *,
-        layers: range,
+        tasks: torch.Tensor | None = None,
         attentions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> RowMasks:
+        """Return what all layers of the encoder share for some rows."""
+        return RowMasks(rows, self._encoder_bias, self.dtype, tasks, attentions)
+
+    def run_encoder(self, x: torch.Tensor, masks: RowMasks, layers: range) -> torch.Tensor:
         """Return the output (N, E) of some of this stage's encoder layers for their input (N, E).
 
-        `layers` are global numbers; `attentions`, if given, (rows, stage's layers, H, S, S),
-        receives the weights.
+        `layers` are global numbers.
         """
         for number in layers:
-            index = number - self.encoder_layers.start
-            weights_out = None if attentions is None else attentions[:, index]
-            x = self.encoder[index](x, masks, batch.tasks, weights_out)
+            x = self.encoder[number - self.encoder_layers.start](x, masks)
         return x
 
     def encode(self, ids: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
         """Return the encoder's output (N, E) for the ids (N,) of plain rows, of a single stage."""
-        batch = EncoderBatch(ids, rows)
-        x, masks = self.embed_rows(batch), self.encoder_masks(rows)
-        return self.finish_encoder(self.run_encoder(x, batch, masks, layers=self.encoder_layers))
+        masks = self.encoder_masks(rows)
+        x = self.embed_rows(EncoderBatch(ids, masks))
+        return self.finish_encoder(self.run_encoder(x, masks, self.encoder_layers))
 
     def finish_encoder(self, x: torch.Tensor) -> torch.Tensor:
         """Return the encoder's output (N, E): the last layer's, normalised."""
@@ -147,11 +331,11 @@ class EncoderDecoder(GeneratorModel):
 
         `slots` of the cache receive them, one for each row.
         """
-        cache_rows = cache.token_rows(batch.rows.per_token(slots), batch.rows.positions)
-        for index, layer in enumerate(self.decoder):
-            layer.cross.part.cache_encoded(
-                encoded, cache_rows, cache, layer=index, tasks=batch.tasks
-            )
+        rows, tasks = batch.masks.rows, batch.masks.tasks
+        cache_rows = cache.token_rows(rows.per_token(slots), rows.positions)
+        for layer in self.decoder:
+            assert layer.cross is not None
+            layer.cross.part.cache_encoded(encoded, cache_rows, cache, tasks=tasks)
 
     def embed(self, step: Step) -> torch.Tensor:
         """Return the first decoder layer's input (N, E)."""
@@ -160,6 +344,6 @@ class EncoderDecoder(GeneratorModel):
 
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of this stage's last decoder layer (N, E)."""
-        for index, layer in enumerate(self.decoder):
-            x = layer(x, step, index)
+        for layer in self.decoder:
+            x = layer(x, step)
         return x

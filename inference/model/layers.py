@@ -8,18 +8,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch.nn import functional
 
 from export_scripts.families.layout.architecture import Norm
-from inference.model.cached_attention import attend_cached
 from inference.model.ragged import RowMasks, attend
-from inference.model.rotary import NO_ANGLES, AnglesOf, RotaryTable
+from inference.model.rotary import Angles, RotaryTable
 from inference.model.step import Step
 from inference.parallel.gemm import Product
-from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.linear import AllReduce, RowParallelLinear, VocabEmbedding
 
 # A LayerNorm or RMSNorm: of x, or of x + residual, the norm of each row (N, E).
@@ -31,7 +29,7 @@ def make_norm(
 ) -> Normalise:
     """Return a LayerNorm or RMSNorm over the last axis."""
     assert bias is None or kind == "layernorm"
-    if weight.is_cuda and has_gpu_kernels():
+    if weight.is_cuda:
         from inference.model.gpu.norm import norm
 
         return partial(norm, weight=weight, bias=bias, eps=eps, centred=kind == "layernorm")
@@ -64,7 +62,7 @@ class QueryKeyNorm:
 
     def __call__(self, heads: torch.Tensor) -> None:
         """Normalise heads (N, H+K, D)."""
-        if heads.is_cuda and has_gpu_kernels():
+        if heads.is_cuda:
             from inference.model.gpu.norm import mean_squares, norm_heads
 
             mean = self._summed(mean_squares(heads, self.counts[0])) if self.whole else None
@@ -139,68 +137,27 @@ class Attention:
     qkv: Product
     out: RowParallelLinear
     heads: tuple[int, int, int]  # this rank's query heads, its key/value heads, and their size
+    layer: int  # of the cache
     rotary: RotaryTable | None = None
     norm: QueryKeyNorm | None = None
     scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, H+2K, D)
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        step: Step,
-        *,
-        layer: int,
-        angles: AnglesOf = NO_ANGLES,
-        tasks: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
+        self, x: torch.Tensor, step: Step, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return (N, E) for normalised x (N, E).
-
-        `layer` numbers the cache's layers, `tasks` (N,) are the tokens' tasks of IA3; `residual` is
-        added to the result, and perhaps overwritten.
-        """
+        """Return (N, E) for normalised x (N, E), plus `residual`, which may be overwritten."""
         H, K, D = self.heads  # noqa: N806 - the shape legend
-        qkv = scaled(self.qkv(x).view(-1, H + 2 * K, D), self.scalers, tasks)  # (N, H+2K, D)
+        qkv = scaled(self.qkv(x).view(-1, H + 2 * K, D), self.scalers, step.tasks)  # (N, H+2K, D)
         if self.norm is not None:
             self.norm(qkv[:, : H + K])
-        query, keys_values = qkv[:, :H], qkv[:, H:]
-        if step.paged is not None:
-            mixed = self.mix_paged(query, keys_values, step, layer=layer, angles=angles)
-            return self.out(mixed, residual)
-        if self.rotary is not None:
-            rotated = self.rotary.rotate(qkv[:, : H + K], angles[self.rotary])
-            query = rotated[:, :H]
-            keys_values = torch.cat((rotated[:, H:], qkv[:, H + K :]), dim=1)
-        return self.out(self.mix(query, keys_values, step, layer=layer), residual)
+        query, new, angles = qkv[:, :H], qkv[:, H:], self._angles(step)
+        if angles is not None and not step.attention.rotates:
+            rotated, angles = angles.rotate(qkv[:, : H + K]), None
+            query, new = rotated[:, :H], torch.cat((rotated[:, H:], qkv[:, H + K :]), dim=1)
+        return self.out(step.attention(query, layer=self.layer, new=new, angles=angles), residual)
 
-    def mix_paged(
-        self,
-        query: torch.Tensor,
-        keys_values: torch.Tensor,
-        step: Step,
-        *,
-        layer: int,
-        angles: AnglesOf,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return (N, H*D) by the step's own kernels, which also rotate queries and keys."""
-        assert step.paged is not None
-        K = self.heads[1]  # noqa: N806
-        return step.paged(
-            query,
-            step.cache,
-            layer=layer,
-            new=(keys_values[:, :K], keys_values[:, K:]),
-            angles=None if self.rotary is None else angles[self.rotary],
-            interleaved=self.rotary is not None and self.rotary.interleaved,
-            out=out,
-        )
-
-    def mix(
-        self, query: torch.Tensor, keys_values: torch.Tensor, step: Step, *, layer: int
-    ) -> torch.Tensor:
-        """Return (N, H*D) for rotated queries (N, H, D) and keys and values (N, 2K, D) to store."""
-        step.store(layer, keys_values)
-        return attend_cached(query, step.groups, step.cache, layer)
+    def _angles(self, step: Step) -> Angles | None:
+        return None if self.rotary is None else step.angles[self.rotary]
 
 
 @dataclass(frozen=True)
@@ -211,21 +168,16 @@ class RowAttention:
     out: RowParallelLinear
     heads: int
     scale: float  # on the scores
+    layer: int = 0  # of `RowMasks.attentions`
     scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, 3H, D)
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        masks: RowMasks,
-        *,
-        tasks: torch.Tensor | None = None,
-        weights_out: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
+        self, x: torch.Tensor, masks: RowMasks, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return (N, E) for x (N, E); `weights_out` as for `attend`."""
+        """Return (N, E) for x (N, E)."""
         qkv = self.qkv(x).view(len(x), 3 * self.heads, -1)  # (N, 3H, D)
-        query, key, value = scaled(qkv, self.scalers, tasks).chunk(3, dim=1)
-        mixed = attend(query, key, value, masks=masks, scale=self.scale, weights_out=weights_out)
+        query, key, value = scaled(qkv, self.scalers, masks.tasks).chunk(3, dim=1)
+        mixed = attend(query, key, value, masks=masks, scale=self.scale, layer=self.layer)
         return self.out(mixed, residual)
 
 
@@ -238,14 +190,10 @@ class MLP:
     scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, width)
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        *,
-        tasks: torch.Tensor | None = None,
+        self, x: torch.Tensor, step: Step | RowMasks, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
-        return self.down(scaled(self.up(x), self.scalers, tasks), residual)
+        return self.down(scaled(self.up(x), self.scalers, step.tasks), residual)
 
 
 # Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.
@@ -268,14 +216,14 @@ class Sublayer(Generic[PartT]):
     scale: float = 1.0  # on what joins the residual
     bounded: bool = False  # in fp16
 
-    def __call__(self, x: torch.Tensor, *inputs: Any, **more: Any) -> torch.Tensor:
-        """Return x plus what the part makes of the normalised x and its other inputs, (N, E)."""
+    def __call__(self, x: torch.Tensor, step: Step | RowMasks) -> torch.Tensor:
+        """Return x plus what the part makes of the normalised x, (N, E)."""
         h = normalised(x, self.norm)
         if self.output_norm is None and self.adapter is None and self.scale == 1:
-            x = self.part(h, *inputs, residual=x, **more)
+            x = self.part(h, step, x)
         else:
-            y = self.part(h, *inputs, **more)
-            y = y if self.adapter is None else self.adapter(y)
+            y = self.part(h, step)
+            y = y if self.adapter is None else self.adapter(y, step)
             x = torch.add(x, normalised(y, self.output_norm), alpha=self.scale)
         is_bounded = self.bounded and x.dtype == torch.float16
         return x.clamp_(-_FP16_LIMIT, _FP16_LIMIT) if is_bounded else x
@@ -308,28 +256,13 @@ class JointHalves(Attention):
     """
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        step: Step,
-        *,
-        layer: int,
-        angles: AnglesOf = NO_ANGLES,
-        tasks: torch.Tensor | None = None,  # noqa: ARG002 - no model has both
-        residual: torch.Tensor | None = None,
+        self, x: torch.Tensor, step: Step, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return (N, E) for normalised x (N, E); `layer` numbers the cache's layers."""
+        """Return (N, E) for normalised x (N, E), plus `residual`, which may be overwritten."""
         H, K, D = self.heads  # noqa: N806 - the shape legend
         wide = self.qkv(x)  # (N, 2K*D + H*D + inner)
-        keys_values = wide[:, : 2 * K * D].view(-1, 2 * K, D)
-        inputs = wide[:, 2 * K * D :]
+        new, inputs = wide[:, : 2 * K * D].view(-1, 2 * K, D), wide[:, 2 * K * D :]
         place = inputs[:, : H * D]
-        query = place.view(-1, H, D)
-        if step.paged is not None:
-            self.mix_paged(query, keys_values, step, layer=layer, angles=angles, out=place)
-            return self.out(inputs, residual)
-        if self.rotary is not None:
-            query = self.rotary.rotate(query, angles[self.rotary])
-            keys = self.rotary.rotate(keys_values[:, :K], angles[self.rotary])
-            keys_values = torch.cat((keys, keys_values[:, K:]), dim=1)
-        place.copy_(self.mix(query, keys_values, step, layer=layer))
+        query, angles = place.view(-1, H, D), self._angles(step)
+        step.attention(query, layer=self.layer, new=new, angles=angles, out=place)
         return self.out(inputs, residual)

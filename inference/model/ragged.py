@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from inference.model.kv_cache import on_device
 from inference.model.relative_position import square_bias
-from inference.model.step import may_share_call
+from inference.model.step import may_share_call, runs
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class RowGroup:
         return flat if self.scatter is None else flat.index_select(0, self.scatter)
 
     def mask(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the addition to the scores, for a position bias (1, H, S, S) or none."""
+        """Return the addition to the scores, for a position bias (1, H, S or more, ...) or none."""
+        bias = None if bias is None else bias[:, :, : self.width, : self.width]
         if self.hidden is None:
             return None if bias is None else bias.to(dtype)
         padding = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
@@ -65,52 +66,40 @@ class RaggedRows:
 
     lengths: tuple[int, ...]
     positions: torch.Tensor  # (N,) of each token within its row
-    tiles: torch.Tensor | None = None  # (4, T) int32
+    tiles: torch.Tensor | None = None  # (3, T) int32
 
     @cached_property
     def groups(self) -> tuple[RowGroup, ...]:
         """The rows that share an attention call, where `tiles` does not serve all."""
-        device = self.positions.device
-        groups = []
-        start = 0
-        run: list[int] = []
-        for length in self.lengths:
-            if run and not may_share_call([*run, length]):
-                groups.append(_group(start, run, device))
-                start += sum(run)
-                run = []
-            run.append(length)
-        groups.append(_group(start, run, device))
+        groups, start = [], 0
+        for run in runs(self.lengths, lambda run, length: may_share_call([*run, length])):
+            groups.append(_group(start, run, self.positions.device))
+            start += sum(run)
         return tuple(groups)
-
-    @property
-    def starts(self) -> list[int]:
-        """The first token of each row."""
-        return [0, *itertools.accumulate(self.lengths)][:-1]
 
     def per_token(self, values: Sequence[int]) -> torch.Tensor:
         """Return (N,): each row's value, repeated for its tokens."""
         return on_device(np.repeat(values, self.lengths), self.positions.device)
 
 
+@dataclass(frozen=True)
 class RowMasks:
-    """Additions to the scores of attention, the same in every layer: padding, position bias."""
+    """Inputs that an encoder's layers share: masks and bias of the scores, and IA3 tasks."""
 
-    def __init__(self, rows: RaggedRows, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        """Take the bias by offset, (H, 2 * reach + 1), of `relative_position`; None for none."""
-        self.rows, self.bias = rows, bias
-        self._dtype = dtype
+    rows: RaggedRows
+    # By offset, (H, 2 * reach + 1), see `relative_position`; None for none.
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+    tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
+    # Receives the weights: (rows, stage's layers, H, S, S). Entries beyond a row's length are left.
+    attentions: torch.Tensor | None = None
 
     @cached_property
     def groups(self) -> list[torch.Tensor | None]:
         """One for each group of rows, see `RowGroup.mask`."""
-        groups = self.rows.groups
-        if self.bias is None:
-            return [group.mask(None, self._dtype) for group in groups]
-        bias = square_bias(self.bias, max(group.width for group in groups))  # (1, H, S, S)
-        return [
-            group.mask(bias[:, :, : group.width, : group.width], self._dtype) for group in groups
-        ]
+        width = max(group.width for group in self.rows.groups)
+        bias = None if self.bias is None else square_bias(self.bias, width)  # (1, H, S, S)
+        return [group.mask(bias, self.dtype) for group in self.rows.groups]
 
 
 def ragged_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = False) -> RaggedRows:
@@ -125,7 +114,7 @@ def ragged_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = F
     if tiled:
         from inference.model.gpu.rows import row_tiles
 
-        tiles = on_device(row_tiles(lengths, lengths), device)
+        tiles = on_device(row_tiles(lengths), device)
     return RaggedRows(tuple(lengths), on_device(positions, device), tiles)
 
 
@@ -151,13 +140,13 @@ def attend(
     *,
     masks: RowMasks,
     scale: float,
-    weights_out: torch.Tensor | None = None,
+    layer: int = 0,
 ) -> torch.Tensor:
     """Return each token's mix of the values of its own row, (N, H*D) for three (N, H, D).
 
-    `weights_out` (rows, H, S, S), if given, receives the attention weights; entries beyond a row's
-    length are left as they are.
+    `layer` is its place in `masks.attentions`.
     """
+    weights_out = None if masks.attentions is None else masks.attentions[:, layer]
     if masks.rows.tiles is not None and weights_out is None:
         from inference.model.gpu.rows import attend_rows
 

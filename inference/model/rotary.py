@@ -35,42 +35,20 @@ def position_shift(rotary: Rotary | None, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Angles:
-    """Cosines and sines of a step's tokens, each (N, 1, R)."""
+    """Cosines and sines of a step's tokens, each (N, 1, R).
+
+    Of `interleaved` ones neighbouring pairs are rotated, else the halves.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
+    interleaved: bool = False
 
-
-class RotaryTable:  # hashed by identity: a key of a step's angles
-    """The angle of every position, computed as needed from the model's frequencies."""
-
-    def __init__(
-        self, rotary: Rotary, *, interleaved: bool, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        frequencies, self._scale = _frequencies(rotary)
-        self._frequencies = frequencies.to(device)  # (R/2,), of LongRoPE (2, R/2): short and long
-        self.interleaved = interleaved
-        self._dtype = dtype
-
-    def __call__(self, positions: torch.Tensor) -> Angles:
-        """Return the angles at `positions` (N,)."""
-        frequencies = self._frequencies
-        if frequencies.ndim == 2:
-            frequencies = frequencies[positions // _LONG]  # (N, R/2)
-            positions = positions % _LONG
-        angles = positions.unsqueeze(1).float() * frequencies  # (N, R/2)
-        if self.interleaved:
-            angles = angles.repeat_interleave(2, dim=1)  # (N, R)
-        else:
-            angles = torch.cat((angles, angles), dim=1)
-        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        return Angles(cos.unsqueeze(1).to(self._dtype), sin.unsqueeze(1).to(self._dtype))
-
-    def rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Return x (N, H, D) with the first R dimensions of each head rotated."""
-        width = angles.cos.shape[-1]
+        width = self.cos.shape[-1]
         part = x[..., :width]
-        rotated = part * angles.cos + self._rotate_half(part) * angles.sin
+        rotated = part * self.cos + self._rotate_half(part) * self.sin
         return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
 
     def _rotate_half(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,9 +59,35 @@ class RotaryTable:  # hashed by identity: a key of a step's angles
         return torch.cat((-second, first), dim=-1)
 
 
+class RotaryTable:  # hashed by identity: a key of a step's angles
+    """The angle of every position, computed as needed from the model's frequencies."""
+
+    def __init__(
+        self, rotary: Rotary, *, interleaved: bool, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        frequencies, self._scale = _frequencies(rotary)
+        self._frequencies = frequencies.to(device)  # (R/2,), of LongRoPE (2, R/2): short and long
+        self._interleaved = interleaved
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> Angles:
+        """Return the angles at `positions` (N,)."""
+        frequencies = self._frequencies
+        if frequencies.ndim == 2:
+            frequencies = frequencies[positions // _LONG]  # (N, R/2)
+            positions = positions % _LONG
+        angles = positions.unsqueeze(1).float() * frequencies  # (N, R/2)
+        if self._interleaved:
+            angles = angles.repeat_interleave(2, dim=1)  # (N, R)
+        else:
+            angles = torch.cat((angles, angles), dim=1)
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        cos, sin = (each.unsqueeze(1).to(self._dtype) for each in (cos, sin))
+        return Angles(cos, sin, self._interleaved)
+
+
 # The angles of a step's tokens by each of a model's tables.
 AnglesOf = Mapping[RotaryTable, Angles]
-NO_ANGLES: AnglesOf = {}
 
 
 def _frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:

@@ -5,13 +5,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from export_scripts.families.layout.architecture import Architecture
-from inference.model.layers import Normalise, normalised
 from inference.model.step import AttentionRules, Step
 from inference.model.weights import RankWeights
 from inference.parallel.epilogue import PLAIN_GEMM, GemmOptions
@@ -56,25 +54,11 @@ class StageModel(ABC):
         """Return the output of this stage's last layer (N, E) for the input of its first."""
 
 
-@dataclass(frozen=True)
-class Head:
-    """The final norm and this rank's slice of the vocabulary."""
-
-    norm: Normalise | None
-    slice: VocabParallelHead
-    scale: float = 1.0  # on what the norm gives
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return (n, slice) fp32, in `out` if given, for the last layer's output (n, E)."""
-        x = normalised(x, self.norm)
-        return self.slice(x if self.scale == 1 else x * self.scale, out)
-
-
 class GeneratorModel(StageModel):
     """One rank's part of a model that generates; only the first stage embeds."""
 
     rules: AttentionRules
-    head: Head | None  # of the last stage
+    head: VocabParallelHead | None  # of the last stage
 
     @abstractmethod
     def embed(self, step: Step) -> torch.Tensor:

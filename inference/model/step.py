@@ -1,7 +1,7 @@
-"""Inputs of one forward pass: the flat tokens of several sequences, and their attention groups.
+"""Inputs of one forward pass: the flat tokens of several sequences, and what their attention is.
 
 The tokens of all sequences are one list, and every linear runs once per layer. Only attention
-distinguishes the sequences, in groups that one fused call can serve.
+distinguishes the sequences.
 """
 
 # Shapes: N tokens of the step, B slots of a group, Q new tokens per slot, S cached tokens, H heads
@@ -9,12 +9,16 @@ distinguishes the sequences, in groups that one fused call can serve.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from inference.model.kv_cache import Array, KVCache
+from inference.model.kv_cache import Array
+from inference.model.rotary import Angles, AnglesOf
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -42,6 +46,13 @@ def segment_numbers(segments: Sequence[Segment]) -> Array:
     return numbers.reshape(-1, 3)
 
 
+def token_places(segments: Array) -> tuple[Array, Array]:
+    """Return the slot of each token of segments (B, 3), and its place there, (N,) each."""
+    slots, starts, counts = segments.T
+    rows = np.cumsum(counts) - counts
+    return np.repeat(slots, counts), np.repeat(starts - rows, counts) + np.arange(counts.sum())
+
+
 @dataclass(frozen=True)
 class AttentionRules:
     """Scores of attention in a stage's layers, and what each token sees.
@@ -64,63 +75,37 @@ class AttentionRules:
         """The rules of attention over an encoder's output, all of which is seen."""
         return replace(self, distance_bias=None, causal=False)
 
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The windows of the layers; `window_index` says which of them a layer has."""
-        return (
-            (self.sliding_window,) if self.sliding_layers is None else (None, self.sliding_window)
-        )
-
-    def window_index(self, layer: int) -> int:
-        """Return the place in `windows` of a local layer's window."""
-        return 0 if self.sliding_layers is None else int(self.sliding_layers[layer])
-
     def window(self, layer: int) -> int | None:
-        """Return the positions that a query of a local layer sees, its own included."""
-        return self.windows[self.window_index(layer)]
+        """Return the positions that a query of a local layer sees, its own included; None: all."""
+        slides = self.sliding_layers is None or self.sliding_layers[layer]
+        return self.sliding_window if slides else None
 
 
-@dataclass(frozen=True)
-class AttentionMask:
-    """The tokens that the queries of a group see.
+class CachedAttention(Protocol):
+    """Attention of a step's tokens over what the cache has of their sequences."""
 
-    No query sees the `first` cached tokens. `bias` is added to the scores of the others, (B or 1,
-    H or 1, Q, S), -inf where a token may not look; None lets every new token see all of them, or
-    with `causal` those before it.
-    """
+    rotates: ClassVar[bool]  # whether it rotates queries and keys itself
 
-    bias: torch.Tensor | None
-    causal: bool
-    first: int = 0
+    def __call__(
+        self,
+        query: torch.Tensor,
+        *,
+        layer: int,
+        new: torch.Tensor | None = None,
+        angles: Angles | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (N, H*D) for queries (N, H, D); new keys and values are stored first.
 
-
-@dataclass(frozen=True)
-class AttentionGroup:
-    """Slots side by side with as many new tokens each: one attention call.
-
-    `masks` are those of the rules' windows. `cached` holds the keys and values (B, K, S, D) of each
-    layer where they are views of the cache.
-    """
-
-    rows: slice  # of the step's tokens
-    slot: int
-    slot_count: int
-    new_tokens: int
-    length: int
-    rules: AttentionRules
-    masks: tuple[AttentionMask, ...]
-    cached: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
-
-
-@dataclass(frozen=True)
-class EncodedSlots:
-    """The encoder's output that each token of a decoder step reads, all of it.
-
-    `paged`, if given, does all of the attention in place of `groups`.
-    """
-
-    groups: tuple[AttentionGroup, ...] = ()
-    paged: Callable[..., torch.Tensor] | None = None
+        Args:
+            query: Heads side by side; rotated where it lies, or left as it is.
+            layer: Of the cache.
+            new: Keys and values of the tokens themselves, (N, 2 * K, D); None where the cache has
+                all.
+            angles: Rotation of queries and keys, None for models without, or where it is done.
+            out: Receives the result; may be the queries' own memory.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -129,118 +114,30 @@ class Step:
 
     `output_rows` are the tokens whose logits are wanted. With `has_virtual`, ids from the
     vocabulary's end on name rows of the loaded prompt tables and, after those, of `embeddings`.
-    `paged`, if given, is a `PagedAttention` of `gpu.attention`: it stores keys and values and does
-    all of the attention, in place of `cache_rows` and `groups`. `places`, if given, are the views
-    (N, 2, K, D) of each layer's cache that receive keys and values, in place of `cache_rows`.
+    `encoded`, if given, is attention over the encoder's output, all of which a token sees.
     """
 
     ids: torch.Tensor  # (N,)
     positions: torch.Tensor  # (N,)
-    cache: KVCache
     output_rows: torch.Tensor  # (n,)
-    cache_rows: torch.Tensor | None = None  # where keys and values go
-    groups: tuple[AttentionGroup, ...] = ()
+    attention: CachedAttention
     has_virtual: bool = False
     embeddings: torch.Tensor | None = None  # (rows, hidden)
-    paged: Callable[..., torch.Tensor] | None = None
-    places: Sequence[torch.Tensor] | None = None
-    encoded: EncodedSlots | None = None  # None without an encoder
+    encoded: CachedAttention | None = None
     tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
-
-    def store(self, layer: int, keys_values: torch.Tensor) -> None:
-        """Store the tokens' (N, 2 * K, D) keys and values of a local layer."""
-        if self.places is not None:
-            place = self.places[layer]
-            place.copy_(keys_values.view(place.shape))
-            return
-        assert self.cache_rows is not None
-        self.cache.write(layer, self.cache_rows, keys_values)
+    angles: AnglesOf = field(default_factory=dict)  # of the tokens
 
 
-def make_step(
-    ids: torch.Tensor,
-    segments: Sequence[Segment],
-    output_rows: torch.Tensor,
-    *,
-    cache: KVCache,
-    rules: AttentionRules,
-    dtype: torch.dtype,
-    has_virtual: bool = False,
-    embeddings: torch.Tensor | None = None,
-    encoded: EncodedSlots | None = None,
-    tasks: torch.Tensor | None = None,
-) -> Step:
-    """Lay out a step. Segments come in the order of their tokens, with ascending slots."""
-    slots, places = _places(segments, ids.device)
-    direct = _direct_places(segments, cache) if ids.device.type == "cpu" else None
-    rows = cache.token_rows(slots, places) if direct is None else None
-    positions = places
-    if any(segment.shift for segment in segments):
-        shifts = [segment.shift for segment in segments for _ in range(segment.count)]
-        positions = places + torch.tensor(shifts, device=ids.device)
-    return Step(
-        ids,
-        positions,
-        cache,
-        output_rows,
-        cache_rows=rows,
-        groups=attention_groups(segments, rules, dtype, cache),
-        has_virtual=has_virtual,
-        embeddings=embeddings,
-        places=direct,
-        encoded=encoded,
-        tasks=tasks,
-    )
-
-
-def attention_groups(
-    segments: Sequence[Segment], rules: AttentionRules, dtype: torch.dtype, cache: KVCache
-) -> tuple[AttentionGroup, ...]:
-    """Return the attention calls of segments, as `make_step` takes them."""
-    groups = []
-    for first_row, run in _parts(segments):
-        group = _group(run, first_row, rules, dtype, cache.device)
-        if cache.device.type == "cpu" and cache.shape.is_whole:
-            # All layers at once: a view for each layer would cost more than a small product.
-            group = replace(group, cached=cache.views(group.slot, group.slot_count, group.length))
-        groups.append(group)
-    return tuple(groups)
-
-
-def _direct_places(segments: Sequence[Segment], cache: KVCache) -> Sequence[torch.Tensor] | None:
-    """Return `Step.places` for neighbours with one new token each at the same place, else None."""
-    if not segments or not cache.shape.is_whole:
-        return None
-    first, count = segments[0], len(segments)
-    for nth, each in enumerate(segments):
-        if (each.slot, each.start, each.count) != (first.slot + nth, first.start, 1):
-            return None
-    return cache.places(first.slot, count, first.start)
-
-
-def _places(segments: Sequence[Segment], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slot of every token and its place there, each (N,)."""
-    if all(segment.count == 1 for segment in segments):
-        slots = torch.tensor([segment.slot for segment in segments], device=device)
-        return slots, torch.tensor([segment.start for segment in segments], device=device)
-    counts = torch.tensor([segment.count for segment in segments], device=device)
-    slots = torch.tensor([segment.slot for segment in segments], device=device)
-    ranges = [torch.arange(s.start, s.stop, device=device) for s in segments]
-    return slots.repeat_interleave(counts), torch.cat(ranges)
-
-
-def _parts(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
-    """Split the segments into runs for one attention call each; yield (first row, run)."""
-    row = 0
-    run: list[Segment] = []
-    for segment in segments:
-        if run and not _fits(run, segment):
-            yield row, run
-            row += sum(s.count for s in run)
+def runs(items: Sequence[T], may_join: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
+    """Divide items into runs; each begins where an item may not join those before it."""
+    run: list[T] = []
+    for item in items:
+        if run and not may_join(run, item):
+            yield run
             run = []
-        run.append(segment)
+        run.append(item)
     if run:
-        yield row, run
+        yield run
 
 
 # The padded work stays below this multiple of the true work, or it adds fewer tokens than a
@@ -253,51 +150,6 @@ def may_share_call(lengths: Sequence[int]) -> bool:
     """Return whether sequences of these lengths are padded to the longest, for one call."""
     padded, true = max(lengths) * len(lengths), sum(lengths)
     return padded - true <= _CALL_TOKENS or padded <= _MOST_PADDED * true
-
-
-def _fits(run: list[Segment], segment: Segment) -> bool:
-    if segment.count != 1 or run[-1].count != 1 or segment.slot != run[-1].slot + 1:
-        return False
-    return may_share_call([each.stop for each in (*run, segment)])
-
-
-def _group(
-    run: list[Segment],
-    first_row: int,
-    rules: AttentionRules,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionGroup:
-    new_tokens, length = run[0].count, max(s.stop for s in run)
-    # A window that holds the longest context hides nothing.
-    reach = [window if window is None or window < length else None for window in rules.windows]
-    masks = {window: _mask(run, window, rules, dtype, device) for window in dict.fromkeys(reach)}
-    rows = slice(first_row, first_row + len(run) * new_tokens)
-    return AttentionGroup(
-        *(rows, run[0].slot, len(run), new_tokens, length, rules),
-        masks=tuple(masks[window] for window in reach),
-    )
-
-
-def _mask(
-    run: list[Segment],
-    window: int | None,
-    rules: AttentionRules,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionMask:
-    new_tokens, length = run[0].count, max(s.stop for s in run)
-    even = all(s.stop == length for s in run)
-    first = 0 if window is None else max(min(s.start for s in run) + 1 - window, 0)
-    if rules.alibi_slopes is None and rules.distance_bias is None and even:
-        if new_tokens == 1 or not rules.causal:
-            return AttentionMask(None, causal=False, first=first)
-        # Capped attention takes no flag.
-        if run[0].start == 0 and window is None and rules.softcap is None:
-            return AttentionMask(None, causal=True)
-    starts = torch.tensor([s.start - first for s in run], device=device)
-    bias = attention_bias(starts, new_tokens, length - first, rules, window)
-    return AttentionMask(bias.to(dtype), causal=False, first=first)
 
 
 def attention_bias(

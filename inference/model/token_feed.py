@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from inference.model.kv_cache import Array, on_device
-from inference.parallel.gpu_kernels import has_gpu_kernels
 
 # In place of a token id: the newest one that the slot's last step chose.
 NEWEST = -1
@@ -105,21 +105,30 @@ class TokenFeed:
             penalties: (n, 3) fp32, see `StepPlan`; None without, and without draws.
         """
         if draws is not None:
-            return self._draw(self._whole(logits), slots, forbidden, draws, penalties)
+            drawn: torch.Tensor = self._kernels.drawn_tokens(
+                *(self._whole(logits), slots, forbidden, draws, self._newest),
+                penalties=penalties,
+                seen=self._seen,
+                bias=self._bias,
+            )
+            return drawn
         if self._vocab:
             logits = logits[:, : len(self._vocab)]
         else:  # the vocabulary ends before this rank
             logits = logits[:, :1].fill_(_LOWEST)
-        if logits.is_cuda and has_gpu_kernels():
-            from inference.model.gpu.choice import best_tokens
+        chosen: torch.Tensor = self._kernels.best_tokens(
+            *(logits, slots, forbidden, self._newest),
+            first=self._vocab.start,
+            keep=self._gather is None,
+        )
+        return chosen if self._gather is None else self._agreed(chosen, slots)
 
-            chosen = best_tokens(
-                *(logits, slots, forbidden, self._newest),
-                first=self._vocab.start,
-                keep=self._gather is None,
-            )
-            return chosen if self._gather is None else self._agreed(chosen, slots)
-        return self._agreed(self._best(logits, forbidden), slots)
+    @property
+    def _kernels(self) -> Any:
+        """The kernels of a GPU; where a CPU computes, the host chooses."""
+        from inference.model.gpu import choice
+
+        return choice
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits of the whole vocabulary (n, V)."""
@@ -129,94 +138,14 @@ class TokenFeed:
             logits = slices.transpose(0, 1).flatten(1)
         return logits[:, : self._vocab_size]
 
-    def _draw(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        forbidden: torch.Tensor,
-        draws: torch.Tensor,
-        penalties: torch.Tensor | None,
-    ) -> torch.Tensor:
-        if logits.is_cuda and has_gpu_kernels():
-            from inference.model.gpu.choice import drawn_tokens
-
-            return drawn_tokens(
-                *(logits, slots, forbidden, draws, self._newest),
-                penalties=penalties,
-                seen=self._seen,
-                bias=self._bias,
-            )
-        if penalties is None:
-            return self._keep(draw_by_sorting(logits, forbidden, draws), slots)
-        at = slots.long()
-        drawn = draw_by_sorting(logits, forbidden, draws, penalties, self._seen[at], self._bias[at])
-        chosen = at, drawn[:, 1].long()
-        self._seen[chosen] = 1
-        self._bias[chosen] -= penalties[:, 2]
-        return self._keep(drawn, slots)
-
-    def _best(self, logits: torch.Tensor, forbidden: torch.Tensor) -> torch.Tensor:
-        """Return the best of this rank's ids for each row."""
-        rows = torch.arange(len(logits), device=logits.device)
-        wanted = forbidden.long() - self._vocab.start
-        ids = wanted.clamp(0, logits.shape[1] - 1)
-        # Another rank's, or none: a model's end id may lie outside its vocabulary.
-        logits[rows, ids] = torch.where(ids == wanted, _LOWEST, logits[rows, ids])
-        values, best = logits.max(-1)
-        return torch.stack((values.view(torch.int32), (best + self._vocab.start).int()), dim=1)
-
     def _agreed(self, chosen: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Return the best of what all ranks have chosen, and keep it for the next step."""
-        if self._gather is not None:
-            every = self._gather(chosen)  # (T, n, 2)
-            rank = every[:, :, 0].contiguous().view(torch.float32).max(0).indices
-            chosen = every[rank, torch.arange(len(chosen), device=chosen.device)]
-        return self._keep(chosen, slots)
-
-    def _keep(self, chosen: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        assert self._gather is not None
+        every = self._gather(chosen)  # (T, n, 2)
+        rank = every[:, :, 0].contiguous().view(torch.float32).max(0).indices
+        chosen = every[rank, torch.arange(len(chosen), device=chosen.device)]
         self._newest[slots.long()] = chosen[:, 1].long()
         return chosen
-
-
-def draw_by_sorting(
-    logits: torch.Tensor,
-    forbidden: torch.Tensor,
-    draws: torch.Tensor,
-    penalties: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the drawn tokens of whole rows of logits (n, V), see `TokenFeed.choose`.
-
-    Rows with penalties need the ids they have `seen` and their `bias`, both (n, V).
-    """
-    factor, top_k, top_p, rest, whole_boundary, uniform = draws.double().t()[:, :, None]  # (n, 1)
-    places = torch.arange(logits.shape[1], device=logits.device)
-    if penalties is None:
-        x = logits * factor.float()
-    else:
-        assert seen is not None
-        assert bias is not None
-        repetition, presence, _ = penalties.t()[:, :, None]  # (n, 1)
-        marked = repetition > 0
-        x = torch.where(marked, logits + bias, logits) * factor.float()
-        less = torch.where(x < 0, x * repetition, x / repetition) - presence
-        x = torch.where(marked & (seen > 0), less, x)
-    x = torch.where(places == forbidden[:, None], _LOWEST, x)
-    values, ids = x.sort(dim=-1, descending=True, stable=True)
-    best = values[:, :1].contiguous()
-    masses = (values - best).double().exp()
-    sums = torch.where((top_k > 0) & (places >= top_k), 0.0, masses).cumsum(-1)
-
-    def crossing(mass: torch.Tensor) -> torch.Tensor:
-        """Return the place of the token with which the masses' sum reaches `mass`."""
-        place = torch.searchsorted(sums, torch.minimum(mass, sums[:, -1:]))
-        return place.clamp(max=logits.shape[1] - 1)  # of a row that is not usable
-
-    inside = top_p * (sums[:, -1:] + rest)
-    inside = torch.where(whole_boundary > 0, sums.gather(1, crossing(inside)), inside)
-    tokens = ids.gather(1, crossing(uniform * inside))
-    return torch.cat((best.view(torch.int32), tokens.int()), dim=1)
 
 
 def marks_bytes(slots: int, vocab_size: int) -> int:

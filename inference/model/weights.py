@@ -86,26 +86,21 @@ class RankWeights:
         part = self.reader.read(name, self.layout.tp_rank)
         return self._checked(name, part, self._matrix_dtype).flatten(1)
 
-    def rows(self, name: str, rows: range) -> torch.Tensor:
-        """Return some rows of a whole table, or of a vector, in the computed type."""
-        return self._part_of_whole(name, rows, self.dtype)[: len(rows)]
+    def rows(self, name: str, rows: range, *, is_matrix: bool = False) -> torch.Tensor:
+        """Return some rows of a whole table, or of a vector, in the computed type.
 
-    def matrix_rows(self, name: str, rows: range) -> torch.Tensor:
-        """Return some rows of a whole table that serves as a matrix, such as the head's.
-
-        On a GPU they end with zeros up to a multiple of 16 rows.
+        One that serves as a matrix, such as the head's, has the type of these; on a GPU it ends
+        with zeros up to a multiple of 16 rows.
         """
-        return self._part_of_whole(name, rows, self._matrix_dtype)
-
-    def _part_of_whole(self, name: str, rows: range, dtype: torch.dtype) -> torch.Tensor:
         # A tied table is asked for twice, for the embedding and the head: a GPU holds it once.
+        dtype = self._matrix_dtype if is_matrix else self.dtype
         key = (name, rows, dtype)
         if key not in self._tables:
             part = self.reader.read(name, 0)[rows.start : rows.stop]
             part = self._checked(name, part, dtype)
             more = -len(part) % _ROWS_OF_TABLES if self.device.type == "cuda" else 0
             self._tables[key] = torch.cat((part, part.new_zeros(more, *part.shape[1:])))
-        return self._tables[key]
+        return self._tables[key] if is_matrix else self._tables[key][: len(rows)]
 
     def check(self) -> None:
         """Check that all tensors read so far are finite.
@@ -195,6 +190,10 @@ class LayerLoader(Generic[ArchitectureT]):
         self._one_plus: bool = getattr(architecture, "norm_one_plus", False)
         self._norm_eps = architecture.norm_eps
 
+    def local(self, number: int, num_layer: int) -> int:
+        """Return the place in this stage of the layer of a stack's global number."""
+        return number - self.weights.layout.layers(num_layer).start
+
     def norm(self, name: str, *, kind: Norm | None = None) -> Normalise:
         """Return a norm, by default of the model's kind."""
         weight, bias = self.weights.tensor(f"{name}.weight"), self.weights.optional(f"{name}.bias")
@@ -264,26 +263,19 @@ class LayerLoader(Generic[ArchitectureT]):
         return torch.cat(tables) if tables else None
 
     def vocab_head(
-        self,
-        name: str,
-        bias: str | None,
-        vocab_size: int,
-        *,
-        scale: float = 1.0,
-        softcap: float | None = None,
+        self, name: str, bias: str | None, vocab_size: int, **more: Any
     ) -> VocabParallelHead:
         """Return the linear from hidden states to logits by the table `name` (V, E).
 
-        `scale` and `softcap` act on the logits, see `VocabParallelHead`.
+        `more` is for `VocabParallelHead`.
         """
         weights, layout = self.weights, self.weights.layout
         rows = layout.vocab_rows(vocab_size)
         return VocabParallelHead(
-            weights.matrix_rows(name, rows),
+            weights.rows(name, rows, is_matrix=True),
             weights.rows(bias, rows) if bias is not None else None,
             rows=len(rows),
             width=layout.vocab_rows_per_rank(vocab_size),
-            scale=scale,
-            softcap=softcap,
             options=self.gemm,
+            **more,
         )

@@ -13,7 +13,7 @@ from export_scripts.families.layout.architecture import Activation
 
 @dataclass(frozen=True)
 class GemmOptions:
-    """Form of all matrices; all but `int8` needs a GPU with Triton, and 16 bits."""
+    """Form of all matrices; all but `int8` needs a GPU and 16 bits."""
 
     int8: bool = False  # whole numbers of 8 bits, one scale per output
     fp8: bool = False  # E4M3, activations too

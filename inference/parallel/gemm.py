@@ -11,7 +11,6 @@ import torch
 
 from inference.parallel import gemm_cpu
 from inference.parallel.epilogue import PLAIN_GEMM, GemmActivation, GemmOptions, finish
-from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.int8 import Int8Gemm
 
 # Of a linear without a residual: (N, O) for (N, I).
@@ -64,7 +63,7 @@ def make_gated_gemm(
     GPUs take both as one, whose outputs alternate.
     """
     gate, linear = weights
-    if gate.device.type != "cpu" and gate.dtype.itemsize == 2 and has_gpu_kernels():
+    if gate.device.type != "cpu" and gate.dtype.itemsize == 2:
         from inference.parallel.gemm_cuda import CudaGemm
 
         given = [gate.new_zeros(gate.shape[1]) if b is None else b.flatten() for b in biases]
@@ -83,12 +82,12 @@ def _gpu_gemm(
     first_activated: int,
     options: GemmOptions,
 ) -> Gemm:
-    if weight.numel() and weight.dtype.itemsize == 2 and has_gpu_kernels():
+    if weight.numel() and weight.dtype.itemsize == 2:
         from inference.parallel.gemm_cuda import CudaGemm
 
         return CudaGemm(weight, bias, activation, first_activated, options)
-    assert not options.fp8, "FP8 needs Triton and 16 bits"
-    assert not options.batch_invariant, "batch invariance needs Triton and 16 bits"
+    assert not options.fp8, "FP8 needs 16 bits"
+    assert not options.batch_invariant, "batch invariance needs 16 bits"
     kind = Int8Gemm if options.int8 and weight.numel() else _PlainGemm
     return kind(weight, bias, activation, first_activated)
 

@@ -19,7 +19,6 @@ from torch.distributed.distributed_c10d import (
 )
 
 from inference.parallel.epilogue import finish
-from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.peer_memory import PeerMemory, open_peer_memory
 from inference.parallel.shared_memory import SharedMemoryGroup, open_group
@@ -111,12 +110,9 @@ class RankGroups:
         return cast(ProcessGroup, ProcessGroupGloo(store, place, len(ranks), self._timeout))
 
     def _open_peers(self, store: Store) -> None:
-        place, size = self.layout.tp_rank, self.layout.tp_size
-        if not has_gpu_kernels():
-            open_peer_memory(store, place, size, self._device, size_bytes=0)
-            return
         from inference.parallel.peer_cuda import PeerSums, memory_bytes
 
+        place, size = self.layout.tp_rank, self.layout.tp_size
         size_bytes = memory_bytes(size)
         memory = open_peer_memory(store, place, size, self._device, size_bytes=size_bytes)
         if memory is not None:

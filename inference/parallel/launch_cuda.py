@@ -44,13 +44,8 @@ def has_tma(x: torch.Tensor) -> bool:
     The tensor memory accelerator copies a tile by one instruction: attention of prompts then does
     472 TFLOP/s on an H200, 388 with an address for each 16 bytes.
     """
-    return (
-        x.is_cuda
-        and x.element_size() == 2
-        and TensorDescriptor is not None
-        and torch.version.cuda is not None
-        and _starts_early(x.device.index)
-    )
+    early: bool = launch_options(x)["EARLY"]  # on the same GPUs
+    return early and x.element_size() == 2 and TensorDescriptor is not None
 
 
 def tile_descriptor(rows: torch.Tensor, tokens: int, width: int) -> Any:

@@ -7,6 +7,7 @@ A linear whose outputs are divided is a plain product: each rank computes its ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -88,7 +89,7 @@ class VocabEmbedding:
 
 
 class VocabParallelHead:
-    """Hidden states to this rank's slice of the logits, in fp32."""
+    """Hidden states to this rank's slice of the logits, in fp32, after the final `norm` if any."""
 
     def __init__(
         self,
@@ -97,6 +98,8 @@ class VocabParallelHead:
         *,
         rows: int,
         width: int,
+        norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        input_scale: float = 1.0,
         scale: float = 1.0,
         softcap: float | None = None,
         options: GemmOptions = PLAIN_GEMM,
@@ -108,6 +111,8 @@ class VocabParallelHead:
             bias: (rows,).
             rows: Tokens of this rank.
             width: Of every rank's slice, at least `rows`.
+            norm: Of the hidden states.
+            input_scale: On what the norm gives.
             scale: On the logits.
             softcap: A scaled logit becomes cap * tanh(logit / cap).
             options: Of the product.
@@ -117,10 +122,13 @@ class VocabParallelHead:
         self._gemm = make_gemm(table.t(), bias, options=options) if rows else None
         self._rows = rows
         self.width = width
+        self.norm, self._input_scale = norm, input_scale
         self._scale, self._softcap = scale, softcap
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return (N, width) fp32, in `out` if given; columns beyond the rows are the lowest."""
+        x = x if self.norm is None else self.norm(x)
+        x = x if self._input_scale == 1 else x * self._input_scale
         if out is None:
             out = x.new_empty(len(x), self.width, dtype=torch.float32)
         out[:, self._rows :] = torch.finfo(torch.float32).min

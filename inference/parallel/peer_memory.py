@@ -89,13 +89,11 @@ def open_peer_memory(
     """Return this rank's memory with those of all others mapped, or None where one cannot be.
 
     Every rank of the group must call this, with its `place` in the group and a store that this
-    group alone uses; all get the same answer. `size_bytes` is 0 where this rank cannot use any.
+    group alone uses; all get the same answer.
     """
     torch.cuda.synchronize(device)  # makes the context of the driver's calls
     memory: PeerMemory | None = None
     try:
-        if not size_bytes:
-            raise OSError("torch came without Triton")
         memory = PeerMemory(size_bytes)
         offered = {
             "host": _BOOT_ID.read_text(encoding="utf-8"),

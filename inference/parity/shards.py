@@ -146,8 +146,8 @@ def _tap(model: Any, notes: _Notes) -> None:
         for name, where in ends.items():
             setattr(model, name, note(getattr(model, name), where))
         if model.head is not None and model.head.norm is not None:
-            norm = note(model.head.norm, ends["embed"].replace("embedding", "final norm"))
-            model.head = replace(model.head, norm=norm)
+            where = ends["embed"].replace("embedding", "final norm")
+            model.head.norm = note(model.head.norm, where)
 
 
 # Parts of a layer: name, field of the layer, and the linear in it whose output is the part's.

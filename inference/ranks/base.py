@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -98,6 +98,10 @@ class RankBase(ABC):
     architecture: Architecture
     model: StageModel
     cache: KVCache  # of ranks that generate
+    # What ranks of some kinds have recorded.
+    _graphs: Any = None
+    _prompt_graphs: Any = None
+    _encoder_graphs: Any = None
 
     def __init__(self, settings: RankSettings) -> None:
         """Take a place and a device; subclasses load."""
@@ -156,6 +160,8 @@ class RankBase(ABC):
 
     def close(self) -> None:
         """Close the connection to the other ranks, all of which do the same."""
+        # Graphs contain sums over the connection.
+        self._graphs = self._prompt_graphs = self._encoder_graphs = None
         if self._groups is not None:
             self._groups.close()
 

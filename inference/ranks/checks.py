@@ -16,7 +16,6 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from inference.model.weights import check_architecture
-from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.layout import ParallelLayout
 from inference.ranks.settings import Placement
 
@@ -60,9 +59,9 @@ def _matrix_problems(architecture: Architecture, placement: Placement, device: s
         found.append("fp8=1 is not supported for BERT; use 0")
     if placement.batch_invariant and not isinstance(architecture, DecoderArchitecture):
         found.append("batch_invariant=1 is for decoder-only models; use 0")
-    in_16_bits = device == "cuda" and placement.data_type in ("fp16", "bf16") and has_gpu_kernels()
+    in_16_bits = device == "cuda" and placement.data_type in ("fp16", "bf16")
     found += [
-        f"{name}=1 needs a GPU, Triton, and data_type fp16 or bf16; the device is {device}, and "
+        f"{name}=1 needs a GPU and data_type fp16 or bf16; the device is {device}, and "
         f"data_type={placement.data_type}"
         for name in ("fp8", "batch_invariant")
         if getattr(placement, name) and not in_16_bits

@@ -16,7 +16,7 @@ from inference.model.decoder import Decoder
 from inference.model.step import Step
 from inference.model.weights import RankWeights
 from inference.ranks.base import MOST_PROMPT_TOKENS, StepResult
-from inference.ranks.device import gemm_options, on_gpu
+from inference.ranks.device import gemm_options
 from inference.ranks.generator_rank import GeneratorRank
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
@@ -33,6 +33,7 @@ class DecoderRank(GeneratorRank):
 
     architecture: DecoderArchitecture
     model: Decoder
+    _prompt_graphs: PromptGraphs | None = None
 
     def __init__(self, settings: RankSettings) -> None:
         super().__init__(settings)
@@ -42,11 +43,10 @@ class DecoderRank(GeneratorRank):
         prefixes = load_prefixes(weights, architecture.num_layer)
         self._open_cache(settings, weights.dtype, prefixes)
         self.group = architecture.head_num // architecture.kv_head_num
-        self._prompt_graphs: PromptGraphs | None = None
 
     def prepare(self) -> None:
         """Record the decoding graphs, and run prompts of several lengths once."""
-        if not on_gpu(self.device):
+        if self.device.type == "cpu":
             return
         from inference.model.gpu.prompt_graph import PromptGraphs
 
@@ -77,17 +77,11 @@ class DecoderRank(GeneratorRank):
         self, plan: StepPlan, embeddings: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], list[Step]]:
         """Return the last layer's output of each micro-batch, nothing before the last stage."""
-        graphs = self._prompt_graphs
-        if graphs is not None and not plan.has_virtual and graphs.hold(len(plan.ids)):
+        if self._prompt_graphs is not None and not plan.has_virtual:
             ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
-            x, step = graphs.run(ids, plan.segments, outputs)
-            return [x], [step]
+            if found := self._prompt_graphs.run(ids, plan.segments, outputs):
+                return [found[0]], [found[1]]
         return self._run_steps(plan, embeddings)
-
-    def close(self) -> None:
-        """Close the connection to the other ranks."""
-        self._prompt_graphs = None  # they contain sums over the connection
-        super().close()
 
     def _pooled(self, hidden: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor | None:
         """Return on rank 0 the sum of each segment's last hidden states, (segments, E) fp32."""

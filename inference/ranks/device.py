@@ -10,7 +10,6 @@ import torch
 from export_scripts.numeric.dtypes import torch_dtype
 from inference.parallel.epilogue import GemmOptions
 from inference.parallel.gemm_cpu import has_fp16_weights, has_onednn
-from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.ranks.settings import RankSettings
 
 logger = logging.getLogger(__name__)
@@ -41,14 +40,9 @@ def gemm_options(settings: RankSettings) -> GemmOptions:
     )
 
 
-def on_gpu(device: torch.device) -> bool:
-    """Return whether a device is a GPU with the kernels that graphs need."""
-    return device.type == "cuda" and has_gpu_kernels()
-
-
 def has_row_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether an encoder has kernels, and graphs, of its own: in 16 bits on a GPU."""
-    return on_gpu(device) and dtype.itemsize == 2
+    return device.type == "cuda" and dtype.itemsize == 2
 
 
 def compute_dtype(data_type: str, device: torch.device) -> torch.dtype:

@@ -18,12 +18,17 @@ import numpy as np
 import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
-from inference.model.encoder_decoder import EncodedRow, EncoderBatch, EncoderDecoder, encoded_slots
+from inference.model.encoder_decoder import (
+    EncodedRow,
+    EncoderBatch,
+    EncoderDecoder,
+    reading_segments,
+)
 from inference.model.kv_cache import encoder_slot, on_device
-from inference.model.ragged import RowMasks, ragged_rows
-from inference.model.step import EncodedSlots, Segment
+from inference.model.ragged import ragged_rows
+from inference.model.step import CachedAttention, Segment
 from inference.ranks.base import StepResult
-from inference.ranks.device import gemm_options, has_row_kernels, on_gpu
+from inference.ranks.device import gemm_options, has_row_kernels
 from inference.ranks.generator_rank import GeneratorRank
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.settings import RankSettings
@@ -41,8 +46,6 @@ class _EncoderPass:
 
     rows: tuple[EncoderRow, ...]
     batch: EncoderBatch
-    masks: RowMasks
-    attentions: torch.Tensor | None  # (rows, stage's layers, H, S, S)
     done: int = 0  # layers, of all stages
     x: torch.Tensor | None = None  # (N, E) while this stage computes, and the last one's output
 
@@ -52,6 +55,7 @@ class EncoderDecoderRank(GeneratorRank):
 
     architecture: EncoderDecoderArchitecture
     model: EncoderDecoder
+    _encoder_graphs: EncoderGraphs | None = None
 
     def __init__(self, settings: RankSettings) -> None:
         super().__init__(settings)
@@ -66,13 +70,12 @@ class EncoderDecoderRank(GeneratorRank):
             self._open_cache(settings, weights.dtype)
             nothing = EncodedRow(self.cache.scratch_slot, 1, self._no_task)
             self._encoded = [nothing] * (settings.slots + 1)  # what each slot reads
-        self._encoder_graphs: EncoderGraphs | None = None
         self._tiled = has_row_kernels(self.device, weights.dtype)
         self._pass: _EncoderPass | None = None
 
     def prepare(self) -> None:
         """Record the graphs of encoder and decoder, and run steps that are not graphs once."""
-        if not on_gpu(self.device):
+        if self.device.type == "cpu":
             return
         with torch.inference_mode():
             if self._tiled and self.layout.pp_size == 1:
@@ -105,30 +108,27 @@ class EncoderDecoderRank(GeneratorRank):
         part = self._logits(*self._run_steps(plan)) if plan.segments else None
         return self._result(part, plan)
 
-    def close(self) -> None:
-        """Close the connection to the other ranks."""
-        self._encoder_graphs = None  # they contain sums over the connection
-        super().close()
-
     def _begin(self, plan: StepPlan, embeddings: torch.Tensor | None) -> None:
         """Start a pass of new rows; it replaces one whose requests were cancelled."""
         counts = [row.count for row in plan.encoder_rows]
         rows = ragged_rows(counts, self.device, tiled=self._tiled)
         tasks = [self._task_of(row) for row in plan.encoder_rows]
-        batch = EncoderBatch(
-            on_device(np.array(plan.encoder_ids, np.int64), self.device),
-            rows,
-            tasks=rows.per_token(tasks) if any(t != self._no_task for t in tasks) else None,
-            has_virtual=plan.has_virtual,
-            embeddings=embeddings,
-        )
         attentions = None
         if plan.attentions:
             heads = self.architecture.encoder.head_num // self.layout.tp_size
             shape = (len(counts), len(self.model.encoder_layers), heads, max(counts), max(counts))
             attentions = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
-        masks = self.model.encoder_masks(rows)
-        self._pass = _EncoderPass(plan.encoder_rows, batch, masks, attentions)
+        batch = EncoderBatch(
+            on_device(np.array(plan.encoder_ids, np.int64), self.device),
+            self.model.encoder_masks(
+                rows,
+                tasks=rows.per_token(tasks) if any(t != self._no_task for t in tasks) else None,
+                attentions=attentions,
+            ),
+            has_virtual=plan.has_virtual,
+            embeddings=embeddings,
+        )
+        self._pass = _EncoderPass(plan.encoder_rows, batch)
 
     def _encode(self, layers: int) -> None:
         """Continue the pass; at its end every stage caches what its decoder layers read."""
@@ -154,10 +154,11 @@ class EncoderDecoderRank(GeneratorRank):
     def _encoded_by_graph(self, whole: _EncoderPass) -> torch.Tensor | None:
         """Return the output of a pass of all layers (N, E), None where no graph serves it."""
         batch = whole.batch
-        plain = batch.tasks is None and not batch.has_virtual and whole.attentions is None
+        masks = batch.masks
+        plain = masks.tasks is None and not batch.has_virtual and masks.attentions is None
         if self._encoder_graphs is None or not plain:
             return None
-        return self._encoder_graphs.run(batch.ids, batch.rows)
+        return self._encoder_graphs.run(batch.ids, masks.rows)
 
     def _advance(self, now: _EncoderPass, start: int) -> None:
         """Run this stage's layers from `start` to those done; send the result of the last."""
@@ -169,9 +170,7 @@ class EncoderDecoderRank(GeneratorRank):
             now.x = self.groups.receive(room, layout.previous_rank)
         if layers := range(max(start, mine.start), min(stop, mine.stop)):
             assert now.x is not None
-            now.x = self.model.run_encoder(
-                now.x, now.batch, now.masks, layers=layers, attentions=now.attentions
-            )
+            now.x = self.model.run_encoder(now.x, now.batch.masks, layers)
         if start < mine.stop <= stop:
             assert now.x is not None
             if layout.is_last_stage:
@@ -202,24 +201,21 @@ class EncoderDecoderRank(GeneratorRank):
 
     def _read_by(
         self, segments: Sequence[Segment]
-    ) -> tuple[EncodedSlots | None, torch.Tensor | None]:
+    ) -> tuple[CachedAttention | None, torch.Tensor | None]:
         counts = [segment.count for segment in segments]
         encoded = [self._encoded[segment.slot] for segment in segments]
         rules, tasks = self.model.rules, None
         if self.architecture.ia3_num_tasks:
             tasks = on_device(np.repeat([each.task for each in encoded], counts), self.device)
-        if not on_gpu(self.device):
-            slots = encoded_slots(
-                segments, encoded, rules=rules, dtype=self.model.dtype, cache=self.cache
-            )
-            return slots, tasks
+        if self.device.type == "cpu":
+            reading = reading_segments(segments, encoded)
+            return self._attention(reading, rules.across), tasks
         from inference.model.gpu.attention_layout import paged_attention
 
         # As if each token were the last of the encoder's: it sees all of them.
         last = [(each.slot, each.length - 1, 1) for each in encoded]
-        reading = np.repeat(np.array(last), counts, axis=0)
-        paged = paged_attention(reading, rules=rules.across, group=1, device=self.device)
-        return EncodedSlots(paged=paged), tasks
+        each_token = np.repeat(np.array(last), counts, axis=0)
+        return paged_attention(each_token, self.cache, rules=rules.across, group=1), tasks
 
     def _encoder_result(self) -> StepResult | None:
         """Return on rank 0 the output of an encoder alone, which runs all layers in one step."""
@@ -227,7 +223,7 @@ class EncoderDecoderRank(GeneratorRank):
         assert done is not None, "an encoder's step ends its pass"
         room = self.model.empty_hidden(len(done.batch.ids))
         hidden = self._first_rank_copy(done.x, room)
-        attentions = done.attentions  # (rows, stage's layers, heads, S, S)
+        attentions = done.batch.masks.attentions  # (rows, stage's layers, heads, S, S)
         if attentions is not None and self._groups is not None:
             ranks, tp_size = range(self.layout.world_size), self.layout.tp_size
             shape, dtype = attentions.shape, attentions.dtype

@@ -24,13 +24,13 @@ class EncoderRank(RankBase):
     """A rank that holds a part of a BERT-like encoder."""
 
     architecture: EncoderArchitecture
+    _graphs: EncoderGraphs | None = None
 
     def __init__(self, settings: RankSettings) -> None:
         super().__init__(settings)
         weights = self.open_weights(settings)
         self.model = Encoder(weights, self.architecture, reduce=self.all_reduce)
         self._tiled = has_row_kernels(self.device, weights.dtype)
-        self._graphs: EncoderGraphs | None = None
 
     def prepare(self) -> None:
         """Record the graphs."""
@@ -46,11 +46,6 @@ class EncoderRank(RankBase):
                 device=self.device,
             )
             self._graphs.record()
-
-    def close(self) -> None:
-        """Close the connection to the other ranks."""
-        self._graphs = None  # they contain sums over the connection
-        super().close()
 
     def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
         lengths = [row.count for row in plan.encoder_rows]

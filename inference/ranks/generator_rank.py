@@ -18,16 +18,17 @@ from export_scripts.families.layout.architecture import (
     DecoderArchitecture,
     EncoderDecoderArchitecture,
 )
-from inference.model.kv_cache import KVCache, on_device
+from inference.model.cached_attention import GroupedAttention
+from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.stage import GeneratorModel
-from inference.model.step import EncodedSlots, Segment, Step, make_step, segment_numbers
-from inference.model.token_feed import NEWEST, TokenFeed, chosen_to_host
+from inference.model.step import AttentionRules, CachedAttention, Segment, Step, segment_numbers
+from inference.model.token_feed import TokenFeed, chosen_to_host
 from inference.ranks.base import RankBase, StepResult, cache_shape
-from inference.ranks.device import on_gpu
 from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
 
 if TYPE_CHECKING:
+    from inference.model.gpu.attention import PagedAttention
     from inference.model.gpu.decode_graph import DecodeGraphs
 
 # Fewest tokens for which a pipeline micro-batch is bound by computation, not by reading weights.
@@ -82,18 +83,13 @@ class GeneratorRank(RankBase):
         )
         self._graphs.record()
 
-    def close(self) -> None:
-        """Close the connection to the other ranks."""
-        self._graphs = None  # they contain sums over the connection
-        super().close()
-
     def _run_nothing(self, tokens: int) -> None:
         """Run prompts of so many tokens in all, and a single token; discard their results."""
         longest, slot = self.cache.shape.max_len, self.cache.scratch_slot
         starts = range(0, tokens, longest)
         segments = [Segment(slot, 0, min(tokens - start, longest)) for start in starts]
         segments.append(Segment(slot, 0, 1))
-        step = self._step(torch.zeros(tokens + 1, dtype=torch.int64), segments, torch.tensor([0]))
+        step = self._step(np.zeros(tokens + 1, np.int64), segments, np.zeros(1, np.int64))
         first = self.layout.is_first_stage
         x = self.model.embed(step) if first else self.model.empty_hidden(tokens + 1).zero_()
         x = self.model.run_layers(x, step)
@@ -112,9 +108,7 @@ class GeneratorRank(RankBase):
 
     def _micro_batches(self, plan: StepPlan, embeddings: torch.Tensor | None) -> list[Step]:
         parts = min(self.layout.pp_size, max(1, len(plan.ids) // _MICRO_BATCH_TOKENS))
-        ids, outputs = (
-            torch.tensor(each, dtype=torch.int64) for each in (plan.ids, plan.output_rows)
-        )
+        ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
         steps, first = [], 0
         for segments in split_segments(plan.segments, parts):
             stop = first + sum(segment.count for segment in segments)
@@ -130,60 +124,42 @@ class GeneratorRank(RankBase):
 
     def _step(
         self,
-        ids: torch.Tensor,
+        ids: Array,
         segments: Sequence[Segment],
-        outputs: torch.Tensor,
+        outputs: Array,
         *,
         has_virtual: bool = False,
         embeddings: torch.Tensor | None = None,
     ) -> Step:
-        """Lay out some tokens; `ids` and `outputs` are on the CPU."""
+        """Lay out some tokens."""
         encoded, tasks = self._read_by(segments)
-        if on_gpu(self.device):
-            from inference.model.gpu.attention_layout import paged_attention
-
-            # Everything is sent without waiting for the device.
-            numbers, count = segment_numbers(segments), len(ids)
-            attention = paged_attention(
-                numbers,
-                rules=self.model.rules,
-                group=self.group,
-                device=self.device,
-                cache=self.cache,
-            )
-            shifts = np.repeat([segment.shift for segment in segments], numbers[:, 2])
-            sent = np.concatenate((ids.numpy(), shifts, outputs.numpy())).astype(np.int32)
-            integers = on_device(sent, self.device)
-            return Step(
-                ids=self._feed.ids(integers[:count], attention.slots),
-                positions=attention.places + integers[count : 2 * count],
-                cache=self.cache,
-                output_rows=integers[2 * count :],
-                has_virtual=has_virtual,
-                embeddings=embeddings,
-                paged=attention,
-                encoded=encoded,
-                tasks=tasks,
-            )
-        if NEWEST in ids.numpy():  # a tenth of the time of torch's search
-            slots = np.repeat([s.slot for s in segments], [s.count for s in segments])
-            ids = self._feed.ids(ids.to(self.device), on_device(slots, self.device))
-        return make_step(
-            ids.to(self.device),
-            segments,
-            outputs.to(self.device),
-            cache=self.cache,
-            rules=self.model.rules,
-            dtype=self.model.dtype,
+        attention, count = self._attention(segments, self.model.rules), len(ids)
+        shifts = np.repeat([s.shift for s in segments], [s.count for s in segments])
+        # Everything is sent without waiting for the device.
+        sent = on_device(np.concatenate((ids, shifts, outputs)).astype(np.int32), self.device)
+        return Step(
+            ids=self._feed.ids(sent[:count], attention.slots),
+            positions=attention.places + sent[count : 2 * count],
+            output_rows=sent[2 * count :],
+            attention=attention,
             has_virtual=has_virtual,
             embeddings=embeddings,
             encoded=encoded,
             tasks=tasks,
         )
 
+    def _attention(
+        self, segments: Sequence[Segment], rules: AttentionRules
+    ) -> GroupedAttention | PagedAttention:
+        if self.device.type == "cpu":
+            return GroupedAttention(segments, self.cache, rules=rules, dtype=self.model.dtype)
+        from inference.model.gpu.attention_layout import paged_attention
+
+        return paged_attention(segment_numbers(segments), self.cache, rules=rules, group=self.group)
+
     def _read_by(
         self, segments: Sequence[Segment]
-    ) -> tuple[EncodedSlots | None, torch.Tensor | None]:
+    ) -> tuple[CachedAttention | None, torch.Tensor | None]:
         """Return the encoder's output that tokens read, and their IA3 tasks."""
         del segments
         return None, None
@@ -212,7 +188,8 @@ class GeneratorRank(RankBase):
         for place, each in enumerate(more, 4):
             numbers[place] = each
         numbers[-1] = -1 if plan.choices is None else [banned for _, banned in plan.choices]
-        graph = graphs.graph(count)
+        graph = graphs.holding(count)
+        assert graph is not None, "more sequences than slots"
         graph.fill(numbers)
         if graph.hidden is not None:
             self.groups.receive(graph.hidden, self.layout.previous_rank)

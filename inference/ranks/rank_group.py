@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import replace
+from functools import partial
 from time import monotonic, perf_counter
 
 import torch
@@ -82,15 +83,15 @@ class RankGroup:
         others = range(1, self._count)
         settings, store = self._start_others(others)
         self._store = store
+        wait = partial(wait_until_reached, store, others, check=self._check_alive)
+        timeout_s = self._start_timeout_s
         problems: dict[int, str] = {}
         try:
             self._rank = _load(settings)
         except RankError as error:
             problems[0] = str(error)
         try:
-            problems |= wait_until_reached(
-                store, others, "loaded", timeout_s=self._start_timeout_s, check=self._check_alive
-            )
+            problems |= wait("loaded", timeout_s=timeout_s)
         except RankError as error:  # others have ended; this one's reason counts as well
             raise RankError("\n".join(filter(None, (_joined(problems), str(error))))) from error
         if self._rendezvous is not None and self._rank is not None and not problems:
@@ -101,10 +102,7 @@ class RankGroup:
         give_go(store, "loaded")
         self._groups = self._rank.connect(store, settings)
         self._rank.prepare()
-        problems = wait_until_reached(
-            store, others, "prepared", timeout_s=self._start_timeout_s, check=self._check_alive
-        )
-        if problems:
+        if problems := wait("prepared", timeout_s=timeout_s):
             raise RankError(_joined(problems))
         give_go(store, "prepared")
 

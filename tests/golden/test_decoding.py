@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import tests.reference_choice  # noqa: F401 - ranks choose on CPUs, too
 from inference.decoding.draws import Xorwow
 from inference.decoding.generate import BatchDecoder, take_chosen
 from inference.decoding.options import (

@@ -289,7 +289,7 @@ def test_client_shows_the_reason_and_not_the_traceback(two_ranks: Run) -> None:
     url = f"grpc://localhost:{two_ranks.grpc}"
     done = run_client("--url", url, "--model-name", NAME, "--beam-width", "65", "--prompts", "a")
     assert done.returncode == 1
-    assert done.stderr.endswith(": prompts[0]: beam_width=65 must be in [1, 64]\n")
+    assert done.stderr.endswith(": prompts[0]: beam_width[0]=65 must be in [1, 64]\n")
 
 
 def test_client_says_which_model_was_not_ready(two_ranks: Run) -> None:

@@ -17,11 +17,12 @@ import pytest
 from inference.control_groups import usable_cores
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
-from inference.engine.engine import Engine, EngineFailedError, EngineOptions
+from inference.engine.engine import Engine, EngineFailedError
 from inference.ranks.processes import early_workers, threads_per_rank
 from inference.ranks.settings import Placement
 from inference.server.supervisor import descendants
 from tests.conftest import ROOT
+from tests.engine_logits import prompt_logits
 from tests.ft_folders import write_gpt
 from tests.waiting import lives, until
 
@@ -72,18 +73,6 @@ def test_a_failed_rank_is_noticed_and_nothing_is_left(
         engine.stop()
 
 
-def test_failed_ranks_are_started_again_if_asked(ft_dir: Path) -> None:
-    options = EngineOptions(restart_failed_ranks=True)
-    before = children()
-    with Engine(ft_dir, Placement(tp_size=2, device="cpu"), options=options) as engine:
-        expected = engine.logits([1, 2, 3])
-        (worker,) = children() - before
-        os.kill(worker, signal.SIGKILL)
-        until(lambda: engine.healthy() is not None, "the engine's notice")
-        until(lambda: engine.healthy() is None, "the new start")
-        assert engine.logits([1, 2, 3]).equal(expected)
-
-
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
@@ -107,7 +96,7 @@ def test_workers_that_were_started_early_serve_the_engine(ft_dir: Path) -> None:
         engine.start()
     try:
         assert children() - before == workers
-        assert len(engine.logits([1, 2, 3])) == 3
+        assert len(prompt_logits(engine, [1, 2, 3])) == 3
     finally:
         engine.stop()
     assert not any(map(lives, workers))
@@ -165,7 +154,7 @@ def test_undecodable_request_costs_itself_alone_and_stopping_leaves_no_worker(
         with pytest.raises(ValueError, match="hot"):
             engine.generate(GenerationRequest((row,), padded_len=3))
         assert engine.healthy() is None
-        assert len(engine.logits([1, 2, 3])) == 3
+        assert len(prompt_logits(engine, [1, 2, 3])) == 3
         assert engine.load().running == 0
     assert not any(map(lives, workers))
 

@@ -27,6 +27,7 @@ from inference.ranks.keyed_store import KeyRefusedError, connect_store, write_ke
 from inference.ranks.rendezvous import Rendezvous, RendezvousError
 from inference.ranks.settings import Placement
 from tests.conftest import ROOT
+from tests.engine_logits import prompt_logits
 from tests.ft_folders import write_bert, write_gpt
 from tests.waiting import until
 
@@ -100,13 +101,13 @@ def test_the_store_listens_at_its_address_alone() -> None:
 def test_started_ranks_compute_what_one_rank_does(tmp_path: Path, start: Start) -> None:
     ids = [1, 2, 3, 40]
     with Engine(write_gpt(tmp_path / "one"), Placement(device="cpu")) as engine:
-        expected = engine.logits(ids)
+        expected = prompt_logits(engine, ids)
     folder = write_gpt(tmp_path / "two", tp_size=2)
     rendezvous, port = rendezvous_of(4)
     others = [start(rank, 4, port) for rank in (1, 2, 3)]
     engine = Engine(folder, Placement(tp_size=2, pp_size=2, device="cpu"), rendezvous=rendezvous)
     with engine:
-        logits = engine.logits(ids)
+        logits = prompt_logits(engine, ids)
     # Sums in another order.
     assert torch.allclose(logits, expected, atol=1e-5)
     assert [each.wait(NOTICE_S) for each in others] == [0, 0, 0]
@@ -148,7 +149,7 @@ def test_strangers_at_the_rendezvous_change_nothing(
     other = start(1, 2, port)
     folder = write_gpt(tmp_path / "two", tp_size=2)
     with Engine(folder, Placement(tp_size=2, device="cpu"), rendezvous=rendezvous) as engine:
-        assert torch.isfinite(engine.logits([1, 2])).all()
+        assert torch.isfinite(prompt_logits(engine, [1, 2])).all()
     assert other.wait(NOTICE_S) == 0
     assert not key_file.exists()
     for each in silent:
@@ -261,15 +262,3 @@ def test_a_taken_port_is_reported_with_its_holder(key_file: Path) -> None:
 def test_an_address_of_another_node_is_reported(key_file: Path, host: str, message: str) -> None:
     with pytest.raises(RendezvousError, match=message):
         Rendezvous(LaunchEnvironment(0, 2, 0, 2), host, 0, key_file=key_file, timeout_s=5)
-
-
-def test_ranks_of_a_launcher_cannot_be_started_again_here(tmp_path: Path) -> None:
-    rendezvous, _ = rendezvous_of(2)
-    options = EngineOptions(restart_failed_ranks=True)
-    with pytest.raises(ValueError, match="restart_failed_ranks=True: only a launcher can"):
-        Engine(
-            write_gpt(tmp_path, tp_size=2),
-            Placement(tp_size=2),
-            options=options,
-            rendezvous=rendezvous,
-        )

@@ -187,9 +187,12 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"input_lengths": np.array([[0]], np.uint32)}, r"input_lengths\[0\]=0 must be in \[1, 2\]"),
     ({"request_output_len": np.array([[600]], np.uint32)}, "exceeds max_pos_seq_len"),
     ({"request_output_len": np.array([[0]], np.uint32)}, "request_output_len.*must be >= 1"),
-    ({"beam_width": np.array([[65]], np.uint32)}, r"beam_width=65 must be in \[1, 64\]"),
-    ({"temperature": np.array([[-1]], np.float32)}, "temperature must be >= 0"),
-    ({"repetition_penalty": np.array([[0]], np.float32)}, "repetition_penalty must be >= 1e-30"),
+    ({"beam_width": np.array([[65]], np.uint32)}, r"beam_width\[0\]=65 must be in \[1, 64\]"),
+    ({"temperature": np.array([[-1]], np.float32)}, r"temperature\[0\]=-1 must be >= 0"),
+    (
+        {"repetition_penalty": np.array([[0]], np.float32)},
+        r"repetition_penalty\[0\]=0 must be >= 1e-30",
+    ),
     ({"stop_words_list": np.array([[[5, 6], [2, 1]]], np.int32)}, r"stop_words_list\[0\]"),
     ({"prompt_learning_task_name_ids": np.array([[3]], np.uint32)}, "prompt_learning_task_name"),
     (
@@ -254,7 +257,7 @@ def test_client_commands_work_against_the_server(
     assert main(["request", str(tmp_path / "request.json"), *url]) == 0
     assert f"response_input_lengths:\n[[{len(case['input_ids'])}]]\n" in capsys.readouterr().out
     assert main(["generate", "a", "--min-length", "-1", *url]) == 1
-    assert "min_length must be >= 0" in capsys.readouterr().err
+    assert "min_length[0]=-1 must be >= 0" in capsys.readouterr().err
 
 
 def test_dead_worker_fails_requests_with_the_reason_and_ends_the_server(

@@ -21,10 +21,12 @@ from export_scripts.families.layout.spec import ModelFamily
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.engine import Engine, EngineOptions
-from inference.model.gpu.recording import record_graph, record_sizes
-from inference.model.token_feed import TokenFeed, draw_by_sorting
+from inference.model.gpu.recording import SizedGraphs, record_graph
+from inference.model.token_feed import TokenFeed
 from inference.ranks.settings import Placement
+from tests.engine_logits import prompt_logits
 from tests.ft_folders import gpt_config, write_random
+from tests.reference_choice import draw_by_sorting
 
 pytestmark = pytest.mark.gpu
 
@@ -153,7 +155,7 @@ def test_logits_equal_those_of_the_cpu(name: str, data_type: str, tmp_path: Path
         Engine(ft_dir, Placement(device="cpu")) as cpu,
         Engine(ft_dir, Placement(device="cuda", data_type=data_type)) as cuda,
     ):
-        expected, logits = cpu.logits(PROMPT), cuda.logits(PROMPT).cpu()
+        expected, logits = prompt_logits(cpu, PROMPT), prompt_logits(cuda, PROMPT).cpu()
     assert (logits - expected).abs().max() / expected.abs().max() < TOLERANCE[data_type]
 
 
@@ -185,9 +187,9 @@ def test_eight_bit_weights_stay_close(form: dict[str, Any], data_type: str, tmp_
         Engine(ft_dir, Placement(device="cpu")) as exact,
         Engine(ft_dir, Placement(device="cuda", data_type=data_type, **form)) as small,
     ):
-        expected = exact.logits(PROMPT * 10)
+        expected = prompt_logits(exact, PROMPT * 10)
         for length in (7, 28, 64, 70):
-            error = small.logits((PROMPT * 10)[:length]).cpu() - expected[:length]
+            error = prompt_logits(small, (PROMPT * 10)[:length]).cpu() - expected[:length]
             # Of 12 quantised products some 1% each in int8, 4% in FP8, and 8 bits of bf16 between.
             assert error.norm() / expected[:length].norm() < (0.2 if "fp8" in form else 0.1)
         assert len(small.generate(request).rows) == 3
@@ -397,17 +399,19 @@ def test_graphs_of_all_sizes_share_the_memory_of_the_largest() -> None:
 
 def _memory_of_graphs(count: int) -> int:
     """Return the bytes that graphs of up to 64 MiB take together."""
-    device = torch.device("cuda")
-    x = torch.ones(64 << 20, dtype=torch.uint8, device=device)
+    x = torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
 
-    def record(size: int, pool: Any) -> Graph:
-        graph, _ = record_graph(lambda: (x[: size << 20] + 1).sum(), device, pool)
-        return Graph(graph)
+    class Sums(SizedGraphs[Graph]):
+        def _record(self, size: int, pool: Any) -> Graph:
+            graph, _ = record_graph(lambda: (x[: size << 20] + 1).sum(), x.device, pool)
+            return Graph(graph)
 
     before = torch.cuda.memory_reserved()
-    graphs = record_sizes(range(64 - count, 65), record, "sums")
+    graphs = Sums(range(64 - count, 65), "sums")
+    graphs.record()
     torch.cuda.empty_cache()
-    assert len(graphs) == count + 1
+    assert graphs.holding(1) is not None
+    assert graphs.holding(65) is None
     return torch.cuda.memory_reserved() - before
 
 

@@ -45,7 +45,7 @@ class Sequences:
         block: int = 64,
     ) -> None:
         self.query_heads, kv_heads, size = heads
-        self.segments, self.rules, self.interleaved = np.array(segments), rules, interleaved
+        self.segments, self.rules = np.array(segments), rules
         blocks = SLOTS * -(-MAX_LEN // block)
         shape = CacheShape(2, SLOTS, kv_heads, MAX_LEN, size, block_tokens=block, blocks=blocks)
         self.cache = KVCache(shape, dtype=dtype, device=device)
@@ -65,7 +65,7 @@ class Sequences:
             repeated = (
                 angles.repeat_interleave(2, dim=2) if interleaved else torch.cat((angles,) * 2, 2)
             )
-            self.angles = Angles(repeated.cos().to(dtype), repeated.sin().to(dtype))
+            self.angles = Angles(repeated.cos().to(dtype), repeated.sin().to(dtype), interleaved)
         self.old = [torch.randn(n, 2, kv_heads, size, dtype=dtype, device=device)
                     for _, n, _ in segments]  # fmt: skip
         for (slot, cached, _), values in zip(segments, self.old, strict=True):
@@ -102,32 +102,28 @@ class Sequences:
         assert self.angles is not None
         width = self.angles.cos.shape[2]
         part = x[..., :width]
-        if self.interleaved:
+        if self.angles.interleaved:
             quarter = torch.stack((-part[..., 1::2], part[..., ::2]), dim=-1).flatten(-2)
         else:
             quarter = torch.cat((-part[..., width // 2 :], part[..., : width // 2]), dim=-1)
         turned = part * self.angles.cos.float() + quarter * self.angles.sin.float()
         return torch.cat((turned, x[..., width:]), dim=-1)
 
-    def attended(self, cache: KVCache | None = None) -> torch.Tensor:
-        """Return (N, H*D) by the kernels; FlashAttention serves the prompts of a `cache`."""
+    def attended(self, *, flash: bool = False) -> torch.Tensor:
+        """Return (N, H*D) by the kernels; with `flash` FlashAttention serves the prompts."""
         from inference.model.gpu.attention_layout import paged_attention
 
-        kv_heads, device = self.cache.shape.kv_head_num, self.qkv.device
-        group = self.query_heads // kv_heads
+        group = self.query_heads // self.cache.shape.kv_head_num
         attention = paged_attention(
-            self.segments, rules=self.rules, group=group, device=device, cache=cache
+            self.segments, self.cache, rules=self.rules, group=group, flash=flash
         )
         attention = replace(attention, single=bool((self.segments[:, 2] == 1).all()))
         qkv = self.qkv.clone()  # queries may be rotated where they lie
-        stored = qkv[:, self.query_heads :]
         return attention(
             qkv[:, : self.query_heads],
-            self.cache,
             layer=LAYER,
-            new=(stored[:, :kv_heads], stored[:, kv_heads:]),
+            new=qkv[:, self.query_heads :],
             angles=self.angles,
-            interleaved=self.interleaved,
         )
 
 
@@ -234,8 +230,8 @@ def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> No
     )
     expected, _ = whole.expected(), whole.attended()
     for places in (whole.segments, whole.segments[:1]):
-        attention = paged_attention(places, rules=rules, group=1, device=device)
-        y = attention(whole.qkv[: len(places), :4], whole.cache, layer=1)
+        attention = paged_attention(places, whole.cache, rules=rules, group=1)
+        y = attention(whole.qkv[: len(places), :4], layer=1)
         torch.testing.assert_close(y, expected[: len(places)], rtol=0, atol=2e-5)
 
 
@@ -260,7 +256,7 @@ def test_prompts_by_flash_attention(
     monkeypatch.setattr(flash_attention, "_LEAST_TOKENS", (2, 2))
     sequences = Sequences(MIXED, heads=heads, rules=rules, dtype=torch.half, device=device)
     for _ in range(2):
-        y = sequences.attended(sequences.cache).float()
+        y = sequences.attended(flash=True).float()
         torch.testing.assert_close(y, sequences.expected(), rtol=0, atol=4e-3)
 
 
@@ -283,18 +279,18 @@ def test_tiles_fit_the_shared_memory(row_bytes: int, shared: int) -> None:
 def test_a_graph_has_tiles_for_every_mixture(
     tokens: int, group: int, slots: int, batch_invariant: bool
 ) -> None:
-    from inference.model.gpu.attention_layout import AttentionArrays, tile_sizes
-    from inference.model.gpu.prompt_graph import StepLayout
+    from inference.model.gpu.attention_layout import cut_tiles, tile_sizes
+    from inference.model.gpu.prompt_graph import tile_room
 
     sizes = tile_sizes(group, AttentionRules(batch_invariant=batch_invariant))
-    room = StepLayout.of(tokens, slots, sizes).tiles
+    room = tile_room(tokens, slots, sizes)
     draw = np.random.default_rng(0)
     mixtures = [np.full(slots, n) for n in (1, 2, 3, 5, 9, 16, 17, 33, 65, 128)]
     mixtures += [draw.choice((1, 2, 16, 17, 65), slots) for _ in range(20)]
     for counts in mixtures:
         counts = counts[np.cumsum(counts) <= tokens]
         segments = np.stack((np.arange(len(counts)), np.full(len(counts), 7), counts), axis=1)
-        small, large = AttentionArrays.of(segments, sizes, room[1]).tiles
+        small, large = cut_tiles(segments, sizes, room[1])
         assert small.shape[1] <= room[0]
         assert large.shape[1] <= room[1]
         assert small[3].sum() + large[3].sum() == counts.sum()

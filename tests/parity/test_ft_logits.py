@@ -14,6 +14,7 @@ from inference.decoding.request import parse_request
 from inference.engine.engine import Engine
 from inference.ranks.settings import Placement
 from tests.conftest import SAMPLE_MODEL, material
+from tests.engine_logits import prompt_logits
 from tests.ft_folders import unpack_case
 from tests.rank_threads import logits_of
 
@@ -73,7 +74,7 @@ def test_one_rank_gives_recorded_logits_and_tokens(name: str, tmp_path: Path) ->
     case = golden(name)
     with Engine(unpack_case(case, tmp_path, tp_size=1), Placement(device="cpu")) as engine:
         prompt = json.loads((case / "greedy.json").read_text())["prompt"]
-        assert relative_difference(engine.logits(prompt), case) < FP32_TOLERANCE
+        assert relative_difference(prompt_logits(engine, prompt), case) < FP32_TOLERANCE
         check_greedy(engine, case)
 
 
@@ -94,7 +95,7 @@ def test_ranks_in_processes_give_recorded_logits_and_tokens(
     ft_dir = unpack_case(case, tmp_path, tp_size=tp_size)
     with Engine(ft_dir, Placement(tp_size=tp_size, pp_size=pp_size, device="cpu")) as engine:
         prompt = json.loads((case / "greedy.json").read_text())["prompt"]
-        assert relative_difference(engine.logits(prompt), case) < FP32_TOLERANCE
+        assert relative_difference(prompt_logits(engine, prompt), case) < FP32_TOLERANCE
         check_greedy(engine, case)
 
 
@@ -167,7 +168,7 @@ def test_sample_model_gives_recorded_logits_and_tokens(tmp_path: Path) -> None:
         for number, recorded in enumerate(json.loads((sample / "greedy.json").read_text())):
             prompt, whole = recorded["input_ids"], recorded["greedy_output_ids"]
             reference = np.load(sample / f"logits_{number}.npy")
-            difference = np.abs(engine.logits(prompt).numpy() - reference).max()
+            difference = np.abs(prompt_logits(engine, prompt).numpy() - reference).max()
             assert difference / np.abs(reference).max() < FP32_TOLERANCE
             expected = whole[len(prompt) :]
             assert greedy(engine, prompt, len(expected)) == expected

@@ -25,6 +25,7 @@ import pytest
 import torch
 import transformers
 
+import tests.reference_choice  # noqa: F401 - ranks choose on CPUs, too
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.decoding.outputs import assemble_outputs
 from inference.decoding.request import parse_request
@@ -37,7 +38,9 @@ from inference.engine.engine import (
     GenerationStep,
     SessionTurn,
 )
+from inference.engine.scheduler import Scheduler
 from inference.ranks.settings import Placement
+from tests.engine_logits import prompt_logits
 from tests.reference_decoding import (
     CLOSE,
     Array,
@@ -317,9 +320,7 @@ class Run:
 
     def check(self, rows: Sequence[Row], request: Any, result: Any) -> None:
         """Compare a request's outputs with the oracle's."""
-        outputs = assemble_outputs(
-            request, result.rows, context_embeddings=result.context_embeddings
-        )
+        outputs = assemble_outputs(request, result.rows)
         for b, row in enumerate(rows):
             self.tally.counts["rows"] += 1
             try:
@@ -540,11 +541,13 @@ def check_frames(run: Run, frames: Sequence[GenerationStep], result: Any) -> Non
     run.tally.counts["frames"] += len(frames)
     for frame in frames:
         for b, row in enumerate(frame.rows):
-            pooled, final = frame.context_embeddings[b], result.context_embeddings[b]
+            whole = result.rows[b]
+            if row is None:
+                continue
+            pooled, final = row.context_embedding, whole.context_embedding
             if pooled is not None and not np.array_equal(pooled, final):
                 run.tally.wrong.append(f"{run.name}: partial context_embeddings in a frame")
-            whole = result.rows[b]
-            if row is None or len(whole.output_ids) > 1:
+            if len(whole.output_ids) > 1:
                 continue
             if whole.output_ids[0][: len(row.output_ids[0])] != row.output_ids[0]:
                 run.tally.wrong.append(f"{run.name}: a frame that is not a prefix of the answer")
@@ -605,7 +608,7 @@ def converse(run: Run, number: int) -> None:
 def probe(run: Run, prompt: list[int]) -> None:
     """Compare all logits of a prompt."""
     try:
-        found = np.asarray(run.engine.logits(prompt))
+        found = np.asarray(prompt_logits(run.engine, prompt))
     except EngineBusyError:
         return
     run.probed.append((prompt, found))
@@ -661,8 +664,8 @@ def test_every_answer_is_that_of_the_model_alone(
         threads=1,
     )
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
-        scheduler = engine._scheduler
-        assert scheduler is not None
+        scheduler = engine.scheduler
+        assert isinstance(scheduler, Scheduler)
         preempt_at_random(scheduler, random.Random(name))
         oracle = Oracle(model)
         total = Tally()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -96,24 +96,27 @@ _LEAST_EVEN_ROWS = 256  # one kernel serves all steps of fewer
 class Tiles:
     """Runs of new tokens that one launch serves, each of one sequence; (n,) integers each."""
 
+    size: int
     slots: torch.Tensor
     places: torch.Tensor  # of the first token
     rows: torch.Tensor  # of the first token among the step's
     counts: torch.Tensor  # at most `size`
-    size: int
 
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Attention of a step's tokens, any number of them for each sequence.
+    """A `CachedAttention` of any number of new tokens for each sequence.
 
     `single` is true in a graph for steps of one new token of each sequence, which writes none of
     `slots`, `places` and the cache's tables: kernels then read the cache before the ones before
     them end.
     """
 
+    rotates: ClassVar[bool] = True
+
     slots: torch.Tensor  # (N,) integers: slot of each token
     places: torch.Tensor  # (N,) integers: its index among the sequence's cached tokens
+    cache: KVCache
     tiles: tuple[Tiles, ...]
     rules: AttentionRules
     single: bool = False
@@ -122,32 +125,19 @@ class PagedAttention:
     def __call__(
         self,
         query: torch.Tensor,
-        cache: KVCache,
         *,
         layer: int,
-        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+        new: torch.Tensor | None = None,
         angles: Angles | None = None,
-        interleaved: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return (N, H*D) for queries (N, H, D); new keys and values are rotated and stored first.
-
-        Args:
-            query: Not rotated yet, heads side by side; rotated where it lies, or left as it is.
-            cache: Holds the earlier tokens.
-            layer: Of the cache.
-            new: Keys and values of the tokens themselves, (N, K, D) each; None where the cache has
-                all.
-            angles: Rotation of queries and keys, None for models without.
-            interleaved: Whether neighbouring pairs are rotated, else the halves.
-            out: Receives the result; may be the queries' own memory.
-        """
+        """Return (N, H*D) as a `CachedAttention` does; queries are not rotated yet."""
         count, H, D = query.shape
         y = query.new_empty(count, H * D) if out is None else out
-        launch = _Launch(self, query, cache, layer, angles, interleaved, y)
+        launch = _Launch(self, query, layer, angles, y)
         if self.single and not self.rules.batch_invariant:
             evenly = launch.can_share and query.numel() >= _LEAST_EVEN
-            one_each = cache.shape.kv_head_num == H
+            one_each = self.cache.shape.kv_head_num == H
             if one_each and not evenly and count * H <= _most_programs(D):
                 launch.one_token_each(new)
                 return y
@@ -155,7 +145,7 @@ class PagedAttention:
             launch.store(new)
             launch, new = replace(launch, angles=None), None
         if self.prompts is not None:
-            self.prompts.attend(query, cache, layer, self.rules, out=y)
+            self.prompts.attend(query, layer, self.rules, out=y)
         for tiles in self.tiles:
             if tiles.size > 1 or self.rules.batch_invariant:
                 launch.attend_prompts(tiles)
@@ -172,11 +162,13 @@ class _Launch:
 
     step: PagedAttention
     query: torch.Tensor
-    cache: KVCache
     layer: int
     angles: Angles | None
-    interleaved: bool
     y: torch.Tensor
+
+    @property
+    def cache(self) -> KVCache:
+        return self.step.cache
 
     def _angles(self) -> tuple[torch.Tensor, torch.Tensor]:
         # Absent tensors are not read, but need some pointer in their place.
@@ -196,7 +188,7 @@ class _Launch:
             "R": 0 if self.angles is None else self.angles.cos.shape[-1],
             "WIDTH": max(LEAST_ROWS, triton.next_power_of_2(size)),
             "BLOCK": self.cache.shape.block_tokens,
-            "INTERLEAVED": self.interleaved,
+            "INTERLEAVED": self.angles is not None and self.angles.interleaved,
             **launch_options(self.query),
         }
 
@@ -212,22 +204,20 @@ class _Launch:
             "TABLE": 0 if table is None else table.shape[1],
         }
 
-    def _new_or_any(
-        self, new: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _new_or_any(self, new: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the new keys and values, whose tokens have the stride of the queries."""
         if new is None:
             return self.query, self.query  # not read
-        strides = {part.stride(0) for part in (self.query, *new)}
-        assert len(self.query) == 1 or len(strides) == 1
-        return new
+        assert len(self.query) == 1 or self.query.stride(0) == new.stride(0)
+        K = self.cache.shape.kv_head_num
+        return new[:, :K], new[:, K:]
 
     @property
     def _factor(self) -> float:
         scale = self.step.rules.scale
         return self.query.shape[2] ** -0.5 if scale is None else scale
 
-    def store(self, new: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def store(self, new: torch.Tensor) -> None:
         """Store the new keys and values, rotated, and rotate the queries in place."""
         constants = self._constants()
         keys, values = self._new_or_any(new)
@@ -280,7 +270,7 @@ class _Launch:
             return False, keys
         return True, tile_descriptor(self.cache.rows(self.layer), tokens, width)
 
-    def decode_grouped(self, tiles: Tiles, new: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    def decode_grouped(self, tiles: Tiles, new: torch.Tensor | None) -> None:
         """Attend for tiles of one token each; new keys and values, if any, are stored first."""
         constants = self._constants()
         K, device, width = self.cache.shape.kv_head_num, self.query.device, constants["WIDTH"]
@@ -325,7 +315,7 @@ class _Launch:
         invariant = self.step.rules.batch_invariant
         return one_each and self.query.dtype.itemsize == 2 and not invariant
 
-    def attend_evenly(self, tiles: Tiles, new: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    def attend_evenly(self, tiles: Tiles, new: torch.Tensor | None) -> None:
         """Attend for tiles of one token each; new keys and values, if any, are stored first."""
         constants = self._constants()
         _, H, D = self.query.shape
@@ -352,7 +342,7 @@ class _Launch:
             **constants,
         )
 
-    def one_token_each(self, new: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    def one_token_each(self, new: torch.Tensor | None) -> None:
         """Do all of it in one kernel, for few sequences of one new token each."""
         constants = self._constants()
         count, H, D = self.query.shape

@@ -7,9 +7,10 @@ Import this module only where Triton is installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,92 +18,65 @@ import torch
 from inference.model.gpu import flash_attention
 from inference.model.gpu.attention import LEAST_ROWS, PagedAttention, Tiles
 from inference.model.kv_cache import Array, KVCache, on_device
-from inference.model.step import AttentionRules
+from inference.model.step import AttentionRules, token_places
 
 _PROMPT_ROWS = 64  # query rows of a tile of prompts, (token, head of the group) each
 _ALIGNED = 4  # integers of 32 bits in 16 bytes
 
 
-@dataclass(frozen=True)
-class AttentionArrays:
-    """The integers of a step's attention, on the host."""
-
-    slots: Array  # (N,)
-    places: Array  # (N,)
-    tiles: tuple[Array, Array]  # (4, n) of each size: slots, places, rows and counts
-
-    @classmethod
-    def of(
-        cls, segments: Array, sizes: tuple[int, int], room: int | None = None
-    ) -> AttentionArrays:
-        """Return those of segments (B, 3), see `paged_attention` and `tile_sizes`.
-
-        Where the large tiles would be more than `room`, the shortest segments take small ones.
-        """
-        slots, places, counts = segments.T
-        rows = np.cumsum(counts) - counts
-        within = np.arange(counts.sum()) - np.repeat(rows, counts)
-        small, large = _cut(segments, rows, sizes, room)
-        return cls(np.repeat(slots, counts), np.repeat(places, counts) + within, (small, large))
-
-
 def paged_attention(
-    segments: Array,
-    *,
-    rules: AttentionRules,
-    group: int,
-    device: torch.device,
-    cache: KVCache | None = None,
+    segments: Array, cache: KVCache, *, rules: AttentionRules, group: int, flash: bool = True
 ) -> PagedAttention:
     """Return the attention of a step of any new tokens.
 
     Segments (B, 3) are integers: slot, place of the first new token, and how many there are. The
     tokens of all segments follow each other in this order. `group` are the query heads of a
-    key/value head. FlashAttention may serve the prompts of a `cache`.
+    key/value head. With `flash` FlashAttention may serve the prompts.
     """
-    sizes = tile_sizes(group, rules)
-    arrays = AttentionArrays.of(segments, sizes)
-    longest = int(segments[:, 2].max())
-    cut = [(tiles, size) for tiles, size in zip(arrays.tiles, sizes, strict=True) if tiles.shape[1]]
+    sizes, longest = tile_sizes(group, rules), int(segments[:, 2].max())
+    cut = list(zip(cut_tiles(segments, sizes), sizes, strict=True))
     spans: tuple[Array, ...] = ()
-    if cache is not None and flash_attention.serves(rules, cache, longest=longest):
-        spans = flash_attention.Prompts.arrays(segments)
-        cut = [(arrays.tiles[0], sizes[0])] if arrays.tiles[0].shape[1] else []
-    every = [arrays.slots, arrays.places, *spans, *(row for tiles, _ in cut for row in tiles)]
-    slots, places, *sent = _sent_together(every, device)
-    prompts = None
-    if cache is not None and spans:
-        prompts = flash_attention.Prompts.of(sent[: len(spans)], cache, longest)
+    if flash and flash_attention.serves(rules, cache, longest=longest):
+        spans, cut = flash_attention.spans(segments), cut[:1]
+    cut = [(tiles, size) for tiles, size in cut if tiles.shape[1]]
+    every = [*token_places(segments), *spans, *(row for tiles, _ in cut for row in tiles)]
+    lengths = [len(each) for each in every]
+    slots, places, *sent = split(on_device(pack(every, lengths), cache.device), lengths)
+    prompts = flash_attention.Prompts(cache, longest, *sent[: len(spans)]) if spans else None
     tiles = tiles_of(sent[len(spans) :], [size for _, size in cut])
-    return PagedAttention(slots, places, tiles, rules, prompts=prompts)
+    return PagedAttention(slots, places, cache, tiles, rules, prompts=prompts)
 
 
 def tiles_of(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[Tiles, ...]:
     """Return the tiles of each size, of which `parts` has slots, places, rows and counts."""
-    found = []
-    for nth, size in enumerate(sizes):
-        slots, places, rows, counts = parts[4 * nth : 4 * nth + 4]
-        found.append(Tiles(slots, places, rows, counts, size))
-    return tuple(found)
+    return tuple(Tiles(size, *parts[4 * nth : 4 * nth + 4]) for nth, size in enumerate(sizes))
 
 
-def _sent_together(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """Return arrays of integers as int32 on a device, sent in one copy.
+def split(buffer: Any, lengths: Sequence[int]) -> list[Any]:
+    """Return the parts of a buffer that have these lengths, see `pack`."""
+    starts = part_starts(lengths)
+    return [buffer[start : start + n] for start, n in zip(starts, lengths, strict=False)]
 
-    Each begins at a multiple of 16 bytes. Triton compiles a kernel again for every set of pointers
-    that do not, which would be in the middle of a client's request.
+
+def pack(arrays: Sequence[Array], lengths: Sequence[int]) -> Array:
+    """Return arrays of integers in one buffer of int32, each in a part of its length.
+
+    Each part begins at a multiple of 16 bytes. Triton compiles a kernel again for every set of
+    pointers that do not, which would be in the middle of a client's request.
     """
-    ends = np.cumsum([-(-len(each) // _ALIGNED) * _ALIGNED for each in arrays])
-    packed = np.zeros(ends[-1], np.int32)
-    starts = [0, *ends[:-1]]
-    for start, each in zip(starts, arrays, strict=True):
-        packed[start : start + len(each)] = each
-    sent = on_device(packed, device)
-    return [sent[start : start + len(each)] for start, each in zip(starts, arrays, strict=True)]
+    packed = np.zeros(part_starts(lengths)[-1], np.int32)
+    for part, each in zip(split(packed, lengths), arrays, strict=True):
+        part[: len(each)] = each
+    return packed
+
+
+def part_starts(lengths: Sequence[int]) -> list[int]:
+    """Return where parts of a buffer begin, and where it ends."""
+    return [0, *accumulate(-(-length // _ALIGNED) * _ALIGNED for length in lengths)]
 
 
 def single_tokens(
-    slots: torch.Tensor, places: torch.Tensor, *, rules: AttentionRules, group: int
+    slots: torch.Tensor, places: torch.Tensor, cache: KVCache, *, rules: AttentionRules, group: int
 ) -> PagedAttention:
     """Return the attention of a graph's step of one new token for each sequence.
 
@@ -111,8 +85,8 @@ def single_tokens(
     `slots` and `places` (B,) are those of the tokens; `group` as for `paged_attention`.
     """
     rows, ones = _rows_of_one(len(slots), slots.device)
-    tiles = Tiles(slots, places, rows, ones, tile_sizes(group, rules)[0])
-    return PagedAttention(slots, places, (tiles,), rules, single=True)
+    tiles = Tiles(tile_sizes(group, rules)[0], slots, places, rows, ones)
+    return PagedAttention(slots, places, cache, (tiles,), rules, single=True)
 
 
 @cache  # a graph should not make them again in every step
@@ -131,23 +105,31 @@ def tile_sizes(group: int, rules: AttentionRules) -> tuple[int, int]:
     return 1, max(_PROMPT_ROWS // group, 1)
 
 
-def _cut(segments: Array, rows: Array, sizes: tuple[int, int], room: int | None) -> Iterator[Array]:
-    """Yield the tiles of each size: slots, places, rows and counts, (4, n).
+def cut_tiles(
+    segments: Array, sizes: tuple[int, int], room: int | None = None
+) -> tuple[Array, Array]:
+    """Return the tiles of each of `tile_sizes`: slots, places, rows and counts, (4, n).
 
-    A segment takes the least size that holds it, or the last.
+    A segment (B, 3) takes the least size that holds it, or the last. Where the large tiles would be
+    more than `room`, the shortest segments take small ones.
     """
+    rows = np.cumsum(segments[:, 2]) - segments[:, 2]
     kinds = np.minimum(np.searchsorted(sizes, segments[:, 2]), len(sizes) - 1)
     if room is not None:
         longest_first = np.argsort(-segments[:, 2], kind="stable")
         taken = np.cumsum(-(-segments[longest_first, 2] // sizes[1]) * kinds[longest_first])
         kinds[longest_first[taken > room]] = 0
-    for kind, size in enumerate(sizes):
-        mine = kinds == kind
-        slots, places, counts = segments[mine].T
-        tiles = -(-counts // size)
-        of = np.repeat(np.arange(len(tiles)), tiles)
-        first = (np.arange(len(of)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * size
-        left = np.minimum(counts[of] - first, size)
-        cut = np.stack((slots[of], places[of] + first, rows[mine][of] + first, left))
-        # Those that read most begin first: none ends long after the others.
-        yield cut[:, np.argsort(-cut[1], kind="stable")]
+    small, large = (_cut(segments[kinds == n], rows[kinds == n], sizes[n]) for n in range(2))
+    return small, large
+
+
+def _cut(segments: Array, rows: Array, size: int) -> Array:
+    slots, places, counts = segments.T
+    tiles = -(-counts // size)
+    of = np.repeat(np.arange(len(tiles)), tiles)
+    first = (np.arange(len(of)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * size
+    left = np.minimum(counts[of] - first, size)
+    cut = np.stack((slots[of], places[of] + first, rows[of] + first, left))
+    # Those that read most begin first: none ends long after the others.
+    longest_first: Array = cut[:, np.argsort(-cut[1], kind="stable")]
+    return longest_first

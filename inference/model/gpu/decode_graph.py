@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from inference.model.gpu.attention_layout import single_tokens
-from inference.model.gpu.recording import record_graph, record_sizes
+from inference.model.gpu.recording import SizedGraphs, record_graph
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.stage import GeneratorModel
-from inference.model.step import EncodedSlots, Step
+from inference.model.step import Step
 from inference.model.token_feed import TokenFeed
 from inference.parallel.layout import ParallelLayout
 
@@ -47,7 +48,7 @@ class DecodeGraph:
         self.numbers.copy_(on_device(every, self.numbers.device))
 
 
-class DecodeGraphs:
+class DecodeGraphs(SizedGraphs[DecodeGraph]):
     """The graphs of one rank's stage; the sums over the ranks of the stage are part of them.
 
     The numbers of a sequence: its token, its slot, the token's place among what the slot has
@@ -71,29 +72,24 @@ class DecodeGraphs:
         `group` are the query heads of a key/value head; `idle` are the numbers of what a place
         without a sequence reads of an encoder.
         """
+        super().__init__(graph_sizes(cache.shape.slots), "decoding steps")
         self._model, self._cache, self._feed, self._layout = model, cache, feed, layout
         self._group = group
         self._idle = (0, cache.scratch_slot, 0, 0, *idle, -1)
-        self._sizes = graph_sizes(cache.shape.slots)
-        self._graphs: dict[int, DecodeGraph] = {}
         # The logits of every graph, of which one runs at a time: those of 66 graphs and a
         # vocabulary of 150,000 tokens would take 10 GB.
-        width = 0 if model.head is None else model.head.slice.width
+        width = 0 if model.head is None else model.head.width
         self._logits = torch.empty(cache.shape.slots, width, device=cache.device)
 
     def record(self) -> None:
         """Record every size; the ranks of a stage do so at the same time."""
-        self._graphs = record_sizes(self._sizes, self._record, "decoding steps")
+        super().record()
         largest = self._graphs[self._sizes[-1]]
         if largest.chosen is not None:  # the kernels of sampled rows are compiled now, too
             numbers = largest.numbers
             draws = torch.ones(self._sizes[-1], 6, device=numbers.device)
             for penalties in (None, torch.ones(self._sizes[-1], 3, device=numbers.device)):
                 self._feed.choose(largest.output, numbers[1], numbers[-1], draws, penalties)
-
-    def graph(self, sequences: int) -> DecodeGraph:
-        """Return the smallest graph that holds a number of sequences."""
-        return self._graphs[next(size for size in self._sizes if size >= sequences)]
 
     def _record(self, size: int, pool: Any) -> DecodeGraph:
         model, device = self._model, self._model.device
@@ -115,19 +111,18 @@ class DecodeGraphs:
         """
         ids, slots, places, positions, *encoder, forbidden = numbers.unbind(0)
         model, layout = self._model, self._layout
-        paged = single_tokens(slots, places, rules=model.rules, group=self._group)
+        attend = partial(single_tokens, cache=self._cache, group=self._group)
+        attention = attend(slots, places, rules=model.rules)
         encoded = tasks = None
         if encoder:
             read, last, tasks = encoder
             # As if each token were the last of the encoder's: it sees all of them.
-            across = single_tokens(read, last, rules=model.rules.across, group=self._group)
-            encoded = EncodedSlots(paged=across)
+            encoded = attend(read, last, rules=model.rules.across)
         step = Step(
             ids=self._feed.ids(ids, slots),
             positions=positions,
-            cache=self._cache,
-            output_rows=paged.tiles[0].rows,
-            paged=paged,
+            output_rows=attention.tiles[0].rows,
+            attention=attention,
             encoded=encoded,
             tasks=tasks,
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from inference.model.gpu.recording import record_graph, record_sizes, token_graph_sizes
+from inference.model.gpu.recording import SizedGraphs, record_graph, token_graph_sizes
 from inference.model.gpu.rows import TILE_NUMBERS
 from inference.model.ragged import RaggedRows
 
@@ -30,7 +30,7 @@ class _EncoderGraph:
     output: torch.Tensor  # (N, E)
 
 
-class EncoderGraphs:
+class EncoderGraphs(SizedGraphs[_EncoderGraph]):
     """The graphs of a rank that holds all layers of an encoder."""
 
     def __init__(
@@ -50,20 +50,14 @@ class EncoderGraphs:
             device: Of the encoder.
         """
         self._forward, self._empty_inputs, self._device = forward, empty_inputs, device
-        self._sizes = token_graph_sizes(parameters)
-        self._graphs: dict[int, _EncoderGraph] = {}
-
-    def record(self) -> None:
-        """Record every size; all ranks do so at the same time."""
-        self._graphs = record_sizes(self._sizes, self._record, "the encoder")
+        super().__init__(token_graph_sizes(parameters), "the encoder")
 
     def run(self, inputs: torch.Tensor, rows: RaggedRows) -> torch.Tensor | None:
         """Return the output (tokens, E), None where no graph serves the rows."""
         tokens = len(inputs)
-        size = next((size for size in self._sizes if size >= tokens), None)
-        if size is None:
+        each = self.holding(tokens)
+        if each is None:
             return None
-        each = self._graphs[size]
         assert rows.tiles is not None
         assert each.rows.tiles is not None
         room, tiles = each.rows.tiles, rows.tiles.shape[1]

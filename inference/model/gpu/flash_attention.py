@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -30,44 +29,36 @@ _MOST_SIZE = 256  # of a head; sizes are multiples of 8
 _LEAST_TOKENS = (1024, 256)
 
 
+def spans(segments: Array) -> tuple[Array, ...]:
+    """Return slots, starts, counts and lengths of segments (B, 3), as `Prompts` takes them."""
+    slots, places, counts = segments.T
+    return slots, np.cumsum([0, *counts]), np.where(counts > 1, counts, 0), places + counts
+
+
 @dataclass(frozen=True)
 class Prompts:
     """The segments of a step as FlashAttention takes them; int32 each."""
 
+    cache: KVCache
+    longest: int  # most of `counts`
+    slots: torch.Tensor  # (B,)
     starts: torch.Tensor  # (B + 1,): first rows of the segments, and the end of the last
     counts: torch.Tensor  # (B,): new tokens of prompts, 0 for single tokens
     lengths: torch.Tensor  # (B,): cached tokens, with the new ones
-    tables: torch.Tensor  # (B, blocks of a slot)
-    longest: int  # most of `counts`
 
-    @staticmethod
-    def arrays(segments: Array) -> tuple[Array, ...]:
-        """Return slots, starts, counts and lengths of segments (B, 3): slots, places and counts."""
-        slots, places, counts = segments.T
-        starts = np.cumsum([0, *counts])
-        return slots, starts, np.where(counts > 1, counts, 0), places + counts
-
-    @classmethod
-    def of(cls, sent: Sequence[torch.Tensor], cache: KVCache, longest: int) -> Prompts:
-        """Return them from `arrays` on the device; `longest` has most new tokens."""
-        slots, starts, counts, lengths = sent
-        return cls(starts, counts, lengths, cache.tables.index_select(0, slots), longest)
+    @cached_property
+    def _tables(self) -> torch.Tensor:
+        return self.cache.tables.index_select(0, self.slots)  # (B, blocks of a slot)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        cache: KVCache,
-        layer: int,
-        rules: AttentionRules,
-        *,
-        out: torch.Tensor,
+        self, query: torch.Tensor, layer: int, rules: AttentionRules, *, out: torch.Tensor
     ) -> None:
         """Write the results of prompts' tokens into `out` (N, H*D); rows of single tokens stay.
 
         `query` (N, H, D) is rotated, and the cache has the new keys and values. `out` may be the
         queries' own memory: what reads a tile of them writes that tile.
         """
-        keys, values = (part.transpose(1, 2) for part in cache.blocks(layer))
+        keys, values = (part.transpose(1, 2) for part in self.cache.blocks(layer))
         window = rules.window(layer)
         torch.ops.flash_attn_3.fwd(
             query,
@@ -78,7 +69,7 @@ class Prompts:
             seqused_q=self.counts,
             seqused_k=self.lengths,
             max_seqlen_q=self.longest,
-            page_table=self.tables,
+            page_table=self._tables,
             softmax_scale=rules.scale,
             is_causal=True,
             window_size_left=-1 if window is None else window - 1,

@@ -6,9 +6,10 @@ import contextlib
 import functools
 import gc
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -49,30 +50,40 @@ class _Recorded(Protocol):
 RecordedT = TypeVar("RecordedT", bound=_Recorded)
 
 
-def record_sizes(
-    sizes: Sequence[int], record: Callable[[int, Any], RecordedT], what: str
-) -> dict[int, RecordedT]:
-    """Return the graphs of all sizes, given ascending, which share their memory.
+class SizedGraphs(ABC, Generic[RecordedT]):
+    """Graphs of several sizes, which share their memory."""
 
-    `record` gets a size and the memory pool of the others, None for the first; `what` is the name
-    in the log.
-    """
-    began = logged = perf_counter()
-    graphs: dict[int, RecordedT] = {}
-    pool = None
-    with _no_collection():
-        for size in reversed(sizes):  # the largest first: the others find all the memory they need
-            graphs[size] = record(size, pool)
-            pool = graphs[size].graph.pool()
-            if perf_counter() - logged > _LOG_S:
-                logged = perf_counter()
-                logger.info("%d of %d graphs of %s recorded", len(graphs), len(sizes), what)
-    if sizes:
-        logger.info(
-            "%d graphs of %s, of up to %d, recorded in %.1f s",
-            *(len(graphs), what, sizes[-1], perf_counter() - began),
-        )
-    return graphs
+    def __init__(self, sizes: Sequence[int], what: str) -> None:
+        """Record nothing yet; sizes ascend, `what` is the name in the log."""
+        self._sizes, self._what = sizes, what
+        self._graphs: dict[int, RecordedT] = {}
+
+    @abstractmethod
+    def _record(self, size: int, pool: Any) -> RecordedT:
+        """Return a graph of a size; `pool` is the memory of the others, None for the first."""
+
+    def holding(self, count: int) -> RecordedT | None:
+        """Return the smallest graph that is large enough, None where none is."""
+        size = next((size for size in self._sizes if size >= count), None)
+        return None if size is None else self._graphs[size]
+
+    def record(self) -> None:
+        """Record every size; all ranks do so at the same time."""
+        began = logged = perf_counter()
+        graphs, sizes, pool = self._graphs, self._sizes, None
+        with _no_collection():
+            for size in reversed(sizes):  # the largest first: the others find the memory they need
+                graphs[size] = self._record(size, pool)
+                pool = graphs[size].graph.pool()
+                if perf_counter() - logged > _LOG_S:
+                    logged = perf_counter()
+                    done = len(graphs)
+                    logger.info("%d of %d graphs of %s recorded", done, len(sizes), self._what)
+        if sizes:
+            logger.info(
+                "%d graphs of %s, of up to %d, recorded in %.1f s",
+                *(len(graphs), self._what, sizes[-1], perf_counter() - began),
+            )
 
 
 @contextlib.contextmanager

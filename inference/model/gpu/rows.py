@@ -22,16 +22,15 @@ _QUERIES = 64  # of a tile
 _KEYS, _KEYS_OF_WIDE_HEADS = 64, 32  # that a tile reads at once; three such fit a multiprocessor
 _LEAST_WIDTH = 16  # that a tensor core multiplies
 
-# The numbers of a tile: its first token, the first token of its row, the keys of the row, and the
-# token after its last.
-TILE_NUMBERS = 4
+# The numbers of a tile: its first token, the first token of its row, and the token after its last.
+TILE_NUMBERS = 3
 
 
-def row_tiles(lengths: Sequence[int], counts: Sequence[int]) -> Array:
-    """Return the tiles (4, T) of rows of `counts` tokens, of which `lengths` are keys."""
+def row_tiles(lengths: Sequence[int]) -> Array:
+    """Return the tiles (3, T) of rows of some tokens."""
     tiles = [
-        (first, start, length, stop)
-        for (start, stop), length in zip(pairwise([0, *accumulate(counts)]), lengths, strict=True)
+        (first, start, stop)
+        for start, stop in pairwise([0, *accumulate(lengths)])
         for first in range(start, stop, _QUERIES)
     ]
     return np.ascontiguousarray(np.array(tiles, np.int32).T)
@@ -111,11 +110,11 @@ def _attend_rows(
     tile, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, WIDTH)
     wait_for_earlier(EARLY)
-    stop = tl.load(tiles_at + 3 * tile_count + tile)
+    stop = tl.load(tiles_at + 2 * tile_count + tile)
     if stop == 0:  # a graph has more tiles than most steps
         return
     first, start = tl.load(tiles_at + tile), tl.load(tiles_at + tile_count + tile)
-    length = tl.load(tiles_at + 2 * tile_count + tile)
+    length = stop - start
     token = first + tl.arange(0, QUERIES)
     inside = (token < stop)[:, None] & (d < D)[None, :]
     across = head * D + d[None, :]
@@ -155,7 +154,7 @@ def attend_rows(
 ) -> torch.Tensor:
     """Return each token's mix of the values of its own row, (N, H*D), for three (N, H, D).
 
-    The heads of all three lie side by side. `tiles` (4, T) int32 are those of `row_tiles`; tokens
+    The heads of all three lie side by side. `tiles` (3, T) int32 are those of `row_tiles`; tokens
     that are in no tile get no result. `bias` (H, 2 * reach + 1) is added to the scores, which are
     scaled, by the offset of key and query.
     """

@@ -14,6 +14,7 @@ from export_scripts.ft.validation import validate_directory
 from export_scripts.synthesize import main, synthesize, synthetic_config
 from inference.engine.engine import Engine
 from inference.ranks.settings import Placement
+from tests.engine_logits import prompt_logits
 from tests.ft_folders import OpenedFolder
 
 SIZES: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "vocab": 96}
@@ -43,7 +44,7 @@ def test_every_family_is_complete_and_the_same_for_two_ranks(name: str, tmp_path
 @pytest.mark.parametrize("name", DECODERS)
 def test_logits_of_decoders_are_finite(name: str, tmp_path: Path) -> None:
     with Engine(write(tmp_path, name), Placement(device="cpu")) as engine:
-        assert torch.isfinite(torch.as_tensor(engine.logits([1, 2, 3]))).all()
+        assert torch.isfinite(torch.as_tensor(prompt_logits(engine, [1, 2, 3]))).all()
 
 
 def test_sparse_matrices_take_no_space(tmp_path: Path) -> None:

@@ -110,7 +110,6 @@ def test_options_of_the_engine_are_parameters_with_the_same_defaults() -> None:
     defaults = EngineOptions()
     options = {field.name for field in fields(EngineOptions)} - {
         "session_idle_s",  # of the sequence batching in config.pbtxt
-        "restart_failed_ranks",  # of engines without a supervisor
         "sharing_engines",  # of the instances in config.pbtxt
     }
     assert options <= set(PARAMETERS)

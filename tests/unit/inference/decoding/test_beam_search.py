@@ -11,7 +11,7 @@ import torch
 from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.request import RowRequest
-from inference.decoding.rows import PromptScores, RowResult
+from inference.decoding.rows import PromptResult, RowResult
 
 END = 0
 
@@ -173,7 +173,7 @@ def test_context_score_is_added_to_every_beam() -> None:
     decoded = decoder.make_row(row)
     decoder.step([decoded], torch.zeros(2, 6))
     before = decoded.result().cum_log_probs
-    decoded.prompt = PromptScores(-3.0)
+    decoded.prompt = PromptResult(-3.0)
     assert decoded.result().cum_log_probs == tuple(value - 3.0 for value in before)
 
 

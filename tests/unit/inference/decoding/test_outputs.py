@@ -121,9 +121,10 @@ def test_context_embeddings_are_repeated_for_every_beam() -> None:
         row((4,), 1, beam_width=2),
         padded_len=1,
     )
-    result = RowResult(((8,), (9,)), (-1.0, -2.0), (), ("length", "length"))
     embedding = np.arange(6, dtype=np.float32)
-    outputs = assemble_outputs(request, [result] * 2, context_embeddings=[embedding, embedding])
+    result = RowResult(((8,), (9,)), (-1.0, -2.0), (), ("length", "length"))
+    asked = dataclasses.replace(result, context_embedding=embedding)
+    outputs = assemble_outputs(request, [asked, result])
     np.testing.assert_array_equal(outputs["context_embeddings"][0], [embedding, embedding])
     assert not outputs["context_embeddings"][1].any()
 

@@ -97,8 +97,8 @@ def test_all_problems_are_reported_together() -> None:
     assert {problem.split(":")[0].split(" ")[0] for problem in found} == {
         "made_up",
         "beam_width",
-        "temperature",
-        "repetition_penalty",
+        "temperature[0]=-1",
+        "repetition_penalty[1]=0",
         "input_ids[0,1]=99",
     }
 
@@ -121,24 +121,24 @@ def test_all_problems_are_reported_together() -> None:
             {"input_ids": np.asarray([[3, 4, 52], [1, 2, 0]], np.uint32)},
             "input_ids[0,2]=52 outside vocabulary of size 52",
         ),
-        ({"beam_width": column(65, 65)}, "beam_width=65 must be in [1, 64]"),
-        ({"beam_width": column(0, 0)}, "beam_width=0 must be in [1, 64]"),
+        ({"beam_width": np.array([65])}, "beam_width[0]=65 must be in [1, 64]"),
+        ({"beam_width": np.array([0])}, "beam_width[0]=0 must be in [1, 64]"),
         ({"beam_width": column(2, 3)}, "beam_width must be identical for all rows of a request"),
         (
             {"temperature": column(1, -0.5, dtype=np.float32)},
-            "temperature must be >= 0, got -0.5 in row 1",
+            "temperature[1]=-0.5 must be >= 0",
         ),
         (
             {"repetition_penalty": column(0, 1, dtype=np.float32)},
-            "repetition_penalty must be >= 1e-30, got 0 in row 0",
+            "repetition_penalty[0]=0 must be >= 1e-30",
         ),
         (
             {"frequency_penalty": column(1, -3e38, dtype=np.float32)},
-            "frequency_penalty must be in [-1e+20, 1e+20], got -3e+38 in row 1",
+            "frequency_penalty[1]=-3e+38 must be in [-1e+20, 1e+20]",
         ),
         (
             {"repetition_penalty": column(1, 1e-38, dtype=np.float32)},
-            "repetition_penalty must be >= 1e-30, got 1e-38 in row 1",
+            "repetition_penalty[1]=1e-38 must be >= 1e-30",
         ),
         (
             {"bad_words_list": np.zeros((2, (1 << 17) + 1), np.int32)},
@@ -146,7 +146,7 @@ def test_all_problems_are_reported_together() -> None:
         ),
         (
             {"min_length": column(-1, 1, dtype=np.int32)},
-            "min_length must be >= 0, got -1 in row 0",
+            "min_length[0]=-1 must be >= 0",
         ),
         (
             {"runtime_top_p": column(np.nan, 1, dtype=np.float32)},

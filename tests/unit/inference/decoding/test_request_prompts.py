@@ -154,7 +154,7 @@ def test_ia3_tasks_are_checked_per_row() -> None:
     request = parse_request(t5(ia3_tasks=column(1, 0, dtype=np.int32)), limits)
     assert [row.ia3_task for row in request.rows] == [1, 0]
     found = problems(t5(ia3_tasks=column(2, -1, dtype=np.int32)), limits)
-    assert found == ["ia3_tasks[0]=2 must be in [0, 2)", "ia3_tasks[1]=-1 must be in [0, 2)"]
+    assert found == ["ia3_tasks[0]=2 must be in [0, 1]", "ia3_tasks[1]=-1 must be in [0, 1]"]
 
 
 def test_encoder_and_decoder_positions_are_limited_apart() -> None:

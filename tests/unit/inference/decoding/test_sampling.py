@@ -14,7 +14,7 @@ from inference.decoding.generate import UNUSABLE, BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.processors import ALIGNMENT, LogitRules, process_logits
 from inference.decoding.request import RowRequest
-from inference.decoding.rows import PromptScores, RowResult
+from inference.decoding.rows import PromptResult, RowResult
 from inference.decoding.sampling import DescendingMass
 
 VOCAB = 52
@@ -191,7 +191,7 @@ def test_no_log_probs_unless_asked() -> None:
 def test_the_score_of_the_prompt_starts_the_sum() -> None:
     decoder = BatchDecoder(VOCAB)
     decoded = decoder.make_row(request(return_log_probs=True))
-    decoded.prompt = PromptScores(-2.5)
+    decoded.prompt = PromptResult(-2.5)
     assert decoded.result().cum_log_probs == (-2.5,)
 
 
@@ -269,11 +269,6 @@ def test_unusable_logits_fail_their_row_alone(bad: float, options: dict[str, Any
     failed, fine = decoder.step(decoded, logits)
     assert (failed.error, failed.finished) == (UNUSABLE, True)
     assert (fine.error, fine.tokens[0]) == (None, 7)
-
-
-def test_unknown_log_probs_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="output_log_probs_mode='raw'"):
-        BatchDecoder(VOCAB, output_log_probs_mode="raw")  # type: ignore[arg-type]
 
 
 def test_mass_of_a_whole_row_is_found_in_order() -> None:

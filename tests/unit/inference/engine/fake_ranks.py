@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import tests.reference_choice  # noqa: F401 - ranks choose on CPUs, too
 from inference.decoding.tensor_fields import Array
 from inference.engine.scheduler import Scheduler
 from inference.model.kv_cache import WIPE, Move, encoder_slot

@@ -9,6 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from inference.decoding.options import RowOptions
+from inference.decoding.rows import GenerationRequest, RowRequest
 from inference.engine.blocks import BlockPool, most_blocks, prefix_hashes
 from inference.model.kv_cache import Move
 from inference.model.step import Segment
@@ -72,9 +74,9 @@ class BlocksOfSlots(RuleBasedStateMachine):
         names = prefix_hashes([token for token in prompt for _ in range(SIZE)], SIZE)
         assert len(names) == len(prompt)
         length = len(prompt) * SIZE
-        most = most_blocks(
-            len(slots), shared_tokens=length, tokens=length + answer_len, block_tokens=SIZE
-        )
+        options, ids = RowOptions(end_id=0, beam_width=len(slots)), (0,) * length
+        row = RowRequest(ids, answer_len + 1, options, context_ids=ids)
+        most = most_blocks(GenerationRequest((row,), length), row, SIZE)
         if any(slot in self.tokens or self._is_beam(slot) for slot in slots):
             return
         if most - self.pool.used(names) > self.pool.free:

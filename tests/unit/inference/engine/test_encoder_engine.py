@@ -182,7 +182,7 @@ def test_bad_states_are_refused(bert: EncoderEngine, change: dict[str, Any], wor
     [
         ([[5, 40]], {}, "input_ids[0,1]=40 outside vocabulary of size 40"),
         ([[5] * 25], {}, "25 exceeds max_pos_seq_len (24)"),
-        ([[5]], {"ia3_tasks": np.array([[2]], np.int32)}, "ia3_tasks[0]=2 must be in [0, 2)"),
+        ([[5]], {"ia3_tasks": np.array([[2]], np.int32)}, "ia3_tasks[0]=2 must be in [0, 1]"),
         ([[5]], {"temperature": np.ones((1, 1), np.float32)}, "temperature: unknown input"),
     ],
     ids=["vocabulary", "positions", "task", "unknown"],

@@ -26,6 +26,7 @@ from inference.engine.engine import (
 )
 from inference.model.token_feed import marks_bytes
 from inference.ranks.settings import Placement, RankSettings
+from tests.engine_logits import prompt_logits
 from tests.ft_folders import write_gpt
 
 SLOTS = 6
@@ -105,7 +106,7 @@ def test_greedy_answer_follows_from_the_logits(engine: Engine) -> None:
     answer = answers(engine, request_of(engine, [prompt], 10))[0]
     ids = list(prompt)
     for token in answer:
-        assert int(engine.logits(ids)[-1].argmax()) == token
+        assert int(prompt_logits(engine, ids)[-1].argmax()) == token
         ids.append(token)
 
 
@@ -140,7 +141,7 @@ def test_beam_scores_are_the_models_own(engine: Engine) -> None:
     row = engine.generate(request).rows[0]
     for tokens, score in zip(row.output_ids, row.cum_log_probs, strict=True):
         stop = tokens.index(engine.limits.end_id) + 1 if engine.limits.end_id in tokens else 6
-        whole = engine.logits(prompt + list(tokens[:stop]))[len(prompt) - 1 : -1]
+        whole = prompt_logits(engine, prompt + list(tokens[:stop]))[len(prompt) - 1 : -1]
         own = torch.log_softmax(whole, -1)[range(stop), list(tokens[:stop])].sum()
         assert score == pytest.approx(float(own), abs=1e-3)
 
@@ -151,7 +152,7 @@ def test_context_log_prob_is_added(engine: Engine) -> None:
     scored = request_of(
         engine, [prompt], 3, is_return_log_probs=True, is_return_context_cum_log_probs=True
     )
-    context = torch.log_softmax(engine.logits(prompt), -1)[range(4), prompt[1:]].sum()
+    context = torch.log_softmax(prompt_logits(engine, prompt), -1)[range(4), prompt[1:]].sum()
     difference = (
         engine.generate(scored).rows[0].cum_log_probs[0]
         - engine.generate(plain).rows[0].cum_log_probs[0]
@@ -166,7 +167,7 @@ def test_tokens_are_scored_by_the_logits_of_the_places_before(engine: Engine) ->
     result = engine.generate(request)
     for prompt, row, asked in zip(prompts, result.rows, (3, 0), strict=True):
         ids = [*prompt, *row.output_ids[0]]
-        expected = torch.log_softmax(engine.logits(ids), -1)
+        expected = torch.log_softmax(prompt_logits(engine, ids), -1)
         scores = [*row.prompt_scores, *row.scores]
         first = 1 if asked else len(prompt)
         assert len(scores) == len(ids) - first
@@ -185,7 +186,7 @@ def test_tokens_are_scored_by_the_logits_of_the_places_before(engine: Engine) ->
 
 
 def test_scores_are_refused_where_there_are_none(engine: Engine) -> None:
-    with pytest.raises(RequestError, match=r"num_log_probs=21 must be in \[0, 20\]"):
+    with pytest.raises(RequestError, match=r"num_log_probs\[0\]=21 must be in \[0, 20\]"):
         request_of(engine, [[1, 2]], 1, num_log_probs=21)
     with pytest.raises(RequestError, match="num_prompt_log_probs needs beam_width=1"):
         request_of(engine, [[1, 2]], 1, num_prompt_log_probs=1, beam_width=2)
@@ -194,16 +195,14 @@ def test_scores_are_refused_where_there_are_none(engine: Engine) -> None:
 def test_context_embeddings_sum_the_prompt(engine: Engine) -> None:
     prompt = [4, 8, 15, 16, 23]
     request = request_of(engine, [prompt, [3]], 2, is_return_context_embeddings=True)
-    first, short = engine.generate(request).context_embeddings
+    first, short = (row.context_embedding for row in engine.generate(request).rows)
     assert first is not None
     assert short is not None
     assert first.shape == short.shape == (24,)
     assert np.abs(first).max() > 0
-    (alone,) = engine.generate(
-        request_of(engine, [[3]], 2, is_return_context_embeddings=True)
-    ).context_embeddings
-    assert alone is not None
-    np.testing.assert_allclose(short, alone, atol=1e-5)  # sums in fp32
+    (row,) = engine.generate(request_of(engine, [[3]], 2, is_return_context_embeddings=True)).rows
+    assert row.context_embedding is not None
+    np.testing.assert_allclose(short, row.context_embedding, atol=1e-5)  # sums in fp32
 
 
 def test_streaming_reports_every_step_but_the_last(engine: Engine) -> None:
@@ -223,6 +222,20 @@ def test_a_streamed_row_takes_no_step_more_than_its_tokens(engine: Engine) -> No
     request = request_of(engine, [[3, 9, 4, 1, 7]], 8, min_length=8)
     engine.submit(request, on_step=lambda _: None).result()
     assert engine.steps - before == 8
+
+
+def test_after_a_step_all_of_it_has_been_reported(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(engine, "after_step", lambda: seen.append("|"))
+    requests = [request_of(engine, [[3, 9]], 5, min_length=5) for _ in range(3)]
+    futures = [engine.submit(each, on_step=lambda _: seen.append(".")) for each in requests]
+    for future in futures:
+        future.result()
+    reports = "".join(seen).split("|")
+    assert sum(map(len, reports)) == 3 * 4  # the last step's tokens are the answers
+    assert max(map(len, reports)) <= 3
 
 
 def test_cancelled_work_stops_and_frees_its_slots(engine: Engine) -> None:
@@ -342,8 +355,8 @@ def test_unusable_logits_fail_one_row_and_nothing_else(
         ({"data_type": "fp8"}, "data_type='fp8' must be one of fp32, fp16, bf16"),
         ({"int8_mode": 2}, "int8_mode=2 is not supported; use 0, or 1 for weights of 8 bits"),
         ({"int8_mode": 1, "fp8": True}, "int8_mode=1 and fp8=1 are two forms of the same matrices"),
-        ({"fp8": True}, "fp8=1 needs a GPU, Triton, and data_type fp16 or bf16; the device is cpu"),
-        ({"batch_invariant": True}, "batch_invariant=1 needs a GPU, Triton, and data_type fp16"),
+        ({"fp8": True}, "fp8=1 needs a GPU and data_type fp16 or bf16; the device is cpu"),
+        ({"batch_invariant": True}, "batch_invariant=1 needs a GPU and data_type fp16"),
         ({"device": "tpu"}, "device='tpu' must be auto, cpu or cuda"),
     ],
 )
@@ -425,7 +438,7 @@ def test_eight_bit_weights_stay_close(tmp_path: Path, data_type: str) -> None:
         Engine(ft_dir, Placement(device="cpu")) as exact,
         Engine(ft_dir, Placement(device="cpu", data_type=data_type, int8_mode=1)) as small,
     ):
-        expected = exact.logits(prompt)
-        error = small.logits(prompt) - expected
+        expected = prompt_logits(exact, prompt)
+        error = prompt_logits(small, prompt) - expected
     # Some 1% from each of 8 quantised products, and bf16 between them.
     assert error.norm() / expected.norm() < 0.05

@@ -21,7 +21,7 @@ from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.blocks import BlockPool
 from inference.engine.engine import Engine, EngineOptions
 from inference.engine.planned_step import GeneratingStep
-from inference.engine.running import OnStep, PromptOutputs, RunningRequest, make_row
+from inference.engine.running import OnStep, RunningRequest, make_row
 from inference.engine.scheduler import Scheduler
 from inference.engine.step_budget import ChunkSize
 from inference.model.kv_cache import WIPE
@@ -97,11 +97,10 @@ class World:
         row = RowRequest(ids, output_len, chosen, context_ids=context, returned_ids=ids)
         self._arrivals += 1
         running = RunningRequest(
-            GenerationRequest((row,), len(ids)), Future(), self._arrivals, on_step
+            GenerationRequest((row,), len(ids), encoder_decoder=self.encodes),
+            *(Future(), self._arrivals, on_step),
         )
-        running.waiting = [
-            make_row(running, 0, row, vocab_size=VOCAB, table_rows={}, encoder_decoder=self.encodes)
-        ]
+        running.waiting = [make_row(running, 0, row, vocab_size=VOCAB, table_rows={})]
         self.scheduler.add(running)
         return running
 
@@ -698,15 +697,3 @@ def test_ranks_give_the_tokens_that_the_host_gives(
         assert [len(row.prompt_scores) for row in rows_of_ranks] == [
             number % 13 if number % 9 in (3, 7) else 0 for number in range(27)
         ]
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_probe_is_answered_with_all_logits_of_its_prompt(overlap: bool) -> None:
-    world = World(overlap=overlap)
-    neighbour = world.add([3, 4, 5], 12)
-    probe = world.add(range(2, 2 + 3 * SIZE), 1)
-    (row,) = probe.waiting
-    row.prompt_outputs = PromptOutputs(row.request.options, keeps_logits=True)
-    world.run()
-    assert probe.future.result(timeout=0).shape == (3 * SIZE, VOCAB)
-    assert neighbour.future.done()

@@ -85,6 +85,16 @@ def test_a_small_request_does_not_wait_for_all_rows_of_a_large_one() -> None:
     assert scheduler.load().running == 0
 
 
+def test_the_lowest_free_slots_are_taken_first() -> None:
+    scheduler = make_scheduler(5)
+    scheduler.add(make_running([1, 9, 9]))
+    advance(scheduler)  # the first row ends
+    second = make_running([9, 9, 9], arrival=1)
+    scheduler.add(second)
+    advance(scheduler)
+    assert [row.slots for row in second.active] == [[0], [3], [4]]
+
+
 def test_wide_requests_are_not_overtaken_for_ever() -> None:
     scheduler = make_scheduler(4)
     scheduler.add(make_running([9], arrival=1))

@@ -28,6 +28,7 @@ _RUN_AND_STOP = """
 import sys
 from inference.engine.engine import Engine
 from inference.ranks.settings import Placement
+from tests.engine_logits import prompt_logits
 
 def held():
     text = open("/proc/self/status").read().partition("RssAnon:")[2]
@@ -36,7 +37,7 @@ def held():
 sizes = []
 for _ in range(2):
     with Engine(sys.argv[1], Placement(device="cpu", int8_mode=int(sys.argv[2]))) as engine:
-        engine.logits([5, 3, 9])
+        prompt_logits(engine, [5, 3, 9])
         sizes.append(held())
     sizes.append(held())
 print(*sizes)

@@ -41,13 +41,11 @@ def kv_cache() -> KVCache:
 def test_prompts_see_their_own_tokens_and_single_tokens_stay(
     rules: AttentionRules, kv_cache: KVCache
 ) -> None:
-    sent = [
-        torch.tensor(each, dtype=torch.int32) for each in flash_attention.Prompts.arrays(SEGMENTS)
-    ]
-    prompts = flash_attention.Prompts.of(sent, kv_cache, longest=7)
+    sent = [torch.tensor(each, dtype=torch.int32) for each in flash_attention.spans(SEGMENTS)]
+    prompts = flash_attention.Prompts(kv_cache, 7, *sent)
     query = torch.randn(17, HEADS + 3, SIZE, dtype=torch.float16)[:, :HEADS]
     out = torch.full((17, HEADS * SIZE), 7.0, dtype=torch.float16)
-    prompts.attend(query, kv_cache, 1, rules, out=out)
+    prompts.attend(query, 1, rules, out=out)
     first = 0
     for slot, place, count in SEGMENTS.tolist():
         part, end = out[first : first + count].float(), place + count

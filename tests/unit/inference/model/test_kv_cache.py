@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference.engine.blocks import SlotPool
 from inference.model.kv_cache import WIPE, CacheShape, KVCache, prefix_source
 
 SHAPE = CacheShape(num_layer=2, slots=4, kv_head_num=3, max_len=10, size_per_head=6)
@@ -68,16 +67,6 @@ def test_wiped_tokens_are_zero(cache: KVCache) -> None:
 
 def test_size_counts_keys_and_values_of_every_layer() -> None:
     assert SHAPE.token_bytes(4) == 2 * 2 * 3 * 6 * 4
-
-
-def test_lowest_slots_are_given_first() -> None:
-    pool = SlotPool(5)
-    assert pool.take(2) == [0, 1]
-    assert pool.take(2) == [2, 3]
-    pool.give_back([1, 0])
-    assert pool.free == 3
-    assert pool.take(3) == [0, 1, 4]
-    assert pool.take(1) is None
 
 
 def test_views_and_places_of_every_layer_are_the_cache_itself(cache: KVCache) -> None:

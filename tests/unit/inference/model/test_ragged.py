@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import pytest
 import torch
 from torch.nn import functional
@@ -19,8 +21,8 @@ def states(count: int, seed: int = 0) -> list[torch.Tensor]:
 
 def attend_alone(parts: list[torch.Tensor], rows: RaggedRows, scale: float) -> torch.Tensor:
     out = []
-    for start, length in zip(rows.starts, rows.lengths, strict=True):
-        q, k, v = (part[start : start + length].transpose(0, 1) for part in parts)
+    for start, stop in pairwise(accumulate(rows.lengths, initial=0)):
+        q, k, v = (part[start:stop].transpose(0, 1) for part in parts)
         out.append(
             functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1)
         )
@@ -42,7 +44,7 @@ def test_values_that_are_not_finite_stay_in_their_row(spoilt: int) -> None:
     parts = states(10)
     masks = RowMasks(rows, None, torch.float32)
     expected = attend_alone(parts, rows, 0.5)
-    tokens = slice(rows.starts[spoilt], rows.starts[spoilt] + rows.lengths[spoilt])
+    tokens = slice(*((0, 2), (2, 5), (5, 10))[spoilt])
     for part in parts:
         part[tokens] = torch.nan
     ours = attend(*parts, masks=masks, scale=0.5)
@@ -55,10 +57,12 @@ def test_values_that_are_not_finite_stay_in_their_row(spoilt: int) -> None:
 def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
     rows = ragged_rows(lengths, CPU)
     parts = states(sum(lengths))
-    masks = RowMasks(rows, None, torch.float32)
     width = max(lengths)
-    weights = torch.zeros(len(lengths), 3, width, width)
-    ours = attend(*parts, masks=masks, scale=0.5, weights_out=weights)
+    attentions = torch.zeros(len(lengths), 2, 3, width, width)
+    masks = RowMasks(rows, None, torch.float32, attentions=attentions)
+    ours = attend(*parts, masks=masks, scale=0.5, layer=1)
+    others, weights = attentions.unbind(1)
+    assert not others.any()
     assert torch.allclose(ours, attend_alone(parts, rows, 0.5), atol=1e-5)
     for row, length in enumerate(lengths):
         assert torch.allclose(weights[row, :, :length].sum(-1), torch.ones(3, length))

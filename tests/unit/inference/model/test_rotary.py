@@ -84,7 +84,7 @@ def test_scores_depend_on_the_distance_alone(interleaved: bool) -> None:
     q, k = torch.randn(1, 2, 6), torch.randn(1, 2, 6)
 
     def score(at: int, to: int) -> torch.Tensor:
-        turned = [turn.rotate(x, turn(torch.tensor([p]))) for x, p in ((q, at), (k, to))]
+        turned = [turn(torch.tensor([p])).rotate(x) for x, p in ((q, at), (k, to))]
         return (turned[0] * turned[1]).sum(-1)
 
     torch.testing.assert_close(score(9, 4), score(25, 20))
@@ -94,6 +94,6 @@ def test_scores_depend_on_the_distance_alone(interleaved: bool) -> None:
 def test_only_the_first_dimensions_turn() -> None:
     turn = table(Rotary(dims=4))
     x = torch.randn(5, 2, 6)
-    turned = turn.rotate(x, turn(POSITIONS))
+    turned = turn(POSITIONS).rotate(x)
     assert turned[..., 4:].equal(x[..., 4:])
     assert turned[0].equal(x[0])

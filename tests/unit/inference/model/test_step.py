@@ -6,68 +6,58 @@ import pytest
 import torch
 from torch.nn import functional
 
+from inference.model.cached_attention import AttentionMask, GroupedAttention
 from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.layers import alibi_slopes
 from inference.model.step import (
-    AttentionMask,
     AttentionRules,
     Segment,
-    Step,
     attention_bias,
-    make_step,
 )
 
 CACHE = KVCache(
-    CacheShape(num_layer=1, slots=40, kv_head_num=2, max_len=2000, size_per_head=4),
+    CacheShape(num_layer=2, slots=40, kv_head_num=2, max_len=2000, size_per_head=4),
     dtype=torch.float32,
     device=torch.device("cpu"),
 )
 
 
-def step_of(segments: list[Segment], rules: AttentionRules | None = None) -> Step:
-    count = sum(segment.count for segment in segments)
-    return make_step(
-        torch.arange(count),
-        segments,
-        torch.arange(count),
-        cache=CACHE,
-        rules=rules or AttentionRules(),
-        dtype=torch.float32,
-    )
+def attention_of(segments: list[Segment], rules: AttentionRules | None = None) -> GroupedAttention:
+    return GroupedAttention(segments, CACHE, rules=rules or AttentionRules(), dtype=torch.float32)
 
 
-def spans(step: Step) -> list[tuple[int, int, int, int]]:
+def spans(attention: GroupedAttention) -> list[tuple[int, int, int, int]]:
     """Return (slot, slots, new tokens, length) of each group."""
-    return [(g.slot, g.slot_count, g.new_tokens, g.length) for g in step.groups]
+    return [(g.slot, g.slot_count, g.new_tokens, g.length) for g in attention.groups]
 
 
 def test_decoding_slots_side_by_side_share_one_call() -> None:
-    step = step_of([Segment(slot, 10 + slot, 1) for slot in range(2, 6)])
-    assert spans(step) == [(2, 4, 1, 16)]
-    assert step.positions.tolist() == [12, 13, 14, 15]
-    bias = step.groups[0].masks[0].bias
+    attention = attention_of([Segment(slot, 10 + slot, 1) for slot in range(2, 6)])
+    assert spans(attention) == [(2, 4, 1, 16)]
+    assert attention.places.tolist() == [12, 13, 14, 15]
+    bias = attention.groups[0].masks[None].bias
     assert bias is not None
     assert bias.isinf().sum(-1).flatten().tolist() == [3, 2, 1, 0]
 
 
 def test_slots_of_one_length_need_no_bias() -> None:
-    (group,) = step_of([Segment(slot, 7, 1) for slot in range(3)]).groups
-    assert group.masks == (AttentionMask(None, causal=False),)
+    (group,) = attention_of([Segment(slot, 7, 1) for slot in range(3)]).groups
+    assert group.masks == {None: AttentionMask(None, causal=False)}
 
 
 def test_a_gap_or_a_prompt_begins_another_group() -> None:
     segments = [Segment(0, 5, 1), Segment(2, 5, 1), Segment(3, 0, 4), Segment(4, 6, 1)]
-    assert spans(step_of(segments)) == [(0, 1, 1, 6), (2, 1, 1, 6), (3, 1, 4, 4), (4, 1, 1, 7)]
+    assert spans(attention_of(segments)) == [(0, 1, 1, 6), (2, 1, 1, 6), (3, 1, 4, 4), (4, 1, 1, 7)]
 
 
 def test_very_unequal_lengths_are_not_padded() -> None:
     segments = [Segment(0, 10, 1), Segment(1, 1500, 1), Segment(2, 1400, 1)]
-    assert spans(step_of(segments)) == [(0, 1, 1, 11), (1, 2, 1, 1501)]
+    assert spans(attention_of(segments)) == [(0, 1, 1, 11), (1, 2, 1, 1501)]
 
 
 def test_a_later_chunk_sees_all_before_it() -> None:
-    (group,) = step_of([Segment(0, 3, 2)]).groups
-    (mask,) = group.masks
+    (group,) = attention_of([Segment(0, 3, 2)]).groups
+    (mask,) = group.masks.values()
     assert mask.bias is not None
     assert mask.bias[0, 0].isinf().tolist() == [[False] * 4 + [True], [False] * 5]
 
@@ -83,16 +73,18 @@ def test_a_sliding_window_hides_farther_tokens() -> None:
 def test_layers_with_and_without_a_window_have_masks_of_their_own() -> None:
     rules = AttentionRules(sliding_window=3, sliding_layers=(True, False))
     assert [rules.window(layer) for layer in range(2)] == [3, None]
-    (short,) = step_of([Segment(0, 2, 1)], rules).groups
-    assert short.masks == (AttentionMask(None, causal=False),) * 2  # the window hides nothing yet
-    (group,) = step_of([Segment(0, 3, 1)], rules).groups
-    every, window = (group.masks[rules.window_index(layer)] for layer in (1, 0))
+    (short,) = attention_of([Segment(0, 2, 1)], rules).groups
+    assert short.masks == dict.fromkeys(
+        (None, 3), AttentionMask(None, causal=False)
+    )  # the window hides nothing yet
+    (group,) = attention_of([Segment(0, 3, 1)], rules).groups
+    every, window = group.masks[None], group.masks[3]
     assert every == AttentionMask(None, causal=False)
     assert window == AttentionMask(None, causal=False, first=1)
-    (pair,) = step_of([Segment(0, 3, 1), Segment(1, 4, 1)], rules).groups
-    assert pair.masks[1].first == 1
-    assert pair.masks[1].bias is not None
-    hidden = pair.masks[1].bias.flatten(1).isinf().tolist()
+    (pair,) = attention_of([Segment(0, 3, 1), Segment(1, 4, 1)], rules).groups
+    assert pair.masks[3].first == 1
+    assert pair.masks[3].bias is not None
+    hidden = pair.masks[3].bias.flatten(1).isinf().tolist()
     assert hidden == [[False, False, False, True], [True, False, False, False]]
 
 
@@ -128,10 +120,10 @@ def test_biased_attention_equals_causal_attention() -> None:
     ],
 )
 def test_keys_and_values_are_stored_at_their_tokens(segments: list[Segment], direct: bool) -> None:
-    step = step_of(segments)
-    assert (step.places is not None) == direct
+    attention = attention_of(segments)
+    assert (attention.direct_places is not None) == direct
     new = torch.randn(2, 4, 4)  # (N, 2 * heads, D)
-    step.store(0, new)
+    attention(torch.randn(2, 2, 4), layer=0, new=new)
     tokens = [(s.slot, place) for s in segments for place in range(s.start, s.stop)]
     for (slot, place), expected in zip(tokens, new, strict=True):
         keys, values = CACHE.read(0, slot, 1, place + 1)

@@ -19,9 +19,9 @@ from inference.model.token_feed import (
     NEWEST,
     TokenFeed,
     chosen_to_host,
-    draw_by_sorting,
     marks_bytes,
 )
+from tests.reference_choice import draw_by_sorting
 
 CPU = torch.device("cpu")
 

@@ -32,7 +32,7 @@ def test_only_matrices_take_the_type_they_are_kept_in(tmp_path: Path) -> None:
     matrix = weights.matrix(layer + "attention.query_key_value.weight")
     assert matrix.shape == (24, 72)
     assert matrix.dtype == torch.float16
-    assert weights.matrix_rows("model.wte", range(3, 9)).dtype == torch.float16
+    assert weights.rows("model.wte", range(3, 9), is_matrix=True).dtype == torch.float16
     assert weights.tensor(layer + "mlp.dense_h_to_4h.bias").dtype == torch.float32
     assert weights.rows("model.wte", range(3, 9)).dtype == torch.float32
 
@@ -45,7 +45,7 @@ def test_every_type_is_the_computed_one_by_default(tmp_path: Path) -> None:
 def test_a_table_that_is_embedding_and_head_is_held_once(tmp_path: Path) -> None:
     weights = open_weights(write_gpt(tmp_path), None)
     table = weights.rows("model.wte", range(3, 9))
-    assert weights.matrix_rows("model.wte", range(3, 9)).data_ptr() == table.data_ptr()
+    assert weights.rows("model.wte", range(3, 9), is_matrix=True).data_ptr() == table.data_ptr()
     assert weights.rows("model.wte", range(9)).data_ptr() != table.data_ptr()
 
 

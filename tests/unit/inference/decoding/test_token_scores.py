@@ -1,40 +1,25 @@
-"""The score of a prompt under the model."""
+"""The scores of tokens under the model."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from inference.decoding.processors import context_log_prob, token_scores
+from inference.decoding.processors import token_scores
 
 LOGITS = torch.randn(4, 52, generator=torch.Generator().manual_seed(0))
 
 
-def test_score_is_the_sum_over_the_next_tokens() -> None:
-    expected = torch.log_softmax(LOGITS.double(), -1)[range(4), [5, 6, 7, 8]].sum()
-    score = context_log_prob(LOGITS, [5, 6, 7, 8], vocab_size=52)
-    assert score == pytest.approx(float(expected), abs=1e-5)
-
-
-def test_pieces_add_up_to_the_whole() -> None:
-    whole = context_log_prob(LOGITS, [5, 6, 7, 8], vocab_size=52)
-    pieces = [
-        context_log_prob(LOGITS[part], tokens, vocab_size=52)
-        for part, tokens in ((slice(0, 1), [5]), (slice(1, 4), [6, 7, 8]))
-    ]
-    assert sum(pieces) == pytest.approx(whole, abs=1e-12)
+def own_scores(logits: torch.Tensor, next_ids: list[int]) -> list[float]:
+    return [score.log_prob for score in token_scores(logits, next_ids, top=0, vocab_size=52)]
 
 
 def test_virtual_tokens_and_padded_vocabulary_do_not_count() -> None:
     padded = torch.nn.functional.pad(LOGITS, (0, 12), value=50.0)
-    expected = context_log_prob(LOGITS[[0, 3]], [5, 8], vocab_size=52)
-    assert context_log_prob(padded, [5, 52, 60, 8], vocab_size=52) == expected
+    first, last = own_scores(LOGITS[[0, 3]], [5, 8])
+    assert own_scores(padded, [5, 52, 60, 8]) == [first, 0, 0, last]
     # Negative ids name embeddings that were sent with the request.
-    assert context_log_prob(padded, [5, -1, -2, 8], vocab_size=52) == expected
-
-
-def test_prompt_of_virtual_tokens_alone_scores_zero() -> None:
-    assert context_log_prob(LOGITS[:1], [99], vocab_size=52) == 0.0
+    assert own_scores(padded, [5, -1, -2, 8]) == [first, 0, 0, last]
 
 
 def test_scores_of_tokens_and_of_the_best_in_their_places() -> None:

@@ -1,0 +1,43 @@
+"""All logits of a prompt by an engine, to compare them with those of other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from inference.decoding.options import RowOptions
+from inference.decoding.request import GenerationRequest, RowRequest
+from inference.engine.engine import Engine
+from inference.engine.running import PromptOutputs
+
+
+class KeptLogits(PromptOutputs):
+    """The logits themselves, chunk by chunk."""
+
+    def __init__(self, options: RowOptions) -> None:
+        super().__init__(options)
+        self.wants_logits = True
+
+    def restart(self) -> None:
+        super().restart()
+        if not self.is_final:
+            self.kept: list[torch.Tensor] = []
+
+    def add_logits(self, logits: torch.Tensor, next_ids: Sequence[int], *, vocab_size: int) -> None:
+        del next_ids
+        self.kept.append(logits[:, :vocab_size])
+
+
+def prompt_logits(engine: Engine, input_ids: Sequence[int]) -> torch.Tensor:
+    """Return the logits after every token of a prompt, (tokens, vocabulary) fp32."""
+    ids = tuple(input_ids)
+    row = RowRequest(ids, 1, RowOptions(end_id=engine.limits.end_id), context_ids=ids)
+    future: Future[Any] = Future()
+    running = engine._running(GenerationRequest((row,), padded_len=len(ids)), future)
+    outputs = running.waiting[0].prompt_outputs = KeptLogits(row.options)
+    engine._queue(running)
+    future.result()
+    return torch.cat(outputs.kept)
