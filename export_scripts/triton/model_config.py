@@ -39,11 +39,10 @@ class EnsembleStep:
 
 @dataclass(frozen=True)
 class TritonModelConfig:
-    """The contents of one model's config.pbtxt.
+    """The contents of one model's config.pbtxt, and the files of its version folder.
 
     `backend` is "python", "fastertransformer" or "ensemble". `max_queue_delay_us` switches the
-    server's batcher on; None leaves it off. `batch_input` declares, for ragged
-    inputs, the tensor of row shapes that only the fastertransformer backend reads.
+    server's batcher on; None leaves it off.
     """
 
     name: str
@@ -55,9 +54,9 @@ class TritonModelConfig:
     decoupled: bool = False
     max_queue_delay_us: int | None = None
     interactive: bool = False
-    batch_input: bool = False
     instance_count: int = 1
     steps: tuple[EnsembleStep, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)  # name -> content
 
     def to_text(self) -> str:
         """Return the text of config.pbtxt."""
@@ -92,8 +91,9 @@ class TritonModelConfig:
         elif self.max_queue_delay_us is not None:
             delay = {"max_queue_delay_microseconds": self.max_queue_delay_us}
             message["dynamic_batching"] = delay
-        if self.batch_input:
-            # The backend finds the shapes by this name (section "ragged batching" of its guide).
+        if self.backend == "fastertransformer":
+            # Of ragged inputs it reads a tensor of row shapes, which it finds by this name (section
+            # "ragged batching" of its guide).
             message["batch_input"] = [
                 {
                     "kind": "BATCH_ITEM_SHAPE",
@@ -181,7 +181,7 @@ def _sizes(path: Path) -> ModelSizes | None:
         config = parse_config(path.read_text(encoding="utf-8"))
         given = config.parameters
         values: dict[str, Any] = {
-            key: PARAMETERS[key].read(given[key].string_value)
+            key: PARAMETERS[key].kind.read(given[key].string_value)
             for key in ("tensor_para_size", "pipeline_para_size", "device")
             if key in given
         }

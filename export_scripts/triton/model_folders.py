@@ -12,6 +12,7 @@ from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.tokenizer_files import TokenizerFiles
 from export_scripts.triton import signature
 from export_scripts.triton.model_config import (
+    EnsembleStep,
     TritonModelConfig,
     ensemble_steps,
     text_encoder_steps,
@@ -71,14 +72,6 @@ class RepositoryRequest:
         return ft_directory(self.model_dir / VERSION, self.tp_size)
 
 
-@dataclass(frozen=True)
-class ModelFolder:
-    """One model of the repository; `files` go into its version folder."""
-
-    config: TritonModelConfig
-    files: Mapping[str, bytes] = field(default_factory=dict)  # name -> content
-
-
 def served_type(request: RepositoryRequest, family: ModelFamily) -> str:
     """Return the model_type that config.pbtxt names."""
     return request.model_type or family.model_type
@@ -94,7 +87,7 @@ def is_generative(model_type: str) -> bool:
     return model_type not in signature.ENCODERS
 
 
-def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
+def served_model(request: RepositoryRequest, model_type: str) -> TritonModelConfig:
     """Return the model that runs the weights."""
     tensors = signature.model_signature(model_type, data_type=request.data_type)
     is_python = request.engine == "pytorch"
@@ -120,7 +113,8 @@ def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
         parameters |= {"is_sparse": "0", "is_remove_padding": str(int(is_python))}
     if not request.portable:
         parameters["model_checkpoint_path"] = f"{request.weights_dir.resolve()}{end}"
-    config = TritonModelConfig(
+    kind = "generation" if is_generative(model_type) else "encoder"
+    return TritonModelConfig(
         name=request.model_dir.name,
         backend=ENGINES[request.engine],
         max_batch_size=request.max_batch_size,
@@ -132,11 +126,9 @@ def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
         decoupled=request.decoupled,
         max_queue_delay_us=request.max_queue_delay_us,
         interactive=request.interactive,
-        batch_input=not is_python,
         instance_count=request.instance_count,
+        files=_script(kind) if is_python else {},
     )
-    kind = "generation" if is_generative(model_type) else "encoder"
-    return ModelFolder(config, _script(kind) if is_python else {})
 
 
 def _script(model: str) -> dict[str, bytes]:
@@ -149,7 +141,7 @@ def text_models(
     model_type: str,
     config: FTConfig,
     files: TokenizerFiles,
-) -> list[ModelFolder]:
+) -> list[TritonModelConfig]:
     """Return the models between text and tokens, and the ensemble of all, which takes text."""
     tokens = {"start_id": _token_id(config, *_START), "end_id": end_id(config)}
     common = {
@@ -159,31 +151,40 @@ def text_models(
         **({"interactive": "1"} if request.interactive else {}),
     }
 
-    def with_tokenizer(name: str, tensors: ModelSignature, more: Mapping[str, str]) -> ModelFolder:
-        config = TritonModelConfig(
+    def with_tokenizer(
+        name: str, tensors: ModelSignature, more: Mapping[str, str]
+    ) -> TritonModelConfig:
+        return TritonModelConfig(
             name=name,
             backend="python",
             max_batch_size=request.max_batch_size,
             signature=signature.with_leading_axis(tensors) if request.interactive else tensors,
             parameters={**common, **more},
+            files={path.name: path.read_bytes() for path in files.all_files} | _script(name),
         )
-        own = {path.name: path.read_bytes() for path in files.all_files}
-        return ModelFolder(config, {**own, **_script(name)})
 
+    def around(
+        name: str, tensors: ModelSignature, steps: tuple[EnsembleStep, ...]
+    ) -> TritonModelConfig:
+        return TritonModelConfig(
+            name=name,
+            backend="ensemble",
+            max_batch_size=request.max_batch_size,
+            signature=tensors,
+            decoupled=request.decoupled,
+            steps=steps,
+            files={"README": _KEEP},
+        )
+
+    name = request.model_dir.name
     has_encoder = model_type in (*signature.ENCODERS, *_ENCODER_DECODERS)
     append_end = int(has_encoder and files.kind in _PLAIN_TOKENIZERS)
     before = {"append_end_id": str(append_end)}
     if not is_generative(model_type):
-        around_encoder = TritonModelConfig(
-            name=TEXT_ENCODER,
-            backend="ensemble",
-            max_batch_size=request.max_batch_size,
-            signature=signature.text_encoder(model),
-            steps=text_encoder_steps(model, model_name=request.model_dir.name),
-        )
+        steps = text_encoder_steps(model, model_name=name)
         return [
             with_tokenizer(TOKENIZER, signature.TOKENIZER, before),
-            ModelFolder(around_encoder, {"README": _KEEP}),
+            around(TEXT_ENCODER, signature.text_encoder(model), steps),
         ]
     after = {
         "answer_only": str(int(request.answer_only)),
@@ -191,18 +192,12 @@ def text_models(
         "streaming": str(int(request.decoupled)),
         "strict_lengths": request.parameters.get("strict_lengths", "0"),
     }
-    ensemble = TritonModelConfig(
-        name=ENSEMBLE,
-        backend="ensemble",
-        max_batch_size=request.max_batch_size,
-        signature=signature.ensemble(model, keeps_sessions=request.interactive),
-        decoupled=request.decoupled,
-        steps=ensemble_steps(model, model_name=request.model_dir.name, decoupled=request.decoupled),
-    )
+    steps = ensemble_steps(model, model_name=name, decoupled=request.decoupled)
+    outer = signature.ensemble(model, keeps_sessions=request.interactive)
     return [
         with_tokenizer(PREPROCESSING, signature.PREPROCESSING, before),
         with_tokenizer(POSTPROCESSING, signature.postprocessing(model), after),
-        ModelFolder(ensemble, {"README": _KEEP}),
+        around(ENSEMBLE, outer, steps),
     ]
 
 

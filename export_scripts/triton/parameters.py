@@ -22,13 +22,17 @@ DEFAULT_MAX_SEQ_LEN = 4096
 
 @dataclass(frozen=True)
 class Kind:
-    """The values of a parameter: a description, and the reader of its text.
-
-    `read` raises ValueError for a text that is not of this kind.
-    """
+    """The values of a parameter: a description, and what reads its text or raises ValueError."""
 
     words: str
-    read: Callable[[str], Any]
+    value: Callable[[str], Any]
+
+    def read(self, text: str) -> Any:
+        """Return the value. Raises ValueError with what was expected."""
+        try:
+            return self.value(text)
+        except ValueError as error:
+            raise ValueError(f"must be {self.words}") from error
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,6 @@ class Parameter:
     meaning: str  # for docs and messages
     configured_by: str = ""  # key of the configuration that sets it, where there is one
     is_required: bool = False  # the engine does not start without it
-
-    def read(self, text: str) -> Any:
-        """Return the value. Raises ValueError with what was expected."""
-        try:
-            return self.kind.read(text)
-        except ValueError as error:
-            raise ValueError(f"must be {self.kind.words}") from error
 
 
 def whole(low: int, high: int) -> Kind:
@@ -85,7 +82,8 @@ def one_of(*choices: str) -> Kind:
     return Kind(f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0], read)
 
 
-FLAG = Kind("0 or 1", lambda text: one_of("0", "1").read(text) == "1")
+FLAG = Kind("0 or 1", lambda text: ("0", "1").index(text) == 1)
+TOKEN_ID = whole(0, (1 << 31) - 1)
 TEXT = Kind("a text", str)
 _OF_MODEL, _OF_TRITON = "export.model.", "export.triton_deployment."
 
@@ -179,7 +177,7 @@ def parameter_problems(given: Mapping[str, str]) -> dict[str, str]:
             found[name] = f"is set by {parameter.configured_by}; set that instead."
         else:
             try:
-                parameter.read(text)
+                parameter.kind.read(text)
             except ValueError as error:
                 found[name] = f"{error} ({parameter.meaning})."
     return found

@@ -23,6 +23,7 @@ from export_scripts.ft.tokenizer_files import (
 )
 from export_scripts.ft.validation import manifest_problems
 from export_scripts.suggest import did_you_mean
+from export_scripts.triton.model_config import TritonModelConfig
 from export_scripts.triton.model_folders import (
     ENGINES,
     ENSEMBLE,
@@ -32,7 +33,6 @@ from export_scripts.triton.model_folders import (
     TEXT_ENCODER,
     TOKENIZER,
     VERSION,
-    ModelFolder,
     RepositoryRequest,
     end_id,
     is_generative,
@@ -146,7 +146,7 @@ def build_repository(request: RepositoryRequest) -> list[Path]:
         raise ValueError("\n".join(problems))
     models = [served_model(request, model_type)]
     if tokenizer is not None:
-        models += text_models(request, models[0].config.signature, model_type, config, tokenizer)
+        models += text_models(request, models[0].signature, model_type, config, tokenizer)
     if not request.overwrite and (differing := _differing(request, models)):
         raise ValueError("\n".join(differing))
     return [_write_model(request.model_dir.parent, model) for model in models]
@@ -213,12 +213,12 @@ def _weight_problems(
     return found
 
 
-def _differing(request: RepositoryRequest, models: Sequence[ModelFolder]) -> list[str]:
+def _differing(request: RepositoryRequest, models: Sequence[TritonModelConfig]) -> list[str]:
     """Return the existing configurations that differ."""
     found = []
     for model in models:
-        path = request.model_dir.parent / model.config.name / CONFIG_FILE
-        if path.exists() and path.read_bytes() != model.config.to_text().encode():
+        path = request.model_dir.parent / model.name / CONFIG_FILE
+        if path.exists() and path.read_bytes() != model.to_text().encode():
             found.append(
                 f"{path} exists with another configuration; set overwrite=true to replace it, or "
                 "choose another folder."
@@ -226,11 +226,11 @@ def _differing(request: RepositoryRequest, models: Sequence[ModelFolder]) -> lis
     return found
 
 
-def _write_model(repository: Path, model: ModelFolder) -> Path:
-    folder = repository / model.config.name
+def _write_model(repository: Path, model: TritonModelConfig) -> Path:
+    folder = repository / model.name
     version = folder / VERSION
     version.mkdir(parents=True, exist_ok=True)
-    text = model.config.to_text().encode()
+    text = model.to_text().encode()
     config_path = folder / CONFIG_FILE
     wanted = {version / name: content for name, content in model.files.items()}
     if config_path.exists() and config_path.read_bytes() != text:

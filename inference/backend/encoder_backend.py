@@ -76,7 +76,7 @@ class FasterTransformerModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the engine (called by Triton), see `EngineModel`."""
         is_encoder = (
-            ModelArguments(args).text("model_type", default="GPT") in EncoderModel.served_by
+            ModelArguments(args).read("model_type", default="GPT") in EncoderModel.served_by
         )
         self._model: EngineModel = EncoderModel() if is_encoder else GenerationModel()
         self._model.initialize(args)

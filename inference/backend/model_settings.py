@@ -46,7 +46,7 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
         if key in arguments.parameters:
             text = arguments.parameters[key]
             try:
-                values[key] = parameter.read(text)
+                values[key] = parameter.kind.read(text)
             except ValueError as error:
                 problems.append(f"parameter {key}={text!r}: {error}")
     if problems:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from export_scripts.triton.parameters import FLAG, TOKEN_ID
 from inference.backend.tokenizer import MOST_TEXT_BYTES, Tokenizer, load_tokenizer
 from inference.backend.triton_model import ModelArguments, TensorModel, Tensors
 
@@ -31,7 +32,7 @@ class _Encoder(TensorModel):
     def setup(self, arguments: ModelArguments) -> None:
         """Load the tokenizer that the model's parameters name."""
         self.tokenizer = _tokenizer(arguments)
-        self._end_id = arguments.integer("end_id")
+        self._end_id = arguments.read("end_id", TOKEN_ID)
         self._suffix = [self._end_id] if arguments.flag("append_end_id") else []
 
     def texts(self, name: str, tensor: np.ndarray[Any, Any]) -> list[str]:
@@ -117,9 +118,9 @@ class Postprocessing(TensorModel):
     def setup(self, arguments: ModelArguments) -> None:
         """Load the tokenizer that the model's parameters name."""
         self.tokenizer = _tokenizer(arguments)
-        self.end_id = arguments.integer("end_id")
+        self.end_id = arguments.read("end_id", TOKEN_ID)
         self.answer_only = arguments.flag("answer_only")
-        self.output_holds_prompt = arguments.text("output_holds_prompt", default="1") != "0"
+        self.output_holds_prompt = arguments.read("output_holds_prompt", FLAG, default="1")
         self.streaming = arguments.flag("streaming")
         self.strict_lengths = arguments.flag("strict_lengths")
 
@@ -207,8 +208,8 @@ def _without_end(answer: Sequence[int], end_id: int, *, first: bool) -> Sequence
 
 
 def _tokenizer(arguments: ModelArguments) -> Tokenizer:
-    folder = arguments.version_folder / arguments.text("tokenizer_path", default=".")
-    return load_tokenizer(folder, kind=arguments.text("tokenizer_type", default="") or None)
+    folder = arguments.version_folder / arguments.read("tokenizer_path", default=".")
+    return load_tokenizer(folder, kind=arguments.read("tokenizer_type", default="") or None)
 
 
 def row_texts(

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from export_scripts.triton.parameters import FLAG, TEXT, Kind
 from inference.backend.instances import Instance
 
 Args = Mapping[str, str]
@@ -49,31 +50,22 @@ class ModelArguments:
         inputs = self.config.get("input", [])
         self.bf16_inputs = frozenset(e["name"] for e in inputs if e["data_type"] == "TYPE_BF16")
 
-    def text(self, key: str, *, default: str | None = None) -> str:
-        """Return a parameter. Raises ValueError if it is needed and absent."""
-        if key in self.parameters:
-            return self.parameters[key]
-        if default is None:
-            raise self._wrong(f"{key} is missing")
-        return default
-
-    def integer(self, key: str, *, default: int | None = None) -> int:
-        """Return a whole-number parameter. Raises ValueError if it is absent or not a number."""
-        text = self.text(key, default=None if default is None else str(default))
+    def read(self, key: str, kind: Kind = TEXT, *, default: str | None = None) -> Any:
+        """Return a parameter. Raises ValueError if it is not of its kind, or needed and absent."""
+        text = self.parameters.get(key, default)
         try:
-            return int(text)
-        except ValueError:
-            raise self._wrong(f"{key}={text!r} must be a whole number") from None
+            if text is None:
+                raise ValueError("is missing")
+            return kind.read(text)
+        except ValueError as error:
+            shown = key if text is None else f"{key}={text!r}"
+            raise ValueError(
+                f"config.pbtxt of {self.model_folder.name}: parameter {shown} {error}"
+            ) from None
 
     def flag(self, key: str) -> bool:
         """Return a 0/1 parameter, False if absent. Raises ValueError for anything else."""
-        value = self.integer(key, default=0)
-        if value not in (0, 1):
-            raise self._wrong(f"{key}={value} must be 0 or 1")
-        return bool(value)
-
-    def _wrong(self, words: str) -> ValueError:
-        return ValueError(f"config.pbtxt of {self.model_folder.name}: parameter {words}")
+        return bool(self.read(key, FLAG, default="0"))
 
 
 def request_tensors(request: Any, *, bf16: Collection[str] = ()) -> dict[str, np.ndarray[Any, Any]]:

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from inference.front.openai.codec import Codec, TextStream
+from inference.backend.tokenizer import REPLACEMENT
+from inference.front.openai.codec import WINDOW, Codec
 
+_MOST_PENDING = 16  # tokens that are held back for a character that does not end
 Array = np.ndarray[Any, np.dtype[Any]]
 Place = tuple[float | None, tuple[tuple[int, float], ...]]
 FinishReason = Literal["stop", "length"]
@@ -75,8 +77,8 @@ class Answer:
         self._codec, self._prompt, self._limit, self._best = codec, prompt, limit, best
         self._stops, self._end_ids = stops, end_ids
         self._longest_stop = max(map(len, stops), default=0)
-        self._stream = TextStream(codec, prompt)
         self._whole = ""  # with what is held back
+        self._decoded = 0  # number of tokens whose text it has
         self._ids: list[int] = []  # without the end token
         self.text = ""
         self.tokens = 0
@@ -100,7 +102,7 @@ class Answer:
         if self._best is not None:
             self._score(candidate, new[: len(shown) + is_ended])
         searched = max(len(self._whole) - self._longest_stop + 1, 0)
-        self._whole += self._stream.add(shown, more=more)
+        self._whole += self._new_text(more=more)
         text = self._whole
         found = ((at, len(s)) for s in self._stops if (at := text.find(s, searched)) >= 0)
         stop, length = min(found, default=(None, 0))
@@ -134,10 +136,25 @@ class Answer:
         self.has_begun, self._is_sent = True, is_last
         return text, ready
 
+    def _new_text(self, *, more: bool) -> str:
+        """Return the text that is sure now; with `more`, other tokens will follow.
+
+        Each is decoded once. The prompt's tokens decide about the first space.
+        """
+        if not (pending := self._ids[self._decoded :]):
+            return ""
+        start = max(self._decoded - WINDOW, 0)
+        before = [*self._prompt[-WINDOW:], *self._ids[start : self._decoded]]
+        text = self._codec.text_after(before, pending)
+        if more and text.endswith(REPLACEMENT) and len(pending) < _MOST_PENDING:
+            return ""
+        self._decoded = len(self._ids)
+        return text
+
     def _score(self, candidate: Candidate, new: Sequence[int]) -> None:
         assert self._best is not None
         count = len(self.scored)
-        before = [*self._prompt[-8:], *(token.index for token in self.scored[-8:])]
+        before = [*self._prompt[-WINDOW:], *(token.index for token in self.scored[-WINDOW:])]
         at = self.scored[-1].last if self.scored else 0
         for number, index in enumerate(new, count):
             place = candidate.place(len(self._prompt) + number, best=self._best)
@@ -178,7 +195,9 @@ def score_prompt(
     for number, index in enumerate(prompt):
         place = candidate.place(number, best=best) if number else (None, ())
         at = found[-1].last if found else 0
-        found.append(scored_token(codec, prompt[max(number - 8, 0) : number], index, place, at))
+        found.append(
+            scored_token(codec, prompt[max(number - WINDOW, 0) : number], index, place, at)
+        )
     return found
 
 

@@ -21,13 +21,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE, tokenizer_settings
-from inference.backend.tokenizer import REPLACEMENT, Tokenizer, load_tokenizer
+from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.front.guard import RejectedError
 
 # So many tokens before others are enough to decode these as within a text: a character has at most
 # four bytes, each perhaps a token, and SentencePiece looks at the token before.
-_WINDOW = 8
-_MOST_PENDING = 16  # tokens that are held back for a character that does not end
+WINDOW = 8
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _DEFAULT = "default"
 
@@ -99,7 +98,7 @@ class Codec:
         """Return the text that `ids` add to that of `before`."""
         special = self._tokenizer.special_ids
         shown = [index for index in ids if index not in special and index not in self.end_ids]
-        window = [index for index in before[-_WINDOW:] if index not in special]
+        window = [index for index in before[-WINDOW:] if index not in special]
         start = self._tokenizer.decode(window)
         whole = self._tokenizer.decode([*window, *shown])
         if whole.startswith(start):
@@ -115,7 +114,7 @@ class Codec:
 
         A token that leaves a character incomplete adds nothing, the one that completes it all.
         """
-        window = list(before[-_WINDOW:])
+        window = list(before[-WINDOW:])
         start = self._tokenizer.decode(window, partial=True)
         whole = self._tokenizer.decode([*window, token], partial=True)
         return whole[len(start) :] if whole.startswith(start) else self._tokenizer.decode([token])
@@ -145,30 +144,6 @@ def _codec(files: CodecFiles) -> Codec:
     tokenizer = load_tokenizer(files.folder, kind=files.kind)
     template = load_chat_template(files.folder)
     return Codec(tokenizer, template, end_ids=files.end_ids, suffix=files.suffix)
-
-
-class TextStream:
-    """The text of tokens that come a few at a time; each is decoded once, within a window.
-
-    The prompt's tokens, which are `before`, decide about the first space.
-    """
-
-    def __init__(self, codec: Codec, before: Sequence[int]) -> None:
-        self._codec = codec
-        self._window = list(before[-_WINDOW:])
-        self._pending: list[int] = []
-
-    def add(self, ids: Sequence[int], *, more: bool) -> str:
-        """Return the text that is sure after these tokens; with `more`, others will follow."""
-        self._pending += ids
-        if not self._pending:
-            return ""
-        text = self._codec.text_after(self._window, self._pending)
-        if more and text.endswith(REPLACEMENT) and len(self._pending) < _MOST_PENDING:
-            return ""
-        self._window = [*self._window, *self._pending][-_WINDOW:]
-        self._pending = []
-        return text
 
 
 class ChatTemplate:

@@ -47,21 +47,20 @@ class CompletionRun:
 
     def __init__(self, model: TritonModel, codec: Codec, request: PreparedRequest) -> None:
         self._model, self._codec, self._request = model, codec, request
-        self._sampling = request.sampling
         self._runs = [self._begun(number, each) for number, each in enumerate(request.prompts)]
 
     def _begun(self, number: int, prompt: Prompt) -> PromptRun:
-        facts, sampling = self._model.facts, self._sampling
+        facts, request = self._model.facts, self._request
         answers = [
             Answer(
                 self._codec,
                 () if facts.encoder_decoder else prompt.ids,
-                facts.room(len(prompt.ids)) if sampling.limit is None else sampling.limit,
-                sampling.stop,
-                self._codec.end_ids | self._request.end_ids,
-                sampling.best,
+                facts.room(len(prompt.ids)) if request.limit is None else request.limit,
+                request.sampling.stop,
+                self._codec.end_ids | request.end_ids,
+                request.best,
             )
-            for _ in range(sampling.candidates)
+            for _ in range(request.candidates)
         ]
         return PromptRun(number, prompt, answers)
 
@@ -78,7 +77,9 @@ class CompletionRun:
 
     async def whole(self) -> Iterator[dict[str, Any]]:
         """Return the choices, once all of them are there."""
-        async with contextlib.aclosing(self._frames(streams=bool(self._sampling.stop))) as frames:
+        async with contextlib.aclosing(
+            self._frames(streams=bool(self._request.sampling.stop))
+        ) as frames:
             async for _ in frames:
                 pass
         kept = ((run, answer) for run in self._runs for answer in self._best(run.answers))
@@ -95,7 +96,7 @@ class CompletionRun:
     async def _frames(self, *, streams: bool) -> AsyncGenerator[tuple[PromptRun, range], None]:
         """Run all jobs; yield after each frame of one which answers of which prompt it concerns."""
         jobs = self._jobs()
-        if len(self._runs) == 1 and self._sampling.candidates <= self._model.facts.max_rows:
+        if len(self._runs) == 1 and self._request.candidates <= self._model.facts.max_rows:
             (only,) = jobs
             async with contextlib.aclosing(self._ran(*only, streams=streams)) as frames:
                 async for frame in frames:
@@ -163,7 +164,7 @@ class CompletionRun:
         pairs = zip(answers, candidates, strict=True)
         new = sum(len(each.ids) - run.answers[place].tokens for place, each in pairs)
         new += len(run.prompt.ids) if self._request.echo and not run.scored else 0
-        if self._sampling.best is not None and new > _MOST_SCORED:
+        if self._request.best is not None and new > _MOST_SCORED:
             await asyncio.to_thread(take)
         else:
             take()
@@ -171,7 +172,7 @@ class CompletionRun:
     def _take_frame(
         self, run: PromptRun, answers: range, candidates: Sequence[Candidate], *, final: bool
     ) -> None:
-        best = self._sampling.best
+        best = self._request.best
         if self._request.echo and best is not None and not run.scored:
             run.scored = score_prompt(self._codec, run.prompt.ids, candidates[0], best)
         for place, candidate in zip(answers, candidates, strict=True):
@@ -179,7 +180,7 @@ class CompletionRun:
 
     def _best(self, answers: Sequence[Answer]) -> Sequence[Answer]:
         """Return the likeliest answers of a prompt, by the mean over their tokens."""
-        count = self._sampling.n
+        count = self._request.sampling.n
         if len(answers) == count:
             return answers
         ranked = sorted(answers, key=lambda each: -each.cum_log_prob / max(each.tokens, 1))
@@ -191,7 +192,7 @@ class CompletionRun:
         is_first = not answer.has_begun
         if (new := answer.unsent()) is None:
             return None
-        number = run.number * self._sampling.n + place
+        number = run.number * self._request.sampling.n + place
         if not self._request.is_chat:
             return self._part(number, run, answer, *new, is_first=is_first)
         delta = ({"role": "assistant"} if is_first else {}) | {"content": new[0]}
@@ -216,7 +217,7 @@ class CompletionRun:
     ) -> dict[str, Any]:
         """Return what a choice and a chunk have in common: all but the text in a chat."""
         part: dict[str, Any] = {"index": number, "finish_reason": answer.finish_reason}
-        is_scored, offset = self._sampling.best is not None, run.end
+        is_scored, offset = self._request.best is not None, run.end
         if self._request.is_chat:
             return part | {"logprobs": chat_log_probs(tokens) if is_scored else None}
         if is_first and self._request.echo:

@@ -78,6 +78,9 @@ class PreparedRequest:
 
     sampling: Sampling
     prompts: tuple[Prompt, ...]
+    limit: int | None  # most tokens of an answer, None for all that the model has room for
+    best: int | None  # tokens to report in each place, None to report nothing
+    candidates: int  # answers to generate for a prompt, of which the likeliest are returned
     stop_ids: tuple[int, ...]  # tokens that are a stop text by themselves, or end a chat
     end_ids: frozenset[int] = frozenset()  # that end an answer, next to the model's own
     echo: bool = False  # the answer begins with the prompt
@@ -102,9 +105,16 @@ def prepare_completion(
             prompts.append(Prompt(array("I", codec.encode(given)), given if shows_text else ""))
         else:
             prompts.append(Prompt(array("I", given), codec.text(given) if shows_text else ""))
-    stops = _single_tokens(codec, request)
-    asked = request.model_copy(update={"prompt": ()})  # which need not come back
-    return _checked(facts, PreparedRequest(asked, tuple(prompts), stops, echo=request.echo))
+    prepared = PreparedRequest(
+        request.model_copy(update={"prompt": ()}),  # which need not come back
+        tuple(prompts),
+        limit=request.max_tokens,
+        best=request.logprobs,
+        candidates=request.best_of or request.n,
+        stop_ids=_single_tokens(codec, request),
+        echo=request.echo,
+    )
+    return _checked(facts, prepared)
 
 
 def prepare_chat(
@@ -113,11 +123,19 @@ def prepare_chat(
     """Return the request that a body of /v1/chat/completions states. Raises RejectedError."""
     request = read_request(ChatRequest, parse_json(data))
     facts, codec = model_facts(models, request.model), texts.codec()
-    prompt = Prompt(array("I", codec.encode_chat(request.messages)))
     ends = frozenset(() if codec.chat_end_id is None else (codec.chat_end_id,))
-    stops = (*_single_tokens(codec, request), *ends)
-    asked = request.model_copy(update={"messages": ()})
-    return _checked(facts, PreparedRequest(asked, (prompt,), stops, ends, is_chat=True))
+    limit = request.max_completion_tokens
+    prepared = PreparedRequest(
+        request.model_copy(update={"messages": ()}),
+        (Prompt(array("I", codec.encode_chat(request.messages))),),
+        limit=request.max_tokens if limit is None else limit,
+        best=(request.top_logprobs or 0) if request.logprobs else None,
+        candidates=request.n,
+        stop_ids=(*_single_tokens(codec, request), *ends),
+        end_ids=ends,
+        is_chat=True,
+    )
+    return _checked(facts, prepared)
 
 
 def prepare_embeddings(
@@ -171,7 +189,7 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
     """Return a request that the model has room and tokens for. Raises RejectedError."""
     sampling, places = request.sampling, 0
     _check_ids(facts, "logit_bias", sampling.biases)
-    if request.echo and facts.encoder_decoder and sampling.best is not None:
+    if request.echo and facts.encoder_decoder and request.best is not None:
         raise RejectedError("an encoder's prompt has no log probabilities", param="logprobs")
     for name in _options(request, count=1, seed=0).keys() - facts.inputs:
         needs = _FIELD_OF.get(name, name)
@@ -180,7 +198,7 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
     for prompt in request.prompts:
         _check_ids(facts, field, prompt.ids)
         prompt_len = len(prompt.ids)
-        output_len = _output_len(facts, sampling, prompt_len)
+        output_len = _output_len(facts, request, prompt_len)
         if output_len > facts.room(prompt_len) or prompt_len > facts.context_len:
             each = ", of the prompt as of the answer" if facts.encoder_decoder else ""
             raise RejectedError(  # many clients look for the code, and some for these first words
@@ -190,19 +208,19 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
                 param=field,
                 code="context_length_exceeded",
             )
-        places += sampling.candidates * output_len + (prompt_len if request.echo else 0)
-    if sampling.best is not None and places * (sampling.best + 1) > MOST_SCORES:
+        places += request.candidates * output_len + (prompt_len if request.echo else 0)
+    if request.best is not None and places * (request.best + 1) > MOST_SCORES:
         raise RejectedError(
-            f"{places} tokens with {sampling.best + 1} log probabilities each are more than the "
+            f"{places} tokens with {request.best + 1} log probabilities each are more than the "
             f"{MOST_SCORES} of a request; send fewer prompts, or lower n, max_tokens or logprobs",
             param="logprobs",
         )
     return request
 
 
-def _output_len(facts: ModelFacts, sampling: Sampling, prompt_len: int) -> int:
+def _output_len(facts: ModelFacts, request: PreparedRequest, prompt_len: int) -> int:
     """Return the tokens to ask for: all there is room for, where no number is given."""
-    return max(facts.room(prompt_len) if sampling.limit is None else sampling.limit, 1)
+    return max(facts.room(prompt_len) if request.limit is None else request.limit, 1)
 
 
 def _check_ids(facts: ModelFacts, field: str, ids: Iterable[int]) -> None:
@@ -224,9 +242,9 @@ def generation_jobs(
     lengths = ("input_lengths", "request_output_len")
     if facts.encoder_decoder:
         lengths = ("sequence_length", "max_output_len")
-    sizes = (len(prompt), _output_len(facts, sampling, len(prompt)))
-    for first in range(0, sampling.candidates, facts.max_rows):
-        count = min(facts.max_rows, sampling.candidates - first)
+    sizes = (len(prompt), _output_len(facts, request, len(prompt)))
+    for first in range(0, request.candidates, facts.max_rows):
+        count = min(facts.max_rows, request.candidates - first)
         yield {
             "input_ids": np.tile(np.array(prompt, np.uint32), (count, 1)),  # (n, S)
             **{
@@ -246,10 +264,10 @@ def _options(request: PreparedRequest, *, count: int, seed: int) -> dict[str, Ar
         if ids:  # words of one token each, (n, 2, W): ids above the offsets at which they end
             words = np.array([ids, range(1, len(ids) + 1)], np.int32)
             tensors[name] = np.tile(words, (count, 1, 1))
-    if sampling.best is not None:
+    if request.best is not None:
         wanted = _SCORE_INPUTS if request.echo else _SCORE_INPUTS[:1]
-        tensors |= {name: _column(max(sampling.best, 1), np.uint32, count) for name in wanted}
-    if sampling.candidates > sampling.n:
+        tensors |= {name: _column(max(request.best, 1), np.uint32, count) for name in wanted}
+    if request.candidates > sampling.n:
         tensors["is_return_log_probs"] = _column(True, np.bool_, count)
     return tensors
 

@@ -181,21 +181,6 @@ class Sampling(_Record):
     min_tokens: int = _whole(0, 0, _INT32)
 
     @property
-    def candidates(self) -> int:
-        """Answers to generate, of which the likeliest are returned."""
-        return self.n
-
-    @property
-    def best(self) -> int | None:
-        """Best tokens to report in each place; None to report nothing."""
-        raise NotImplementedError
-
-    @property
-    def limit(self) -> int | None:
-        """Most tokens of an answer, None for all that the model has room for."""
-        return self.max_tokens
-
-    @property
     def banned(self) -> list[int]:
         """Tokens that no answer has; a word list cannot hold token 0."""
         return [token for token, bias in self.logit_bias.items() if token and bias == BAN]
@@ -229,28 +214,18 @@ class CompletionRequest(Sampling):
     echo: bool = _flag()
     logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
 
-    @property
-    def candidates(self) -> int:
-        """See `Sampling`."""
-        return self.n if self.best_of is None else self.best_of
-
-    @property
-    def best(self) -> int | None:
-        """See `Sampling`."""
-        return self.logprobs
-
     def problems(self) -> dict[str, str]:
         """Return the fields that do not go together, and why."""
-        found = super().problems()
-        if self.candidates < self.n:
+        found, candidates = super().problems(), self.best_of or self.n
+        if candidates < self.n:
             found["best_of"] = f"must be at least n, which is {self.n}"
-        elif self.stream and self.candidates > self.n:
+        elif self.stream and candidates > self.n:
             found["best_of"] = "must equal n where the answer is streamed"
-        if self.limit == 0 and not self.echo:
+        if self.max_tokens == 0 and not self.echo:
             found["max_tokens"] = "must be at least 1; 0 needs echo=true"
-        if len(self.prompt) * self.candidates > MOST_SEQUENCES:
+        if len(self.prompt) * candidates > MOST_SEQUENCES:
             found["n"] = (
-                f"{len(self.prompt)} prompts with {self.candidates} answers each are more than "
+                f"{len(self.prompt)} prompts with {candidates} answers each are more than "
                 f"the {MOST_SEQUENCES} sequences of a request; send fewer"
             )
         return found
@@ -274,24 +249,13 @@ class ChatRequest(Sampling):
     logprobs: bool = _flag()
     top_logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
 
-    @property
-    def best(self) -> int | None:
-        """See `Sampling`."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def limit(self) -> int | None:
-        """See `Sampling`."""
-        given = self.max_completion_tokens
-        return self.max_tokens if given is None else given
-
     def problems(self) -> dict[str, str]:
         """Return the fields that do not go together, and why."""
         found = super().problems()
         if self.top_logprobs is not None and not self.logprobs:
             found["top_logprobs"] = "needs logprobs=true"
-        if self.limit == 0:
-            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        if getattr(self, name) == 0:
             found[name] = "must be at least 1"
         return found
 

@@ -27,7 +27,7 @@ def test_scalars_are_sent_as_columns_and_reach_the_model_flat() -> None:
 
 
 def test_ragged_inputs_bring_the_shapes_that_the_cpp_backend_asks_for() -> None:
-    config = TritonModelConfig("m", "fastertransformer", 8, GPT, batch_input=True)
+    config = TritonModelConfig("m", "fastertransformer", 8, GPT)
     message = parse_config(config.to_text())
     assert [list(each.target_name) for each in message.batch_input] == [["input_ids_item_shape"]]
     assert [list(each.source_input) for each in message.batch_input] == [["input_ids"]]

@@ -115,4 +115,4 @@ def test_options_of_the_engine_are_parameters_with_the_same_defaults() -> None:
     assert options <= set(PARAMETERS)
     for name in options:
         value = getattr(defaults, name)
-        assert value is None or PARAMETERS[name].read(PARAMETERS[name].default) == value
+        assert value is None or PARAMETERS[name].kind.read(PARAMETERS[name].default) == value

@@ -258,7 +258,7 @@ def test_a_failure_of_one_request_is_not_that_of_its_batch(monkeypatch: pytest.M
 def test_parameters_that_are_no_numbers_stop_the_load(arguments: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="parameter end_id='x' must be a whole number"):
         _loaded(Postprocessing(), arguments, end_id="x")
-    with pytest.raises(ValueError, match="parameter answer_only=2 must be 0 or 1"):
+    with pytest.raises(ValueError, match="parameter answer_only='2' must be 0 or 1"):
         _loaded(Postprocessing(), arguments, answer_only="2")
 
 
