@@ -169,9 +169,8 @@ def _through_vllm(model: Model, args: argparse.Namespace) -> Iterator[tuple[str,
         [*shlex.split(args.vllm), *given, "--no-enable-prefix-caching"],
         model=_MODEL,
         host="127.0.0.1",
-        port=0,
+        ports={"http": 0},
         log_path=args.work_dir / "vllm.log",
-        env={},
         folder=huggingface_folder(model),
     ) as vllm:
         vllm.start(timeout_s=_START_LIMIT_S, progress=lambda _: None)
