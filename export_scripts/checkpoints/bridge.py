@@ -7,6 +7,7 @@ they name is imported.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,21 +59,19 @@ def open_bridge(path: Path) -> CheckpointReader:
     settings = {**layers, **model} if isinstance(layers, Mapping) else dict(model)
     tokenizer = run.get("tokenizer")
     tokenizer = tokenizer if isinstance(tokenizer, Mapping) else {}
-    found = read_distributed(container)
     kind = tokenizer.get("tokenizer_type")
     vocabulary = {} if kind == _TIKTOKEN else huggingface_files(container, _TOKENIZER)
-    return found.reader(
-        "bridge",
-        path,
-        {
+    found = read_distributed(container, format="bridge", tokenizer=vocabulary, remarks=remarks)
+    return dataclasses.replace(
+        found,
+        path=path,
+        config={
             **settings,
             "model_class": str(model.get("_target_") or "none").rpartition(".")[2],
             "tokenizer": {"type": kind},
             "peft": run.get("peft"),
         },
         files=tuple(sorted({*found.files, root / CONFIG_NAME})),
-        tokenizer=vocabulary,
-        remarks=remarks,
     )
 
 

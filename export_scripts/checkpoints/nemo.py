@@ -6,6 +6,7 @@ its Megatron models. NeMo 2 checkpoints are recognised here and read in nemo2.py
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 import re
@@ -115,17 +116,10 @@ def open_nemo(
 def _open_distributed(
     container: Container, folder: str, config: dict[str, Any] | None, remarks: list[str]
 ) -> CheckpointReader:
-    found = read_distributed(container.within(folder))
+    found = read_distributed(container.within(folder), format="nemo", remarks=tuple(remarks))
     if config is None:
-        config = _config_of_checkpoint(found.common, container.path)
-    return found.reader(
-        "nemo",
-        container.path,
-        config,
-        tokenizer=nemo_files(container, config),
-        remarks=tuple(remarks),
-        kept=container.kept,
-    )
+        config = _config_of_checkpoint(found.config, container.path)
+    return dataclasses.replace(found, config=config, tokenizer=nemo_files(container, config))
 
 
 def _model_folder(path: Path) -> Path:

@@ -5,6 +5,7 @@ Layout: NVIDIA/NeMo 2, nemo/lightning/ckpt_utils.py and nemo/lightning/io/mixin.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -45,21 +46,20 @@ def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> Checkpoin
     config = model.get("config")
     if not isinstance(config, Mapping):
         raise CheckpointMismatchError(f"{container.path}: {_MODEL} has no config of a model")
-    found = read_distributed(container.within(WEIGHTS))
-    return found.reader(
-        "nemo2",
-        container.path,
-        {
-            **config,
-            "model_class": _class_name(model),
-            "config_class": _class_name(config),
-            "tokenizer": model.get("tokenizer") or {},
-            "peft": model.get("model_transform"),
-        },
+    found = read_distributed(
+        container.within(WEIGHTS),
+        format="nemo2",
         tokenizer=_tokenizer_files(container, model.get("tokenizer")),
         remarks=remarks,
-        kept=container.kept,
     )
+    settings = {
+        **config,
+        "model_class": _class_name(model),
+        "config_class": _class_name(config),
+        "tokenizer": model.get("tokenizer") or {},
+        "peft": model.get("model_transform"),
+    }
+    return dataclasses.replace(found, config=settings)
 
 
 def _class_name(value: Mapping[str, Any]) -> str:
