@@ -9,9 +9,7 @@ from pathlib import Path
 import torch
 
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.ft.config_ini import read_config
-from export_scripts.ft.layout import tensor_table
-from export_scripts.ft.validation import validate_directory
+from export_scripts.ft.validation import open_directory
 from export_scripts.numeric.dtypes import torch_dtype
 
 
@@ -26,17 +24,9 @@ class FTReader:
 
     def __init__(self, ft_dir: Path | str) -> None:
         self.path = Path(ft_dir)
-        problems = validate_directory(self.path, checksums=False)
-        if problems:
-            raise CheckpointMismatchError([f"{self.path} cannot be loaded:", *problems])
-        self.family, self.config = read_config(self.path)
+        self.family, self.config, self._tensors = open_directory(self.path)
         self.tp_size = self.config.tensor_para_size
         self.weight_data_type = self.config.weight_data_type
-        self._tensors = {
-            name: tensor
-            for name, tensor in tensor_table(self.family, self.config).items()
-            if not tensor.optional or (self.path / tensor.file_name()).exists()
-        }
 
     def has(self, name: str) -> bool:
         """Return whether the folder holds a tensor called `name` (the file's stem)."""
