@@ -105,7 +105,7 @@ def test_tables_that_do_not_fit_the_folder_leave_nothing(
 ) -> None:
     path = write_prompts(tmp_path / "p.nemo", boolq=torch.randn(3, 23))
     assert add([*gptj_words, "--prompt-checkpoint", str(path)]) == 1
-    assert "model.prompt_table.boolq.weight is [3, 23]" in capsys.readouterr().err
+    assert "boolq.weight: it gives shape [3, 23], expected [3, 24]" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
