@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
 _MAX_SMALL_BYTES = 64 << 20  # an index has some hundred bytes for each tensor
-MAX_YAML_BYTES = 1 << 20  # which takes some ten seconds to read
+_MAX_YAML_BYTES = 1 << 20  # which takes some ten seconds to read
 _MOST_VALUES, _MOST_DIGITS = 1_000_000, 400
 FLOATING_TYPES = frozenset({"fp64", "fp32", "fp16", "bf16"})
 
@@ -349,18 +349,19 @@ def truncated(path: Path, what: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(f"{path} is truncated or damaged: {what}; copy it again")
 
 
-def read_small(path: Path) -> bytes:
+def read_small(source: Region | Path) -> bytes:
     """Return the contents of a checkpoint's configuration or table of files.
 
     Raises:
         CheckpointMismatchError: It is larger than such files are.
         OSError: It cannot be read.
     """
-    with path.open("rb") as file:
-        data = file.read(_MAX_SMALL_BYTES + 1)
+    region = source if isinstance(source, Region) else Region(source)
+    with region.open() as stream:
+        data = stream.read(_MAX_SMALL_BYTES + 1)
     if len(data) > _MAX_SMALL_BYTES:
         raise CheckpointMismatchError(
-            f"{path} has more than {_MAX_SMALL_BYTES >> 20} MiB, which no file of its kind has"
+            f"{region} has more than {_MAX_SMALL_BYTES >> 20} MiB, which no file of its kind has"
         )
     return data
 
@@ -374,8 +375,8 @@ def yaml_table(content: bytes, source: object) -> dict[str, Any]:
     import yaml
 
     try:
-        if len(content) > MAX_YAML_BYTES:
-            raise ValueError(f"it has {len(content)} bytes, more than {MAX_YAML_BYTES}")
+        if len(content) > _MAX_YAML_BYTES:
+            raise ValueError(f"it has {len(content)} bytes, more than {_MAX_YAML_BYTES}")
         loader = yaml.SafeLoader(content)
         node = loader.get_single_node()
         _count_values(node, {})

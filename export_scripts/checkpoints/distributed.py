@@ -11,17 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Piece, json_table
+from export_scripts.checkpoints.backends import INDEX_NAME, torch_dist_tensors, zarr_tensors
+from export_scripts.checkpoints.base import CheckpointReader, Piece, json_table, read_small
 from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
 from export_scripts.checkpoints.containers import Container
-from export_scripts.checkpoints.dcp import INDEX_NAME, torch_dist_tensors
 from export_scripts.checkpoints.pt_archive import read_torch_file
-from export_scripts.checkpoints.zarr import zarr_tensors
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 
 METADATA_NAME = "metadata.json"
 _COMMON_NAME = "common.pt"
-_MAX_METADATA_BYTES = 1 << 20
 _BACKENDS = ("torch_dist", "zarr")
 
 # Prefixes of a wrapped model's tensors; the optimizer repeats the names after its own prefix.
@@ -95,7 +93,7 @@ def _backend(container: Container) -> str:
             "torch.distributed.checkpoint without megatron-core, or not to the end; save it with "
             "--ckpt-format torch_dist"
         )
-    content = container.read(METADATA_NAME, limit_bytes=_MAX_METADATA_BYTES)
+    content = read_small(container.members[METADATA_NAME])
     backend = json_table(content, f"{container.path}: {name}").get("sharded_backend")
     if backend not in _BACKENDS:
         raise CheckpointMismatchError(
