@@ -78,21 +78,6 @@ class Piece:
         """
         return (self,)
 
-    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:
-        """Return whether both are known to hold the same values, byte by byte."""
-        return (
-            type(self) is type(other)
-            and self.shape == other.shape
-            and same_values(self.stored, other.stored, maps)
-        )
-
-
-def same_values(first: Sequence[Piece], second: Sequence[Piece], maps: FileMaps) -> bool:
-    """Return whether pieces are known to hold the same values as as many others."""
-    return len(first) == len(second) and all(
-        a.same_bytes(b, maps) for a, b in zip(first, second, strict=True)
-    )
-
 
 @dataclass(frozen=True)
 class StoredTensor(Piece):
@@ -133,21 +118,6 @@ class StoredTensor(Piece):
         steps = None if self.stride is None else [step * dtype.itemsize for step in self.stride]
         return np.ndarray(self.shape, dtype, maps.map(self.path), self.offset, steps)
 
-    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:
-        """Return whether both hold the same values, byte by byte (contiguous tensors only)."""
-        if not isinstance(other, StoredTensor):
-            return False
-        if (self.dtype, self.shape, self.stride) != (other.dtype, other.shape, other.stride):
-            return False
-        mine, theirs = maps.view(self.path), maps.view(other.path)
-        return all(
-            # Views are compared value by value, bytes at the speed of memory.
-            bytes(mine[self.offset + at : self.offset + at + size])
-            == bytes(theirs[other.offset + at : other.offset + at + size])
-            for at in range(0, self.span_bytes, _COMPARED_BYTES)
-            for size in (min(_COMPARED_BYTES, self.span_bytes - at),)
-        )
-
 
 @dataclass(frozen=True)
 class ComputedPiece(Piece):
@@ -167,9 +137,21 @@ class ComputedPiece(Piece):
         """Return the values, computed in memory."""
         return self.compute(maps)
 
-    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:  # noqa: ARG002
-        """Return whether both are the same computation."""
-        return self == other
+
+def same_values(first: Sequence[Piece], second: Sequence[Piece], maps: FileMaps) -> bool:
+    """Return whether pieces are known to hold the same values as as many others.
+
+    Stored ones are compared byte by byte, computed ones by what computes them.
+    """
+    if [(type(a), a.shape) for a in first] != [(type(b), b.shape) for b in second]:
+        return False
+    for a, b in zip(first, second, strict=True):
+        if isinstance(a, ComputedPiece):
+            if a != b:
+                return False
+        elif len(a.stored) != len(b.stored) or not all(map(maps.is_same, a.stored, b.stored)):
+            return False
+    return True
 
 
 class FileMaps:
@@ -202,6 +184,19 @@ class FileMaps:
     def view(self, path: Path) -> memoryview:
         """Return the bytes of a whole file."""
         return memoryview(self.map(path))
+
+    def is_same(self, one: StoredTensor, other: StoredTensor) -> bool:
+        """Return whether tensors of the same layout in their files have the same bytes."""
+        if (one.dtype, one.shape, one.stride) != (other.dtype, other.shape, other.stride):
+            return False
+        mine, theirs = self.map(one.path), self.map(other.path)
+        steps = range(0, one.span_bytes, _COMPARED_BYTES)
+        ends = (min(at + _COMPARED_BYTES, one.span_bytes) for at in steps)
+        return all(
+            mine[one.offset + at : one.offset + end]
+            == theirs[other.offset + at : other.offset + end]
+            for at, end in zip(steps, ends, strict=True)
+        )
 
     def is_intact(self, tensor: StoredTensor) -> bool:
         """Return whether a tensor's bytes match the archive's checksum; True without one.

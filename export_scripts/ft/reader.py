@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.validation import open_directory
 from export_scripts.numeric.dtypes import torch_dtype
 
@@ -40,14 +39,8 @@ class FTReader:
         """Return rank `tp_rank`'s part of a tensor, mapped copy-on-write from its file.
 
         Raises:
-            CheckpointMismatchError: The tensor or the rank does not exist.
+            KeyError: The folder does not hold it.
         """
-        if not self.has(name):
-            raise CheckpointMismatchError(f"{self.path} holds no tensor {name}")
-        if not 0 <= tp_rank < self.tp_size:
-            raise CheckpointMismatchError(
-                f"{self.path} is for {self.tp_size} ranks; rank {tp_rank} is out of range"
-            )
         tensor = self._tensors[name]
         dtype = torch_dtype(tensor.dtype or self.weight_data_type)
         shape = tensor.local_shape(self.tp_size)
