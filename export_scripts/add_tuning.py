@@ -79,7 +79,7 @@ def add_tuning(
         matches=lambda _: True,
         config=lambda _: added,
         weights=lambda *_: sources,
-        ignored=("*",),  # what an archive holds besides
+        ignored=("*",),  # whatever else an archive holds
     )
     request = ConversionRequest(ft_dir, output_dir, facts.tp_size, facts.weight_data_type)
     plans, problems = plan_tensors(mapping, facts, added, request, tp_size=facts.tp_size)
