@@ -181,10 +181,6 @@ class FileMaps:
                     self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             return self._maps[path]
 
-    def view(self, path: Path) -> memoryview:
-        """Return the bytes of a whole file."""
-        return memoryview(self.map(path))
-
     def is_same(self, one: StoredTensor, other: StoredTensor) -> bool:
         """Return whether tensors of the same layout in their files have the same bytes."""
         if (one.dtype, one.shape, one.stride) != (other.dtype, other.shape, other.stride):
@@ -214,7 +210,7 @@ class FileMaps:
             return self._intact[record]
 
     def _crc32(self, record: Record, tensor: StoredTensor) -> int:
-        view = self.view(record.path)
+        view = memoryview(self.map(record.path))
         found = 0
         for start in range(record.offset, record.offset + record.size, _CHECKED_BYTES):
             end = min(start + _CHECKED_BYTES, record.offset + record.size)
