@@ -13,10 +13,10 @@ import contextlib
 import json
 import logging
 import os
-import queue
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from operator import methodcaller
 from pathlib import Path
@@ -38,31 +38,37 @@ logger = logging.getLogger(__name__)
 
 
 class StreamSender:
-    """Sends from any thread, and never waits: what comes meanwhile goes into the next message."""
+    """Sends from any thread, and never waits; news goes with the next `flush`, in one message."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[str, News] | Callable[[], None] | None]
-        self._queue = queue.SimpleQueue()
+        self._waiting: deque[tuple[str, News] | Callable[[], None] | None] = deque()
+        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._connection: socket.socket | None = None
 
     def send(self, stream: str, news: News) -> None:
-        """Send the new tokens of a stream."""
+        """Add the new tokens of a stream to the next message."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="streams", daemon=True)
             self._thread.start()
-        self._queue.put((stream, news))
+        self._waiting.append((stream, news))
+
+    def flush(self) -> None:
+        """Send what waits."""
+        self._wake.set()
 
     def after(self, call: Callable[[], None]) -> None:
         """Call a function once everything that was given to `send` before is sent."""
         if self._thread is None:
             call()
         else:
-            self._queue.put(call)
+            self._waiting.append(call)
+            self.flush()
 
     def stop(self) -> None:
         """Send what waits, and end."""
-        self._queue.put(None)
+        self._waiting.append(None)
+        self.flush()
         if self._thread is not None:
             self._thread.join()
 
@@ -73,9 +79,9 @@ class StreamSender:
             self._attempt(methodcaller("connect", str(path)))
             ends = False
             while not ends:
-                waiting = [self._queue.get()]
-                while not self._queue.empty():
-                    waiting.append(self._queue.get())
+                self._wake.wait()
+                self._wake.clear()
+                waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
                 messages = [each for each in waiting if isinstance(each, tuple)]
                 if messages:
                     self._attempt(methodcaller("sendall", json.dumps(messages).encode() + b"\n"))

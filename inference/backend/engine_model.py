@@ -152,6 +152,7 @@ class EngineModel:
         self._canary_steps = -1  # of the engine, at the last canary that was answered BUSY
         self._lock = threading.Lock()
         self.streams = StreamSender()
+        self.engine.after_step = self.streams.flush
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._threads = [

@@ -10,6 +10,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
@@ -67,6 +68,7 @@ class EngineBase(ABC, Generic[RequestT]):
     Attributes:
         steps: How many every rank has finished.
         queued_rows: Rows of all requests that have not begun.
+        after_step: Called when the results of a step have been reported.
     """
 
     architecture: Architecture
@@ -122,6 +124,7 @@ class EngineBase(ABC, Generic[RequestT]):
         self._inbox: deque[RequestT] = deque()
         self.steps = 0
         self.queued_rows = 0
+        self.after_step: Callable[[], None] = lambda: None
         self._arrivals = 0
         self._stopping = False
         self._failure: str | None = "the engine is not started"
@@ -330,6 +333,7 @@ class EngineBase(ABC, Generic[RequestT]):
             self._last_finished = perf_counter()
             seconds = self._last_finished - began
             scheduler.finish(launched.step, launched.result, seconds=seconds)
+            self.after_step()
         except Exception as error:  # whatever it was is the answer to the step's requests
             self._give_up(scheduler, launched.step, error)
 

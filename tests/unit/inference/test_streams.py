@@ -31,6 +31,8 @@ def test_each_stream_gets_its_own_tokens_in_order(folder: Path) -> None:
                 senders[0].send(first, [[number], []])
                 senders[1].send(second, [[-number]])
                 senders[0].send("unknown", [[number]])
+                for sender in senders:
+                    sender.flush()
             found: list[list[News]] = [[], []]
             for news, came in zip(found, (of_first, of_second), strict=True):
                 for _ in range(300):
@@ -42,6 +44,27 @@ def test_each_stream_gets_its_own_tokens_in_order(folder: Path) -> None:
         receiver.close()
 
     asyncio.run(main())
+
+
+def test_the_news_of_a_step_is_one_message(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / SOCKET_NAME))
+        listener.listen()
+        sender = StreamSender()
+        sender.send("a", [[1]])
+        sender.flush()
+        connection, _ = listener.accept()
+        with connection, connection.makefile() as lines:
+            assert lines.readline() == '[["a", [[1]]]]\n'
+            sender.send("a", [[2]])
+            connection.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+            connection.settimeout(LIMIT_S)
+            sender.send("b", [[3]])
+            sender.flush()
+            assert connection.recv(1000) == b'[["a", [[2]]], ["b", [[3]]]]\n'
+            sender.stop()
 
 
 def test_an_answer_follows_its_tokens(folder: Path) -> None:
@@ -85,6 +108,7 @@ def test_messages_that_wait_are_counted(folder: Path) -> None:
         with receiver.stream() as (name, came):
             for number in range(600):
                 sender.send(name, [[number]])
+            sender.flush()
             while came.qsize() < 600:
                 await asyncio.sleep(0.01)
             assert receiver.is_behind

@@ -225,6 +225,20 @@ def test_a_streamed_row_takes_no_step_more_than_its_tokens(engine: Engine) -> No
     assert engine.steps - before == 8
 
 
+def test_after_a_step_all_of_it_has_been_reported(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(engine, "after_step", lambda: seen.append("|"))
+    requests = [request_of(engine, [[3, 9]], 5, min_length=5) for _ in range(3)]
+    futures = [engine.submit(each, on_step=lambda _: seen.append(".")) for each in requests]
+    for future in futures:
+        future.result()
+    reports = "".join(seen).split("|")
+    assert sum(map(len, reports)) == 3 * 4  # the last step's tokens are the answers
+    assert max(map(len, reports)) <= 3
+
+
 def test_cancelled_work_stops_and_frees_its_slots(engine: Engine) -> None:
     begun = threading.Event()
     request = request_of(engine, prompts_of(SLOTS), 60, beam_width=1)
