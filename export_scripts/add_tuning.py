@@ -63,6 +63,8 @@ def add_tuning(
     fields: dict[str, Any] = {}
     sources: dict[str, TensorSource] = {}
     if archives:
+        if all(spec.name != PROMPT_TABLE for spec in family.layout):
+            raise ValueError(f"a {family.name} folder has no place for prompts; give a decoder's")
         start_id = int(config.vocab_size)  # type: ignore[attr-defined]
         fields |= prompt_fields(facts, start_id=start_id)
         sources[PROMPT_TABLE] = Copy("prompt:{task}")

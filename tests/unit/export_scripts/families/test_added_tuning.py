@@ -131,6 +131,17 @@ def test_ia3_added_to_a_folder_gives_the_folder_converted_with_it(
     assert "has 2 IA3 tasks already" in capsys.readouterr().err
 
 
+def test_a_folder_without_a_place_for_prompts_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_model("bert", tmp_path / "source")
+    ft_dir = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32")).ft_dir
+    archive = write_prompts(tmp_path / "p.nemo", boolq=torch.randn(3, 24))
+    words = ["--ft-dir", str(ft_dir), "--output-dir", str(tmp_path / "new")]
+    assert add([*words, "--prompt-checkpoint", str(archive)]) == 1
+    assert "a bert folder has no place for prompts" in capsys.readouterr().err
+
+
 def test_a_folder_without_a_place_for_ia3_is_refused(
     gptj_words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
