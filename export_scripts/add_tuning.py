@@ -14,23 +14,21 @@ from typing import Any
 from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.checkpoints.nemo import open_nemo
 from export_scripts.commands import command_parser, run_command, say
-from export_scripts.conversion.tensor_plan import values_of
-from export_scripts.errors import CheckpointMismatchError, refuse
+from export_scripts.conversion.request import ConversionRequest
+from export_scripts.conversion.tensor_plan import plan_tensors, values_of
+from export_scripts.errors import refuse
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.prompts import added_tensors, prompt_fields, prompt_tensors
-from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.families.mapping.sources import join
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Copy, TensorSource, join
 from export_scripts.families.t5.tuning import ia3_reasons, ia3_sources
-from export_scripts.ft.config_ini import CONFIG_NAME, read_config, write_config
-from export_scripts.ft.layout import ft_directory, tensor_table
-from export_scripts.ft.validation import validate_directory
+from export_scripts.ft.config_ini import CONFIG_NAME, write_config
+from export_scripts.ft.layout import ft_directory
+from export_scripts.ft.validation import open_directory
 from export_scripts.numeric.arrays import to_float32
 from export_scripts.synthesize import whole_folder, write_values
-
-# The config of a folder with something added, and the values of the added tensors, whole.
-Addition = tuple[FTConfig, Mapping[str, Any]]
 
 
 def add_tuning(
@@ -51,58 +49,61 @@ def add_tuning(
     """
     if not prompts and not ia3:
         raise ValueError("nothing to add; give --prompt-checkpoint or --ia3-checkpoint")
-    if problems := validate_directory(ft_dir, checksums=False):
-        raise CheckpointMismatchError([f"{ft_dir} cannot be used:", *problems])
-    family, config = read_config(ft_dir)
-    added: dict[str, Any] = {}
-    for archives, addition in ((prompts, _added_prompts), (ia3, _added_ia3)):
-        if archives:
-            opened = tuple(open_nemo(path) for path in archives)
-            config, tensors = addition(family, config, opened)
-            added |= tensors
-    table = tensor_table(family, config)
-    if wrong := [name for name in added if tuple(added[name].shape) != tuple(table[name].shape)]:
-        raise ValueError(
-            "\n".join(
-                f"{name} is {list(added[name].shape)}; {ft_dir} needs {list(table[name].shape)}"
-                for name in wrong
-            )
-        )
-    tp_size = config.tensor_para_size
-    final = ft_directory(output_dir, tp_size)
+    family, config, _ = open_directory(ft_dir)
+    archives, scalers = (tuple(open_nemo(path) for path in paths) for paths in (prompts, ia3))
+    facts = Facts(
+        # Of the model itself nothing is read.
+        reader=CheckpointReader("fastertransformer", ft_dir, {}, {}, ()),
+        tp_size=config.tensor_para_size,
+        weight_data_type=config.weight_data_type,
+        prompts=archives,
+        ia3=scalers,
+        extra={**prompt_tensors(archives), **added_tensors("ia3", scalers)},
+    )
+    fields: dict[str, Any] = {}
+    sources: dict[str, TensorSource] = {}
+    if archives:
+        if all(spec.name != PROMPT_TABLE for spec in family.layout):
+            raise ValueError(f"a {family.name} folder has no place for prompts; give a decoder's")
+        start_id = int(config.vocab_size)  # type: ignore[attr-defined]
+        fields |= prompt_fields(facts, start_id=start_id)
+        sources[PROMPT_TABLE] = Copy("prompt:{task}")
+    if scalers:
+        fields |= _ia3_fields(family, config, scalers)
+        sources |= ia3_sources(facts)
+    layout = tuple(spec for spec in family.layout if spec.name in sources)
+    added = dataclasses.replace(config, **fields)
+    mapping = SourceMapping(
+        name="tuning",
+        title="folder with what was tuned on top",
+        family=dataclasses.replace(family, layout=layout),
+        format=facts.reader.format,
+        matches=lambda _: True,
+        config=lambda _: added,
+        weights=lambda *_: sources,
+        ignored=("*",),  # whatever else an archive holds
+    )
+    request = ConversionRequest(ft_dir, output_dir, facts.tp_size, facts.weight_data_type)
+    plans, problems = plan_tensors(mapping, facts, added, request, tp_size=facts.tp_size)
+    refuse(problems)
+    whole = _with_tasks(config, fields) if archives else added
+    final = ft_directory(output_dir, facts.tp_size)
     with whole_folder(final) as staging:
         for file in ft_dir.iterdir():
             if file.name != CONFIG_NAME:
                 _link(file, staging / file.name)
-        for name, values in added.items():
-            write_values(staging, table[name], values, config)
-        write_config(staging, config)
+        for plan in plans:
+            parts = plan.source.build(values_of(facts, plan.index), added)
+            values = join([to_float32(part) for part in parts.tensors], parts.axis)
+            write_values(staging, plan.tensor, values, whole)
+        write_config(staging, whole)
     return final
 
 
-def _added_prompts(
-    _: ModelFamily, config: FTConfig, archives: tuple[CheckpointReader, ...]
-) -> Addition:
-    tables = prompt_tensors(archives)
-    facts = Facts(
-        reader=archives[0],
-        tp_size=config.tensor_para_size,
-        weight_data_type=config.weight_data_type,
-        prompts=archives,
-        extra=tables,
-    )
-    fields = prompt_fields(facts, start_id=int(config.vocab_size))  # type: ignore[attr-defined]
-    added = {}
-    for task in fields["tasks"]:
-        (piece,) = tables[f"prompt:{task.task_name}"]
-        added[PROMPT_TABLE.format(task=task.task_name)] = piece.load(facts.maps)
-    return _with_tasks(config, fields), added
-
-
-def _added_ia3(
-    family: ModelFamily, config: FTConfig, archives: tuple[CheckpointReader, ...]
-) -> Addition:
-    """Return the scalers of the tasks. Raises ValueError where the folder has no place for them."""
+def _ia3_fields(
+    family: ModelFamily, config: FTConfig, archives: Sequence[CheckpointReader]
+) -> dict[str, Any]:
+    """Return the config fields of IA3 tasks. Raises ValueError if the folder cannot have them."""
     present = getattr(config, "ia3_num_tasks", None)
     if present is None:
         raise ValueError(
@@ -111,28 +112,7 @@ def _added_ia3(
     if present:
         raise ValueError(f"the folder has {present} IA3 tasks already; add all to one without")
     refuse(ia3_reasons(archives, in_place=False))
-    facts = Facts(
-        reader=archives[0],
-        tp_size=config.tensor_para_size,
-        weight_data_type=config.weight_data_type,
-        ia3=archives,
-        extra=added_tensors("ia3", archives),
-    )
-    made = dataclasses.replace(config, ia3_num_tasks=len(archives))  # type: ignore[call-arg]
-    sources = ia3_sources(facts)
-    added: dict[str, Any] = {}
-    missing: list[str] = []
-    for spec, index, tensor in family.expand(made):
-        if spec.name not in sources:
-            continue
-        keys = [key.format(**index) for key, _ in sources[spec.name].reads]
-        missing += [f"{key} is missing (needed for {tensor.name})" for key in keys
-                    if not facts.has(key)]  # fmt: skip
-        if not missing:
-            parts = sources[spec.name].build(values_of(facts, index), made)
-            added[tensor.name] = join([to_float32(each) for each in parts.tensors], parts.axis)
-    refuse(missing)
-    return made, added
+    return {"ia3_num_tasks": len(archives)}
 
 
 def _with_tasks(config: FTConfig, fields: Mapping[str, Any]) -> FTConfig:

@@ -21,9 +21,7 @@ _MOST_WORKERS = 8
 
 def usual_workers() -> int:
     """Return the default number of workers: one per core this process may use, at most 8."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return min(cores, _MOST_WORKERS)
+    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
 def convert_parser() -> argparse.ArgumentParser:

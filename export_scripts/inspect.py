@@ -61,7 +61,7 @@ def describe(path: Path, *, tensors: bool = False) -> dict[str, Any]:
 
 def _describe_folder(path: Path, *, tensors: bool) -> dict[str, Any]:
     family, config = read_config(path)
-    files = expected_files(family, config, config.tensor_para_size)
+    files = expected_files(family, config)
     problems = validate_directory(path, checksums=False)
     facts: dict[str, Any] = {
         "kind": "FasterTransformer folder",

@@ -19,7 +19,7 @@ def _described(folder: Path) -> str:
         sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
         return f"Hugging Face, {len(sizes)} weight files, {sum(sizes):,} bytes"
     family, config = read_config(folder)
-    files = expected_files(family, config, config.tensor_para_size)
+    files = expected_files(family, config)
     return (
         f"{family.name}, {config.tensor_para_size} ranks, {config.weight_data_type}, "
         f"{len(files)} weight files, {sum(files.values()):,} bytes"

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from export_scripts.checkpoints.base import CheckpointReader
-from export_scripts.checkpoints.bridge import is_bridge, open_bridge
 from export_scripts.checkpoints.eleuther import layer_directory, open_eleuther
 from export_scripts.checkpoints.huggingface import (
     foreign_weights,
@@ -22,6 +21,7 @@ from export_scripts.checkpoints.huggingface import (
 from export_scripts.checkpoints.jax import open_jax, step_directory
 from export_scripts.checkpoints.megatron import is_megatron, open_megatron
 from export_scripts.checkpoints.nemo import is_nemo, open_nemo
+from export_scripts.checkpoints.nemo2 import is_bridge, open_bridge
 from export_scripts.checkpoints.partitioned import parse_rank_folder
 from export_scripts.errors import CheckpointMismatchError
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
 _MAX_SMALL_BYTES = 64 << 20  # an index has some hundred bytes for each tensor
-MAX_YAML_BYTES = 1 << 20  # which takes some ten seconds to read
+_MAX_YAML_BYTES = 1 << 20  # which takes some ten seconds to read
 _MOST_VALUES, _MOST_DIGITS = 1_000_000, 400
 FLOATING_TYPES = frozenset({"fp64", "fp32", "fp16", "bf16"})
 
@@ -78,21 +78,6 @@ class Piece:
         """
         return (self,)
 
-    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:
-        """Return whether both are known to hold the same values, byte by byte."""
-        return (
-            type(self) is type(other)
-            and self.shape == other.shape
-            and same_values(self.stored, other.stored, maps)
-        )
-
-
-def same_values(first: Sequence[Piece], second: Sequence[Piece], maps: FileMaps) -> bool:
-    """Return whether pieces are known to hold the same values as as many others."""
-    return len(first) == len(second) and all(
-        a.same_bytes(b, maps) for a, b in zip(first, second, strict=True)
-    )
-
 
 @dataclass(frozen=True)
 class StoredTensor(Piece):
@@ -133,21 +118,6 @@ class StoredTensor(Piece):
         steps = None if self.stride is None else [step * dtype.itemsize for step in self.stride]
         return np.ndarray(self.shape, dtype, maps.map(self.path), self.offset, steps)
 
-    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:
-        """Return whether both hold the same values, byte by byte (contiguous tensors only)."""
-        if not isinstance(other, StoredTensor):
-            return False
-        if (self.dtype, self.shape, self.stride) != (other.dtype, other.shape, other.stride):
-            return False
-        mine, theirs = maps.view(self.path), maps.view(other.path)
-        return all(
-            # Views are compared value by value, bytes at the speed of memory.
-            bytes(mine[self.offset + at : self.offset + at + size])
-            == bytes(theirs[other.offset + at : other.offset + at + size])
-            for at in range(0, self.span_bytes, _COMPARED_BYTES)
-            for size in (min(_COMPARED_BYTES, self.span_bytes - at),)
-        )
-
 
 @dataclass(frozen=True)
 class ComputedPiece(Piece):
@@ -167,9 +137,21 @@ class ComputedPiece(Piece):
         """Return the values, computed in memory."""
         return self.compute(maps)
 
-    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:  # noqa: ARG002
-        """Return whether both are the same computation."""
-        return self == other
+
+def same_values(first: Sequence[Piece], second: Sequence[Piece], maps: FileMaps) -> bool:
+    """Return whether pieces are known to hold the same values as as many others.
+
+    Stored ones are compared byte by byte, computed ones by what computes them.
+    """
+    if [(type(a), a.shape) for a in first] != [(type(b), b.shape) for b in second]:
+        return False
+    for a, b in zip(first, second, strict=True):
+        if isinstance(a, ComputedPiece):
+            if a != b:
+                return False
+        elif len(a.stored) != len(b.stored) or not all(map(maps.is_same, a.stored, b.stored)):
+            return False
+    return True
 
 
 class FileMaps:
@@ -199,9 +181,18 @@ class FileMaps:
                     self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             return self._maps[path]
 
-    def view(self, path: Path) -> memoryview:
-        """Return the bytes of a whole file."""
-        return memoryview(self.map(path))
+    def is_same(self, one: StoredTensor, other: StoredTensor) -> bool:
+        """Return whether tensors of the same layout in their files have the same bytes."""
+        if (one.dtype, one.shape, one.stride) != (other.dtype, other.shape, other.stride):
+            return False
+        mine, theirs = self.map(one.path), self.map(other.path)
+        steps = range(0, one.span_bytes, _COMPARED_BYTES)
+        ends = (min(at + _COMPARED_BYTES, one.span_bytes) for at in steps)
+        return all(
+            mine[one.offset + at : one.offset + end]
+            == theirs[other.offset + at : other.offset + end]
+            for at, end in zip(steps, ends, strict=True)
+        )
 
     def is_intact(self, tensor: StoredTensor) -> bool:
         """Return whether a tensor's bytes match the archive's checksum; True without one.
@@ -219,7 +210,7 @@ class FileMaps:
             return self._intact[record]
 
     def _crc32(self, record: Record, tensor: StoredTensor) -> int:
-        view = self.view(record.path)
+        view = memoryview(self.map(record.path))
         found = 0
         for start in range(record.offset, record.offset + record.size, _CHECKED_BYTES):
             end = min(start + _CHECKED_BYTES, record.offset + record.size)
@@ -349,18 +340,19 @@ def truncated(path: Path, what: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(f"{path} is truncated or damaged: {what}; copy it again")
 
 
-def read_small(path: Path) -> bytes:
+def read_small(source: Region | Path) -> bytes:
     """Return the contents of a checkpoint's configuration or table of files.
 
     Raises:
         CheckpointMismatchError: It is larger than such files are.
         OSError: It cannot be read.
     """
-    with path.open("rb") as file:
-        data = file.read(_MAX_SMALL_BYTES + 1)
+    region = source if isinstance(source, Region) else Region(source)
+    with region.open() as stream:
+        data = stream.read(_MAX_SMALL_BYTES + 1)
     if len(data) > _MAX_SMALL_BYTES:
         raise CheckpointMismatchError(
-            f"{path} has more than {_MAX_SMALL_BYTES >> 20} MiB, which no file of its kind has"
+            f"{region} has more than {_MAX_SMALL_BYTES >> 20} MiB, which no file of its kind has"
         )
     return data
 
@@ -374,8 +366,8 @@ def yaml_table(content: bytes, source: object) -> dict[str, Any]:
     import yaml
 
     try:
-        if len(content) > MAX_YAML_BYTES:
-            raise ValueError(f"it has {len(content)} bytes, more than {MAX_YAML_BYTES}")
+        if len(content) > _MAX_YAML_BYTES:
+            raise ValueError(f"it has {len(content)} bytes, more than {_MAX_YAML_BYTES}")
         loader = yaml.SafeLoader(content)
         node = loader.get_single_node()
         _count_values(node, {})

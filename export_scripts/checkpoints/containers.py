@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import MAX_YAML_BYTES, Region, truncated, yaml_table
+from export_scripts.checkpoints.base import Region, read_small, truncated, yaml_table
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.files.disk import full_disk
 from export_scripts.files.tree import files_below
@@ -65,19 +65,6 @@ class Container:
             raise CheckpointMismatchError(f"{self.path} lacks {self.folder}{name}, {why}")
         return self.members[name]
 
-    def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """Return a small member's contents.
-
-        Raises:
-            CheckpointMismatchError: It is larger than `limit_bytes`.
-        """
-        region = self.members[name]
-        if region.size > limit_bytes:
-            raise CheckpointMismatchError(
-                f"{region} has {region.size} bytes, more than the {limit_bytes} such a file may"
-            )
-        return region.read()
-
 
 def read_yaml(container: Container, name: str) -> dict[str, Any]:
     """Return the table in a member.
@@ -85,8 +72,7 @@ def read_yaml(container: Container, name: str) -> dict[str, Any]:
     Raises:
         CheckpointMismatchError: It is not YAML, not a table, empty, or too large.
     """
-    content = container.read(name, limit_bytes=MAX_YAML_BYTES)
-    table = yaml_table(content, source := f"{container.path}: {name}")
+    table = yaml_table(read_small(container.members[name]), source := f"{container.path}: {name}")
     if not table:
         raise CheckpointMismatchError(f"{source} is not a table with entries")
     return table

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Piece, json_table
+from export_scripts.checkpoints.backends import INDEX_NAME, torch_dist_tensors, zarr_tensors
+from export_scripts.checkpoints.base import CheckpointReader, Piece, json_table, read_small
 from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
 from export_scripts.checkpoints.containers import Container
-from export_scripts.checkpoints.dcp import INDEX_NAME, torch_dist_tensors
 from export_scripts.checkpoints.pt_archive import read_torch_file
-from export_scripts.checkpoints.zarr import zarr_tensors
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 
 METADATA_NAME = "metadata.json"
 _COMMON_NAME = "common.pt"
-_MAX_METADATA_BYTES = 1 << 20
 _BACKENDS = ("torch_dist", "zarr")
 
 # Prefixes of a wrapped model's tensors; the optimizer repeats the names after its own prefix.
@@ -41,37 +38,17 @@ _MOST_LAYERS = 10_000
 _HALVES = ("_w", "_v")
 
 
-@dataclass(frozen=True)
-class Distributed:
-    """A distributed checkpoint."""
-
-    common: Mapping[str, Any]  # its contents other than tensors, such as Megatron-LM's arguments
-    # megatron-core's names without what wrapped the model, layers numbered -> the tensor as a
-    # single piece.
-    tensors: Mapping[str, tuple[Piece, ...]]
-    files: tuple[Path, ...]  # the files that the model consists of
-
-    def reader(
-        self, kind: str, path: Path, config: Mapping[str, Any], **more: Any
-    ) -> CheckpointReader:
-        """Return the index of a checkpoint of some format with a model's configuration."""
-        files = (path,) if path.is_file() else self.files
-        facts: dict[str, Any] = {
-            "format": kind,
-            "path": path,
-            "config": config,
-            "files": files,
-        } | more
-        return CheckpointReader(**facts, tensors=self.tensors, is_distributed=True)
-
-
 def is_distributed(path: Path) -> bool:
     """Return whether a folder holds a distributed checkpoint."""
     return (path / METADATA_NAME).is_file() or (path / INDEX_NAME).is_file()
 
 
-def read_distributed(container: Container) -> Distributed:
-    """Return the distributed checkpoint that an archive or a folder is.
+def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
+    """Return the index of the distributed checkpoint that an archive or a folder is.
+
+    Each tensor is one piece, by megatron-core's name without what wrapped the model, layers
+    numbered. The configuration is all that it holds other than tensors, such as Megatron-LM's
+    arguments. `facts` are fields of the reader.
 
     Raises:
         CheckpointMismatchError: It is damaged, incomplete or unsafe.
@@ -91,8 +68,16 @@ def read_distributed(container: Container) -> Distributed:
     tensors = _as_pieces(_with_joined_halves(_layers(found, where)), where)
     stored = {values.path for (piece,) in tensors.values() for values in piece.stored}
     own = (container.find(n) for n in (METADATA_NAME, INDEX_NAME, _COMMON_NAME))
-    files = stored | {region.path for region in own if region is not None}
-    return Distributed(common, tensors, tuple(sorted(files)))
+    files = {*stored, *(region.path for region in own if region is not None)}
+    return CheckpointReader(
+        path=container.path,
+        config=common,
+        tensors=tensors,
+        files=(container.path,) if container.path.is_file() else tuple(sorted(files)),
+        kept=container.kept,
+        is_distributed=True,
+        **facts,
+    )
 
 
 def _is_of_model(name: str) -> bool:
@@ -108,7 +93,7 @@ def _backend(container: Container) -> str:
             "torch.distributed.checkpoint without megatron-core, or not to the end; save it with "
             "--ckpt-format torch_dist"
         )
-    content = container.read(METADATA_NAME, limit_bytes=_MAX_METADATA_BYTES)
+    content = read_small(container.members[METADATA_NAME])
     backend = json_table(content, f"{container.path}: {name}").get("sharded_backend")
     if backend not in _BACKENDS:
         raise CheckpointMismatchError(

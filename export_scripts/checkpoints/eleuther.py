@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, StoredTensor, read_small, yaml_table
+from export_scripts.checkpoints.partitioned import RankName, join_ranks
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.errors import CheckpointMismatchError, first_names
 
@@ -57,21 +58,31 @@ def open_eleuther(path: Path) -> CheckpointReader:
         raise CheckpointMismatchError(f"{path} holds no layer_*-model_*-model_states.pt")
     files = _layer_files(folder)
     config_files, config = _model_config(folder)
-    _check_ranks(folder, files, config.get("model-parallel-size"))
-    tensors: dict[str, tuple[StoredTensor, ...]] = {}
+    count = _rank_count(folder, files, config.get("model-parallel-size"))
+    states: dict[RankName, dict[str, StoredTensor]] = {
+        RankName(f"rank {rank}", rank, 0): {} for rank in range(count)
+    }
     numbers: list[int] = []
     for number, ranks in files.items():
-        contents = [_tensors(ranks[rank]) for rank in sorted(ranks)]
+        contents = [_tensors(ranks[rank]) for rank in range(count)]
         part = _part(contents[0], layer=len(numbers))
         if part.startswith("layers."):
             numbers.append(number)
-        _add(tensors, part, contents, f"{folder}/layer_{number:02d}")
+        for state, stored in zip(states.values(), contents, strict=True):
+            own = {part + key: tensor for key, tensor in stored.items()}
+            if twice := sorted(own.keys() & state.keys()):
+                raise CheckpointMismatchError(
+                    f"{folder}/layer_{number:02d}: another file holds {first_names(twice)}, too"
+                )
+            state |= own
     _check_layers(folder, numbers, config.get("num-layers"))
     return CheckpointReader(
         format=FORMAT,
         path=path,
         config=config,
-        tensors=tensors,
+        tensors=join_ranks(
+            states, states.__getitem__, {"tensor_model_parallel_size": count}, where=folder
+        ),
         files=(
             *(file for ranks in files.values() for file in ranks.values()),
             *config_files,
@@ -95,7 +106,8 @@ def _layer_files(folder: Path) -> dict[int, RankFiles]:
     return dict(sorted(found.items()))
 
 
-def _check_ranks(folder: Path, files: Mapping[int, RankFiles], declared: Any) -> None:
+def _rank_count(folder: Path, files: Mapping[int, RankFiles], declared: Any) -> int:
+    """Return the number of training ranks, each of which has a file of every layer."""
     count = max(max(ranks) for ranks in files.values()) + 1
     if count > _MOST_RANKS:
         raise CheckpointMismatchError(
@@ -114,6 +126,7 @@ def _check_ranks(folder: Path, files: Mapping[int, RankFiles], declared: Any) ->
     ]
     if missing:
         raise CheckpointMismatchError(f"{folder} lacks {first_names(missing)}")
+    return count
 
 
 def _check_layers(folder: Path, numbers: Sequence[int], declared: Any) -> None:
@@ -141,22 +154,6 @@ def _part(contents: Mapping[str, StoredTensor], *, layer: int) -> str:
         return "embedding."
     # Some releases keep norm and head in one file.
     return "final." if contents else "empty."
-
-
-def _add(
-    tensors: dict[str, tuple[StoredTensor, ...]],
-    part: str,
-    contents: Sequence[Mapping[str, StoredTensor]],
-    where: str,
-) -> None:
-    for rank, mine in enumerate(contents):
-        if mine.keys() != contents[0].keys():
-            differing = first_names(sorted(mine.keys() ^ contents[0].keys()))
-            raise CheckpointMismatchError(f"{where}: rank {rank} and rank 0 differ in {differing}")
-    for key in contents[0]:
-        if part + key in tensors:
-            raise CheckpointMismatchError(f"{where}: {key} was already in another file")
-        tensors[part + key] = tuple(mine[key] for mine in contents)
 
 
 def _model_config(folder: Path) -> tuple[list[Path], dict[str, Any]]:

@@ -20,6 +20,7 @@ from export_scripts.checkpoints.base import (
     json_file,
     truncated,
 )
+from export_scripts.checkpoints.partitioned import RankName, join_ranks
 from export_scripts.checkpoints.pt_archive import zip_data_offset
 from export_scripts.errors import CheckpointMismatchError, first_names, refuse
 
@@ -64,15 +65,20 @@ def open_jax(path: Path) -> CheckpointReader:
     problems = _shape_problems(step, parts)
     refuse(problems)
     arrays = {shard: [a for part in parts[shard] for a in _read_npz(part)] for shard in shards}
-    names = _names(len(arrays[shards[0]]), step)
-    tensors = _gather(names, list(arrays.values()), step)
+    states = {
+        RankName(shard.name, number, 0): dict(
+            zip(_names(len(arrays[shard]), shard), arrays[shard], strict=True)
+        )
+        for number, shard in enumerate(shards)
+    }
+    sizes = {"tensor_model_parallel_size": len(shards)}
     config_file, config = _model_config(step)
     files = tuple(part for shard in shards for part in parts[shard])
     return CheckpointReader(
         format=FORMAT,
         path=path,
         config=config,
-        tensors=tensors,
+        tensors=join_ranks(states, states.__getitem__, sizes, where=step),
         files=files if config_file is None else (*files, config_file),
         remarks=() if step == path else (f"{step.name} of {path} is read",),
     )
@@ -110,36 +116,16 @@ def _shape_problems(step: Path, parts: Mapping[Path, Sequence[Path]]) -> list[st
     return problems
 
 
-def _names(count: int, step: Path) -> list[str]:
+def _names(count: int, shard: Path) -> list[str]:
     layers, rest = divmod(count - len(_FIRST) - len(_LAST), len(_LAYER))
     if rest or layers < 1:
         raise CheckpointMismatchError(
-            f"{step} holds {count} arrays a shard; a GPT-J release holds "
+            f"{shard} holds {count} arrays; that of a GPT-J release holds "
             f"{len(_FIRST) + len(_LAST)} and {len(_LAYER)} a layer: a part is missing or truncated"
         )
     order = sorted(range(layers), key=str)
     per_layer = [f"h.{layer}.{name}" for layer in order for name in _LAYER]
     return [*_FIRST, *per_layer, *_LAST]
-
-
-def _gather(
-    names: Sequence[str], shards: Sequence[Sequence[StoredTensor]], step: Path
-) -> dict[str, tuple[StoredTensor, ...]]:
-    tensors = {}
-    problems = []
-    for number, arrays in enumerate(shards):
-        if len(arrays) != len(names):
-            problems.append(
-                f"{step}: shard {number} holds {len(arrays)} arrays, shard 0 {len(names)}"
-            )
-    refuse(problems)
-    for name, pieces in zip(names, zip(*shards, strict=True), strict=True):
-        tensors[name] = pieces
-        if len({piece.shape for piece in pieces}) > 1:
-            shapes = ", ".join(str(list(piece.shape)) for piece in pieces)
-            problems.append(f"{step}: shards disagree about {name}: {shapes}")
-    refuse(problems)
-    return tensors
 
 
 def _model_config(step: Path) -> tuple[Path | None, dict[str, Any]]:

@@ -5,6 +5,7 @@ Layout: NVIDIA/Megatron-LM, megatron/checkpointing.py (get_checkpoint_names, che
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,13 +91,17 @@ def open_megatron(path: Path) -> CheckpointReader:
 
 
 def _open_distributed(path: Path, root: Path, remarks: tuple[str, ...]) -> CheckpointReader:
-    found = read_distributed(open_container(root))
-    config = _config(found.common)
-    if "args" not in found.common:
+    found = read_distributed(
+        open_container(root),
+        format="megatron",
+        tokenizer=_tokenizer_files(root),
+        remarks=remarks,
+    )
+    if "args" not in found.config:
         raise CheckpointMismatchError(
             f"{root} does not state its model's sizes: expected Megatron-LM's args in it"
         )
-    return found.reader("megatron", path, config, tokenizer=_tokenizer_files(root), remarks=remarks)
+    return dataclasses.replace(found, path=path, config=_config(found.config))
 
 
 def iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:

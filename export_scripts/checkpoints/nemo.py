@@ -6,6 +6,7 @@ its Megatron models. NeMo 2 checkpoints are recognised here and read in nemo2.py
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 import re
@@ -115,17 +116,10 @@ def open_nemo(
 def _open_distributed(
     container: Container, folder: str, config: dict[str, Any] | None, remarks: list[str]
 ) -> CheckpointReader:
-    found = read_distributed(container.within(folder))
+    found = read_distributed(container.within(folder), format="nemo", remarks=tuple(remarks))
     if config is None:
-        config = _config_of_checkpoint(found.common, container.path)
-    return found.reader(
-        "nemo",
-        container.path,
-        config,
-        tokenizer=nemo_files(container, config),
-        remarks=tuple(remarks),
-        kept=container.kept,
-    )
+        config = _config_of_checkpoint(found.config, container.path)
+    return dataclasses.replace(found, config=config, tokenizer=nemo_files(container, config))
 
 
 def _model_folder(path: Path) -> Path:
@@ -207,11 +201,20 @@ def _find_weights(
     folders = {name.partition("/")[0] for name in container.members}
     ranks = [rank for name in folders if (rank := parse_rank_folder(name))]
     ranks = ranks or [RankName("", 0, 0)]
+    inside = {rank.folder for rank in ranks}
+    every = {
+        PurePosixPath(name).name: region
+        for name, region in sorted(container.members.items())
+        if name.rpartition("/")[0] in inside and name.endswith(".ckpt")
+    }
     if asked:
-        name = _asked_name(container, ranks, asked)
+        name = _asked_name(container.path, every, asked)
+    elif WEIGHTS_NAME in every:
+        name = WEIGHTS_NAME
     else:
-        name = _weights_name(container, ranks, trees, remarks)
-    files = {rank: _joined(rank.folder, name) for rank in ranks}
+        where = " in each rank's folder" if ranks[0].folder else ""
+        name = _last_name(container.path, every, trees, remarks, where)
+    files = {rank: PurePosixPath(rank.folder, name).as_posix() for rank in ranks}
     present = {rank: container.members[f] for rank, f in files.items() if f in container.members}
     lost = sorted(file for rank, file in files.items() if rank not in present)
     if config is not None or not present:
@@ -219,41 +222,26 @@ def _find_weights(
     return present
 
 
-def _weight_files(container: Container, ranks: list[RankName]) -> dict[str, Region]:
-    """Return a weight file of each name in the folders of ranks."""
-    folders = {rank.folder for rank in ranks}
-    return {
-        PurePosixPath(name).name: region
-        for name, region in sorted(container.members.items())
-        if name.rpartition("/")[0] in folders and name.endswith(".ckpt")
-    }
-
-
-def _asked_name(container: Container, ranks: list[RankName], asked: str) -> str:
+def _asked_name(path: Path, every: Mapping[str, Region], asked: str) -> str:
     """Return the name of the weight files that a user asks for, by name or by pattern."""
-    every = _weight_files(container, ranks)
     found = [each for each in every if fnmatch.fnmatchcase(each, asked)]
     found = found or [each for each in every if fnmatch.fnmatchcase(each, f"{asked}.ckpt")]
     if len(found) != 1:
         which = f"names several: {', '.join(found)}" if found else "is none of its checkpoints"
         raise CheckpointMismatchError(
-            f"{container.path}: {asked} {which}; it has {', '.join(every) or 'none'}"
+            f"{path}: {asked} {which}; it has {', '.join(every) or 'none'}"
         )
     return found[0]
 
 
-def _weights_name(
-    container: Container, ranks: list[RankName], trees: _Trees, remarks: list[str]
+def _last_name(
+    path: Path, every: Mapping[str, Region], trees: _Trees, remarks: list[str], where: str
 ) -> str:
-    """Return the name of every rank's weight file; of several last checkpoints the newest."""
-    if any(container.find(_joined(rank.folder, WEIGHTS_NAME)) for rank in ranks):
-        return WEIGHTS_NAME
-    every = _weight_files(container, ranks)
+    """Return the name of the last weight files; of several last checkpoints the newest."""
     found = {name: region for name, region in every.items() if _LAST.search(name)}
     if not found:
         raise CheckpointMismatchError(
-            f"{container.path} has no weights: expected {WEIGHTS_NAME} or *last.ckpt"
-            + (" in each rank's folder" if ranks[0].folder else "")
+            f"{path} has no weights: expected {WEIGHTS_NAME} or *last.ckpt{where}"
             + (f"; name one of {', '.join(every)}" if every else "")
         )
     averaged = [name for name in every if name.endswith("last-EMA.ckpt")]
@@ -278,10 +266,6 @@ def _weights_name(
 def _step_told(name: str) -> int | None:
     match = _STEP.search(name)
     return int(match[1]) if match else None
-
-
-def _joined(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
 
 
 def _layer_offset(config: Mapping[str, Any], path: Path) -> LayerOffset:

@@ -1,25 +1,38 @@
-"""NeMo 2 checkpoints: a distributed checkpoint in weights/, its description in context/.
+"""NeMo 2 and Megatron Bridge: a distributed checkpoint with the settings of its run.
 
-Layout: NVIDIA/NeMo 2, nemo/lightning/ckpt_utils.py and nemo/lightning/io/mixin.py (io_dump).
+Layout: NVIDIA/NeMo 2, nemo/lightning/ckpt_utils.py and nemo/lightning/io/mixin.py (io_dump);
+NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/training/checkpointing.py and
+training/utils/checkpoint_utils.py. `_target_` entries of the settings are names here: nothing that
+they name is imported.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Region
-from export_scripts.checkpoints.containers import Container, read_yaml
+from export_scripts.checkpoints.base import CheckpointReader, Region, StoredTensor
+from export_scripts.checkpoints.containers import Container, open_container, read_yaml
 from export_scripts.checkpoints.distributed import METADATA_NAME, read_distributed
+from export_scripts.checkpoints.megatron import LATEST_NAME, iteration_folder
+from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
 from export_scripts.errors import CheckpointMismatchError
 
+# Of NeMo 2.
 WEIGHTS = "weights/"
 CONTEXT = "context/"
 _MODEL = CONTEXT + "model.yaml"
 # Folders of a Hugging Face tokenizer's files and of those that came with the model.
 _TOKENIZER_FOLDERS = (CONTEXT + "nemo_tokenizer/", CONTEXT + "artifacts/")
+# Of Megatron Bridge.
+CONFIG_NAME = "run_config.yaml"
+_LATEST = "latest_train_state.pt"
+_TOKENIZER = "tokenizer/"
+# Its vocabulary, of another form, is saved under the name of a Hugging Face tokenizer.
+_TIKTOKEN = "TikTokenizer"
 
 
 def is_nemo2(container: Container) -> bool:
@@ -45,28 +58,27 @@ def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> Checkpoin
     config = model.get("config")
     if not isinstance(config, Mapping):
         raise CheckpointMismatchError(f"{container.path}: {_MODEL} has no config of a model")
-    found = read_distributed(container.within(WEIGHTS))
-    return found.reader(
-        "nemo2",
-        container.path,
-        {
-            **config,
-            "model_class": _class_name(model),
-            "config_class": _class_name(config),
-            "tokenizer": model.get("tokenizer") or {},
-            "peft": model.get("model_transform"),
-        },
+    found = read_distributed(
+        container.within(WEIGHTS),
+        format="nemo2",
         tokenizer=_tokenizer_files(container, model.get("tokenizer")),
         remarks=remarks,
-        kept=container.kept,
     )
+    settings = {
+        **config,
+        "model_class": _class_name(model),
+        "config_class": _class_name(config),
+        "tokenizer": model.get("tokenizer") or {},
+        "peft": model.get("model_transform"),
+    }
+    return dataclasses.replace(found, config=settings)
 
 
 def _class_name(value: Mapping[str, Any]) -> str:
-    return str(value.get("_target_") or "").rpartition(".")[2]
+    return str(value.get("_target_") or "none").rpartition(".")[2]
 
 
-def huggingface_files(container: Container, *folders: str) -> dict[str, Region]:
+def _huggingface_files(container: Container, *folders: str) -> dict[str, Region]:
     """Return the files of a Hugging Face tokenizer in a container's folders, the first of each."""
     found: dict[str, Region] = {}
     for folder in folders:
@@ -77,7 +89,80 @@ def huggingface_files(container: Container, *folders: str) -> dict[str, Region]:
 
 
 def _tokenizer_files(container: Container, settings: Any) -> dict[str, Region]:
-    found = huggingface_files(container, *_TOKENIZER_FOLDERS)
+    found = _huggingface_files(container, *_TOKENIZER_FOLDERS)
     path = settings.get("model_path") if isinstance(settings, Mapping) else None
     region = container.find(CONTEXT + PurePosixPath(str(path)).name) if path else None
     return found | ({"tokenizer.model": region} if region else {})
+
+
+def is_bridge(path: Path) -> bool:
+    """Return whether a path is a checkpoint of Megatron Bridge, or the folder of a run of it."""
+    if (path / CONFIG_NAME).is_file() or (path / _LATEST).is_file():
+        return True
+    return (path / LATEST_NAME).is_file() and any(path.glob(f"iter_*/{CONFIG_NAME}"))
+
+
+def open_bridge(path: Path) -> CheckpointReader:
+    """Return the index of a Megatron Bridge checkpoint.
+
+    The configuration is that of its model, with the class that provides it as `model_class`, the
+    settings of its tokenizer as `tokenizer`, and those of an adapter as `peft`.
+
+    Raises:
+        CheckpointMismatchError: The checkpoint is unsafe, damaged or incomplete.
+    """
+    root, remarks = _checkpoint_folder(path)
+    container = open_container(root)
+    if container.find(METADATA_NAME) is None:
+        raise CheckpointMismatchError(
+            f"{root} lacks {METADATA_NAME}: it was not saved to the end, or with another "
+            "checkpoint.ckpt_format than torch_dist; save it with that one"
+        )
+    run = read_yaml(container, CONFIG_NAME)
+    model = run.get("model")
+    if not isinstance(model, Mapping):
+        raise CheckpointMismatchError(f"{root / CONFIG_NAME} has no model")
+    # Newer versions keep what concerns megatron-core's layers apart.
+    layers = model.get("transformer")
+    settings = {**layers, **model} if isinstance(layers, Mapping) else dict(model)
+    tokenizer = run.get("tokenizer")
+    tokenizer = tokenizer if isinstance(tokenizer, Mapping) else {}
+    kind = tokenizer.get("tokenizer_type")
+    vocabulary = {} if kind == _TIKTOKEN else _huggingface_files(container, _TOKENIZER)
+    found = read_distributed(container, format="bridge", tokenizer=vocabulary, remarks=remarks)
+    return dataclasses.replace(
+        found,
+        path=path,
+        config={
+            **settings,
+            "model_class": _class_name(model),
+            "tokenizer": {"type": kind},
+            "peft": run.get("peft"),
+        },
+        files=tuple(sorted({*found.files, root / CONFIG_NAME})),
+    )
+
+
+def _checkpoint_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the folder of a checkpoint: the path, or the last of a run's."""
+    if (path / CONFIG_NAME).is_file():
+        return path, ()
+    if not (path / _LATEST).is_file():
+        root, remarks = iteration_folder(path)
+    else:
+        name = f"iter_{_step(path / _LATEST):07d}"
+        root, remarks = path / name, (f"took {name}, which {_LATEST} names",)
+    if not (root / CONFIG_NAME).is_file():
+        raise CheckpointMismatchError(f"{path} lacks {root.name}/{CONFIG_NAME}, its last settings")
+    return root, remarks
+
+
+def _step(path: Path) -> int:
+    """Return the number of steps in the state of a run."""
+    state: Any = read_torch_file(path)
+    step = state.get("step") if isinstance(state, Mapping) else None
+    if not isinstance(step, StoredTensor) or step.dtype not in ("int32", "int64") or step.shape:
+        raise CheckpointMismatchError(f"{path} does not say how many steps the run has made")
+    with step.path.open("rb") as file:
+        file.seek(step.offset)
+        return int.from_bytes(file.read(step.span_bytes), "little", signed=True)

@@ -178,15 +178,9 @@ def _read_legacy(region: Region, stream: io.BufferedReader) -> Any:
 def _plain(tree: Any, region: Region) -> Any:
     """Return an object tree as plain data."""
     try:
-        return _PlainData()(tree)
+        return _PlainData(region)(tree)
     except RecursionError as error:
         raise CheckpointMismatchError(f"{region} is refused: its objects nest too deep") from error
-    except _UnfoldingError as error:
-        raise CheckpointMismatchError(f"{region} is refused: {error}") from error
-
-
-class _UnfoldingError(ValueError):
-    """An object tree that would be too large with its shared objects repeated."""
 
 
 class _PlainData:
@@ -196,7 +190,8 @@ class _PlainData:
     nothing were shared is refused: walking over it would not terminate.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, region: Region) -> None:
+        self._region = region
         self._done: dict[int, Any] = {}
         self._sizes: dict[int, int] = {}  # values below a container, by the identity of the result
 
@@ -217,7 +212,9 @@ class _PlainData:
         items = result.values() if isinstance(result, dict) else result
         size = self._sizes[id(result)] = 1 + sum(self._sizes.get(id(item), 1) for item in items)
         if size > _MOST_VALUES:
-            raise _UnfoldingError(f"its objects unfold to more than {_MOST_VALUES} values")
+            raise CheckpointMismatchError(
+                f"{self._region} is refused: its objects unfold to more than {_MOST_VALUES} values"
+            )
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, Inert):

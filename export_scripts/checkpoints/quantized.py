@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from export_scripts.checkpoints.base import (
@@ -43,7 +42,8 @@ Shape = tuple[int, ...]
 Pair = tuple[int, int]
 # The tensors of a matrix by the ends of their names.
 Parts = Mapping[str, StoredTensor]
-Widen = Callable[[Mapping[str, "Array"]], "Array"]
+# Of the module of arithmetic (which imports numpy, and a check does without), and of their values.
+Widen = Callable[[Any, Mapping[str, "Array"]], "Array"]
 
 
 @dataclass(frozen=True)
@@ -132,19 +132,14 @@ def _wide(shape: Shape, widen: Widen, parts: Parts) -> Piece:
     """Return a quantised matrix (out, in) as the fp32 values that it stands for."""
 
     def compute(maps: FileMaps) -> Array:
+        from export_scripts.numeric import widening
+
         try:
-            return widen({name: part.load(maps) for name, part in parts.items()})
+            return widen(widening, {name: part.load(maps) for name, part in parts.items()})
         except ValueError as error:  # of indices
             raise CheckpointMismatchError(str(error)) from error
 
     return ComputedPiece(shape, tuple(parts.values()), compute)
-
-
-def _widening() -> ModuleType:
-    """Return the module of arithmetic. It imports numpy, and a check does without."""
-    from export_scripts.numeric import widening
-
-    return widening
 
 
 def _sizes(parts: Parts, end: str, types: Collection[str], *wanted: int | None) -> Shape:
@@ -184,19 +179,23 @@ def _grid(parts: Parts, end: str, sizes: Shape, block: Pair | None) -> tuple[Pai
     return grid, block
 
 
-def _scaled(scale: str, kind: str, block: Pair | None = None, zero: str = "") -> _Form:
-    """Return the form of FP8 or int8 values with scales of their own tensor."""
+def _scaled(
+    scale: str, kind: str, block: Pair | None = None, zero: str = "", bits: int = 0
+) -> _Form:
+    """Return the form of FP8 or int8 values, or of words of `bits`, with scales of their own."""
+    value = ".weight_packed" if bits else ".weight"
 
     def fit(parts: Parts) -> tuple[Shape, Widen]:
-        sizes = _sizes(parts, ".weight", (kind,), None, None)
+        rows, columns = _sizes(parts, value, (kind,), None, None)
+        sizes = (rows, columns * 32 // bits if bits else columns)
         grid = _grid(parts, scale, sizes, block)
         if zero in parts:
             _sizes(parts, zero, (kind,), *parts[scale].shape)
-        return sizes, lambda loaded: _widening().with_scales(
-            loaded[".weight"], loaded[scale], *grid, loaded.get(zero)
+        return sizes, lambda widening, loaded: widening.with_scales(
+            loaded[value], loaded[scale], *grid, loaded.get(zero), bits
         )
 
-    return _Form(".weight", {scale: True} | ({zero: False} if zero else {}), fit)
+    return _Form(value, {scale: True} | ({zero: False} if zero else {}), fit)
 
 
 def _pair(sizes: Any) -> Pair | None:
@@ -250,20 +249,8 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> _Form:
     if found == "pack-quantized" and kind == "int" and bits in (4, 8):
         if not weights.get("symmetric", True) or weights.get("actorder") == "group":
             raise ValueError("packed weights with zero points or reordered groups")
-        return _packed(int(bits))
+        return _scaled(".weight_scale", "int32", bits=int(bits))
     raise ValueError(f"format = {found} of {bits} bits ({kind})")
-
-
-def _packed(bits: int) -> _Form:
-    def fit(parts: Parts) -> tuple[Shape, Widen]:
-        rows, words = _sizes(parts, ".weight_packed", _WORDS, None, None)
-        sizes = (rows, words * 32 // bits)
-        grid = _grid(parts, ".weight_scale", sizes, None)
-        return sizes, lambda loaded: _widening().packed(
-            loaded[".weight_packed"], loaded[".weight_scale"], *grid, bits
-        )
-
-    return _Form(".weight_packed", {".weight_scale": True}, fit)
 
 
 def _awq(settings: Mapping[str, Any]) -> _Form:
@@ -277,7 +264,7 @@ def _awq(settings: Mapping[str, Any]) -> _Form:
         width, words = _sizes(parts, ".qweight", _WORDS, None, None)
         _check_groups(parts, width, words, words * 8)
         ends = (".qweight", ".qzeros", ".scales")
-        return (words * 8, width), lambda loaded: _widening().awq(*map(loaded.get, ends))
+        return (words * 8, width), lambda widening, loaded: widening.awq(*map(loaded.get, ends))
 
     return _Form(".qweight", {".qzeros": True, ".scales": True}, fit)
 
@@ -299,7 +286,7 @@ def _gptq(settings: Mapping[str, Any]) -> _Form:
         if ".g_idx" in parts:
             _sizes(parts, ".g_idx", ("int32", "int64"), width)
         ends = (".qweight", ".qzeros", ".scales", ".g_idx")
-        return (out, width), lambda loaded: _widening().gptq(
+        return (out, width), lambda widening, loaded: widening.gptq(
             *map(loaded.get, ends), bits=bits, less=less
         )
 

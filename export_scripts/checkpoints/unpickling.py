@@ -42,7 +42,6 @@ _STORAGE_TYPES = {
     "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
     "UntypedStorage": "uint8",
 }  # fmt: skip
-_TORCH_TYPES = {name: key for key, (_, name, _) in SOURCE_TYPES.items()}
 
 # Opcodes that no torch file uses; each would bypass the checks.
 _REFUSED_OPCODES = (
@@ -184,9 +183,8 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
     def find_class(self, module: str, name: str) -> Any:
         """Return the inert stand-in of a global; nothing is imported."""
         qualified = f"{module}.{name}"
-        known = self._known(module, name, qualified)
-        if known is not None:
-            return known
+        if qualified in _KNOWN:
+            return _KNOWN[qualified]
         if module.split(".")[0] not in _INERT_MODULES and qualified not in _INERT_NAMES:
             raise CheckpointMismatchError(
                 f"{self._source} is refused: its pickle names {qualified}, which no checkpoint "
@@ -195,19 +193,6 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
         if qualified not in self._classes:
             self._classes[qualified] = type("Inert", (Inert,), {"qualified_name": qualified})
         return self._classes[qualified]
-
-    def _known(self, module: str, name: str, qualified: str) -> Any:
-        if qualified in ("collections.OrderedDict", "typing.OrderedDict"):
-            return _Ordered
-        if module == "torch._utils" and name in _REBUILDERS:
-            return _REBUILDERS[name]
-        if module == "torch" and name == "Size":
-            return tuple
-        if module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGE_TYPES:
-            return StorageType(_STORAGE_TYPES[name])
-        if module == "torch" and name in _TORCH_TYPES:
-            return StorageType(_TORCH_TYPES[name])
-        return None
 
     def persistent_load(self, pid: Any) -> Storage:
         """Return the storage a persistent id names: (storage, type, key, location, count)."""
@@ -223,26 +208,6 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
         return self._storages[str(key)]
 
 
-def _rebuild(
-    storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any
-) -> StoredTensor:
-    return _stored(storage, storage.dtype, offset, shape, stride)
-
-
-def _rebuild_typed(
-    storage: Storage,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    _requires_grad: Any,
-    _hooks: Any,
-    dtype: StorageType,
-    *_: Any,
-) -> StoredTensor:
-    _check_type(dtype)
-    return _stored(storage, dtype.dtype, offset, shape, stride)
-
-
 def _check_type(kind: Any) -> None:
     """Reject a storage or a tensor of an unsupported type."""
     if not isinstance(kind, StorageType):
@@ -252,7 +217,10 @@ def _check_type(kind: Any) -> None:
         )
 
 
-def _stored(storage: Any, dtype: str, offset: Any, shape: Any, stride: Any) -> StoredTensor:
+def _stored(
+    storage: Any, offset: Any, shape: Any, stride: Any, *_: Any, kind: Any = None
+) -> StoredTensor:
+    """Return a tensor in a storage, of a type of its own if `kind` is given."""
     sizes, steps = tuple(shape), tuple(stride)
     numbers = (offset, *sizes, *steps)
     if (
@@ -261,6 +229,9 @@ def _stored(storage: Any, dtype: str, offset: Any, shape: Any, stride: Any) -> S
         or any(type(n) is not int or n < 0 for n in numbers)
     ):
         raise pickle.UnpicklingError(f"a tensor's record is malformed: {reprlib.repr(numbers):.80}")
+    if kind is not None:
+        _check_type(kind)
+    dtype = storage.dtype if kind is None else kind.dtype
     record = storage.record
     begin = offset * SOURCE_TYPES[dtype][0]
     tensor = StoredTensor(
@@ -285,12 +256,23 @@ def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-_REBUILDERS: dict[str, Callable[..., Any]] = {
-    "_rebuild_tensor": _rebuild,
-    "_rebuild_tensor_v2": _rebuild,
-    "_rebuild_tensor_v3": _rebuild_typed,
-    "_rebuild_parameter": lambda data, *_: data,
-    "_rebuild_parameter_with_state": lambda data, *_: data,
+# What stands for the globals that a tensor needs.
+_KNOWN: dict[str, Any] = {
+    "collections.OrderedDict": _Ordered,
+    "typing.OrderedDict": _Ordered,
+    "torch.Size": tuple,
+    "torch._utils._rebuild_tensor": _stored,
+    "torch._utils._rebuild_tensor_v2": _stored,
+    # Its type comes after its hooks.
+    "torch._utils._rebuild_tensor_v3": lambda *facts: _stored(*facts[:4], kind=facts[6]),
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+    **{f"torch.{name}": StorageType(key) for key, (_, name, _) in SOURCE_TYPES.items()},
+    **{
+        f"{module}.{name}": StorageType(key)
+        for module in ("torch", "torch.storage", "torch.cuda")
+        for name, key in _STORAGE_TYPES.items()
+    },
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts import __version__
-from export_scripts.checkpoints import recognise_format
+from export_scripts.checkpoints import LATEST, recognise_format
 from export_scripts.checkpoints.base import fingerprint_files
 from export_scripts.checkpoints.huggingface import is_huggingface
 from export_scripts.conversion.huggingface import plan_huggingface
@@ -174,6 +174,7 @@ def _identity(request: ConversionRequest) -> str:
         "ranges": (request.activation_ranges,),
         "tokenizer": (request.vocab_path, request.merges_path),
     }
+    latest = request.checkpoint_name in (None, LATEST)
     facts = {
         "version": __version__,
         "sources": {
@@ -183,6 +184,9 @@ def _identity(request: ConversionRequest) -> str:
         "tp_size": request.tp_size,
         **({"max_shard_bytes": request.max_shard_bytes} if request.is_huggingface else {}),
         "weight_data_type": request.weight_data_type,
+        # What may choose among several checkpoints, or several families, of one source.
+        **({} if latest else {"checkpoint_name": request.checkpoint_name}),
+        **({} if request.model_type is None else {"model_type": request.model_type}),
         "ia3_in_place": request.ia3_in_place,
         "given": sorted(request.given),
         "allow": sorted(request.allow),

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, Record, Region, StoredTensor
-from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource
-from export_scripts.ft.config_ini import CONFIG_NAME, read_config
+from export_scripts.ft.config_ini import CONFIG_NAME
 from export_scripts.ft.layout import TOKENIZER_FILES
-from export_scripts.ft.validation import read_manifest, validate_directory
+from export_scripts.ft.validation import open_directory, read_manifest
 
 FT_FORMAT = "fastertransformer"
 _INT8_LEFT_OUT = (
@@ -25,13 +24,12 @@ _INT8_LEFT_OUT = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FTFolder(CheckpointReader):
-    """The tensors of a folder, with what its config.ini describes and the mapping it came from."""
+    """The tensors of a folder."""
 
-    family: ModelFamily | None = None
-    ft_config: FTConfig | None = None
-    origin: str = ""
+    mapping: SourceMapping  # to its own layout, for other ranks and another type
+    origin: str  # name of the mapping that it came from
 
 
 def is_ft_folder(path: Path) -> bool:
@@ -45,16 +43,10 @@ def open_ft_folder(path: Path) -> FTFolder:
     Raises:
         CheckpointMismatchError: The folder is not what its config.ini describes.
     """
-    if problems := validate_directory(path, checksums=False):
-        raise CheckpointMismatchError([f"{path} cannot be read:", *problems])
-    family, config = read_config(path)
+    family, config, stored = open_directory(path)
     manifest = read_manifest(path)
     sums = {name: int(record["crc32"], 16) for name, record in manifest["files"].items()}
-    tensors = {
-        tensor.name: _pieces(path, tensor, config, sums)
-        for _, _, tensor in family.expand(config)
-        if not tensor.optional or (path / tensor.file_name()).exists()
-    }
+    tensors = {name: _pieces(path, tensor, config, sums) for name, tensor in stored.items()}
     return FTFolder(
         format=FT_FORMAT,
         path=path,
@@ -66,8 +58,7 @@ def open_ft_folder(path: Path) -> FTFolder:
             for file in sorted(path.iterdir())
             if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in TOKENIZER_FILES)
         },
-        family=family,
-        ft_config=config,
+        mapping=_mapping(family, config),
         origin=str(manifest["source"].get("origin", "")),
     )
 
@@ -89,11 +80,7 @@ def _pieces(
     )
 
 
-def ft_mapping(folder: FTFolder) -> SourceMapping:
-    """Return the mapping of a folder to its own layout for other ranks and another type."""
-    family, stored = folder.family, folder.ft_config
-    assert family is not None
-    assert stored is not None
+def _mapping(family: ModelFamily, stored: FTConfig) -> SourceMapping:
     has_int8 = bool(getattr(stored, "int8", False))
 
     def config(facts: Facts) -> FTConfig:

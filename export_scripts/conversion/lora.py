@@ -3,26 +3,35 @@
 A merged tensor is one more kind of piece: the readers, mappings and writers on either side of it
 do not know of adapters. Sums are made in fp32, as PEFT's `merge_and_unload` makes them for a model
 in fp32 (peft, tuners/lora/layer.py), and rounded once, to the type on disk.
+
+Adapters come from PEFT, NeMo 1, NeMo 2 and Megatron Bridge. Layout: huggingface/peft,
+peft/utils/save_and_load.py; NVIDIA/NeMo 1.x,
+nlp/modules/common/megatron/adapters/parallel_adapters.py; NeMo 2, nemo/collections/llm/peft;
+Megatron Bridge, src/megatron/bridge/peft/lora.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from export_scripts.checkpoints import open_checkpoint, recognise_format
 from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     CheckpointReader,
     ComputedPiece,
     FileMaps,
     Piece,
+    json_file,
 )
-from export_scripts.checkpoints.huggingface import TIED_TABLES
-from export_scripts.conversion.adapters import Adapter, Update, open_adapter
+from export_scripts.checkpoints.huggingface import TIED_TABLES, index_tensors
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
 
 if TYPE_CHECKING:
@@ -33,7 +42,85 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 # half; the name of the matrix that follows shows whether a layer is gated.
 _GATED, _FOLLOWING = "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
 
-_Change = TypeVar("_Change")
+_PEFT_CONFIG = "adapter_config.json"
+_PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+# Settings of PEFT's LoRA that change nothing in how it is merged, or that are read here. Any other
+# that is set, of this or a later version, is refused.
+_PEFT_READ = frozenset({
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora",
+    "init_lora_weights",
+})  # fmt: skip
+_PEFT_HARMLESS = frozenset({
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern",
+    "layers_to_transform", "loftq_config", "lora_dropout", "megatron_core", "modules_to_save",
+    "peft_version", "qalora_group_size", "revision", "target_modules", "task_type",
+})  # fmt: skip
+# Initial values that leave the model's own weights as they are.
+_PEFT_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+_PEFT_FACTOR = re.compile(
+    r"^(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?$"
+)
+# With the model's tables of tokens, PEFT saves the originals and a second copy of trained ones.
+_PEFT_ORIGINAL, _PEFT_TRAINED = ".original_module.", ".modules_to_save."
+_PEFT_WRAPPERS = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
+# A pattern of an adapter is a regular expression; one with many choices could take for ever.
+_MOST_PATTERN, _MOST_REPEATED, _MOST_GROUPS = 200, 2, 4
+_MODULE = r"(.*\.)?({})$"
+# GPT-2's linear layers, which store their matrices as (in, out).
+_CONV1D = re.compile(r"\.(?:c_attn|c_proj|c_fc|q_attn)$")
+
+# NeMo 1's names of adapters -> their layers, in megatron-core's names and in those before, and
+# the axis on which training ranks cut the first factor.
+_NEMO_LAYERS = {
+    "lora_kqv_adapter": (("linear_qkv", "query_key_value"), 0),
+    "lora_dense_attention_adapter": (("linear_proj", "dense"), 1),
+    "lora_hto4h_adapter": (("linear_fc1", "dense_h_to_4h"), 0),
+    "lora_4htoh_adapter": (("linear_fc2", "dense_4h_to_h"), 1),
+}
+_NEMO_FACTOR = re.compile(
+    r"^(?P<block>.+)\.adapter_layer\.(?P<adapter>\w+)\.linear_(?P<side>in|out)\.weight$"
+)
+_NEMO_SCHEMES = ("lora", "qlora")
+_CORE_FACTOR = re.compile(r"^(?P<module>.+)\.adapter\.linear_(?P<side>in|out)\.weight$")
+_CORE_ALPHA = 32  # of NeMo 2, which saves only what a user set
+
+
+@dataclass(frozen=True)
+class _Update:
+    """A low-rank update of a matrix (out, in): scale * up @ down."""
+
+    down: tuple[Piece, ...]  # the first factor (r, in), in pieces along `down_axis`
+    up: tuple[Piece, ...]  # the second factor (out, r), in pieces along its rows
+    scale: float  # factor of the product
+    down_axis: int = 0  # axis along which training ranks cut the first factor
+    is_transposed: bool = False  # whether the matrix is stored as (in, out)
+
+
+# The names that a tensor may have in its model, and its update, or what takes its place.
+_Change = tuple[tuple[str, ...], _Update | tuple[Piece, ...]]
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """An adapter and what it changes; what takes a tensor's place comes before its update."""
+
+    path: Path
+    changes: tuple[_Change, ...]
+    files: tuple[Path, ...]
+    kept: object = None  # keeps files alive
+
+    def describe(self) -> str:
+        """Return a remark on what is merged."""
+        updates = [change for _, change in self.changes if isinstance(change, _Update)]
+        ranks = sorted({update.up[0].shape[1] for update in updates if update.up[0].shape[1:]})
+        replaced = len(self.changes) - len(updates)
+        also = f", {replaced} tensors replaced" if replaced else ""
+        return (
+            f"merged {len(updates)} low-rank updates of {self.path} "
+            f"(rank {', '.join(map(str, ranks))}{also})"
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +136,7 @@ class _Share:
     is_gated: bool
 
 
-def _merged(base: Piece, update: Update, share: _Share) -> Piece:
+def _merged(base: Piece, update: _Update, share: _Share) -> Piece:
     """Return a training rank's piece of a matrix with its share of an update added, in fp32."""
 
     def compute(maps: FileMaps) -> Array:
@@ -96,31 +183,15 @@ def with_adapters(
         return reader
     tensors = dict(reader.tensors)
     problems: list[str] = []
-    adapters: list[Adapter] = []
+    adapters: list[_Adapter] = []
     for path in paths:
         try:
-            adapter = open_adapter(path, base=reader, scratch_dir=scratch_dir)
+            adapter = _open_adapter(path, reader, scratch_dir)
         except CheckpointMismatchError as error:
             problems += error.problems
             continue
         adapters.append(adapter)
-        added = _by_key(adapter, ((u.keys, u) for u in adapter.updates), tensors, problems)
-        named = (((name,), pieces) for name, pieces in adapter.replaced.items())
-        replaced = _by_key(adapter, named, tensors, problems)
-        problems += _tied_problems(adapter, added, replaced, reader)
-        for key, pieces in replaced.items():
-            problems += _replacement_problems(adapter, key, tensors[key], pieces)
-            tensors[key] = pieces
-        for key, update in added.items():
-            shares = _shares(key, tensors, update)
-            if shares is None:
-                problems.append(
-                    f"{path}: {key} is {_shapes(tensors[key])}, the adapter's factors are "
-                    f"{_shapes(update.down)} and {_shapes(update.up)}; expected those of this model"
-                )
-                continue
-            bases = zip(tensors[key], shares, strict=True)
-            tensors[key] = tuple(_merged(base, update, share) for base, share in bases)
+        problems += _apply(adapter, tensors, reader)
     refuse(listed(problems))
     files = (*reader.files, *(file for each in adapters for file in each.files))
     return dataclasses.replace(
@@ -130,6 +201,50 @@ def with_adapters(
         remarks=(*reader.remarks, *(each.describe() for each in adapters)),
         kept=(*reader.kept, *adapters),
     )
+
+
+def _apply(
+    adapter: _Adapter, tensors: dict[str, tuple[Piece, ...]], reader: CheckpointReader
+) -> list[str]:
+    """Change a model's tensors as an adapter does; return the problems."""
+    problems: list[str] = []
+    unknown: list[str] = []
+    done: set[tuple[str, type]] = set()
+    for names, change in adapter.changes:
+        key = _named(tensors, names)
+        if key is None:
+            unknown.append(names[0])
+            continue
+        if (key, type(change)) in done:
+            problems.append(
+                f"{adapter.path} changes {key} twice, once as {names[0]}: "
+                "expected one change of each matrix"
+            )
+            continue
+        done.add((key, type(change)))
+        old = tensors[key]
+        if isinstance(change, tuple):
+            if [piece.shape for piece in old] != [piece.shape for piece in change]:
+                problems.append(
+                    f"{adapter.path}: {key} is {_shapes(change)}, the model's is {_shapes(old)}; "
+                    "for a model that was given tokens, save it after resize_token_embeddings and "
+                    "convert that"
+                )
+            tensors[key] = change
+        elif shares := _shares(key, tensors, change):
+            bases = zip(old, shares, strict=True)
+            tensors[key] = tuple(_merged(base, change, share) for base, share in bases)
+        else:
+            problems.append(
+                f"{adapter.path}: {key} is {_shapes(old)}, the adapter's factors are "
+                f"{_shapes(change.down)} and {_shapes(change.up)}; expected those of this model"
+            )
+    if unknown:
+        problems.append(
+            f"{adapter.path} changes {first_names(unknown)}, which the model does not have: "
+            "expected an adapter of this model, in its format"
+        )
+    return problems + _tied_problems(adapter, done, reader)
 
 
 def _named(keys: Iterable[str], names: Sequence[str]) -> str | None:
@@ -143,67 +258,27 @@ def _named(keys: Iterable[str], names: Sequence[str]) -> str | None:
     return None
 
 
-def _by_key(
-    adapter: Adapter,
-    changes: Iterable[tuple[Sequence[str], _Change]],
-    keys: Iterable[str],
-    problems: list[str],
-) -> dict[str, _Change]:
-    """Return an adapter's changes by the model's names."""
-    found: dict[str, _Change] = {}
-    unknown = []
-    for names, change in changes:
-        key = _named(keys, names)
-        if key is None:
-            unknown.append(names[0])
-        elif key in found:
-            problems.append(
-                f"{adapter.path} changes {key} twice, once as {names[0]}: "
-                "expected one change of each matrix"
-            )
-        else:
-            found[key] = change
-    if unknown:
-        problems.append(
-            f"{adapter.path} changes {first_names(unknown)}, which the model does not have: "
-            "expected an adapter of this model, in its format"
-        )
-    return found
-
-
 def _shapes(pieces: Sequence[Piece]) -> str:
     return " + ".join(str(list(piece.shape)) for piece in pieces)
 
 
 def _tied_problems(
-    adapter: Adapter, added: Iterable[str], replaced: Iterable[str], reader: CheckpointReader
+    adapter: _Adapter, changed: Iterable[tuple[str, type]], reader: CheckpointReader
 ) -> list[str]:
     """Return a reason if an adapter changes one of a shared embedding and head alone."""
     has_head = any(key.endswith(_HEADS) for key in reader.tensors)
     if reader.format != "huggingface" or not reader.config.get("tie_word_embeddings", not has_head):
         return []
-    changed = {*replaced, *(added if has_head else ())}
     return [
         f"{adapter.path} changes {key}, which the model uses as embedding and as head: load it "
         "with peft, merge_and_unload, and convert what save_pretrained leaves"
-        for key in sorted(changed)
+        for key in sorted({key for key, kind in changed if has_head or kind is tuple})
         if key.endswith(TIED_TABLES)
     ]
 
 
-def _replacement_problems(
-    adapter: Adapter, key: str, old: tuple[Piece, ...], new: tuple[Piece, ...]
-) -> list[str]:
-    if len(old) == len(new) and [p.shape for p in old] == [p.shape for p in new]:
-        return []
-    return [
-        f"{adapter.path}: {key} is {_shapes(new)}, the model's is {_shapes(old)}; for a model that "
-        "was given tokens, save it after resize_token_embeddings and convert that"
-    ]
-
-
 def _shares(
-    key: str, tensors: Mapping[str, tuple[Piece, ...]], update: Update
+    key: str, tensors: Mapping[str, tuple[Piece, ...]], update: _Update
 ) -> tuple[_Share, ...] | None:
     """Return the share of each of a matrix's pieces, or None if an update does not fit."""
     pieces = tensors[key]
@@ -249,3 +324,221 @@ def _is_gated(key: str, tensors: Mapping[str, tuple[Piece, ...]]) -> bool:
     following = tensors.get(key.removesuffix(_GATED) + _FOLLOWING, ())
     rows = sum(piece.shape[0] for piece in tensors[key])
     return rows == 2 * sum(piece.shape[1] for piece in following if len(piece.shape) == 2)
+
+
+def _open_adapter(path: Path, base: CheckpointReader, scratch_dir: Path | None) -> _Adapter:
+    """Return an adapter of the model `base`: a folder of PEFT, or a checkpoint of a trainer.
+
+    Raises:
+        CheckpointMismatchError: It is damaged, or changes a model in a way that cannot be merged.
+        ValueError: It is not an adapter.
+    """
+    if (path / _PEFT_CONFIG).is_file():
+        return _open_peft(path, base)
+    own_base = None if recognise_format(path) == "bridge" else base
+    reader = open_checkpoint(path, base=own_base, scratch_dir=scratch_dir)
+    if reader.format == "nemo":
+        return _open_nemo(path, reader)
+    return _open_core(path, reader)
+
+
+# Names that a matrix may have, the axis on which training ranks cut its first factor, and the side
+# of one of its factors.
+_Factor = tuple[tuple[str, ...], int, str]
+
+
+def _adapter(
+    path: Path,
+    reader: CheckpointReader,
+    factor: Callable[[str], _Factor | None],
+    alpha: float,
+    problems: list[str],
+) -> _Adapter:
+    """Return an adapter; `factor` says what a key holds."""
+    found: dict[tuple[tuple[str, ...], int], dict[str, str]] = {}
+    unknown = []
+    for key in reader.tensors:
+        if part := factor(key):
+            names, axis, side = part
+            found.setdefault((names, axis), {})[side] = key
+        else:
+            unknown.append(key)
+    if unknown:
+        problems.append(f"{path} holds {first_names(unknown)}, no factors of LoRA")
+    problems += _lone(path, {names[0]: sides for (names, _), sides in found.items()}, "in", "out")
+    if not found and not problems:
+        problems.append(f"{path} has no factors of LoRA; expected an adapter")
+    refuse(listed(problems))
+    changes: list[_Change] = []
+    for (names, axis), sides in found.items():
+        down, up = (reader.tensors[sides[side]] for side in ("in", "out"))
+        rank = up[0].shape[-1] if up[0].shape else 0
+        scale = alpha / rank if rank else 0.0
+        changes.append((names, _Update(down, up, scale, axis)))
+    return _Adapter(path, tuple(changes), reader.files, reader)
+
+
+def _lone(path: Path, factors: Mapping[str, Mapping[str, Any]], *sides: str) -> list[str]:
+    alone = [name for name, found in factors.items() if set(found) != set(sides)]
+    return [f"{path} has only one factor of {first_names(alone)}"] if alone else []
+
+
+def _number(value: Any, what: str, problems: list[str]) -> float:
+    """Return a finite number, or 1.0 after noting a problem."""
+    if type(value) in (int, float) and abs(value) <= sys.float_info.max:
+        return float(value)
+    problems.append(f"{what} = {value!r:.100} is not a number")
+    return 1.0
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _open_nemo(path: Path, reader: CheckpointReader) -> _Adapter:
+    settings = _table(reader.config.get("peft"))
+    tuning = _table(settings.get("lora_tuning"))
+    problems: list[str] = []
+    if (scheme := settings.get("peft_scheme")) not in _NEMO_SCHEMES:
+        problems.append(f"{path}: peft.peft_scheme = {scheme!r}; expected lora")
+    if tuning.get("weight_tying"):
+        problems.append(f"{path}: peft.lora_tuning.weight_tying = true is not supported")
+    # Without a scale of its own, an adapter's output is added as it is.
+    width = tuning.get("adapter_dim")
+    alpha = tuning.get("alpha") if tuning.get("alpha") is not None else width
+    if alpha is None and not problems:
+        problems.append(f"{path}: peft.lora_tuning states neither alpha nor adapter_dim")
+    alpha = 1 if alpha is None else _number(alpha, f"{path}: peft.lora_tuning.alpha", problems)
+    return _adapter(path, reader, _nemo_factor, alpha, problems)
+
+
+def _nemo_factor(key: str) -> _Factor | None:
+    match = _NEMO_FACTOR.match(key)
+    if match is None or match["adapter"] not in _NEMO_LAYERS:
+        return None
+    layers, axis = _NEMO_LAYERS[match["adapter"]]
+    return tuple(f"{match['block']}.{layer}.weight" for layer in layers), axis, match["side"]
+
+
+def _open_core(path: Path, reader: CheckpointReader) -> _Adapter:
+    """Return the adapter in a distributed checkpoint of NeMo 2 or Megatron Bridge."""
+    settings = _table(reader.config.get("peft"))
+    problems: list[str] = []
+    kind = str(settings.get("_target_") or "none").rpartition(".")[2]
+    if kind != "LoRA":
+        problems.append(f"{path} is trained with {kind}; expected LoRA")
+    alpha = _number(settings.get("alpha", _CORE_ALPHA), f"{path}: alpha", problems)
+    return _adapter(path, reader, _core_factor, alpha, problems)
+
+
+def _core_factor(key: str) -> _Factor | None:
+    match = _CORE_FACTOR.match(key)
+    return ((f"{match['module']}.weight",), 0, match["side"]) if match else None
+
+
+def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
+    config = json_file(path / _PEFT_CONFIG)
+    weights = next((path / name for name in _PEFT_WEIGHTS if (path / name).is_file()), None)
+    problems = _peft_problems(config, path / _PEFT_CONFIG)
+    if weights is None:
+        problems.append(f"{path} has no weights; expected {' or '.join(_PEFT_WEIGHTS)}")
+    if problems or weights is None:
+        raise CheckpointMismatchError(listed(problems))
+    factors: dict[str, dict[str, Piece]] = {}
+    embeddings: set[str] = set()
+    replaced: dict[str, tuple[Piece, ...]] = {}
+    roles: dict[tuple[str, str], str] = {}
+    stored = index_tensors(weights)
+    for name, tensor in stored.items():
+        if _PEFT_ORIGINAL in name or (
+            _PEFT_TRAINED in name and name.replace(_PEFT_TRAINED, ".") in stored
+        ):
+            continue
+        bare = name.removeprefix("base_model.model.")
+        if match := _PEFT_FACTOR.match(bare):
+            role = (match["module"], match["side"])
+            factors.setdefault(match["module"], {})[match["side"]] = tensor
+            embeddings |= {match["module"]} if match["embedding"] else set()
+        else:
+            role = (_PEFT_WRAPPERS.sub("", bare), "")
+            replaced[role[0]] = (tensor,)
+        if (other := roles.setdefault(role, name)) != name:
+            problems.append(f"{weights}: {other} and {name} are two values of one tensor")
+    problems += _lone(path, factors, "A", "B")
+    if not factors and not replaced:
+        problems.append(f"{weights} holds nothing")
+    changes: list[_Change] = [((name,), pieces) for name, pieces in replaced.items()]
+    conv1d = base.config.get("model_type") == "gpt2"
+    for module, sides in factors.items():
+        if set(sides) == {"A", "B"}:
+            scale = _peft_scale(config, module, sides["B"], path / _PEFT_CONFIG, problems)
+            turned = module in embeddings or (conv1d and _CONV1D.search(module) is not None)
+            update = _Update((sides["A"],), (sides["B"],), scale, is_transposed=turned)
+            changes.append(((f"{module}.weight",), update))
+    refuse(listed(problems))
+    return _Adapter(path, tuple(changes), (path / _PEFT_CONFIG, weights))
+
+
+def _peft_problems(config: Mapping[str, Any], where: Path) -> list[str]:
+    """Return every setting of an adapter that cannot be merged."""
+    problems = []
+    if (kind := config.get("peft_type")) != "LORA":
+        return [f"{where}: peft_type = {kind!r}; expected LORA"]
+    remedy = "load it with peft, merge_and_unload, and convert what save_pretrained leaves"
+    start = config.get("init_lora_weights", True)
+    if not any(start is each or start == each for each in _PEFT_STARTS):
+        problems.append(
+            f"{where}: init_lora_weights = {start!r} changes the model's own weights: {remedy}"
+        )
+    problems += [
+        f"{where}: {key} = {value!r:.100} is not supported: {remedy}"
+        for key, value in config.items()
+        if value and key not in _PEFT_READ and key not in _PEFT_HARMLESS
+    ]
+    for key in ("rank_pattern", "alpha_pattern"):
+        table = config.get(key) or {}
+        if not isinstance(table, Mapping):
+            problems.append(f"{where}: {key} is not a table")
+            continue
+        problems += [
+            f"{where}: {key}: {pattern!r:.100} is not a pattern of modules; name them one by one"
+            for pattern in table
+            if not _is_pattern(pattern)
+        ]
+    return problems
+
+
+def _is_pattern(pattern: str) -> bool:
+    repeated = len(re.findall(r"[*+{]|(?<!\()\?", pattern))
+    if len(pattern) > _MOST_PATTERN or repeated > _MOST_REPEATED:
+        return False
+    # A repeated group, or flags for all that it stands in, which Python 3.10 takes anywhere.
+    if re.search(r"\)[*+{]|\(\?[aiLmsux]+\)", pattern):
+        return False
+    try:
+        re.compile(pattern)  # alone, so that it ends no group of what it stands in
+        return re.compile(_MODULE.format(pattern)).groups <= _MOST_GROUPS + 2
+    except re.error:
+        return False
+
+
+def _peft_scale(
+    config: Mapping[str, Any], module: str, up: Piece, where: Path, problems: list[str]
+) -> float:
+    """Return the factor of a module's update; a rank or alpha of its own goes first."""
+    rank = up.shape[-1] if up.shape else 0
+    stated = _of_module(config, "rank_pattern", module, config.get("r"))
+    if stated != rank or not rank:
+        problems.append(f"{where}: r = {stated!r}, but the factors of {module} are of rank {rank}")
+        return 1.0
+    alpha = _of_module(config, "alpha_pattern", module, config.get("lora_alpha"))
+    alpha = _number(alpha, f"{where}: lora_alpha of {module}", problems)
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _of_module(config: Mapping[str, Any], table: str, module: str, usual: Any) -> Any:
+    """Return the value of the first pattern that fits a module's name, or of its end."""
+    for pattern, value in (config.get(table) or {}).items():
+        if re.match(_MODULE.format(pattern), module):
+            return value
+    return usual

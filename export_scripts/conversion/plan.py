@@ -18,7 +18,7 @@ from export_scripts.checkpoints.base import CheckpointReader, Region, json_table
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.checkpoints.quantized import with_plain_weights
 from export_scripts.checkpoints.tokenizers import check_outside_files, given_files
-from export_scripts.conversion.ft_source import FTFolder, ft_mapping, is_ft_folder, open_ft_folder
+from export_scripts.conversion.ft_source import FTFolder, is_ft_folder, open_ft_folder
 from export_scripts.conversion.lora import with_adapters
 from export_scripts.conversion.request import MODEL_TYPES, ConversionRequest
 from export_scripts.conversion.tensor_plan import (
@@ -272,7 +272,7 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
         CheckpointMismatchError: No mapping matches it.
     """
     if isinstance(facts.reader, FTFolder):
-        return ft_mapping(facts.reader), facts
+        return facts.reader.mapping, facts
     for key in ("model_type", "target"):
         if not isinstance(value := facts.config.get(key), str | None):
             raise CheckpointMismatchError(

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from export_scripts.families.mapping.sources import Parts
 from export_scripts.families.mapping.tensors import ShapeTensor
 from export_scripts.files.disk import BLOCK_BYTES, LARGE_BYTES
-from export_scripts.numeric.arrays import DTYPES, Array, bits, store
+from export_scripts.numeric.arrays import DTYPES, Array, bits, store, to_float32
 
 Bytes = npt.NDArray[np.uint8]
 Window = list[tuple[int, int]]  # of a tensor: the first index and the end on each axis
@@ -253,8 +253,5 @@ def value_range(raw: Bytes, data_type: str) -> ValueRange:
 
 
 def _float(bits: int, data_type: str) -> float:
-    if data_type == "bf16":
-        return float(np.uint32(bits << 16).view(np.float32))
-    if data_type == "fp16":
-        return float(np.uint16(bits).view(np.float16))
-    return float(np.uint32(bits).view(np.float32))
+    _, unsigned, _ = _INTEGERS[data_type]
+    return float(to_float32(np.array([bits], unsigned).view(DTYPES[data_type]))[0])

@@ -16,7 +16,7 @@ BLOCK_BYTES = 4096
 # Smaller files do not justify these calls, nor a background thread.
 LARGE_BYTES = 1 << 20
 _TEMPORARY_SUFFIX = ".writing"
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_O_DIRECT = os.O_DIRECT
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -112,11 +112,8 @@ def _reserve(fd: int, size_bytes: int) -> None:
     The C library's posix_fallocate would write into every block where the file system cannot
     allocate; the system call fails instead, and the writes proceed without it.
     """
-    call = getattr(_libc, "fallocate", None)
-    if call is None:
-        return
-    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    if call(fd, 0, 0, size_bytes) != 0 and ctypes.get_errno() in _FULL:
+    failed = _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
+    if failed and ctypes.get_errno() in _FULL:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
@@ -159,10 +156,7 @@ def sync_file_system(folder: Path) -> None:
     """
     fd = os.open(folder, os.O_RDONLY)
     try:
-        syncfs = getattr(_libc, "syncfs", None)
-        if syncfs is None:
-            os.sync()
-        elif syncfs(fd) != 0:
+        if _libc.syncfs(fd) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
     finally:
         os.close(fd)

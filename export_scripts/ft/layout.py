@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.spec import FTTensor, ModelFamily
+from export_scripts.families.layout.spec import ModelFamily
 
 # Files that converters write next to the weights: of the tokenizer, and others.
 TOKENIZER_FILES: tuple[str, ...] = (
@@ -31,19 +31,15 @@ def manifest_path(ft_dir: Path) -> Path:
     return ft_dir.parent / f"{ft_dir.name}.manifest.json"
 
 
-def expected_files(family: ModelFamily, config: FTConfig, tp_size: int) -> dict[str, int]:
-    """Return the exact size of every weight file in a folder for `tp_size` ranks.
+def expected_files(family: ModelFamily, config: FTConfig) -> dict[str, int]:
+    """Return the exact size of every weight file in a folder.
 
     Raises:
-        ValueError: A split axis does not divide by `tp_size`.
+        ValueError: A split axis does not divide by its number of ranks.
     """
+    tp_size = config.tensor_para_size
     return {
         name: tensor.file_bytes(tp_size, config.weight_data_type)
         for tensor in family.tensors(config)
         for name in tensor.file_names(tp_size)
     }
-
-
-def tensor_table(family: ModelFamily, config: FTConfig) -> dict[str, FTTensor]:
-    """Return the tensors of a folder by name, optional ones too."""
-    return {tensor.name: tensor for _, _, tensor in family.expand(config)}

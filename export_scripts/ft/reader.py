@@ -8,10 +8,7 @@ from pathlib import Path
 
 import torch
 
-from export_scripts.errors import CheckpointMismatchError
-from export_scripts.ft.config_ini import read_config
-from export_scripts.ft.layout import tensor_table
-from export_scripts.ft.validation import validate_directory
+from export_scripts.ft.validation import open_directory
 from export_scripts.numeric.dtypes import torch_dtype
 
 
@@ -26,17 +23,9 @@ class FTReader:
 
     def __init__(self, ft_dir: Path | str) -> None:
         self.path = Path(ft_dir)
-        problems = validate_directory(self.path, checksums=False)
-        if problems:
-            raise CheckpointMismatchError([f"{self.path} cannot be loaded:", *problems])
-        self.family, self.config = read_config(self.path)
+        self.family, self.config, self._tensors = open_directory(self.path)
         self.tp_size = self.config.tensor_para_size
         self.weight_data_type = self.config.weight_data_type
-        self._tensors = {
-            name: tensor
-            for name, tensor in tensor_table(self.family, self.config).items()
-            if not tensor.optional or (self.path / tensor.file_name()).exists()
-        }
 
     def has(self, name: str) -> bool:
         """Return whether the folder holds a tensor called `name` (the file's stem)."""
@@ -50,14 +39,8 @@ class FTReader:
         """Return rank `tp_rank`'s part of a tensor, mapped copy-on-write from its file.
 
         Raises:
-            CheckpointMismatchError: The tensor or the rank does not exist.
+            KeyError: The folder does not hold it.
         """
-        if not self.has(name):
-            raise CheckpointMismatchError(f"{self.path} holds no tensor {name}")
-        if not 0 <= tp_rank < self.tp_size:
-            raise CheckpointMismatchError(
-                f"{self.path} is for {self.tp_size} ranks; rank {tp_rank} is out of range"
-            )
         tensor = self._tensors[name]
         dtype = torch_dtype(tensor.dtype or self.weight_data_type)
         shape = tensor.local_shape(self.tp_size)

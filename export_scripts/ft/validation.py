@@ -9,7 +9,7 @@ from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.families.layout.spec import FTTensor, ModelFamily
 from export_scripts.files.checksum import checksum_of
 from export_scripts.files.json_content import json_object
 from export_scripts.ft.config_ini import read_config
@@ -38,11 +38,29 @@ def validate_directory(ft_dir: Path, *, checksums: bool = True) -> list[str]:
     return list(problems.values())
 
 
+def open_directory(ft_dir: Path) -> tuple[ModelFamily, FTConfig, dict[str, FTTensor]]:
+    """Return the family and the config of a folder, and the tensors that it holds, by name.
+
+    Raises:
+        CheckpointMismatchError: The folder is not exactly what its config.ini describes, in the set
+            of its files or in their sizes.
+    """
+    if problems := validate_directory(ft_dir, checksums=False):
+        raise CheckpointMismatchError([f"{ft_dir} cannot be loaded:", *problems])
+    family, config = read_config(ft_dir)
+    tensors = {
+        tensor.name: tensor
+        for _, _, tensor in family.expand(config)
+        if not tensor.optional or (ft_dir / tensor.file_name()).exists()
+    }
+    return family, config, tensors
+
+
 def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[str, str]:
     """Return file name -> problem; a problem of the folder itself is under its path."""
     tp_size = config.tensor_para_size
     try:
-        expected = expected_files(family, config, tp_size)
+        expected = expected_files(family, config)
     except ValueError as error:
         return {str(ft_dir): str(error)}
     found = {entry.name: entry for entry in ft_dir.iterdir()}

@@ -15,9 +15,19 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def with_scales(
-    stored: Array, scale: Array, grid: tuple[int, int], block: tuple[int, int], zero: Array | None
+    stored: Array,
+    scale: Array,
+    grid: tuple[int, int],
+    block: tuple[int, int],
+    zero: Array | None = None,
+    bits: int = 0,
 ) -> Array:
-    """Return scale x (values - zero); each entry of the grid is for a block of rows and columns."""
+    """Return scale x (values - zero); each entry of the grid is for a block of rows and columns.
+
+    With `bits`, what is stored are words (out, in / n) of signed integers, stored from 0.
+    """
+    if bits:
+        stored = _unpacked(stored, bits).reshape(len(stored), -1) - (1 << bits - 1)
     values = _wide(stored)
     rows, columns = block
     width = values.shape[1]
@@ -31,21 +41,13 @@ def with_scales(
     return values
 
 
-def packed(
-    words: Array, scale: Array, grid: tuple[int, int], block: tuple[int, int], bits: int
-) -> Array:
-    """Return scale x values of words (out, in / n) that hold signed integers, stored from 0."""
-    values = _unpacked(words, bits).reshape(len(words), -1) - (1 << bits - 1)
-    return with_scales(values, scale, grid, block, None)
-
-
 def awq(words: Array, zeros: Array, scales: Array) -> Array:
     """Return the values of words (in, out / 8), zero points in words (G, out / 8), scales."""
     values, zeros = _in_awq_order(words), _in_awq_order(zeros)
     group = len(values) // len(zeros)
     values -= np.repeat(zeros, group, axis=0)
     scale = np.ascontiguousarray(scales.T)
-    return with_scales(values.T, scale, (values.shape[1], len(zeros)), (1, group), None)
+    return with_scales(values.T, scale, (values.shape[1], len(zeros)), (1, group))
 
 
 def gptq(

@@ -92,7 +92,7 @@ def test_missing_part_is_named(tmp_path: Path) -> None:
 
 def test_missing_last_part_is_noticed_by_the_number_of_arrays(tmp_path: Path) -> None:
     step = write_release(tmp_path, arrays=ARRAYS - 1)
-    with pytest.raises(CheckpointMismatchError, match=f"holds {ARRAYS - 1} arrays a shard"):
+    with pytest.raises(CheckpointMismatchError, match=f"shard_0 holds {ARRAYS - 1} arrays"):
         open_jax(step)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from export_scripts.checkpoints import open_checkpoint
 from export_scripts.checkpoints.hub import cached_model, hub_advice, hub_id
+from export_scripts.conversion.convert import convert
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
 from tests.arrays import loaded
 from tests.tiny import gpt_tensors, nemo_members, write_nemo
@@ -102,3 +104,19 @@ def test_an_id_that_is_not_cached_is_answered_with_what_to_do(cache: Path) -> No
     assert problem.startswith("--checkpoint-path=someone/other does not exist; ")
     assert "`hf download someone/other`" in problem
     assert str(cache.parent) in problem
+
+
+def test_a_folder_of_one_checkpoint_is_not_taken_for_that_of_another(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "gpt--step=100.ckpt", "gpt--step=200-last.ckpt")
+    request = ConversionRequest(run, tmp_path / "out", 1, "fp32")
+    convert(request)
+    assert convert(replace(request, checkpoint_name="latest")).already_done
+    with pytest.raises(ValueError, match="holds another conversion"):
+        convert(replace(request, checkpoint_name="gpt--step=100.ckpt"))
+
+
+def test_a_folder_of_one_family_is_not_taken_for_that_of_another(tmp_path: Path) -> None:
+    request = ConversionRequest(write_model("t5", tmp_path / "t5"), tmp_path / "out", 1, "fp32")
+    assert convert(replace(request, model_type="t5")).family == "t5"
+    with pytest.raises(ValueError, match="holds another conversion"):
+        convert(replace(request, model_type="t5_encoder"))

@@ -105,7 +105,7 @@ def test_tables_that_do_not_fit_the_folder_leave_nothing(
 ) -> None:
     path = write_prompts(tmp_path / "p.nemo", boolq=torch.randn(3, 23))
     assert add([*gptj_words, "--prompt-checkpoint", str(path)]) == 1
-    assert "model.prompt_table.boolq.weight is [3, 23]" in capsys.readouterr().err
+    assert "boolq.weight: it gives shape [3, 23], expected [3, 24]" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
@@ -129,6 +129,17 @@ def test_ia3_added_to_a_folder_gives_the_folder_converted_with_it(
     words[1], words[3] = str(added), str(tmp_path / "again")
     assert add(words) == 1
     assert "has 2 IA3 tasks already" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_place_for_prompts_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_model("bert", tmp_path / "source")
+    ft_dir = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32")).ft_dir
+    archive = write_prompts(tmp_path / "p.nemo", boolq=torch.randn(3, 24))
+    words = ["--ft-dir", str(ft_dir), "--output-dir", str(tmp_path / "new")]
+    assert add([*words, "--prompt-checkpoint", str(archive)]) == 1
+    assert "a bert folder has no place for prompts" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_place_for_ia3_is_refused(

@@ -1,21 +1,26 @@
-"""The `torch_dist` backend of megatron-core: `.metadata` indexes files of torch.save archives.
+"""The backends of megatron-core's distributed checkpoints: `torch_dist` and `zarr`.
 
-Layout: pytorch, torch/distributed/checkpoint/metadata.py and filesystem.py; megatron-core,
-dist_checkpointing/strategies/torch.py.
+In the first `.metadata` indexes files of torch.save archives; in the second each tensor has a
+folder, and each chunk a file. Layout: pytorch, torch/distributed/checkpoint/metadata.py and
+filesystem.py; zarr's storage specification, version 2; megatron-core,
+dist_checkpointing/strategies/torch.py and, before 0.16, zarr.py.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
-from export_scripts.checkpoints.base import Region, StoredTensor
-from export_scripts.checkpoints.chunks import ChunkedTensor
+from export_scripts.checkpoints.base import Region, StoredTensor, json_table, read_small
+from export_scripts.checkpoints.chunks import ChunkedTensor, Place
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
+from export_scripts.numeric.dtypes import SOURCE_TYPES
 
 INDEX_NAME = ".metadata"
 # Newer versions of megatron-core keep the contents of common.pt here.
@@ -35,7 +40,7 @@ class _OddIndexError(ValueError):
 
 
 # (name of a tensor or object, where a chunk of it begins; None for an object)
-_Place = tuple[str, tuple[int, ...] | None]
+_Key = tuple[str, Place | None]
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class _Shape:
 
     dtype: str
     whole: tuple[int, ...]
-    chunks: Mapping[tuple[int, ...], tuple[int, ...]]
+    chunks: Mapping[Place, tuple[int, ...]]
 
 
 def torch_dist_tensors(
@@ -177,7 +182,7 @@ def _tensors(tree: Any) -> Iterator[tuple[str, _Shape]]:
         if not isinstance(name, str):
             raise _OddIndexError(f"{name!r:.80} in place of a name")
         whole = _numbers(state["size"])
-        chunks: dict[tuple[int, ...], tuple[int, ...]] = {}
+        chunks: dict[Place, tuple[int, ...]] = {}
         for chunk in state["chunks"]:
             box = _state(chunk, f"{_MODULE}.ChunkStorageMetadata")
             begin, size = _numbers(box["offsets"]), _numbers(box["sizes"])
@@ -188,7 +193,7 @@ def _tensors(tree: Any) -> Iterator[tuple[str, _Shape]]:
         yield name, _Shape(dtype, whole, chunks)
 
 
-def _entries(tree: Any) -> Iterator[tuple[_Place, _Entry]]:
+def _entries(tree: Any) -> Iterator[tuple[_Key, _Entry]]:
     for index, value in _table(_state(tree, *_METADATA), "storage_data").items():
         place = _state(index, f"{_MODULE}.MetadataIndex")
         state = _state(value, _STORAGE_INFO)
@@ -199,3 +204,89 @@ def _entries(tree: Any) -> Iterator[tuple[_Place, _Entry]]:
         if state.get("transform_descriptors"):
             raise _OddIndexError(f"{name} is compressed or otherwise transformed")
         yield (name, None if begin is None else _numbers(begin)), _Entry(file, *numbers)
+
+
+_HEADER_NAME = ".zarray"
+_MOST = 1_000_000
+
+# megatron-core writes bfloat16, which numpy lacks, by name.
+_TYPES = {
+    "<f8": "fp64", "<f4": "fp32", "<f2": "fp16", "bfloat16": "bf16", "<i8": "int64",
+    "<i4": "int32", "<i2": "int16", "|i1": "int8", "|u1": "uint8", "|b1": "bool",
+}  # fmt: skip
+# Key of a header -> its allowed values; None is an absent key.
+_EXPECTED: Mapping[str, tuple[Any, ...]] = {
+    "zarr_format": (2,),
+    "order": ("C",),
+    "compressor": (None,),
+    "filters": (None, []),
+    "dimension_separator": (".", "/", None),
+    "dtype": tuple(_TYPES),
+}
+
+
+def zarr_tensors(container: Container, wanted: Callable[[str], bool]) -> dict[str, ChunkedTensor]:
+    """Return the tensors of an archive or a folder whose name is wanted.
+
+    Raises:
+        CheckpointMismatchError: Chunks are missing, truncated or compressed.
+    """
+    end = f"/{_HEADER_NAME}"
+    names = [name.removesuffix(end) for name in container.members if name.endswith(end)]
+    problems: list[str] = []
+    tensors = {
+        name: _read(container, f"{name}/", problems) for name in filter(wanted, sorted(names))
+    }
+    refuse(listed(problems, f"{container.path}: {container.folder}"))
+    return tensors
+
+
+def _read(container: Container, folder: str, problems: list[str]) -> ChunkedTensor:
+    """Return an array, without chunks if it has a problem."""
+    name = folder + _HEADER_NAME
+    try:
+        header = json_table(read_small(container.members[name]), name)
+        found = _oddities(header, name)
+    except CheckpointMismatchError as error:
+        found = error.problems
+    if found:
+        problems += found
+        return ChunkedTensor("fp32", (0,), {})
+    dtype, whole, step = _TYPES[header["dtype"]], tuple(header["shape"]), tuple(header["chunks"])
+    separator = header.get("dimension_separator") or "."
+    full_bytes = math.prod(step) * SOURCE_TYPES[dtype][0]
+    # The last chunk of an axis is stored whole and reaches beyond its end.
+    stride = tuple(math.prod(step[axis + 1 :]) for axis in range(len(step)))
+    chunks: dict[Place, StoredTensor] = {}
+    counts = (-(-size // each) for size, each in zip(whole, step, strict=True))
+    for place in itertools.product(*map(range, counts)):
+        name = folder + (separator.join(map(str, place)) or "0")
+        begin = tuple(i * each for i, each in zip(place, step, strict=True))
+        shape = tuple(min(c, n - b) for c, n, b in zip(step, whole, begin, strict=True))
+        region = container.find(name)
+        if region is None:
+            problems.append(f"{name} is missing")
+        elif region.size != full_bytes:
+            problems.append(f"{name} has {region.size} bytes; expected {full_bytes}")
+        else:
+            own = None if shape == step else stride
+            chunks[begin] = StoredTensor(region.path, region.offset, dtype, shape, own)
+    return ChunkedTensor(dtype, whole, chunks)
+
+
+def _oddities(header: Mapping[str, Any], name: str) -> list[str]:
+    problems = [
+        f"{name}: {key} = {header.get(key)!r}; expected {choices[0]!r}, as megatron-core writes it"
+        for key, choices in _EXPECTED.items()
+        if header.get(key) not in choices
+    ]
+    shape, chunk = header.get("shape"), header.get("chunks")
+    if not _are_sizes(shape) or not _are_sizes(chunk) or len(shape) != len(chunk):
+        problems.append(f"{name}: shape = {shape!r}, chunks = {chunk!r}; expected sizes")
+    elif math.prod(-(-size // step) for size, step in zip(shape, chunk, strict=True)) > _MOST:
+        problems.append(f"{name}: more than {_MOST} chunks")
+    return problems
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and size > 0 for size in value)
