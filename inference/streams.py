@@ -28,7 +28,7 @@ from inference.supervision import REPORTS_VARIABLE
 # response but the whole answer.
 STREAM_PARAMETER = "slipway_stream"
 SOCKET_NAME = "streams"  # in the folder of the server's sockets
-_BACKLOG = 512  # messages that wait for the front
+_BACKLOG = 256  # news that the front has not passed on: four steps of 64 streams
 _MOST_BYTES = 64 << 20  # of a message; a token takes 8, and clients limit how many there are
 
 # The tokens that each row of a request has got since the message before.
@@ -102,9 +102,14 @@ class StreamSender:
 
 
 class StreamReceiver:
-    """The front's end, of all models of a server."""
+    """The front's end, of all models of a server.
+
+    Attributes:
+        is_behind: whether so much waits that a stream's news should be passed on together.
+    """
 
     def __init__(self) -> None:
+        self.is_behind = False
         self._streams: dict[str, asyncio.Queue[Any]] = {}
         self._server: asyncio.Server | None = None
 
@@ -113,11 +118,6 @@ class StreamReceiver:
         self._server = await asyncio.start_unix_server(
             self._read, folder / SOCKET_NAME, limit=_MOST_BYTES
         )
-
-    @property
-    def is_behind(self) -> bool:
-        """Return whether so much waits that the streams' messages should be passed on together."""
-        return sum(came.qsize() for came in self._streams.values()) > _BACKLOG
 
     def close(self) -> None:
         """End listening."""
@@ -141,3 +141,5 @@ class StreamReceiver:
                 for name, news in json.loads(line):
                     if (stream := self._streams.get(name)) is not None:
                         stream.put_nowait(news)
+                waiting = sum(each.qsize() for each in self._streams.values())
+                self.is_behind = waiting > _BACKLOG

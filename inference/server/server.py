@@ -183,8 +183,8 @@ class TritonServer(ServedProcess):
                 self._fail(summary, [ended])
             wait([answered], timeout=_POLL_S)
         if (error := answered.exception()) is not None:
-            words = f"a first small request, which may take {timeout_s:g} s: {error}"
-            self._fail(summary, f"model {model} did not answer {words}".splitlines())
+            words = f"model {model} did not answer a first small request: {error}"
+            self._fail(summary, f"{words} (within {timeout_s:g} s)".splitlines())
 
     def watch_answers(
         self, *, interval_s: float = INTERVAL_S, timeout_s: float = TIMEOUT_S

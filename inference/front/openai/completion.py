@@ -161,10 +161,13 @@ class CompletionRun:
     ) -> None:
         """Take in a frame; names for many scores take long, and are looked up in a thread."""
         take = partial(self._take_frame, run, answers, candidates, final=final)
+        if self._request.best is None:
+            take()
+            return
         pairs = zip(answers, candidates, strict=True)
         new = sum(len(each.ids) - run.answers[place].tokens for place, each in pairs)
         new += len(run.prompt.ids) if self._request.echo and not run.scored else 0
-        if self._request.best is not None and new > _MOST_SCORED:
+        if new > _MOST_SCORED:
             await asyncio.to_thread(take)
         else:
             take()

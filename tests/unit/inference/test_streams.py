@@ -106,14 +106,18 @@ def test_messages_that_wait_are_counted(folder: Path) -> None:
         receiver, sender = StreamReceiver(), StreamSender()
         await receiver.open(folder)
         with receiver.stream() as (name, came):
-            for number in range(600):
-                sender.send(name, [[number]])
-            sender.flush()
-            while came.qsize() < 600:
-                await asyncio.sleep(0.01)
-            assert receiver.is_behind
-            for _ in range(100):
+            for count, is_behind in ((200, False), (400, True)):
+                for _ in range(count - came.qsize()):
+                    sender.send(name, [[0]])
+                sender.flush()
+                while came.qsize() < count:
+                    await asyncio.sleep(0.01)
+                assert receiver.is_behind == is_behind
+            while not came.empty():
                 came.get_nowait()
+            sender.send(name, [[0]])
+            sender.flush()
+            await came.get()
             assert not receiver.is_behind
         await asyncio.to_thread(sender.stop)
         receiver.close()
