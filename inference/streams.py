@@ -28,7 +28,7 @@ from inference.supervision import REPORTS_VARIABLE
 # response but the whole answer.
 STREAM_PARAMETER = "slipway_stream"
 SOCKET_NAME = "streams"  # in the folder of the server's sockets
-_BACKLOG = 256  # news that the front has not passed on: four steps of 64 streams
+_BACKLOG = 512  # news that the front has not passed on: eight steps of 64 streams
 _MOST_BYTES = 64 << 20  # of a message; a token takes 8, and clients limit how many there are
 
 # The tokens that each row of a request has got since the message before.

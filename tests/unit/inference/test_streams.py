@@ -106,7 +106,7 @@ def test_messages_that_wait_are_counted(folder: Path) -> None:
         receiver, sender = StreamReceiver(), StreamSender()
         await receiver.open(folder)
         with receiver.stream() as (name, came):
-            for count, is_behind in ((200, False), (400, True)):
+            for count, is_behind in ((400, False), (600, True)):
                 for _ in range(count - came.qsize()):
                     sender.send(name, [[0]])
                 sender.flush()
