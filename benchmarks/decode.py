@@ -95,8 +95,8 @@ def programs(model: Model, args: argparse.Namespace) -> Iterator[Program]:
             name = f"transformers {version('transformers')} {kind}"
             yield Program(name, partial(hugging_face, model, data_type, args.device))
         peer = args.device == "cpu" and kind in ("fp32", "int8") and not args.no_ctranslate2
-        if peer and model.checkpoint is not None:
-            make = partial(ctranslate, model.checkpoint, args.work_dir, kind, args.threads)
+        if peer:
+            make = partial(ctranslate, huggingface_folder(model), kind, args.threads)
             yield Program(f"CTranslate2 {version('ctranslate2')} {kind}", make)
 
 
@@ -253,7 +253,7 @@ def hugging_face(model: Model, data_type: str, device: str) -> Generate:
     return generate
 
 
-def ctranslate(folder: Path, work_dir: Path, data_type: str, threads: int) -> Generate:
+def ctranslate(folder: Path, data_type: str, threads: int) -> Generate:
     """Return CTranslate2's generator on CPU."""
     import ctranslate2
     import tokenizers
@@ -271,7 +271,7 @@ def ctranslate(folder: Path, work_dir: Path, data_type: str, threads: int) -> Ge
         eos_token="<|endoftext|>",
     ).save_pretrained(folder)
     kind = {"fp32": "float32", "int8": "int8"}[data_type]
-    target = work_dir / f"ctranslate2_{kind}"
+    target = folder.with_name(f"{folder.name}_ctranslate2_{kind}")
     if not target.exists():
         converter = ctranslate2.converters.TransformersConverter(str(folder))
         converter.convert(str(target), quantization=kind)
