@@ -112,7 +112,7 @@ def test_answer_of_any_kind_is_enough() -> None:
 def test_refusal_is_reported_in_the_words_of_the_server(decoupled: bool) -> None:
     with (
         served(fake(refuse, decoupled=decoupled)) as address,
-        pytest.raises(ServerStartError, match=r"model m did not answer .*: out of memory$"),
+        pytest.raises(ServerStartError, match=r"model m did not answer .*: out of memory"),
     ):
         ask(address)
 
@@ -131,7 +131,8 @@ def test_silence_ends_with_the_timeout_or_the_last_waiter(decoupled: bool) -> No
     with served(silent) as address:
         try:
             with pytest.raises(
-                ServerStartError, match=r"model m did not answer .* may take 0\.3 s: Deadline"
+                ServerStartError,
+                match=r"model m did not answer .*: Deadline Exceeded \(within 0\.3 s\)",
             ):
                 ask(address, timeout_s=0.3)
             started = time.monotonic()
