@@ -1,7 +1,5 @@
 """Entry of the command line: `python main.py`, the same as `python launcher_scripts/main.py`."""
 
-from __future__ import annotations
-
 import sys
 
 from launcher_scripts.main import main

@@ -7,8 +7,6 @@ and values are in the paged cache (64 tokens a block) for ours and "FlashAttenti
 side by side for the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ peer's (which does not) at each requested number of worker processes. The source
 cache for all of them. One more run of each measures memory, since that costs time.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil

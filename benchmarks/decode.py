@@ -16,8 +16,6 @@ weights are representable in fp16: with --weight-data-type fp16 the FT folder ha
 half the bytes, also in the memory of the CPU runtime.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -6,8 +6,6 @@ The model doubles its input at once. Clients are threads of this program, on the
 ways carry the same bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

@@ -5,8 +5,6 @@
 Each is a whole process, its first run not counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import subprocess

@@ -1,7 +1,5 @@
 """Random models of real sizes for benchmarks, as Hugging Face checkpoints or as FT folders."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal

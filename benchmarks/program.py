@@ -4,8 +4,6 @@ python -m benchmarks.NAME --help
 python -m benchmarks.NAME ... --record benchmarks/results/NAME.json
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -8,8 +8,6 @@ same requests without a protocol: what a server costs is the difference. Each co
 the machine, and all serve the same weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -7,8 +7,6 @@ server after another, and sends requests over HTTP throughout. `away` ends with 
 the next server; `noticed` is the end of readiness.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

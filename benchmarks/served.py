@@ -1,7 +1,5 @@
 """Folders of shards behind a tritonserver with our engine, or with NVIDIA's C++ backend."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -17,8 +17,6 @@ then get shares of vLLM's rate. It serves the same weights: its own dummy ones a
 most activations are zero in fp16, and products of zeros take a tenth less time.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import random

@@ -1,7 +1,5 @@
 """Command: python -m export_scripts.add_tuning --help."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

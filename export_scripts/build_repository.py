@@ -1,7 +1,5 @@
 """`python -m export_scripts.build_repository`: a Triton repository around converted weights."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys

@@ -1,7 +1,5 @@
 """Helpers of the commands: output, progress, errors in plain words."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import sys

@@ -1,7 +1,5 @@
 """Command: python -m export_scripts.convert --help."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

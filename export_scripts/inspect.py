@@ -1,7 +1,5 @@
 """Command: python -m export_scripts.inspect --help; numpy is not imported."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Command: python -m export_scripts.list_families --help; numpy is not imported."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Suggestions for mistyped names: the most similar known name."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

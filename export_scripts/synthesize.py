@@ -1,7 +1,5 @@
 """Command: python -m export_scripts.synthesize --help."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """Tables as text: aligned columns for a terminal, and Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 

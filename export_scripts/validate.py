@@ -1,7 +1,5 @@
 """Command: python -m export_scripts.validate --help."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

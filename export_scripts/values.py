@@ -1,7 +1,5 @@
 """One key of the configuration: its meaning, its range, and what is wrong with a value of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import types

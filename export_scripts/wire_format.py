@@ -1,7 +1,5 @@
 """The wire format of protocol buffers, without the schema of a message."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Every option of the serving contract is a flag; the flags come from the signature table.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Command: compare two evaluations, `python -m inference.compare RUN_A RUN_B`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A machine's own figures ignore them: /proc/meminfo is the host's, and the cores 
 show its share of their time. Files: kernel documentation, admin-guide/cgroup-v2.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

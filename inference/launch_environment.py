@@ -3,8 +3,6 @@
 mpirun, torchrun, srun and other PMI launchers are recognised by the variables they set.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A process and the one that started it: signals, their end, and that of what they leave."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import signal

@@ -4,8 +4,6 @@ The backend starts its interpreter with an unquoted shell command and assumes AS
 space in the repository's path, a model would load for ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import tempfile

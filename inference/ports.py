@@ -1,7 +1,5 @@
 """Free ports, and the processes that hold taken ones."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import random

@@ -1,7 +1,5 @@
 """A folder of a process among temporary files; the next one removes what a killed one left."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -5,8 +5,6 @@ each shape of a product on CPU, oneDNN and torch keep a kernel of 0.5 MB or more
 default. torch, oneDNN and glibc read the variables when a process starts.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

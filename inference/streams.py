@@ -6,8 +6,6 @@ server's own, and the model sends there, in one message for a step, what all str
 server itself passes on requests, refusals and whole answers, as for any client.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The interface between a model in the server and the supervisor of the server."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

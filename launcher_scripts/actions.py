@@ -1,7 +1,5 @@
 """Actions on earlier runs: status, logs and cancel from the jobs' records, and compare."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Output of the command: lines, one live line on a terminal, tables, the list of problems."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

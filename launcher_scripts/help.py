@@ -1,7 +1,5 @@
 """The texts of `--help`, which fits on a screen, and of `--help all`, with every key."""
 
-from __future__ import annotations
-
 import textwrap
 
 from export_scripts.values import shown

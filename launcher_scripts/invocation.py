@@ -1,7 +1,5 @@
 """The jobs that one command line asks for, or every reason why they cannot run."""
 
-from __future__ import annotations
-
 import operator
 import shlex
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The files around a job: its configuration, script, command line and record."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import shutil

@@ -1,7 +1,5 @@
 """The command: compose the configuration, check every stage, run or submit them."""
 
-from __future__ import annotations
-
 import functools
 import io
 import os

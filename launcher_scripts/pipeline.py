@@ -1,7 +1,5 @@
 """The plan of a run: its stages, their order, and their dependencies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Submission of the planned jobs, which are followed to their end in the foreground."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import signal

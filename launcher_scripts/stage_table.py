@@ -1,7 +1,5 @@
 """The table of stages: how each is built from the configuration, and its settings there."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from pathlib import Path

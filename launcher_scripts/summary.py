@@ -1,7 +1,5 @@
 """The table of stages and their results at the end of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 All combinations are composed and checked before the first starts.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

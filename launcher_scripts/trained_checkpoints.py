@@ -8,8 +8,6 @@ Every trainer says in its own way that a checkpoint is finished:
 - Trainers of Hugging Face write `trainer_state.json` into the folder after the weights.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The loop of `action=watch`: find checkpoints, start their pipelines, follow them to the end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path

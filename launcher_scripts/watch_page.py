@@ -1,7 +1,5 @@
 """The page of a watch: every checkpoint, and each figure over the steps with its interval."""
 
-from __future__ import annotations
-
 from markupsafe import Markup
 
 from inference.evaluation.record import HistoryPoint

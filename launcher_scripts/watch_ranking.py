@@ -1,7 +1,5 @@
 """The best checkpoint of a watch: by which figure, how each compares with it, what is kept."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The state of a watch, in a file that a watch started later continues from."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any

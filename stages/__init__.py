@@ -1,7 +1,5 @@
 """The stages of the pipeline, in its order: picklable callables with plain data."""
 
-from __future__ import annotations
-
 from stages.base import Stage
 from stages.convert import ConvertStage
 from stages.deploy import DeployStage

@@ -4,8 +4,6 @@ A stage does not know where it runs. What it leaves behind is recognised later b
 part of its configuration that decides its outputs, saved next to them.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

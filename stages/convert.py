@@ -1,7 +1,5 @@
 """Stage `convert`: a checkpoint becomes FasterTransformer shards, or a Hugging Face folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stage `deploy`: a tritonserver that serves the repository until it is stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import shlex

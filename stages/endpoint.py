@@ -1,7 +1,5 @@
 """The published address of a running server, and the files that ask it to end or to reload."""
 
-from __future__ import annotations
-
 import os
 import socket
 from dataclasses import asdict, dataclass

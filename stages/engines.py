@@ -1,7 +1,5 @@
 """Commands of engines other than ours that speak OpenAI's protocol."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Stage `export`: FasterTransformer shards become a Triton repository."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from importlib.util import find_spec

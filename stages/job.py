@@ -1,7 +1,5 @@
 """The job that is submitted: a stage and the record of its run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

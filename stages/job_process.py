@@ -1,7 +1,5 @@
 """The process that runs a stage: its job and node, its stop signals, and its child processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

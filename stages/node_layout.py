@@ -4,8 +4,6 @@ The rule of NVIDIA's deployment guides for FasterTransformer: TP x PP GPUs, the 
 node, on as few nodes as possible.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

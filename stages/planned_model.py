@@ -1,7 +1,5 @@
 """A model whose checkpoint is elsewhere: its sizes as stated, for a plan without it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

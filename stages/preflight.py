@@ -3,8 +3,6 @@
 It runs in the processes of the stage, before any weight is read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -4,8 +4,6 @@ The file is replaced as a whole, which shows a reader one state or the next, and
 a second, which costs little.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

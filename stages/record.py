@@ -1,7 +1,5 @@
 """job.json: the record of one job, written by the launcher and by the job itself."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ or per node, do their part of that start and wait for the next. They share a fil
 results do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

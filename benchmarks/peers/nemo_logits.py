@@ -8,8 +8,6 @@ NVIDIA's apex (of a release that has apex/transformer). Where NeMo takes a GPU o
 for granted, what it would not use on the CPU is left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import builtins
 import contextlib

@@ -3,8 +3,6 @@
 Readers know names, shapes and bytes; what a tensor means to a model is in `families`.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable
 from pathlib import Path

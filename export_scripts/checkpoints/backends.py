@@ -6,8 +6,6 @@ filesystem.py; zarr's storage specification, version 2; megatron-core,
 dist_checkpointing/strategies/torch.py and, before 0.16, zarr.py.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Shared by NeMo and Megatron-LM, whose readers handle the files around it. Layout
 megatron-core, dist_checkpointing/serialization.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

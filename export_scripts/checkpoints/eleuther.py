@@ -4,8 +4,6 @@ File numbers order the layers. Keys identify a file's contents, because the numb
 the embedding, final norm and head differ between releases.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Layout of the cache: huggingface_hub, docs "Understand caching"; its variables a
 reads them. Nothing is downloaded here.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hugging Face folders: config.json, safetensors or torch .bin files, single or indexed."""
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Every shard folder holds the same unnamed arrays in the same order; only that or
 array. Arrays are indexed inside the .npz files and mapped, never unpacked.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import zipfile

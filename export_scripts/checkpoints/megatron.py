@@ -3,8 +3,6 @@
 Layout: NVIDIA/Megatron-LM, megatron/checkpointing.py (get_checkpoint_names, checkpoint versions).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Layout rules: NeMo 1.x, core/connectors/save_restore_connector.py and the checkp
 its Megatron models. NeMo 2 checkpoints are recognised here and read in nemo2.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import functools

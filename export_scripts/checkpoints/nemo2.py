@@ -6,8 +6,6 @@ training/utils/checkpoint_utils.py. `_target_` entries of the settings are names
 they name is imported.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath

@@ -4,8 +4,6 @@ Tensor-parallel ranks each hold a piece of a tensor; pipeline stages number thei
 Used for NeMo and Megatron; families do not see ranks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

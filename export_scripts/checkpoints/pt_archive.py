@@ -4,8 +4,6 @@ Both the zip layout (torch >= 1.6) and the older stream of pickles are read, in 
 or inside an uncompressed tar. The file's code is not executed and tensors are not loaded.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import struct

@@ -4,8 +4,6 @@ No tokenizer library is needed: byte-pair vocabularies are JSON, WordPiece ones 
 a sentencepiece model is a protocol buffer of which three integers are read.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass

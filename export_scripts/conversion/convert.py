@@ -1,7 +1,5 @@
 """Conversion of a checkpoint into an FT folder, and its checks before the start."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import resource

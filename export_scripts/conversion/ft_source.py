@@ -1,7 +1,5 @@
 """An FT folder as a source: the files of its ranks are the pieces of each tensor."""
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ each Hugging Face mapping of the family is read back by that mapping: the first 
 the same architecture and the same tensors holds, and what none can express is thereby named.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import json

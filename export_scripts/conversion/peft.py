@@ -3,8 +3,6 @@
 Layout: peft, tuners/prompt_tuning/config.py, tuners/ia3/layer.py and utils/save_and_load.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

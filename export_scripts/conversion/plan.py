@@ -4,8 +4,6 @@ Every problem visible in names and shapes is collected and reported before a byt
 numpy is not imported.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Source of each FT tensor, with names and shapes checked before any is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Threads suffice as workers: copies, casts, checksums and writes all run outside 
 lock, and all workers share one mapping of the source.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import functools
 import math

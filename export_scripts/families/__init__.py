@@ -4,8 +4,6 @@ A family of one file is here, one of several in a folder of its own. Containers 
 tensors are in `checkpoints`, files of the result in `ft`.
 """
 
-from __future__ import annotations
-
 from export_scripts.families.bert import BERT, BERT_HUGGINGFACE
 from export_scripts.families.dense.core import DENSE_CORE_MAPPINGS
 from export_scripts.families.dense.families import DENSE_HUGGINGFACE

@@ -4,8 +4,6 @@ Layout: FasterTransformer, models/bert/BertWeight.h and BertLayerWeight.cc (5.3 
 transformers, models/bert/modeling_bert.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -7,8 +7,6 @@ examples/pytorch/gptj/utils/gptj_ckpt_convert.py.
 
 # Shapes: S shards, h hidden
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -8,8 +8,6 @@ eleutherai_gpt_neox_convert.py, which sums over some of the ranks only.
 
 # Shapes: S training ranks, h hidden
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Collection, Mapping

@@ -4,8 +4,6 @@ The decoder of `families.dense` with a router and experts in place of each MLP. 
 nor FasterTransformer serves them: they are written as Hugging Face folders alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checksums of files: SHA-256, and CRC-32 about five times as fast as zlib's."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """System calls for large files: fast writes, one sync, and clear errors for a full disk."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

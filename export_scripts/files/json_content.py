@@ -1,7 +1,5 @@
 """JSON that others wrote: its contents, or what is wrong with it."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

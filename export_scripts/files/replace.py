@@ -1,7 +1,5 @@
 """Files replaced in one step: a reader sees the old contents or the new ones, never a part."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """The files of a folder tree, those behind symbolic links included."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

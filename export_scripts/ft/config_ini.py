@@ -3,8 +3,6 @@
 Reader rules: FasterTransformer, 3rdparty/INIReader.h (inih), a line buffer of 200 bytes.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

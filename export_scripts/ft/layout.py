@@ -1,7 +1,5 @@
 """Paths and file names of an FT checkpoint; imports only the standard library."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from export_scripts.families.layout.config import FTConfig

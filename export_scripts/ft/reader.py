@@ -1,7 +1,5 @@
 """Memory-mapped tensors of one rank of an FT folder, which is checked first."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizer files: the kinds known, and the one a folder holds."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Comparison of an FT folder with its config.ini, its family and its manifest."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import fnmatch
 from pathlib import Path

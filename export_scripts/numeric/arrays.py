@@ -4,8 +4,6 @@ numpy has no bfloat16. Arrays of it have the void type `BF16`: they can be slice
 joined like any other, and arithmetic on them fails instead of going wrong.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Shapes: matrices are (out, in); G groups of inputs share a scale. Names and shap
 `checkpoints.quantized`, without numpy.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from export_scripts.numeric.arrays import Array, to_float32

@@ -1,7 +1,5 @@
 """config.pbtxt of a served model, written and read through Triton's protobuf schema."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

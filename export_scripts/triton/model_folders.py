@@ -1,7 +1,5 @@
 """The models of a repository by its request: configuration and files of each version folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

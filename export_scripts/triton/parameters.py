@@ -5,8 +5,6 @@ shows it. To add a parameter, add a row, and where it is an option of the engine
 name to `inference.engine.options.EngineOptions`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

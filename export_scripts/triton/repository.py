@@ -4,8 +4,6 @@ The weights are in `<repository>/<model>/1/<TP>-gpu`; everything else is written
 config.pbtxt is written last and atomically: without it the server ignores the folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

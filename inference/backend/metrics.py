@@ -4,8 +4,6 @@ Triton's own durations of these models end when `execute` has taken a request ov
 answer (2.51, pb_metric_reporter.cc); the front puts those measured here in their place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -1,7 +1,5 @@
 """Settings of a model from its config.pbtxt, checked: placement, engine options, weights."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

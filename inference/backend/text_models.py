@@ -6,8 +6,6 @@ other requests of its batch their answers.
 
 # Shapes: B rows, K beams, S padded prompt, L prompt and answer
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Sequence

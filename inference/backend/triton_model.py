@@ -4,8 +4,6 @@
 is used.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -8,8 +8,6 @@ its own length.
 
 # Shapes: K beams, m running beams, W candidates of a beam, R tokens asked for
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

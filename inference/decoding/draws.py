@@ -13,8 +13,6 @@ change the logits x in this order, in fp32:
 Source: FasterTransformer 5.3 for steps 2 to 4; OpenAI's API reference for bias and frequency.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

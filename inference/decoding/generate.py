@@ -5,8 +5,6 @@ Rows join and leave between steps; what a row decodes never depends on the other
 
 # Shapes: N slots of all rows of a step, V vocabulary
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

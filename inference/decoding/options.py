@@ -4,8 +4,6 @@ Source: FasterTransformer 5.3, layers/sampling_layers/TopKSamplingLayer.cu,
 TopPSamplingLayer.cu (argument set-up) and layers/DynamicDecodeLayer.cc.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 # Shapes: B rows, K beams, P prompt columns, R longest answer asked for, H hidden units,
 # W best tokens of a place
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

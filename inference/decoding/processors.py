@@ -6,8 +6,6 @@ not depend on the other slots, bit for bit.
 
 # Shapes: N slots of a step, n of them processed here, V vocabulary, X V rounded up to ALIGNMENT
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

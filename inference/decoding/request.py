@@ -5,8 +5,6 @@ All problems of a request are reported together; each message starts with the te
 
 # Shapes: B rows, S padded prompt length, W width of a word list
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple

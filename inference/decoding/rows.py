@@ -1,7 +1,5 @@
 """Checked requests, row by row, the limits they were checked against, and their results."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

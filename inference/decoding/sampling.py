@@ -6,8 +6,6 @@ token at the nucleus boundary keeps only the part of its mass inside the nucleus
 
 # Shapes: n rows, W candidates, V vocabulary (padded)
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Reading the per-row tensors of a request; every problem is noted, none is raised."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field

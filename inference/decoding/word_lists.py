@@ -4,8 +4,6 @@ Row 0 holds the ids of all entries one after another, row 1 their exclusive end 
 with -1. Source: FasterTransformer 5.3, kernels/ban_bad_words.cu and stop_criteria_kernels.cu.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ A slot is a running sequence's place in steps. Its blocks hold its tokens; it ta
 grows, from those that were reserved for it if it may not be preempted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

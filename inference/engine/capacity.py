@@ -1,7 +1,5 @@
 """Capacity of an engine: device, slots and their length, from the model and the budgets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

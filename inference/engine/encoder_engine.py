@@ -1,7 +1,5 @@
 """The engine of encoders: BERT, a T5 encoder, or the encoder of a whole T5, on all their ranks."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from dataclasses import replace
 

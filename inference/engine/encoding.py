@@ -5,8 +5,6 @@ Rows are independent and keep no state: a step takes as many as fit.
 
 # Shapes: B rows, S longest row as the client padded it, E hidden, N tokens of a step
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Requests join and leave between steps. Ranks other than 0 are processes of this 
 ends or hangs fails the requests in flight, and later ones, with the reason.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Errors of an engine that cannot answer a valid request."""
 
-from __future__ import annotations
-
 
 class EngineBusyError(RuntimeError):
     """The queue is full; the request may be sent again later."""

@@ -1,7 +1,5 @@
 """The load of an engine and the times of its requests, for whoever watches it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from time import perf_counter
 

@@ -1,7 +1,5 @@
 """Budgets and bounds of an engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -2,8 +2,6 @@
 
 # Shapes: E hidden
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The base classes of a request to an engine, of the steps that compute it, and of schedulers."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError

@@ -1,7 +1,5 @@
 """The place of rows in the cache: their slots, the blocks of these, and the moves of tokens."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Sequence
 

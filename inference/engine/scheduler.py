@@ -4,8 +4,6 @@ Rows join when slots are free and leave when they finish, between steps. The sch
 one thread and does no input or output; `decoder` chooses the tokens.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections import deque

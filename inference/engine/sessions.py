@@ -5,8 +5,6 @@ tokens; it is answered as one request whose prompt is the whole conversation, of
 new tokens are cached already.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic

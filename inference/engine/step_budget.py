@@ -1,7 +1,5 @@
 """The work of a step: prompt tokens and encoder layers within the time a step may take."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 

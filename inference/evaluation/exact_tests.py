@@ -5,8 +5,6 @@ score statistic (T. Tango, Statistics in Medicine 17, 1998): the largest tail ov
 of changed answers, enumerated.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from functools import lru_cache, partial

@@ -4,8 +4,6 @@ Exit codes: 0 every bound holds, 3 a bound is breached, 5 none is, but the sampl
 all hold; anything else means that the evaluation itself could not be done.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

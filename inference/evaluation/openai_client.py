@@ -1,7 +1,5 @@
 """A client of OpenAI's protocol, from the standard library alone."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import ssl

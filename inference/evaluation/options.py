@@ -6,8 +6,6 @@ default, which `--help` prints and every check reads. The evaluator takes the sa
 
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Paired comparison: the metrics of two runs, sample by sample."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 

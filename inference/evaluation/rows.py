@@ -5,8 +5,6 @@ Greedy decoding is asked for explicitly, so that a server's defaults never decid
 
 # Shapes: B rows, S padded prompt
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Intervals and standard errors, from the standard library alone."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Tasks and models meet only here: a task sees token ids and text, never Triton; a
 sees a metric. Standard library only, so that options can be checked on a login node.
 """
 
-from __future__ import annotations
-
 import abc
 import hashlib
 import json

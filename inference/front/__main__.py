@@ -5,8 +5,6 @@ wanted, OpenAI's protocol. FD is the connection to its owner, see `link.py`. At 
 accepts no more requests, and ends when the running ones are answered.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

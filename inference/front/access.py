@@ -2,8 +2,6 @@
 
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
-from __future__ import annotations
-
 import argparse
 import re
 import ssl

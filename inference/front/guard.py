@@ -1,7 +1,5 @@
 """The guard of every protocol: it admits a client and its body before anything is parsed."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

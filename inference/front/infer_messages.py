@@ -1,7 +1,5 @@
 """Check a ModelInferRequest of gRPC: what is not data has the form that it has in JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

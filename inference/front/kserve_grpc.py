@@ -4,8 +4,6 @@ Messages are passed on as they are, if they have the form of a request; gRPC its
 that are too large. Of a call that is refused, no message is read.
 """
 
-from __future__ import annotations
-
 import urllib.parse
 from collections.abc import AsyncIterator, Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """KServe over HTTP: check a request, pass it on to tritonserver, pass back the answer."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -4,8 +4,6 @@ One connection carries all of it. The owner sends records, the front lines of te
 sends could run in its owner.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

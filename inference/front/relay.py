@@ -6,8 +6,6 @@ further requests go there; those under way end where they began, and no connecti
 may ask what is decided by the server's own front.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

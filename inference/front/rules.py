@@ -1,7 +1,5 @@
 """The requests that clients may send to tritonserver, and the errors that they may see."""
 
-from __future__ import annotations
-
 import re
 from http import HTTPStatus
 

@@ -4,8 +4,6 @@ An id reaches tritonserver as a keyed hash of it and its owner. Whoever guesses 
 session of his own, which does not exist.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import ipaddress

@@ -1,7 +1,5 @@
 """Unix sockets of a tritonserver, in a folder that only its owner can enter."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

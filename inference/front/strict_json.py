@@ -1,7 +1,5 @@
 """JSON of requests that every parser reads alike."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """The tritonserver behind the front, and what the protocols in front of it share."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Iterator

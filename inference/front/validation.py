@@ -11,8 +11,6 @@ It answers a wrong id, name or parameter with a status of its own failures, and 
 null character, which would give one request two meanings.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ torch's kernels serve groups of sequences.
 # Shapes: N tokens of the step, B slots of a group, Q new tokens per slot, H local query
 #         heads, K local key/value heads, D head size, S cached tokens
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

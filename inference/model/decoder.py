@@ -6,8 +6,6 @@ linears know how tensors are divided among ranks.
 
 # Shapes: N tokens of a step, E hidden
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 

@@ -5,8 +5,6 @@ Embeddings, pooler and heads run outside, as FasterTransformer has it.
 
 # Shapes: N tokens of all rows, E hidden
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

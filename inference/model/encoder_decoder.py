@@ -8,8 +8,6 @@ architecture record. A pipeline stage holds its share of the layers of both stac
 
 # Shapes: N tokens, E hidden, H local heads, D head size, V vocabulary
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

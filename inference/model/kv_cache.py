@@ -8,8 +8,6 @@ reads fastest in one piece; the system backs a page only when a token is first w
 # Shapes: L local layers, B slots, H local key/value heads, S tokens of a block, D head size,
 #         N tokens of a step, n copied tokens
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ little, so that no result depends on padding.
 
 # Shapes: N tokens of all rows, B rows of a group, S longest row of a group, H heads, D head size
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ each, farther ones share buckets of logarithmic width, and all beyond `max_dista
 
 # Shapes: H heads, S tokens
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ Su et al., RoFormer, section 3.2.2. GPT-J rotates neighbouring pairs, GPT-NeoX a
 
 # Shapes: N tokens, H heads, D head size, R rotated dimensions of a head
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

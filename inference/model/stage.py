@@ -2,8 +2,6 @@
 
 # Shapes: N tokens of a step, n tokens whose logits are wanted, E hidden
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

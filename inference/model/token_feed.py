@@ -6,8 +6,6 @@ logits are changed first is the contract of `inference.decoding.draws`.
 
 # Shapes: n tokens whose logits are given, V vocabulary, T ranks that share it
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -2,8 +2,6 @@
 
 # Shapes: E hidden, V vocabulary
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any, Generic, TypeVar
 

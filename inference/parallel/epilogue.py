@@ -1,7 +1,5 @@
 """Options of matrix products, and their epilogue: bias, activation and residual."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -2,8 +2,6 @@
 
 # Shapes: N rows (tokens), I inputs, O outputs
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

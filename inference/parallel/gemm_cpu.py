@@ -9,8 +9,6 @@ is as fast from 16 rows on.
 
 # Shapes: N rows (tokens), I inputs, O outputs
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import warnings

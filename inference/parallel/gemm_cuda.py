@@ -9,8 +9,6 @@ same kernel.
 
 # Shapes: N rows, I inputs, O outputs
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

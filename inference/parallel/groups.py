@@ -3,8 +3,6 @@
 Groups are made directly on a store, which allows several engines in one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast

@@ -2,8 +2,6 @@
 
 # Shapes: N rows (tokens), I inputs, O outputs
 
-from __future__ import annotations
-
 import torch
 
 from inference.parallel.epilogue import GemmActivation, finish

@@ -7,8 +7,6 @@ GPT-J-6B took 3.4 ms without and 3.0 ms with this. Import this module only where
 installed.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The place of a rank in the tensor x pipeline grid, and its part of the model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -5,8 +5,6 @@ A linear whose outputs are divided is a plain product: each rank computes its ow
 
 # Shapes: N rows (tokens), H hidden, V vocabulary, T tensor-parallel size
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -8,8 +8,6 @@ this module only where Triton is installed.
 
 # Shapes: N tokens, E hidden
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Memory of a GPU that the other ranks of its host map, through CUDA's driver."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import logging

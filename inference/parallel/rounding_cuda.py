@@ -2,8 +2,6 @@
 
 # Shapes: N rows, I inputs, O outputs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

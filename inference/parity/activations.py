@@ -2,8 +2,6 @@
 
 # Shapes: N tokens, W width of a part (hidden, or the vocabulary)
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

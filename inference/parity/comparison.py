@@ -1,7 +1,5 @@
 """One comparison of a source with a folder: its weights, then every layer, and what it found."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -5,8 +5,6 @@ The model is put together of all training ranks first, so that one process compu
 
 # Shapes: N tokens, H hidden, V vocabulary; megatron-core has (N, 1, H) inside
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ inputs as rows; a bias that every shard adds before the sum over shards counts o
 
 # Shapes: V vocabulary, h hidden
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

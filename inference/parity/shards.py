@@ -7,8 +7,6 @@ without one, which is added once it is noted.
 
 # Shapes: N tokens, E hidden, V vocabulary, W width of a part
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Tolerances: the largest difference from the source that rounding explains, by type."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 # Largest error that rounding explains, of the largest value of what is compared. fp32 computes

@@ -1,7 +1,5 @@
 """Compare an FT folder's files with what the converter would write of the source, byte by byte."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence

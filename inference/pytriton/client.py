@@ -1,7 +1,5 @@
 """`python -m inference.pytriton.client`: send prompts to a text model for PyTriton's clients."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """From the name of a model to its weights: a local path, or a download, converted where needed."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence

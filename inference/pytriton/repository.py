@@ -6,8 +6,6 @@ NeMo's LengthParam, SamplingParam and OutputType. NEMO_DEPLOY_INPUTS are what th
 of nemo/deploy/nlp/query_llm.py send.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ does. Started by mpirun, srun or torchrun, TP x PP processes in all, each proces
 started by itself, it starts the ranks of this node.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

@@ -2,8 +2,6 @@
 
 # Shapes: n tokens whose logits are wanted, V vocabulary, N tokens of a step, E hidden
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

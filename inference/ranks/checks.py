@@ -1,7 +1,5 @@
 """Checks before loading: the model divides among the ranks, and each rank has a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

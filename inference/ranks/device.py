@@ -1,7 +1,5 @@
 """The device of a rank, and the types that it computes in."""
 
-from __future__ import annotations
-
 import logging
 import socket
 

@@ -4,8 +4,6 @@ JSON holds nothing but values: the connections of ranks are not authenticated, a
 them must not be able to run code.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """All ranks of an engine: rank 0, the other processes, and their connections."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from dataclasses import replace

@@ -4,8 +4,6 @@ Rank 0 holds one store. Each other rank connects to it, waits for its settings, 
 heartbeat every second. The model's own connections are made later, through the same store.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """The start of ranks: their kinds, the store of a node, and milestones reported through a store."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

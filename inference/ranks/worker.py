@@ -3,8 +3,6 @@
 The process ends when rank 0 does.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import logging

@@ -5,8 +5,6 @@ reason as soon as the server has lost a model; its owner then starts it again. A
 model never becomes ready again.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

@@ -4,8 +4,6 @@ gRPC over the server's Unix socket, or over TCP to a server of another project. 
 serves FasterTransformer models has these calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The front as a process of its owner, which outlives the server behind it by taking another."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -4,8 +4,6 @@ Silence alone ends nothing. What is silent and advances is busy; what is silent 
 busy; what does neither hangs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """The tritonserver installed on this machine, and its environment."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

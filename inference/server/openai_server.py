@@ -1,7 +1,5 @@
 """A server of OpenAI's protocol by another engine: start it, wait for it, watch it, stop it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass

@@ -1,7 +1,5 @@
 """Command-line options of tritonserver."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path

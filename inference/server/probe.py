@@ -1,7 +1,5 @@
 """Small requests that show whether a server answers: before its address is published, and after."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

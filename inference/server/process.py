@@ -1,7 +1,5 @@
 """A server's process under its supervisor: its ports, its start, its end."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import ipaddress

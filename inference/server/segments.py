@@ -1,7 +1,5 @@
 """Shared memory of a server: segments whose names have a prefix of its own, gone with it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

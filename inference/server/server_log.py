@@ -1,7 +1,5 @@
 """A tritonserver's log: its last lines, the models being loaded, and why a start failed."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import signal

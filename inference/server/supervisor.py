@@ -9,8 +9,6 @@ processes stays stopped, neither of which Triton notices. It sends the owner the
 model, which has reported it at the socket REPORTS, or what it has seen itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Values as tensors: of a text request, of a request file, and in a model's own types."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command line: Hydra's arguments, and those of the NeMo launcher, translated."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import re

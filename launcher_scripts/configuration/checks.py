@@ -1,7 +1,5 @@
 """Checks of names, mounts, folders and variables that hold on every cluster."""
 
-from __future__ import annotations
-
 import operator
 import os
 import re

@@ -3,8 +3,6 @@
 Every problem is reported at once. A wrong override is left out, and the rest is composed.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

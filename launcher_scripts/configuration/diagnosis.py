@@ -1,7 +1,5 @@
 """Messages for wrong overrides: the expected value, and the remedy."""
 
-from __future__ import annotations
-
 import typing
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Settings of the evaluation, from the configuration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

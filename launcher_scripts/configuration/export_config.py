@@ -1,7 +1,5 @@
 """Requests for the conversion and for the Triton repository, from the configuration."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any

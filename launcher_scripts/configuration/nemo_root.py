@@ -4,8 +4,6 @@ Keys that exist here are used, missing ones have the values of conf/config.yaml,
 other stages (training, fine_tuning, ...) are left out and named once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ defaults are here. The texts are printed by `--help` and quoted by error message
 
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings and resources of the server, from the configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from export_scripts.triton.model_config import ModelSizes, served_model_of

@@ -1,7 +1,5 @@
 """Time limits in Slurm's notation."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The interfaces to a cluster: jobs, their handles, launchers and queues."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Base Command has no queue and no job id: the command on the first replica starts each stage.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ at once, in the foreground, with bcprun, or with mpirun where bcprun is missing.
 task reads its rank from its environment and runs the same pickled callable.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -4,8 +4,6 @@ One node becomes a Deployment, several a LeaderWorkerSet, whose pods hold the ra
 The placement, the server's options and its environment are those of the other clusters.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

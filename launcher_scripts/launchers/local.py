@@ -1,7 +1,5 @@
 """Jobs on this machine, through submitit's local executor, in the foreground of the command."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

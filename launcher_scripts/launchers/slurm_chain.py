@@ -5,8 +5,6 @@ ended for whatever reason, so that a lost node starts it at once. The job that h
 address serves, and `job.json` is its record; its predecessor sees that address and drains.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 import time

@@ -1,7 +1,5 @@
 """Checks of settings that no Slurm would accept, and against the cluster itself."""
 
-from __future__ import annotations
-
 import operator
 import re
 import shlex

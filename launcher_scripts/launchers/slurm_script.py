@@ -1,7 +1,5 @@
 """The batch script of a Slurm job, as text; nothing here calls Slurm."""
 
-from __future__ import annotations
-
 import operator
 import shlex
 import sys

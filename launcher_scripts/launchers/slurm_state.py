@@ -1,7 +1,5 @@
 """The state of a job from squeue, scontrol and sacct, in this order."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ build NVIDIA's. Both load the same shards, of random models. A row of the table 
 tokens are equal, and the largest difference of the log probabilities or hidden states.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

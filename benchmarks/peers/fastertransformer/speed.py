@@ -6,8 +6,6 @@ One request holds the whole batch, prompts of 128 tokens and 128 new ones; the e
 and the median of the repeats counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -3,8 +3,6 @@
 NeMo and Megatron-LM save the same tensors and differ in their configuration only.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Dense decoders in Hugging Face's form: one record for each, read in both directions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Dense decoders in Hugging Face's form: one record a family, read in both directions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ NVIDIA's FasterTransformer has no decoder with RMSNorm, a gated MLP or grouped-q
 layout follows the GPT one where it can; what models differ in are keys of config.ini.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar

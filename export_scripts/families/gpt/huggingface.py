@@ -1,7 +1,5 @@
 """The GPT layout from Hugging Face: GPT-2, OPT, and BLOOM with ALiBi and an early layernorm."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

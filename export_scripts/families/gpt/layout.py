@@ -4,8 +4,6 @@ Layout: FasterTransformer, models/multi_gpu_gpt/ParallelGptWeight.cc and
 ParallelGptDecoderLayerWeight.cc (5.3 line).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

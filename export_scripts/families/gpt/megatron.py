@@ -3,8 +3,6 @@
 Names of the latter: NVIDIA/Megatron-LM, megatron/core/models/gpt/gpt_model.py and its layer specs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ These records carry every fact the forward pass needs, so model modules do not d
 the family.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The config of a model: a frozen dataclass per family whose fields are keys of config.ini."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

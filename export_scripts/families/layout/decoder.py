@@ -3,8 +3,6 @@
 Prompts: FasterTransformer 5.3, models/gptj/GptJWeight.cc, kernels/unfused_attention_kernels.cu.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from export_scripts.families.layout.config import FTConfig

@@ -6,8 +6,6 @@ NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/gpt_provider.py; megatro
 megatron/core/transformer/transformer_config.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

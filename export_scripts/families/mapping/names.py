@@ -1,7 +1,5 @@
 """The tensors of a decoder in a source: its modules, by those of the layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

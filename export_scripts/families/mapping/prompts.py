@@ -4,8 +4,6 @@ Archive: NeMo, MegatronGPTPromptLearningModel / MegatronT5PromptLearningModel; m
 lists task_templates, the weights hold one table per task.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Before version 5: rope_theta (rotary_emb_base), partial_rotary_factor (rotary_pc
 since then one rope_parameters. Meanings: transformers, modeling_rope_utils.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

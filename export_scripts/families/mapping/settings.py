@@ -4,8 +4,6 @@ Problems are gathered and raised together. Absent keys have the defaults of the 
 wrote the file.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

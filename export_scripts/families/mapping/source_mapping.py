@@ -1,7 +1,5 @@
 """Source mappings: one record per source architecture and format of a family."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field

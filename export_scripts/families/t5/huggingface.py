@@ -3,8 +3,6 @@
 Names: transformers, models/t5/modeling_t5.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

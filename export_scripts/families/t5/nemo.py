@@ -6,8 +6,6 @@ megatron_model_base_config.yaml. FT derives biases, norm and the scaling of atte
 t5_with_bias alone; other behaviour of a model is folded into its weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Archives: NeMo 1.x, nlp/models/language_modeling/megatron_t5_adapter_model.py.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

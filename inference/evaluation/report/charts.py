@@ -4,8 +4,6 @@ Places are in percent of the plotting area, so that a chart fills whatever width
 names, legends and axes around it are laid out by the page.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The comparison is text for the terminal and one HTML page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

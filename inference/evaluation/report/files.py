@@ -3,8 +3,6 @@
 Every file is replaced in one step. report.json is written last, so where it is, the rest is too.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Functions named `..._text`, `..._title` and `..._hint` are filters of the templates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT, HELD

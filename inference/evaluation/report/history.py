@@ -4,8 +4,6 @@
 <history_dir>/<run id>/report.json, predictions.jsonl
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import shutil

@@ -3,8 +3,6 @@
 All values come from the record; the template escapes text of samples and configuration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

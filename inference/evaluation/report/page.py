@@ -4,8 +4,6 @@ The content security policy forbids every request, and every style and script bu
 those are named by their hashes, so a script that reaches the page through data does not run.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from pathlib import Path

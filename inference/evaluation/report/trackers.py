@@ -5,8 +5,6 @@ MLFLOW_EXPERIMENT_NAME). TensorBoard's files lie in the run store, one folder fo
 in which every evaluation is the next step.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """A stored baseline: the metrics and the scores of a run that later runs must not fall behind."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

@@ -1,7 +1,5 @@
 """Every problem of evaluation options that is visible before anything runs."""
 
-from __future__ import annotations
-
 import operator
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Environment facts needed to reproduce a run."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

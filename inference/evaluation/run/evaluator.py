@@ -1,7 +1,5 @@
 """Evaluate a served model from end to end: tasks, latency, gate, report."""
 
-from __future__ import annotations
-
 import secrets
 import string
 import time

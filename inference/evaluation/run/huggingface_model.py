@@ -8,8 +8,6 @@ request's table or from one of the served folder, as the server does.
 
 # Shapes: N tokens, P virtual ones, E hidden, V vocabulary
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Sequence

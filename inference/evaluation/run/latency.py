@@ -9,8 +9,6 @@ latency, divided evenly. An encoder is measured by the tokens in: its requests r
 
 # Shapes: B rows, S tokens, H hidden width
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Before the first request: abilities of the server, data, references and the baseline."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

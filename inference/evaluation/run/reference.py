@@ -7,8 +7,6 @@ A reference is either a past report.json, next to its predictions.jsonl, or a re
      "per_sample": {"lambada_last_token": [1, 0, ...], ...}}      in the order of the data set
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -3,8 +3,6 @@
 Requests follow the serving contract (names, types and shapes).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A request that fails is never dropped: the samples that could not be evaluated a
 run fails, since a figure over the rest would be another figure.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Time the requests of a model while several threads use it, and sum the times up."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -4,8 +4,6 @@ A task knows a model only by the protocol `inference.evaluation.task`; servers a
 elsewhere. Importing this package loads the standard library only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Data sets: fetched once with a pinned checksum, read strictly row by row, and drawn from."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import random

@@ -5,8 +5,6 @@ one after the other; an answer must stop at a stop word that it contains; and it
 word that is banned.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

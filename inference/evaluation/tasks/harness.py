@@ -5,8 +5,6 @@ report, named `harness_<task>_<metric>`, with the filter behind it where a task 
 It is the extra `harness` of this package.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

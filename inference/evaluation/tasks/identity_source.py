@@ -2,8 +2,6 @@
 
 # Shapes: S padded prompt, N tokens of the prompt, R of the answer, E hidden
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Sequence

@@ -24,8 +24,6 @@ one token that is the question just answered. The word's log probability is that
 passage less that of its context, which comes with the answer above.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The served folder of shards, or the checkpoint it will be made of, as an evaluation sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

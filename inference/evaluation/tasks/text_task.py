@@ -5,8 +5,6 @@ with the virtual tokens in front. A task with few answers can also be asked by l
 answer is the choice that the model finds most probable after the prompt.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

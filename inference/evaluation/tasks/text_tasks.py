@@ -5,8 +5,6 @@ F1 follow SQuAD's definition (Rajpurkar et al., EMNLP 2016): lower case, without
 articles, the best of several right answers.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

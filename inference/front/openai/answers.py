@@ -2,8 +2,6 @@
 
 # Shapes: A answer, L prompt and answer, W best tokens of a place
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Runs one request: its prompts together, its answers whole or in chunks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """OpenAI's protocol over HTTP: routes, and answers as JSON or server-sent events."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

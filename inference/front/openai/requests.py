@@ -3,8 +3,6 @@
 A field that is null is as good as absent. Every wrong field is reported in one error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 

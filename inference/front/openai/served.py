@@ -2,8 +2,6 @@
 
 # Shapes: n candidates, S prompt, L prompt and answer, W best tokens of a place; B rows, E hidden
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from http import HTTPStatus

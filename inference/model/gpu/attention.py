@@ -13,8 +13,6 @@ Import this module only where Triton is installed.
 # Shapes: N new tokens, B sequences, H local query heads, K local key/value heads, G query heads of
 #         a key/value head, D head size, R rotated dimensions, T entries of a bias table
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar

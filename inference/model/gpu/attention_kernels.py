@@ -6,8 +6,6 @@
 # Shapes: N new tokens, B sequences, H local query heads, K local key/value heads, G query heads of
 #         a key/value head, D head size, R rotated dimensions, T entries of a bias table
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

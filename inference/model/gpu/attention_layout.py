@@ -5,8 +5,6 @@ Import this module only where Triton is installed.
 
 # Shapes: N new tokens, B sequences, n tiles
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate

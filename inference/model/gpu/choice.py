@@ -8,8 +8,6 @@ always in the same order, so that a row's token does not depend on the other row
 
 # Shapes: n rows of logits, V ids of a rank
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -8,8 +8,6 @@ step with sampled rows the kernel of these follows the graph.
 
 # Shapes: B sequences of a graph, R numbers of a sequence, E hidden, V vocabulary
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

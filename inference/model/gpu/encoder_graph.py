@@ -6,8 +6,6 @@ module only where Triton is installed.
 
 # Shapes: N tokens of a graph, T tiles of attention, E hidden
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ them. Biases of scores and batch-invariant steps, which it does not know, stay w
 
 # Shapes: N new tokens, B segments, H query heads, D head size
 
-from __future__ import annotations
-
 import importlib
 import logging
 from dataclasses import dataclass

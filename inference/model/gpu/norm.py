@@ -2,8 +2,6 @@
 
 # Shapes: N tokens, E hidden, H query heads, K key heads, D head size
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

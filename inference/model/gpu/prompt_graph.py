@@ -7,8 +7,6 @@ tokens needs, and those without work end at once. Import this module only where 
 
 # Shapes: N tokens of a graph, E hidden
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

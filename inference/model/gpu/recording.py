@@ -1,7 +1,5 @@
 """Recording of CUDA graphs: one graph, graphs of several sizes, and the sizes by tokens."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

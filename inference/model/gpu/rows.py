@@ -5,8 +5,6 @@ One launch for each layer serves rows of any lengths, without padding.
 
 # Shapes: N tokens of all rows, H heads, D head size, T tiles
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
