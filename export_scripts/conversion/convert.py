@@ -6,7 +6,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,22 +69,14 @@ def check_conversion(
     try:
         if not _too_large_to_peek(Path(request.checkpoint_path)):
             _planned(request, names)
-    except CheckpointMismatchError as error:
-        return _under_key(error.problems, request, names)
     except ValueError as error:
-        return _under_key(str(error).split("\n"), request, names)
+        path = str(request.checkpoint_path)
+        return [
+            f"{names['checkpoint_path']}={each}" if each.startswith(path) else each
+            for each in str(error).split("\n")
+        ]
     paths = WorkPaths(request.folder)
     return _folder_problems(request, paths, _identity(request), names)
-
-
-def _under_key(
-    problems: Sequence[str], request: ConversionRequest, names: Mapping[str, str]
-) -> list[str]:
-    """Return problems, with the key in front of those that begin with the checkpoint's path."""
-    path = str(request.checkpoint_path)
-    return [
-        f"{names['checkpoint_path']}={each}" if each.startswith(path) else each for each in problems
-    ]
 
 
 def _too_large_to_peek(path: Path) -> bool:
@@ -132,8 +124,7 @@ def convert(
     """
     started = time.monotonic()
     names = {**OPTION_NAMES, **(names or {})}
-    problems = request_problems(request, names)
-    refuse(problems)
+    refuse(request_problems(request, names))
     paths = WorkPaths(request.folder)
     with FolderLock(paths.lock, f"another conversion is writing {paths.final}") as lock:
         recover(paths)
@@ -141,8 +132,7 @@ def convert(
         identity = _identity(request)
         if _is_finished(paths, identity):
             return _summary(paths, started, written_bytes=None)
-        problems = _folder_problems(request, paths, identity, names)
-        refuse(problems)
+        refuse(_folder_problems(request, paths, identity, names))
         try:
             paths.scratch.mkdir()
             plan = _planned(request, names, paths.scratch)
