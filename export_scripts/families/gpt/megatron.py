@@ -111,8 +111,12 @@ def start_and_end(facts: Facts) -> tuple[int, int]:
     Raises:
         ValueError: The tokenizer is another one and its files are missing.
     """
-    known = facts.special_ids()
-    end = facts.token("end_id", known.eos, _GPT2_END_OF_TEXT if _assumes_gpt2(facts) else None)
+    known, tokenizer = facts.special_ids(), facts.config.get("tokenizer")
+    if isinstance(tokenizer, Mapping):
+        is_gpt2 = tokenizer.get("type") == _GPT2_TOKENIZER
+    else:
+        is_gpt2 = facts.config.get("tokenizer_type") in (_GPT2_TOKENIZER, None)
+    end = facts.token("end_id", known.eos, _GPT2_END_OF_TEXT if is_gpt2 else None)
     start = facts.token("start_id", known.bos, end)
     if start is None or end is None:
         raise ValueError(
@@ -120,13 +124,6 @@ def start_and_end(facts: Facts) -> tuple[int, int]:
             "name them (--vocab-path) or state the ids (--set start_id=.. --set end_id=..)"
         )
     return start, end
-
-
-def _assumes_gpt2(facts: Facts) -> bool:
-    settings = facts.config.get("tokenizer")
-    if isinstance(settings, Mapping):
-        return settings.get("type") == _GPT2_TOKENIZER
-    return facts.config.get("tokenizer_type") in (_GPT2_TOKENIZER, None)
 
 
 def assumed_tokens_warning(facts: Facts, config: Any) -> list[str]:
