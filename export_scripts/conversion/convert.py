@@ -153,22 +153,10 @@ def _planned(
 
 def _identity(request: ConversionRequest) -> str:
     """Return a digest of everything that decides the folder's contents."""
-    sources = {
-        "checkpoint": (request.checkpoint_path,),
-        "prompts": request.prompt_checkpoints,
-        "ia3": request.ia3_checkpoints,
-        "adapters": request.adapter_checkpoints,
-        "lora": request.lora_checkpoints,
-        "ranges": (request.activation_ranges,),
-        "tokenizer": (request.vocab_path, request.merges_path),
-    }
     latest = request.checkpoint_name in (None, LATEST)
     facts = {
         "version": __version__,
-        "sources": {
-            kind: [None if path is None else _source_print(Path(path)) for path in paths]
-            for kind, paths in sources.items()
-        },
+        "sources": [(name, _source_print(Path(path))) for name, path in request.sources],
         "tp_size": request.tp_size,
         **({"max_shard_bytes": request.max_shard_bytes} if request.is_huggingface else {}),
         "weight_data_type": request.weight_data_type,
