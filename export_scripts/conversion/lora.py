@@ -444,7 +444,6 @@ def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
 
 
 def _peft_problems(config: Mapping[str, Any], where: Path) -> list[str]:
-    """Return every setting of an adapter that cannot be merged."""
     problems = []
     if (kind := config.get("peft_type")) != "LORA":
         return [f"{where}: peft_type = {kind!r}; expected LORA"]

@@ -317,7 +317,6 @@ def _eleuther_weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, TensorSour
 
 
 def _eleuther_warnings(facts: Facts, config: GPTNeoXConfig) -> list[str]:
-    """Return warnings about assumptions and the limits of fp16."""
     assumed = []
     if "gpt-j-residual" not in facts.config and not _is_whole(facts.config):
         assumed.append(

@@ -142,7 +142,6 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
 
 
 def _core_reasons(facts: Facts) -> list[str]:
-    """Return every reason that no mixture of transformers holds a model."""
     traits = core_traits(facts)
     source = traits.source
     reasons = [
@@ -162,7 +161,6 @@ def _core_reasons(facts: Facts) -> list[str]:
 
 
 def _core_config(facts: Facts) -> MixtureConfig:
-    """Return the config of a mixture of megatron-core."""
     traits = core_traits(facts)
     source = traits.source
     dense, settings = vars(core.core_config(facts)), traits.settings

@@ -156,8 +156,6 @@ def _check_ranges(ranges: Mapping[str, Any], num_layer: int) -> None:
 
 
 def _int8_weights(ranges: Mapping[str, Any]) -> dict[str, TensorSource]:
-    """Return the sources of the int8 weights and their scales."""
-
     def source(
         spec: WeightSpec, modules: tuple[str, ...], suffix: str, index: Mapping[str, int | str]
     ) -> TensorSource:

@@ -331,8 +331,8 @@ def core_is_tied(facts: Facts) -> bool:
     )
 
 
-def _core_mapping(source_format: str, title: str) -> SourceMapping:
-    return SourceMapping(
+GPT_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
+    SourceMapping(
         name=f"{source_format}-core-gpt",
         title=title,
         family=GPT,
@@ -351,11 +351,10 @@ def _core_mapping(source_format: str, title: str) -> SourceMapping:
         accepts=("prompt",),
         warnings=assumed_tokens_warning,
     )
-
-
-GPT_CORE_MAPPINGS: tuple[SourceMapping, ...] = (
-    _core_mapping("nemo", "NeMo GPT in megatron-core layout"),
-    _core_mapping("megatron", "Megatron-LM GPT in megatron-core layout"),
-    _core_mapping("nemo2", "NeMo 2 GPT"),
-    _core_mapping("bridge", "Megatron Bridge GPT"),
+    for source_format, title in (
+        ("nemo", "NeMo GPT in megatron-core layout"),
+        ("megatron", "Megatron-LM GPT in megatron-core layout"),
+        ("nemo2", "NeMo 2 GPT"),
+        ("bridge", "Megatron Bridge GPT"),
+    )
 )

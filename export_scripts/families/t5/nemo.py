@@ -161,7 +161,6 @@ def _traits(config: Mapping[str, Any]) -> _Traits:
 
 
 def _beyond_layout(traits: _Traits) -> list[str]:
-    """Return every reason the FT T5 layout cannot hold a model."""
     encoder, decoder = traits.encoder, traits.decoder
     reasons = [
         f"{side.label} has no {key}: a T5 folder needs it"
