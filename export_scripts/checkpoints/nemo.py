@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, Region, StoredTensor
-from export_scripts.checkpoints.containers import Container, is_tar, open_container, read_yaml
+from export_scripts.checkpoints.containers import Container, is_gzip, open_container, read_yaml
 from export_scripts.checkpoints.distributed import (
     METADATA_NAME,
     is_distributed,
@@ -48,7 +48,8 @@ _Trees = Callable[[Region], _Tree]
 def is_nemo(path: Path) -> bool:
     """Return whether a path looks like a NeMo archive, unpacked folder or checkpoints folder."""
     if path.is_file():
-        return is_tar(path)
+        with path.open("rb") as file:
+            return is_gzip(path) or file.read(512)[257:262] == b"ustar"
     if not path.is_dir():
         return False
     if (path / CONFIG_NAME).is_file() or any(path.glob("*.ckpt")):

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts import __version__
-from export_scripts.checkpoints import LATEST, recognise_format
+from export_scripts.checkpoints import LATEST, chosen_entry
 from export_scripts.checkpoints.base import fingerprint_files
+from export_scripts.checkpoints.containers import is_gzip
 from export_scripts.checkpoints.huggingface import is_huggingface
 from export_scripts.conversion.huggingface import plan_huggingface
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
@@ -67,7 +68,7 @@ def check_conversion(
     if problems:
         return problems
     try:
-        if not _too_large_to_peek(Path(request.checkpoint_path)):
+        if not _is_slow_to_open(request):
             _planned(request, names)
     except CheckpointMismatchError as error:
         return _under_key(error.problems, request, names)
@@ -87,12 +88,14 @@ def _under_key(
     ]
 
 
-def _too_large_to_peek(path: Path) -> bool:
-    if not path.is_file() or path.stat().st_size <= _QUICK_GZIP_BYTES:
-        return False
-    recognise_format(path)
-    with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
+def _is_slow_to_open(request: ConversionRequest) -> bool:
+    """Return whether a large archive would have to be unpacked."""
+    entry, _ = chosen_entry(Path(request.checkpoint_path), request.checkpoint_name)
+    archives = (entry, *(path for _, path in request.sources))
+    return any(
+        path.is_file() and path.stat().st_size > _QUICK_GZIP_BYTES and is_gzip(path)
+        for path in archives
+    )
 
 
 def _folder_problems(
