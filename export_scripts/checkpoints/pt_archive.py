@@ -203,16 +203,15 @@ class _PlainData:
             self._done[id(value)] = None
             result = self._done[id(value)] = self._container(value)
             if isinstance(result, (dict, list)):
-                self._count(result)
+                items = result.values() if isinstance(result, dict) else result
+                size = 1 + sum(self._sizes.get(id(item), 1) for item in items)
+                self._sizes[id(result)] = size
+                if size > _MOST_VALUES:
+                    raise CheckpointMismatchError(
+                        f"{self._region} is refused: its objects unfold to more than "
+                        f"{_MOST_VALUES} values"
+                    )
         return self._done[id(value)]
-
-    def _count(self, result: dict[Any, Any] | list[Any]) -> None:
-        items = result.values() if isinstance(result, dict) else result
-        size = self._sizes[id(result)] = 1 + sum(self._sizes.get(id(item), 1) for item in items)
-        if size > _MOST_VALUES:
-            raise CheckpointMismatchError(
-                f"{self._region} is refused: its objects unfold to more than {_MOST_VALUES} values"
-            )
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, Inert):

@@ -100,9 +100,6 @@ class Inert:
         """Keep elements."""
         self.elements.extend(values)
 
-    def __hash__(self) -> int:
-        return id(self)
-
     def __repr__(self) -> str:
         return f"<{self.qualified_name}>"
 
