@@ -21,7 +21,7 @@ from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 from export_scripts.files.disk import check_space
-from export_scripts.files.lock import FolderLock
+from export_scripts.files.lock import folder_lock
 from export_scripts.files.tree import files_below
 from export_scripts.ft.validation import manifest_problems, read_manifest, validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, recover
@@ -138,7 +138,7 @@ def convert(
     problems = request_problems(request, names)
     refuse(problems)
     paths = WorkPaths(request.folder)
-    with FolderLock(paths.lock, f"another conversion is writing {paths.final}") as lock:
+    with folder_lock(paths.lock, f"another conversion is writing {paths.final}") as is_held:
         recover(paths)
         shutil.rmtree(paths.scratch, ignore_errors=True)  # of a killed run, maybe a finished one
         identity = _identity(request)
@@ -149,7 +149,7 @@ def convert(
         try:
             paths.scratch.mkdir()
             plan = _planned(request, names, paths.scratch)
-            if not lock.held:
+            if not is_held:
                 plan = replace(plan, remarks=(*plan.remarks, _NO_LOCKS))
             written_bytes = _run(plan, paths, identity, progress)
         finally:
