@@ -93,13 +93,10 @@ class StoredTensor(Piece):
     @property
     def span_bytes(self) -> int:
         """Bytes from the first element to the end of the last one."""
-        item = SOURCE_TYPES[self.dtype][0]
-        if 0 in self.shape:
-            return 0
-        if self.stride is None:
-            return math.prod(self.shape) * item
+        if self.stride is None or 0 in self.shape:
+            return super().span_bytes
         steps = ((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        return (sum(steps) + 1) * item
+        return (sum(steps) + 1) * SOURCE_TYPES[self.dtype][0]
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
@@ -197,8 +194,7 @@ class FileMaps:
 
         Every record is read once.
         """
-        record = tensor.record
-        if record is None:
+        if (record := tensor.record) is None:
             return True
         with self._lock:
             lock = self._record_locks.setdefault(record, threading.Lock())
@@ -232,8 +228,7 @@ class FileMaps:
         """Start reading a tensor's bytes ahead."""
         mapped = self.map(tensor.path)
         start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        length = min(tensor.offset + tensor.span_bytes, len(mapped)) - start
-        if length > 0:
+        if (length := min(tensor.offset + tensor.span_bytes, len(mapped)) - start) > 0:
             mapped.madvise(mmap.MADV_WILLNEED, start, length)
 
 

@@ -133,8 +133,7 @@ def _tar_members(tar: Path, shown: Path) -> dict[str, Region]:
     try:
         with tarfile.open(tar, "r:") as archive:
             for info in archive:
-                problem = _unsafe(info)
-                if problem:
+                if problem := _unsafe(info):
                     problems.append(
                         f"{shown} is refused: member {info.name!r} {problem}; if you trust its "
                         "origin, repack the checkpoint without that member"

@@ -14,8 +14,6 @@ from export_scripts.checkpoints.partitioned import RankName, join_ranks, number_
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.errors import CheckpointMismatchError, first_names
 
-FORMAT = "eleuther"
-
 _FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _MOST_RANKS = 10_000
 # Keys that identify a file.
@@ -48,8 +46,7 @@ def open_eleuther(path: Path) -> CheckpointReader:
         CheckpointMismatchError: Ranks or layers are missing, or files disagree.
     """
     folder = layer_directory(path)
-    if folder is None:
-        raise CheckpointMismatchError(f"{path} holds no layer_*-model_*-model_states.pt")
+    assert folder is not None, path
     files = _layer_files(folder)
     config_files, config = _model_config(folder)
     count = _rank_count(folder, files, config.get("model-parallel-size"))
@@ -75,7 +72,7 @@ def open_eleuther(path: Path) -> CheckpointReader:
             state |= own
     _check_layers(folder, numbers, config.get("num-layers"))
     return CheckpointReader(
-        format=FORMAT,
+        format="eleuther",
         path=path,
         config=config,
         tensors=join_ranks(
@@ -120,8 +117,7 @@ def _rank_count(folder: Path, files: Mapping[int, RankFiles], declared: Any) -> 
 
 def _check_layers(folder: Path, numbers: Sequence[int], declared: Any) -> None:
     first, count = (numbers[0], len(numbers)) if numbers else (0, 0)
-    missing = sorted(set(range(first, first + count)) - set(numbers))
-    if missing:
+    if missing := sorted(set(range(first, first + count)) - set(numbers)):
         names = first_names([f"layer_{number:02d}" for number in missing])
         raise CheckpointMismatchError(f"{folder} lacks the files of {names}")
     if isinstance(declared, int) and declared != count:

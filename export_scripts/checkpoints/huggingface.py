@@ -120,8 +120,7 @@ def open_huggingface(path: Path) -> CheckpointReader:
         home |= dict.fromkeys(found, file)
     refuse(listed(problems or _misplaced(path, index, home)))
     pieces = {key: (tensor,) for key, tensor in tensors.items()}
-    files = [path / CONFIG_NAME, *files]
-    return dataclasses.replace(configuration, tensors=pieces, files=tuple(files))
+    return dataclasses.replace(configuration, tensors=pieces, files=(path / CONFIG_NAME, *files))
 
 
 def open_configuration(path: Path) -> CheckpointReader:

@@ -21,8 +21,6 @@ from export_scripts.checkpoints.partitioned import RankName, join_ranks, number_
 from export_scripts.checkpoints.pt_archive import zip_data_offset
 from export_scripts.errors import CheckpointMismatchError, first_names, refuse
 
-FORMAT = "jax"
-
 # Order of the arrays: mesh-transformer-jax, to_hf_weights and the release's own writer. Layers
 # come sorted as text: 0, 1, 10, 11, ..., 2, 20.
 _FIRST = ("wte.bias", "wte.weight")
@@ -55,8 +53,7 @@ def open_jax(path: Path) -> CheckpointReader:
         CheckpointMismatchError: Shards or parts are missing, disagree, or are not such a release.
     """
     step = step_directory(path)
-    if step is None:
-        raise CheckpointMismatchError(f"{path} holds no step_*/shard_*/0.npz")
+    assert step is not None, path
     parts = {shard: sorted(shard.glob("*.npz"), key=number_in) for shard in _shards(step)}
     refuse(_shape_problems(step, parts))
     states = {}
@@ -67,7 +64,7 @@ def open_jax(path: Path) -> CheckpointReader:
     sizes = {"tensor_model_parallel_size": len(parts)}
     config_files, config = _model_config(step)
     return CheckpointReader(
-        format=FORMAT,
+        format="jax",
         path=path,
         config=config,
         tensors=join_ranks(states, states.__getitem__, sizes, where=step),

@@ -174,7 +174,6 @@ def _read_legacy(region: Region, stream: io.BufferedReader) -> Any:
 
 
 def _plain(tree: Any, region: Region) -> Any:
-    """Return an object tree as plain data."""
     try:
         return _PlainData(region)(tree)
     except RecursionError as error:
@@ -231,9 +230,6 @@ class _PlainData:
         if value.qualified_name.startswith("omegaconf.") and isinstance(state, Mapping):
             # OmegaConf containers hold nodes in _content, nodes their value in _val.
             return self(state["_content"] if "_content" in state else state.get("_val"))
-        for contents in (state if isinstance(state, Mapping) else None, value.items):
-            if contents:
-                return self(contents)
-        if value.elements:
-            return self(value.elements)
-        return self(value.args[0]) if len(value.args) == 1 else None
+        attributes = state if isinstance(state, Mapping) else None
+        lone = value.args[0] if len(value.args) == 1 else None
+        return self(attributes or value.items or value.elements or lone)

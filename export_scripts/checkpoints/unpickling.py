@@ -206,7 +206,6 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
 
 
 def _check_type(kind: Any) -> None:
-    """Reject a storage or a tensor of an unsupported type."""
     if not isinstance(kind, StorageType):
         name = getattr(kind, "qualified_name", reprlib.repr(kind))
         raise pickle.UnpicklingError(
