@@ -148,22 +148,20 @@ class BeamRow:
         parent: Hypothesis = self.beams[best.parents[i]]
         if parent.reason is not None:
             return parent
-        token = int(best.tokens[i])
+        token, words = int(best.tokens[i]), self.options.stop_words
+        tokens = (*parent.tokens, token)
+        reason: FinishReason | None = "length" if len(tokens) == self.request.output_len else None
+        if token == self.options.end_id:
+            reason = "end"
+        elif words and ends_with((*self._newest(parent.tokens), token), words):
+            reason = "stop"
         return Hypothesis(
-            tokens=(*parent.tokens, token),
+            tokens=tokens,
             log_probs=(*parent.log_probs, float(best.log_probs[i])),
             cum_log_prob=float(best.cum_log_probs[i]),
-            reason=self._reason(parent.tokens, token),
+            reason=reason,
             score=float(best.scores[i]),
         )
-
-    def _reason(self, before: tuple[int, ...], token: int) -> FinishReason | None:
-        if token == self.options.end_id:
-            return "end"
-        words = self.options.stop_words
-        if words and ends_with((*self._newest(before), token), words):
-            return "stop"
-        return "length" if len(before) + 1 == self.request.output_len else None
 
     def hypotheses(self) -> list[Hypothesis]:
         """Return the beams in their order."""

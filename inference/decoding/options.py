@@ -93,12 +93,6 @@ def normalise_selection(top_k: int, top_p: float) -> tuple[int, float, list[str]
     return k, min(max(p, 0.0), 1.0), warnings
 
 
-def normalise_decay(decay: float, minimum: float) -> tuple[float, float]:
-    """Return (top_p_decay, top_p_min) as the nucleus decay uses them."""
-    d = float(np.float32(decay)) if 0 < decay <= 1 else 1.0
-    return d, float(np.float32(minimum)) if 0 < minimum <= 1 else 0.5
-
-
 def read_options(
     fields: TensorFields, *, start_id: int, end_id: int
 ) -> tuple[list[RowOptions], list[str]]:
@@ -200,9 +194,8 @@ def _selection_columns(fields: TensorFields, warnings: list[str]) -> dict[str, l
 def _decay_columns(fields: TensorFields) -> dict[str, list[Any]]:
     decays = fields.floats("top_p_decay", default=1.0, per_row=True)
     minima = fields.floats("top_p_min", default=DEFAULT_TOP_P_MIN, per_row=True)
-    rows = [normalise_decay(*row) for row in zip(decays, minima, strict=True)]
     return {
-        "top_p_decay": [decay for decay, _ in rows],
-        "top_p_min": [minimum for _, minimum in rows],
+        "top_p_decay": [decay if 0 < decay <= 1 else 1.0 for decay in decays],
+        "top_p_min": [float(np.float32(least)) if 0 < least <= 1 else 0.5 for least in minima],
         "top_p_reset_id": fields.integers("top_p_reset_ids", default=-1, per_row=True),
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from inference.decoding.rows import P_TUNING, FinishReason, GenerationRequest, RowResult
+from inference.decoding.rows import P_TUNING, GenerationRequest, RowResult
 from inference.decoding.tensor_fields import Array
 
 
@@ -63,18 +63,15 @@ def _continuation_tensors(
         for k, tokens in enumerate(result.output_ids):
             output_ids[b, k, prompt_len : prompt_len + len(tokens)] = tokens
             lengths[b, k] += len(tokens)
-            is_finished[b, k] = _is_finished(result.finish_reasons[k], row.output_len < longest)
+            # By its own end, if only its own limit, and not by that of the request.
+            ends = ("end", "stop", "length") if row.output_len < longest else ("end", "stop")
+            is_finished[b, k] = result.finish_reasons[k] in ends
     return {
         "output_ids": output_ids,
         "sequence_length": lengths,
         "response_input_lengths": input_lengths,
         "is_finished": is_finished,
     }
-
-
-def _is_finished(reason: FinishReason | None, is_shorter: bool) -> bool:
-    """Return whether a row ended, if only by its own limit, and not by that of the request."""
-    return reason in ("end", "stop") or (reason == "length" and is_shorter)
 
 
 def _answer_tensors(request: GenerationRequest, results: Sequence[RowResult]) -> dict[str, Array]:

@@ -26,8 +26,8 @@ def test_a_rank_that_fails_in_a_step_ends_the_others(
 
     monkeypatch.setattr(DecoderRank, "_run", fail)
     monkeypatch.setattr("inference.parity.shards._TIMEOUT_S", 15.0)
+    reader = FTReader(write_gpt(tmp_path, tp_size=2))
     began = monotonic()
     with pytest.raises(MemoryError, match="no room for a step"):
-        reader = FTReader(write_gpt(tmp_path, tp_size=2))
         run_shards(reader, ModelInputs((5, 9, 2)), data_type="fp32")
     assert monotonic() - began < 10
