@@ -98,6 +98,8 @@ def read_options(
 ) -> tuple[list[RowOptions], list[str]]:
     """Return the options of every row and the warnings; problems go to `fields.problems`."""
     warnings: list[str] = []
+    decays = fields.floats("top_p_decay", default=1.0, per_row=True)
+    minima = fields.floats("top_p_min", default=DEFAULT_TOP_P_MIN, per_row=True)
     columns: dict[str, list[Any]] = {
         "start_id": fields.integers("start_id", default=start_id, per_row=True),
         "end_id": fields.integers("end_id", default=end_id, per_row=True),
@@ -112,10 +114,26 @@ def read_options(
         "return_context_cum_log_probs": fields.flags("is_return_context_cum_log_probs"),
         "return_context_embeddings": fields.flags("is_return_context_embeddings"),
         **{name: fields.integers(name, default=0, within=(0, MAX_LOG_PROBS)) for name in _SCORES},
-        **_logit_columns(fields),
+        "temperature": fields.floats("temperature", default=1.0, within=(0, math.inf)),
+        "repetition_penalty": fields.floats(
+            "repetition_penalty", default=1.0, within=(LEAST_PENALTY, math.inf)
+        ),
+        "presence_penalty": fields.floats("presence_penalty", default=0.0),
+        "frequency_penalty": fields.floats(
+            "frequency_penalty",
+            default=0.0,
+            within=(-MOST_FREQUENCY_PENALTY, MOST_FREQUENCY_PENALTY),
+        ),
+        "logit_bias": _logit_bias(fields),
         **_selection_columns(fields, warnings),
-        **_decay_columns(fields),
+        "top_p_decay": [decay if 0 < decay <= 1 else 1.0 for decay in decays],
+        "top_p_min": [float(np.float32(least)) if 0 < least <= 1 else 0.5 for least in minima],
+        "top_p_reset_id": fields.integers("top_p_reset_ids", default=-1, per_row=True),
     }
+    if "repetition_penalty" in fields.tensors and "presence_penalty" in fields.tensors:
+        fields.problems.append(
+            "repetition_penalty and presence_penalty are mutually exclusive; send one of them"
+        )
     if len(set(columns["beam_width"])) > 1:
         fields.problems.append("beam_width must be identical for all rows of a request")
     if max(columns["beam_width"]) > 1:
@@ -132,23 +150,6 @@ def read_options(
         for b in range(fields.batch)
     ]
     return rows, warnings
-
-
-def _logit_columns(fields: TensorFields) -> dict[str, list[Any]]:
-    if "repetition_penalty" in fields.tensors and "presence_penalty" in fields.tensors:
-        fields.problems.append(
-            "repetition_penalty and presence_penalty are mutually exclusive; send one of them"
-        )
-    most = MOST_FREQUENCY_PENALTY
-    return {
-        "temperature": fields.floats("temperature", default=1.0, within=(0, math.inf)),
-        "repetition_penalty": fields.floats(
-            "repetition_penalty", default=1.0, within=(LEAST_PENALTY, math.inf)
-        ),
-        "presence_penalty": fields.floats("presence_penalty", default=0.0),
-        "frequency_penalty": fields.floats("frequency_penalty", default=0.0, within=(-most, most)),
-        "logit_bias": _logit_bias(fields),
-    }
 
 
 def _logit_bias(fields: TensorFields) -> list[tuple[tuple[int, float], ...]]:
@@ -189,13 +190,3 @@ def _selection_columns(fields: TensorFields, warnings: list[str]) -> dict[str, l
         top_p.append(p)
         warnings.extend(f"{text} in row {b}" for text in clamped)
     return {"top_k": top_k, "top_p": top_p}
-
-
-def _decay_columns(fields: TensorFields) -> dict[str, list[Any]]:
-    decays = fields.floats("top_p_decay", default=1.0, per_row=True)
-    minima = fields.floats("top_p_min", default=DEFAULT_TOP_P_MIN, per_row=True)
-    return {
-        "top_p_decay": [decay if 0 < decay <= 1 else 1.0 for decay in decays],
-        "top_p_min": [float(np.float32(least)) if 0 < least <= 1 else 0.5 for least in minima],
-        "top_p_reset_id": fields.integers("top_p_reset_ids", default=-1, per_row=True),
-    }
