@@ -66,22 +66,16 @@ class DecoderRank(GeneratorRank):
     def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
         if self._graphs is not None and plan.is_decoding and not (plan.has_virtual or plan.pool):
             return self._run_graph(self._graphs, plan)
-        hidden, steps = self._layers(plan, embeddings)
-        return self._result(
-            self._logits(hidden, steps),
-            plan,
-            pooled=self._pooled(hidden, plan) if plan.pool else None,
-        )
-
-    def _layers(
-        self, plan: StepPlan, embeddings: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], list[Step]]:
-        """Return the last layer's output of each micro-batch, nothing before the last stage."""
+        found: tuple[torch.Tensor, Step] | None = None
         if self._prompt_graphs is not None and not plan.has_virtual:
             ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
-            if found := self._prompt_graphs.run(ids, plan.segments, outputs):
-                return [found[0]], [found[1]]
-        return self._run_steps(plan, embeddings)
+            found = self._prompt_graphs.run(ids, plan.segments, outputs)
+        if found is None:
+            hidden, steps = self._run_steps(plan, embeddings)
+        else:
+            hidden, steps = [found[0]], [found[1]]
+        pooled = self._pooled(hidden, plan) if plan.pool else None
+        return self._result(self._logits(hidden, steps), plan, pooled=pooled)
 
     def _pooled(self, hidden: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor | None:
         """Return on rank 0 the sum of each segment's last hidden states, (segments, E) fp32."""
