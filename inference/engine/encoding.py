@@ -180,11 +180,11 @@ class EncodingScheduler(StepScheduler[RunningEncoding]):
     def plan(self, *, under_way: bool = False) -> PlannedEncoding | None:
         """Return the next step, or None without one; no step overlaps another."""
         assert not under_way
-        for request in [r for r in self._requests if r.future.cancelled()]:
+        for request in [r for r in self.requests if r.future.cancelled()]:
             self.drop(request)
-        if not self._requests:
+        if not self.requests:
             return None
-        attentions = next(iter(self._requests)).request.attentions
+        attentions = next(iter(self.requests)).request.attentions
         work = self._take(attentions=attentions)
         # Rows of like length share an attention call.
         work.sort(key=lambda each: each[0].request.rows[each[1]].length)
@@ -209,7 +209,7 @@ class EncodingScheduler(StepScheduler[RunningEncoding]):
         """Take rows until a step is full; at least one."""
         work: list[tuple[RunningEncoding, int]] = []
         room = _GPU_STEP_TOKENS if self._on_gpu else _STEP_TOKENS
-        for request in self._requests:
+        for request in self.requests:
             if request.request.attentions != attentions:
                 continue
             while request.waiting:

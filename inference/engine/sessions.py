@@ -39,19 +39,12 @@ class Sessions:
             self._end(session)
 
     @property
-    def held_slots(self) -> int:
-        """Slots that stay occupied when all running turns are answered."""
-        return sum(each.slot_count for each in self._lasting)
-
-    @property
-    def held_blocks(self) -> int:
-        """Blocks that stay reserved when all running turns are answered."""
-        return sum(each.blocks for each in self._lasting)
-
-    @property
-    def _lasting(self) -> list[Session]:
+    def held(self) -> tuple[int, int]:
+        """Slots and blocks that stay occupied when all running turns are answered."""
         sessions = self._sessions.values()
-        return [each for each in sessions if each.holds_slots and not each.turn.ends]
+        lasting = [each for each in sessions if each.holds_slots and not each.turn.ends]
+        slots = sum(len(each.start.rows) * each.start.beam_width for each in lasting)
+        return slots, sum(each.blocks for each in lasting)
 
     def expire(self) -> None:
         """End conversations that have paused for too long."""
