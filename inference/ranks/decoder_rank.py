@@ -14,7 +14,6 @@ from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import PREFIX_PROMPT
 from inference.model.decoder import Decoder
 from inference.model.step import Step
-from inference.model.weights import RankWeights
 from inference.ranks.base import MOST_PROMPT_TOKENS, StepResult
 from inference.ranks.device import gemm_options
 from inference.ranks.generator_rank import GeneratorRank
@@ -40,7 +39,12 @@ class DecoderRank(GeneratorRank):
         weights, architecture = self.open_weights(settings), self.architecture
         gemm = gemm_options(settings)
         self.model = Decoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
-        prefixes = load_prefixes(weights, architecture.num_layer)
+        config, layers = weights.reader.config, self.layout.layers(architecture.num_layer)
+        prefixes = []  # of this stage's layers, (L, 2, H, tokens, D) each
+        if config.prompt_learning_type == PREFIX_PROMPT:
+            names = [f"model.prefix_prompt.{task.task_name}.weight" for task in config.tasks]
+            prefixes = [weights.tensor(name)[layers.start : layers.stop] for name in names]
+            weights.check()
         self._open_cache(settings, weights.dtype, prefixes)
         self.group = architecture.head_num // architecture.kv_head_num
 
@@ -87,18 +91,3 @@ class DecoderRank(GeneratorRank):
         shape = (len(plan.segments), self.architecture.hidden)
         room = torch.empty(shape, dtype=torch.float32, device=self.device)
         return self._first_rank_copy(sums, room)
-
-
-def load_prefixes(weights: RankWeights, num_layer: int) -> list[torch.Tensor]:
-    """Return the loaded prefix prompts of this stage's layers, (L, 2, H, tokens, D) each.
-
-    Raises:
-        CheckpointMismatchError: Some hold values that are not finite.
-    """
-    config, layers = weights.reader.config, weights.layout.layers(num_layer)
-    if config.prompt_learning_type != PREFIX_PROMPT:
-        return []
-    names = [f"model.prefix_prompt.{task.task_name}.weight" for task in config.tasks]
-    prefixes = [weights.tensor(name)[layers.start : layers.stop] for name in names]
-    weights.check()
-    return prefixes

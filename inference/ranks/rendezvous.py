@@ -197,19 +197,16 @@ class Follower:
                     f"rank 0 at {host}:{port} belongs to another launch ({theirs}, this is "
                     f"{ours}); choose another MASTER_PORT, or end that one"
                 )
-            self._register()
+            rank = place.rank
+            if self.store.add(f"joined/{rank}", 1) > 1:
+                reason = f"two processes have joined as rank {rank}; each needs its own"
+                report_failure(self.store, rank, error := RendezvousError(reason))
+                raise error
+            self.store.set(f"who/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
+            self.store.add(f"heartbeat/{rank}", 1)
         logger.info("joined rank 0 at %s:%d", host, port)
         self._left = threading.Event()
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
-
-    def _register(self) -> None:
-        rank = self.place.rank
-        if self.store.add(f"joined/{rank}", 1) > 1:
-            error = RendezvousError(f"two processes have joined as rank {rank}; each needs its own")
-            report_failure(self.store, rank, error)
-            raise error
-        self.store.set(f"who/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
-        self.store.add(f"heartbeat/{rank}", 1)
 
     def settings(self) -> RankSettings:
         """Return the settings to load, once rank 0 sends them; it may convert a model first.
