@@ -99,16 +99,13 @@ class BeamRow:
         for tokens in (self.beams[k].tokens for k in self.running):
             answer = np.array(tokens, np.int64)
             seen = np.concatenate([self._prompt_ids, answer]) if penalised else None
-            rules.append(LogitRules(o, self._biases(tokens), seen, forbidden_id))
+            parts = [self._logit_bias] if o.logit_bias else []
+            if o.frequency_penalty:
+                ids, counts = np.unique(answer, return_counts=True)
+                parts.append((ids, -np.float32(o.frequency_penalty) * counts.astype(np.float32)))
+            banned = banned_ids(self._newest(tokens), o.bad_words, self._vocab_size)
+            rules.append(LogitRules(o, join_bias(*parts, banned=banned), seen, forbidden_id))
         return rules
-
-    def _biases(self, tokens: tuple[int, ...]) -> tuple[Array, Array] | None:
-        o, parts = self.options, [self._logit_bias] if self.options.logit_bias else []
-        if o.frequency_penalty:
-            ids, counts = np.unique(np.array(tokens, np.int64), return_counts=True)
-            parts.append((ids, -np.float32(o.frequency_penalty) * counts.astype(np.float32)))
-        banned = banned_ids(self._newest(tokens), o.bad_words, self._vocab_size)
-        return join_bias(*parts, banned=banned)
 
     def _newest(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Return the last tokens of an answer, prompt included: as many as a word list can see."""

@@ -110,7 +110,12 @@ class _Parser:
             self.fields, start_id=self.limits.start_id, end_id=self.limits.end_id
         )
         prompts = _read_prompts(self.fields, self.limits)
-        self._check_scores(options, prompts)
+        self.problems += [
+            f"num_prompt_log_probs[{b}]={row.num_prompt_log_probs}: a prompt with virtual tokens "
+            "is not scored token by token; leave one of them out"
+            for b, row in enumerate(options)
+            if row.num_prompt_log_probs and prompts[b] is not None
+        ]
         ia3_tasks = self.fields.ia3_tasks(self.limits.ia3_num_tasks)
         session = self._session(output_lens, prompts)
         self._check_special_ids(options)
@@ -154,15 +159,6 @@ class _Parser:
                 f"memory_len: Memory size too low ({memory_len}): prompt ({prompt_len}) must fit"
             )
         return session_len, memory_len
-
-    def _check_scores(self, options: list[RowOptions], prompts: list[PromptTable | None]) -> None:
-        pairs = enumerate(zip(options, prompts, strict=True))
-        self.problems += [
-            f"num_prompt_log_probs[{b}]={row.num_prompt_log_probs}: a prompt with virtual tokens "
-            "is not scored token by token; leave one of them out"
-            for b, (row, prompt) in pairs
-            if row.num_prompt_log_probs and prompt is not None
-        ]
 
     def _check_special_ids(self, options: list[RowOptions]) -> None:
         """Check ids that the request states, and a model's start id where it is fed."""

@@ -36,8 +36,7 @@ class TensorFields:
 
     def flags(self, name: str) -> list[bool]:
         """Return one boolean per row, False where the tensor is absent."""
-        values = self._values(name, "b", "BOOL")
-        return values or [False] * self.batch
+        return self._values(name, "b", "BOOL") or [False] * self.batch
 
     def check_names(self, required: Sequence[str], optional: Collection[str]) -> None:
         """Note required inputs that are missing, and inputs that the model does not know."""
@@ -59,12 +58,11 @@ class TensorFields:
     def ia3_tasks(self, count: int) -> list[int | None]:
         """Return the IA3 task of each row, of `count` that are loaded; None where not asked for."""
         name = "ia3_tasks"
-        if name not in self.tensors:
-            return [None] * self.batch
-        if count == 0:
+        if name in self.tensors and count:
+            return [*self.integers(name, default=0, within=(0, count - 1))]
+        if name in self.tensors:
             self.problems.append(f"{name}: this model has no IA3 adapters; omit the tensor")
-            return [None] * self.batch
-        return [*self.integers(name, default=0, within=(0, count - 1))]
+        return [None] * self.batch
 
     def _values(
         self, name: str, kinds: str, expected: str, per_row: bool = False, within: Range = ANY

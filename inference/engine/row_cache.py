@@ -19,6 +19,7 @@ class RowCache:
 
     Attributes:
         slots: How many there are.
+        free_slots: Those that no row holds, as a heap.
         blocks: Of the cache.
         moves: What the next step copies and wipes first.
         shared_tokens: Of all prompts, how many others had computed.
@@ -29,15 +30,10 @@ class RowCache:
     ) -> None:
         self.slots, self.blocks = slots, blocks
         # The lowest are taken first, which keeps busy slots side by side.
-        self._free_slots = list(range(slots))
+        self.free_slots = list(range(slots))
         self.moves: list[Move] = []
         self.shared_tokens = 0
         self._shares_prefixes, self._rotary = shares_prefixes, rotary
-
-    @property
-    def free_slots(self) -> int:
-        """Number of slots that no row holds."""
-        return len(self._free_slots)
 
     def could_hold(
         self, request: RunningRequest, rows: Sequence[RunningRow], held_slots: int, held_blocks: int
@@ -84,10 +80,10 @@ class RowCache:
         The rows of all `requests` keep some room to grow.
         """
         beams = rows[0].owner.request.beam_width
-        if beams * len(rows) > self.free_slots or not self._are_free(rows, requests):
+        if beams * len(rows) > len(self.free_slots) or not self._are_free(rows, requests):
             return False
         for row in rows:
-            row.slots = [heapq.heappop(self._free_slots) for _ in range(beams)]
+            row.slots = [heapq.heappop(self.free_slots) for _ in range(beams)]
             self._take_blocks(row)
         return True
 
@@ -206,8 +202,8 @@ class RowCache:
     def free(self, slots: Sequence[int], *, forget: bool = False) -> list[tuple[int, int, float]]:
         """Free slots; return what `BlockPool.release` does."""
         for slot in slots:
-            assert slot not in self._free_slots, f"slot {slot} is free already"
-            heapq.heappush(self._free_slots, slot)
+            assert slot not in self.free_slots, f"slot {slot} is free already"
+            heapq.heappush(self.free_slots, slot)
         self.moves = [move for move in self.moves if move[1] not in slots or move[0] == WIPE]
         every = [*slots, encoder_slot(slots, self.slots)]
         return self.blocks.release(every, forget=forget)

@@ -77,7 +77,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         """Return how much runs; may be called from any thread."""
         cache, blocks = self._cache, self._cache.blocks
         return EngineLoad(
-            running=cache.slots - cache.free_slots,
+            running=cache.slots - len(cache.free_slots),
             slots=cache.slots,
             blocks=blocks.total or 0,
             blocks_used=(blocks.total or 0) - blocks.free,

@@ -66,7 +66,13 @@ class Sessions:
                 [f"session {turn.session_id} is still being answered; wait for its last turn"]
             )
         if turn.starts:
-            self._start(request, turn)
+            begun = Session(turn, request.request)
+            _check_room(begun, request)
+            if session is not None:
+                self._end(session)
+            request.session = self._sessions[turn.session_id] = begun
+            for row in request.waiting:
+                row.memory_len = begun.start.memory_len
         elif session is None:
             raise RequestError(
                 [
@@ -79,16 +85,6 @@ class Sessions:
             _check_turn(session, request)
             session.turn, session.is_busy = turn, True
             _continue(session, request)
-
-    def _start(self, request: RunningRequest, turn: SessionTurn) -> None:
-        session = Session(turn, request.request)
-        _check_room(session, request)
-        if earlier := self._sessions.get(turn.session_id):
-            self._end(earlier)
-        request.session = session
-        for row in request.waiting:
-            row.memory_len = session.start.memory_len
-        self._sessions[turn.session_id] = session
 
     def remember(self, row: RunningRow, result: RowResult) -> None:
         """Keep a row that was answered; the conversation goes on from its best hypothesis."""
@@ -134,9 +130,7 @@ def turn_problems(
     """Return the problems of a turn that do not depend on its conversation."""
     if request.encoder_decoder:
         return ["START: a model with an encoder keeps no sessions"]
-    if turn.starts:
-        return _start_problems(request, capacity, limits)
-    return _next_problems(request)
+    return _start_problems(request, capacity, limits) if turn.starts else _next_problems(request)
 
 
 def _start_problems(
