@@ -117,7 +117,8 @@ class Scheduler(StepScheduler[RunningRequest]):
         for row in [*request.active, *request.waiting]:
             row.end()
         self._encoder.drop(request.active)
-        self._sessions.drop(request)
+        if request.session is not None:  # whose state is unknown
+            self._sessions.end(request.session)
         request.active.clear()
         request.waiting.clear()
         del self.requests[request]

@@ -36,7 +36,7 @@ class Sessions:
         if session is not None and session.is_busy:
             session.turn = replace(session.turn, ends=True)
         elif session is not None:
-            self._end(session)
+            self.end(session)
 
     @property
     def held(self) -> tuple[int, int]:
@@ -51,7 +51,7 @@ class Sessions:
         now = self._clock()
         for session in list(self._sessions.values()):
             if not session.is_busy and now - session.used_s > self._idle_s:
-                self._end(session)
+                self.end(session)
 
     def enter(self, request: RunningRequest, turn: SessionTurn) -> None:
         """Begin a turn: of a new conversation, or of one whose rows continue with their slots.
@@ -69,7 +69,7 @@ class Sessions:
             begun = Session(turn, request.request)
             _check_room(begun, request)
             if session is not None:
-                self._end(session)
+                self.end(session)
             request.session = self._sessions[turn.session_id] = begun
             for row in request.waiting:
                 row.memory_len = begun.start.memory_len
@@ -111,14 +111,10 @@ class Sessions:
         assert session is not None
         session.is_busy, session.used_s = False, self._clock()
         if session.turn.ends:
-            self._end(session)
+            self.end(session)
 
-    def drop(self, request: RunningRequest) -> None:
-        """End the conversation of a turn that failed or was cancelled: its state is unknown."""
-        if request.session is not None:
-            self._end(request.session)
-
-    def _end(self, session: Session) -> None:
+    def end(self, session: Session) -> None:
+        """End a conversation, and free its slots."""
         del self._sessions[session.turn.session_id]
         for row in session.rows.values():
             self._free(row.slots)

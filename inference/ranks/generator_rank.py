@@ -101,10 +101,6 @@ class GeneratorRank(RankBase):
         self, plan: StepPlan, embeddings: torch.Tensor | None = None
     ) -> tuple[list[torch.Tensor], list[Step]]:
         """Return the last layer's output of each micro-batch, nothing before the last stage."""
-        steps = self._micro_batches(plan, embeddings)
-        return self._run_stage(steps, self.model.embed), steps
-
-    def _micro_batches(self, plan: StepPlan, embeddings: torch.Tensor | None) -> list[Step]:
         parts = min(self.layout.pp_size, max(1, len(plan.ids) // _MICRO_BATCH_TOKENS))
         ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
         steps, first = [], 0
@@ -118,7 +114,7 @@ class GeneratorRank(RankBase):
             )
             steps.append(step)
             first = stop
-        return steps
+        return self._run_stage(steps, self.model.embed), steps
 
     def _step(
         self,

@@ -18,6 +18,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -204,9 +205,7 @@ def connect_store(host: str, port: int, key: bytes, *, timeout_s: float) -> Keye
             connection.close()  # a late answer would be taken for that of the next
             raise RuntimeError(f"rank 0 at {host}:{port} does not answer: {error}") from error
 
-    def connect() -> KeyedStore:
-        return connect_store(host, port, key, timeout_s=timeout_s)
-
+    connect = partial(connect_store, host, port, key, timeout_s=timeout_s)
     return KeyedStore(answer, connect, timeout_s)
 
 
