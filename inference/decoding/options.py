@@ -86,10 +86,8 @@ def normalise_selection(top_k: int, top_p: float) -> tuple[int, float, list[str]
         k = MAX_TOP_K
     if not 0 <= p <= 1:
         warnings.append(f"runtime_top_p={p:g} is clamped to [0, 1]")
-    if k == 0 and p == 0:
-        k = 1
-    if k > 0 and p == 0:
-        p = 1.0
+    if p == 0:
+        k, p = k or 1, 1.0
     return k, min(max(p, 0.0), 1.0), warnings
 
 
@@ -98,6 +96,7 @@ def read_options(
 ) -> tuple[list[RowOptions], list[str]]:
     """Return the options of every row and the warnings; problems go to `fields.problems`."""
     warnings: list[str] = []
+    most = MOST_FREQUENCY_PENALTY
     decays = fields.floats("top_p_decay", default=1.0, per_row=True)
     minima = fields.floats("top_p_min", default=DEFAULT_TOP_P_MIN, per_row=True)
     columns: dict[str, list[Any]] = {
@@ -119,11 +118,7 @@ def read_options(
             "repetition_penalty", default=1.0, within=(LEAST_PENALTY, math.inf)
         ),
         "presence_penalty": fields.floats("presence_penalty", default=0.0),
-        "frequency_penalty": fields.floats(
-            "frequency_penalty",
-            default=0.0,
-            within=(-MOST_FREQUENCY_PENALTY, MOST_FREQUENCY_PENALTY),
-        ),
+        "frequency_penalty": fields.floats("frequency_penalty", default=0.0, within=(-most, most)),
         "logit_bias": _logit_bias(fields),
         **_selection_columns(fields, warnings),
         "top_p_decay": [decay if 0 < decay <= 1 else 1.0 for decay in decays],
@@ -181,12 +176,9 @@ def _logit_bias(fields: TensorFields) -> list[tuple[tuple[int, float], ...]]:
 
 
 def _selection_columns(fields: TensorFields, warnings: list[str]) -> dict[str, list[Any]]:
-    top_k, top_p = [], []
     counts = fields.integers("runtime_top_k", default=0, within=(0, math.inf))
     masses = fields.floats("runtime_top_p", default=0.0)
-    for b, (count, mass) in enumerate(zip(counts, masses, strict=True)):
-        k, p, clamped = normalise_selection(count, mass)
-        top_k.append(k)
-        top_p.append(p)
+    rows = [normalise_selection(*row) for row in zip(counts, masses, strict=True)]
+    for b, (_, _, clamped) in enumerate(rows):
         warnings.extend(f"{text} in row {b}" for text in clamped)
-    return {"top_k": top_k, "top_p": top_p}
+    return {"top_k": [k for k, _, _ in rows], "top_p": [p for _, p, _ in rows]}

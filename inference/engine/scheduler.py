@@ -281,13 +281,12 @@ class Scheduler(StepScheduler[RunningRequest]):
         row.owner.active.remove(row)
         if row.owner.session is None:
             self._cache.vacate(row)
-            row.end()
-            return
-        if len(row.slots) > 1:
-            # The conversation goes on in the first slot, from the best beam.
-            first = row.slots[0]
-            self._cache.move(row, {first: _parents(row, step)[first]})
-        self._sessions.remember(row, result)
+        else:
+            if len(row.slots) > 1:
+                # The conversation goes on in the first slot, from the best beam.
+                first = row.slots[0]
+                self._cache.move(row, {first: _parents(row, step)[first]})
+            self._sessions.remember(row, result)
         row.end()
 
     def _admit(self) -> None:
