@@ -297,11 +297,9 @@ def _sent_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTable
                 f"{LENGTHS}[{b}]={length} must be in [0, {embedding.shape[1]}], "
                 f"the second size of {EMBEDDING}"
             )
-        if kind == NO_PROMPT or length <= 0:
-            tables.append(None)
-        else:
-            row = embedding[b, :length]  # (length, hidden)
-            tables.append(PromptTable(kind, length, limits.virtual_start_id, embedding=row))
+        row = embedding[b, :length]  # (length, hidden)
+        table = PromptTable(kind, length, limits.virtual_start_id, embedding=row)
+        tables.append(None if kind == NO_PROMPT or length <= 0 else table)
     return tables
 
 

@@ -120,9 +120,7 @@ class EncoderProgress:
 
         The whole pass of `room` tokens fits in the time a step may take.
         """
-        if not self._layers:
-            return EncoderWork()
-        if not self._rows:
+        if self._layers and not self._rows:
             taken: list[RunningRow] = []
             for row in rows:
                 if row.is_encoded:

@@ -48,8 +48,7 @@ class RankProcesses:
 
     def ended(self) -> dict[int, str]:
         """Return the exit of each worker that is no longer running."""
-        exits = {rank: worker.ended() for rank, worker in self._workers.items()}
-        return {rank: how for rank, how in exits.items() if how is not None}
+        return {rank: how for rank, worker in self._workers.items() if (how := worker.ended())}
 
     def output(self, rank: int) -> str:
         """Return the last lines a worker wrote."""
