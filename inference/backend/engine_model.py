@@ -25,7 +25,7 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.validation import validate_directory
 from inference.backend.instances import Instance, occupy
 from inference.backend.metrics import ModelMetrics
-from inference.backend.model_settings import ModelSettings, read_settings
+from inference.backend.model_settings import read_settings
 from inference.backend.triton_model import ModelArguments, error_response, with_readable_errors
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.launch_environment import RENDEZVOUS_VARIABLE
@@ -141,9 +141,7 @@ class EngineModel:
             self.warn(f"parameter {key} has no effect in this engine")
         self._check_weights()
         self._take_place(arguments.instance)
-        with _other_ranks(self.settings):
-            self.engine = self._make_engine()
-            self.engine.start()
+        self._start_engine()
         keep_loaded()
         self.metrics = ModelMetrics(self.name, arguments.instance, self.engine.load)
         self.metrics.start()
@@ -195,19 +193,23 @@ class EngineModel:
                 "again."
             )
 
-    def _make_engine(self) -> EngineBase[Any]:
-        settings = self.settings
-        # Not None where a scheduler has started the ranks on several nodes.
-        rendezvous = open_rendezvous(
-            settings.placement.world_size, timeout_s=settings.engine.rank_timeout_s
-        )
-        engine: EngineBase[Any] = pkgutil.resolve_name(self.engine_class)(
-            settings.checkpoint_path,
-            placement=settings.placement,
-            options=settings.engine,
-            rendezvous=rendezvous,
-        )
-        return engine
+    def _start_engine(self) -> None:
+        """Start the engine, and before it the other ranks, unless a scheduler has started them."""
+        folder, options = self.settings.checkpoint_path, self.settings.engine
+        placement = self.settings.placement
+        count = placement.world_size
+        others: AbstractContextManager[None] = nullcontext()
+        if started_place(count) is None:
+            others = early_workers(folder, count, options.threads)
+        with others:
+            self.engine = pkgutil.resolve_name(self.engine_class)(
+                folder,
+                placement=placement,
+                options=options,
+                # Not None where the ranks are on several nodes.
+                rendezvous=open_rendezvous(count, timeout_s=options.rank_timeout_s),
+            )
+            self.engine.start()
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request in the engine; return its future and the function that sends its result.
@@ -343,11 +345,3 @@ class EngineModel:
         except pb_utils.TritonModelException as error:
             # The server's own options reserve the unloading of models to itself.
             pb_utils.Logger.log_warn(f"{self.name} stays listed as ready: {error}")
-
-
-def _other_ranks(settings: ModelSettings) -> AbstractContextManager[None]:
-    """Return a context that starts the processes of a model's other ranks, if they run here."""
-    count = settings.placement.world_size
-    if started_place(count) is not None:
-        return nullcontext()
-    return early_workers(settings.checkpoint_path, count, settings.engine.threads)
