@@ -58,8 +58,8 @@ def test_all_missing_and_wrong_parameters_are_listed() -> None:
         line.removeprefix("config.pbtxt of gpt: parameter ")
         for line in str(caught.value).split("\n")
     ] == [
-        "pipeline_para_size is missing",
         "tensor_para_size='0': must be a whole number from 1 to 4096",
+        "pipeline_para_size is missing",
         "data_type='fp8': must be one of fp32, fp16, bf16",
         "max_stall_s='nan': must be a number of seconds above 0, at most 3600",
         "rank_timeout_s='0': must be a number of seconds above 0, at most 2592000",
