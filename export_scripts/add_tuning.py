@@ -89,7 +89,10 @@ def add_tuning(
     with whole_folder(final) as staging:
         for file in ft_dir.iterdir():
             if file.name != CONFIG_NAME:
-                _link(file, staging / file.name)
+                try:
+                    os.link(file, staging / file.name)
+                except OSError:  # another file system, or one without links
+                    shutil.copy2(file, staging / file.name)
         for plan in plans:
             parts = plan.source.build(values_of(facts, plan.index), added)
             values = join([to_float32(part) for part in parts.tensors], parts.axis)
@@ -126,13 +129,6 @@ def _with_tasks(config: FTConfig, fields: Mapping[str, Any]) -> FTConfig:
     return dataclasses.replace(config, **changes)
 
 
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, target)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "add_tuning",
@@ -151,9 +147,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--ft-dir", type=Path, required=True, metavar="DIR", help="the converted folder")
-    add("--prompt-checkpoint", type=Path, action="append", default=[], metavar="PATH",
+    several: dict[str, Any] = {"type": Path, "action": "append", "default": [], "metavar": "PATH"}
+    add("--prompt-checkpoint", dest="prompts", **several,
         help="prompt-learning archive of NeMo; repeat for more")  # fmt: skip
-    add("--ia3-checkpoint", type=Path, action="append", default=[], metavar="PATH",
+    add("--ia3-checkpoint", dest="ia3", **several,
         help="IA3 archive of NeMo for a T5, one task each; repeat for more")  # fmt: skip
     add("--output-dir", type=Path, required=True, metavar="DIR",
         help="folder in which <N>-gpu is made")  # fmt: skip
@@ -163,15 +160,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit status."""
 
-    def handler(options: argparse.Namespace) -> int:
-        made = add_tuning(
-            options.ft_dir,
-            options.output_dir,
-            prompts=options.prompt_checkpoint,
-            ia3=options.ia3_checkpoint,
-        )
-        say(str(made))
-        return 0
+    def handler(options: argparse.Namespace) -> None:
+        say(str(add_tuning(**vars(options))))
 
     return run_command(_parser(), handler, arguments)
 

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(_parser(), _build, sys.argv[1:] if argv is None else argv)
 
 
-def _build(arguments: argparse.Namespace) -> int:
+def _build(arguments: argparse.Namespace) -> None:
     request = RepositoryRequest(
         **{name: getattr(arguments, name) for name in _FIELDS if name in arguments},
         parameters=dict(parse_pair(text, "--parameter") for text in arguments.parameter),
@@ -47,7 +47,6 @@ def _build(arguments: argparse.Namespace) -> int:
             request.model_dir.parent, location, overwrite=arguments.overwrite
         )
         say(f"{summary.url} ({summary.sent} of {summary.files} files sent)")
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

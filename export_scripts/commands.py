@@ -13,7 +13,8 @@ from export_scripts.files.disk import full_disk
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 10.0
 
-Handler = Callable[[argparse.Namespace], int]
+# Returns the exit status; None is 0.
+Handler = Callable[[argparse.Namespace], int | None]
 
 
 def say(text: str = "") -> None:
@@ -37,7 +38,7 @@ def run_command(parser: argparse.ArgumentParser, handler: Handler, arguments: Se
     options = parser.parse_args(arguments)
     accept_any_text()
     try:
-        return handler(options)
+        return handler(options) or 0
     except (ValueError, OSError) as error:
         full = full_disk(error, Path.cwd()) if isinstance(error, OSError) else None
         for line in (full or str(error)).split("\n"):

@@ -95,8 +95,7 @@ def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
-    size: int = int(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")
-    return size
+    return int(found[1]) * int(1000 ** " KMGT".index(found[2].upper() or " "))
 
 
 def request_of(options: argparse.Namespace) -> ConversionRequest:
@@ -118,14 +117,13 @@ def request_of(options: argparse.Namespace) -> ConversionRequest:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit status."""
 
-    def handler(options: argparse.Namespace) -> int:
+    def handler(options: argparse.Namespace) -> None:
         line = ProgressLine()
         try:
             summary = convert(request_of(options), progress=line)
         finally:
             line.close()
         say(summary_text(summary))
-        return 0
 
     return run_command(convert_parser(), handler, arguments)
 

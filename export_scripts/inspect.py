@@ -161,7 +161,6 @@ def _becomes(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _served(family: ModelFamily, config: FTConfig) -> list[str]:
-    """Return the engines that serve a family's shards."""
     lines = ["served from shards by Slipway's engine (deploy.engine=pytorch)"]
     if family.ft_backend and not config.ft_limits():
         lines.append("served from shards by NVIDIA's backend (deploy.engine=fastertransformer)")
@@ -241,10 +240,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
 
-    def handler(options: argparse.Namespace) -> int:
+    def handler(options: argparse.Namespace) -> None:
         facts = describe(options.path, tensors=options.tensors)
         say(json.dumps(facts, indent=1) if options.json else description_text(facts))
-        return 0
 
     return run_command(parser, handler, arguments)
 

@@ -97,13 +97,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
-    def handler(options: argparse.Namespace) -> int:
+    def handler(options: argparse.Namespace) -> None:
         rows, columns = support_table(), _COLUMNS
         if options.leaving:
             rows, columns = leaving_table(), _LEAVING
         text = table_text(rows, options.markdown, columns)
         say(json.dumps(rows, indent=1) if options.json else text)
-        return 0
 
     return run_command(parser, handler, arguments)
 

@@ -26,13 +26,11 @@ def _closest(name: str, names: list[str]) -> str | None:
     if name in names:
         return name
     last = _last_part(name)
-    same_leaf = [each for each in names if _last_part(each) == last]
-    if same_leaf:
+    if same_leaf := [each for each in names if _last_part(each) == last]:
         return max(same_leaf, key=lambda each: _likeness(name, each))
     if sorted(name) in (anagrams := [sorted(each) for each in names]):
         return names[anagrams.index(sorted(name))]
-    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    if matches:
+    if matches := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
         return matches[0]
     leaves = difflib.get_close_matches(last, [_last_part(each) for each in names], n=1, cutoff=0.75)
     candidates = [each for each in names if leaves and _last_part(each) == leaves[0]]

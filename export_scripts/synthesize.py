@@ -197,14 +197,13 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit status."""
 
-    def handler(options: argparse.Namespace) -> int:
+    def handler(options: argparse.Namespace) -> None:
         values = vars(options)
         family = FAMILIES[values.pop("family")]
         values["given"] = [parse_pair(text, "--set") for text in options.given]
         output_dir, seed, sparse = (values.pop(key) for key in ("output_dir", "seed", "sparse"))
         config = synthetic_config(family, **values)
         say(str(synthesize(family, config, output_dir, seed=seed, sparse=sparse)))
-        return 0
 
     return run_command(_parser(), handler, arguments)
 

@@ -40,8 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="do not compute checksums")
 
     def handler(options: argparse.Namespace) -> int:
-        problems = folder_problems(options.folder, checksums=not options.quick)
-        if problems:
+        if problems := folder_problems(options.folder, checksums=not options.quick):
             say(f"{options.folder} is not sound:")
             for problem in problems:
                 say(f"  {problem}")

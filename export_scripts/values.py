@@ -156,17 +156,14 @@ class Key:
         return None
 
     def _text_problem(self, text: str) -> str | None:
-        key = (
-            f"{self.name}={shortened(text)!r}"
-            if _CONTROL.search(text)
-            else (f"{self.name}={shortened(text)}")
-        )
+        is_odd = _CONTROL.search(text)
+        key = f"{self.name}={shortened(text)!r}" if is_odd else f"{self.name}={shortened(text)}"
         if self.is_path and not text:
             return (
                 f"{self.name}= is empty ({self.text}); give a path (was a variable of the shell "
                 "not set?)."
             )
-        if _CONTROL.search(text) and not self.has_lines:
+        if is_odd and not self.has_lines:
             return f"{key}: line breaks and control characters are not allowed here ({self.text})."
         if self.is_name and (found := name_problem(text)):
             return f"{key} {found} ({self.text})."
@@ -184,7 +181,11 @@ class Key:
         )
 
     def _range(self) -> str:
-        return " from {} to {}".format(*map(_figure, self.within)) if self.within else ""
+        if self.within is None:
+            return ""
+        # Without an exponent.
+        low, high = (f"{n:.0f}" if float(n).is_integer() else f"{n:g}" for n in self.within)
+        return f" from {low} to {high}"
 
 
 def _scalar(kind: Any, value: Any) -> Any:
@@ -234,8 +235,7 @@ def name_problem(text: str) -> str | None:
         return f"is empty; {rule}"
     if not _NAME.fullmatch(text) or text in (".", "..") or text.startswith("-"):
         return f"cannot be part of names of files and jobs; {rule}"
-    size = len(text.encode())
-    if size > NAME_BYTES:
+    if (size := len(text.encode())) > NAME_BYTES:
         return f"has {size} bytes, and a name at most {NAME_BYTES}; shorten it"
     return None
 
@@ -267,8 +267,3 @@ def amount(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value:.3g} "
-
-
-def _figure(number: float) -> str:
-    """Return a bound without an exponent."""
-    return f"{number:.0f}" if float(number).is_integer() else f"{number:g}"

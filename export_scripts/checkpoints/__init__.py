@@ -86,11 +86,7 @@ def open_checkpoint(
             name, or several do; what was trained on top is not a NeMo archive.
         CheckpointMismatchError: It is damaged, incomplete or unsafe.
     """
-    path = snapshot_folder(Path(path))
-    if name is not None and name != LATEST:
-        path, name = _named_entry(path, name)
-    else:
-        name = None
+    path, name = chosen_entry(Path(path), name)
     found = recognise_format(path)
     _, open_format = FORMATS[found]
     try:
@@ -106,8 +102,15 @@ def open_checkpoint(
         raise CheckpointMismatchError(f"{path} cannot be read: {error}") from error
 
 
-def _named_entry(path: Path, name: str) -> tuple[Path, str | None]:
-    """Return the entry of a folder that a name chooses, and the name if it chooses within ranks."""
+def chosen_entry(path: Path, name: str | None) -> tuple[Path, str | None]:
+    """Return the entry of a folder that a name chooses, and the name if it chooses within ranks.
+
+    Raises:
+        ValueError: No checkpoint has the name, or several do.
+    """
+    path = snapshot_folder(path)
+    if name in (None, LATEST):
+        return path, None
     if not path.is_dir():
         if fnmatch.fnmatchcase(path.name, name):
             return path, None

@@ -41,13 +41,8 @@ class _OddIndexError(ValueError):
 _Key = tuple[str, Place | None]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """The location of the archive of a chunk or an object."""
-
-    file: str
-    offset: int
-    size: int
+# The archive of a chunk or an object: its file, its offset and its size there.
+_Entry = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -120,30 +115,30 @@ def torch_dist_tensors(
 
 def _lost_files(container: Container, entries: Sequence[_Entry]) -> list[str]:
     """Return the missing and truncated files of some chunks."""
-    held: dict[str, list[_Entry]] = {}
-    for entry in entries:
-        held.setdefault(entry.file, []).append(entry)
+    ends: dict[str, list[int]] = {}
+    for file, offset, size in entries:
+        ends.setdefault(file, []).append(offset + size)
     problems = []
-    for file, inside in sorted(held.items()):
+    for file, inside in sorted(ends.items()):
         region = container.find(file)
-        end = max(entry.offset + entry.size for entry in inside)
         if region is None:
             problems.append(
                 f"{container.path} lacks {container.folder}{file}, which holds {len(inside)} "
                 "chunks of the model"
             )
-        elif region.size < end:
+        elif region.size < max(inside):
             problems.append(
-                f"{region} is truncated: it has {region.size} bytes, its chunks end at {end}; "
-                "copy it again"
+                f"{region} is truncated: it has {region.size} bytes, its chunks end at "
+                f"{max(inside)}; copy it again"
             )
     return problems
 
 
 def _region(container: Container, entry: _Entry, name: str) -> Region:
-    file = container.needed(entry.file, f"which holds {name}")
-    shown = f"{file.name}:{name}" if file.name else name
-    return Region(file.path, file.offset + entry.offset, entry.size, shown)
+    file, offset, size = entry
+    region = container.needed(file, f"which holds {name}")
+    shown = f"{region.name}:{name}" if region.name else name
+    return Region(region.path, region.offset + offset, size, shown)
 
 
 def _state(value: Any, *qualified_names: str) -> Mapping[str, Any]:
@@ -196,12 +191,13 @@ def _entries(tree: Any) -> Iterator[tuple[_Key, _Entry]]:
         place = _state(index, f"{_MODULE}.MetadataIndex")
         state = _state(value, _STORAGE_INFO)
         name, begin = place["fqn"], place.get("offset")
-        file, numbers = state["relative_path"], _numbers((state["offset"], state["length"]))
+        file = state["relative_path"]
+        offset, size = _numbers((state["offset"], state["length"]))
         if not isinstance(name, str) or not isinstance(file, str):
             raise _OddIndexError(f"{name!r:.80} is not in a file")
         if state.get("transform_descriptors"):
             raise _OddIndexError(f"{name} is compressed or otherwise transformed")
-        yield (name, None if begin is None else _numbers(begin)), _Entry(file, *numbers)
+        yield (name, None if begin is None else _numbers(begin)), (file, offset, size)
 
 
 _HEADER_NAME = ".zarray"

@@ -93,13 +93,10 @@ class StoredTensor(Piece):
     @property
     def span_bytes(self) -> int:
         """Bytes from the first element to the end of the last one."""
-        item = SOURCE_TYPES[self.dtype][0]
-        if 0 in self.shape:
-            return 0
-        if self.stride is None:
-            return math.prod(self.shape) * item
+        if self.stride is None or 0 in self.shape:
+            return super().span_bytes
         steps = ((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        return (sum(steps) + 1) * item
+        return (sum(steps) + 1) * SOURCE_TYPES[self.dtype][0]
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
@@ -185,13 +182,11 @@ class FileMaps:
         """Return whether tensors of the same layout in their files have the same bytes."""
         if (one.dtype, one.shape, one.stride) != (other.dtype, other.shape, other.stride):
             return False
-        mine, theirs = self.map(one.path), self.map(other.path)
-        steps = range(0, one.span_bytes, _COMPARED_BYTES)
-        ends = (min(at + _COMPARED_BYTES, one.span_bytes) for at in steps)
+        mine, theirs, size = self.map(one.path), self.map(other.path), one.span_bytes
         return all(
-            mine[one.offset + at : one.offset + end]
-            == theirs[other.offset + at : other.offset + end]
-            for at, end in zip(steps, ends, strict=True)
+            mine[one.offset + at : one.offset + min(at + _COMPARED_BYTES, size)]
+            == theirs[other.offset + at : other.offset + min(at + _COMPARED_BYTES, size)]
+            for at in range(0, size, _COMPARED_BYTES)
         )
 
     def is_intact(self, tensor: StoredTensor) -> bool:
@@ -199,8 +194,7 @@ class FileMaps:
 
         Every record is read once.
         """
-        record = tensor.record
-        if record is None:
+        if (record := tensor.record) is None:
             return True
         with self._lock:
             lock = self._record_locks.setdefault(record, threading.Lock())
@@ -234,8 +228,7 @@ class FileMaps:
         """Start reading a tensor's bytes ahead."""
         mapped = self.map(tensor.path)
         start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        length = min(tensor.offset + tensor.span_bytes, len(mapped)) - start
-        if length > 0:
+        if (length := min(tensor.offset + tensor.span_bytes, len(mapped)) - start) > 0:
             mapped.madvise(mmap.MADV_WILLNEED, start, length)
 
 
@@ -261,23 +254,21 @@ class Region:
         return f"{self.path}:{self.name}" if self.name else str(self.path)
 
 
-class _RawRegion(io.RawIOBase):
+class _RawRegion(io.FileIO):
     def __init__(self, region: Region) -> None:
-        self._file = region.path.open("rb", buffering=0)
-        end = self._file.seek(0, io.SEEK_END)
+        super().__init__(region.path)
+        end = os.fstat(self.fileno()).st_size
         self._start = region.offset
         self._size = end - region.offset if region.size < 0 else region.size
         if region.offset + self._size > end:
-            self._file.close()
+            self.close()
             raise truncated(region.path, f"{region.name or 'its contents'} would end at "
                             f"{region.offset + self._size}, the file at {end}")  # fmt: skip
         self._position = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
+    # Those of a whole file would read beyond the range.
+    read = io.RawIOBase.read  # type: ignore[assignment]
+    readall, tell = io.RawIOBase.readall, io.RawIOBase.tell
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
@@ -286,14 +277,9 @@ class _RawRegion(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
-        count = os.preadv(self._file.fileno(), [view], self._start + self._position)
+        count = os.preadv(self.fileno(), [view], self._start + self._position)
         self._position += count
         return count
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ folder. Member names that could leave their folder, links and devices are refuse
 from __future__ import annotations
 
 import gzip
-import stat
 import tarfile
 import tempfile
 import zlib
@@ -92,9 +91,7 @@ def open_container(path: Path, *, scratch_dir: Path | None = None) -> Container:
         files = {file.relative_to(path).as_posix(): file for file in files_below(path)}
         regions = {name: Region(file, 0, file.stat().st_size) for name, file in files.items()}
         return Container(path, regions)
-    with path.open("rb") as file:
-        is_gzip = file.read(2) == _GZIP_MAGIC
-    if not is_gzip:
+    if not is_gzip(path):
         return Container(path, _tar_members(path, path))
     scratch = tempfile.TemporaryDirectory(
         prefix=".unpacked-", dir=scratch_dir, ignore_cleanup_errors=True
@@ -136,8 +133,7 @@ def _tar_members(tar: Path, shown: Path) -> dict[str, Region]:
     try:
         with tarfile.open(tar, "r:") as archive:
             for info in archive:
-                problem = _unsafe(info)
-                if problem:
+                if problem := _unsafe(info):
                     problems.append(
                         f"{shown} is refused: member {info.name!r} {problem}; if you trust its "
                         "origin, repack the checkpoint without that member"
@@ -182,10 +178,7 @@ def _unsafe(info: tarfile.TarInfo) -> str | None:
     return None
 
 
-def is_tar(path: Path) -> bool:
-    """Return whether a file begins like a tar or gzip archive."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        return False
+def is_gzip(path: Path) -> bool:
+    """Return whether a file begins like a gzip archive."""
     with path.open("rb") as file:
-        head = file.read(512)
-    return head[:2] == _GZIP_MAGIC or head[257:262] == b"ustar"
+        return file.read(2) == _GZIP_MAGIC

@@ -147,9 +147,7 @@ def _with_joined_halves(tensors: Mapping[str, ChunkedTensor]) -> dict[str, Chunk
 
 def _as_pieces(tensors: Mapping[str, ChunkedTensor], where: str) -> dict[str, tuple[Piece, ...]]:
     """Return each tensor as its only piece."""
-    problems = [
-        f"{name}: {problem}" for name, each in tensors.items() for problem in each.problems()
-    ]
+    problems = [f"{name}: {each}" for name, tensor in tensors.items() for each in tensor.problems()]
     refuse(listed(problems, f"{where}: "))
     return {
         name: (tensor.stored if len(tensor.chunks) == 1 else (tensor,))

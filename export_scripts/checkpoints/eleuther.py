@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, StoredTensor, read_small, yaml_table
-from export_scripts.checkpoints.partitioned import RankName, join_ranks
+from export_scripts.checkpoints.partitioned import RankName, join_ranks, number_in
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.errors import CheckpointMismatchError, first_names
-
-FORMAT = "eleuther"
 
 _FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _MOST_RANKS = 10_000
@@ -32,17 +30,13 @@ def layer_directory(path: Path) -> Path | None:
     """
     if not path.is_dir():
         return None
-    candidates = [path]
     latest = path / "latest"
     if latest.is_file():
         name = read_small(latest).decode(errors="replace").strip()
-        candidates.append(path / Path(name).name)
+        inside = [path / Path(name).name]
     else:
-        candidates += sorted(path.glob("global_step*"), key=_step, reverse=True)
-    for folder in candidates:
-        if any(_FILE.fullmatch(entry.name) for entry in folder.glob("layer_*")):
-            return folder
-    return None
+        inside = sorted(path.glob("global_step*"), key=number_in, reverse=True)
+    return next((folder for folder in (path, *inside) if _layer_files(folder)), None)
 
 
 def open_eleuther(path: Path) -> CheckpointReader:
@@ -52,8 +46,7 @@ def open_eleuther(path: Path) -> CheckpointReader:
         CheckpointMismatchError: Ranks or layers are missing, or files disagree.
     """
     folder = layer_directory(path)
-    if folder is None:
-        raise CheckpointMismatchError(f"{path} holds no layer_*-model_*-model_states.pt")
+    assert folder is not None, path
     files = _layer_files(folder)
     config_files, config = _model_config(folder)
     count = _rank_count(folder, files, config.get("model-parallel-size"))
@@ -63,9 +56,13 @@ def open_eleuther(path: Path) -> CheckpointReader:
     numbers: list[int] = []
     for number, ranks in files.items():
         contents = [_tensors(ranks[rank]) for rank in range(count)]
-        part = _part(contents[0], layer=len(numbers))
-        if part.startswith("layers."):
+        if _LAYER in contents[0]:
+            part = f"layers.{len(numbers)}."
             numbers.append(number)
+        elif _EMBEDDING in contents[0]:
+            part = "embedding."
+        else:  # some releases keep norm and head in one file
+            part = "final."
         for state, stored in zip(states.values(), contents, strict=True):
             own = {part + key: tensor for key, tensor in stored.items()}
             if twice := sorted(own.keys() & state.keys()):
@@ -75,31 +72,22 @@ def open_eleuther(path: Path) -> CheckpointReader:
             state |= own
     _check_layers(folder, numbers, config.get("num-layers"))
     return CheckpointReader(
-        format=FORMAT,
+        format="eleuther",
         path=path,
         config=config,
         tensors=join_ranks(
             states, states.__getitem__, {"tensor_model_parallel_size": count}, where=folder
         ),
-        files=(
-            *(file for ranks in files.values() for file in ranks.values()),
-            *config_files,
-        ),
+        files=(*(file for ranks in files.values() for file in ranks.values()), *config_files),
         remarks=() if folder == path else (f"{folder.name} of {path} is read",),
     )
-
-
-def _step(folder: Path) -> int:
-    digits = re.search(r"(\d+)$", folder.name)
-    return int(digits[1]) if digits else -1
 
 
 def _layer_files(folder: Path) -> dict[int, RankFiles]:
     """Return layer number -> rank -> file, in order of number."""
     found: dict[int, RankFiles] = {}
     for entry in folder.glob("layer_*"):
-        match = _FILE.fullmatch(entry.name)
-        if match:
+        if match := _FILE.fullmatch(entry.name):
             found.setdefault(int(match[1]), {})[int(match[2])] = entry
     return dict(sorted(found.items()))
 
@@ -129,8 +117,7 @@ def _rank_count(folder: Path, files: Mapping[int, RankFiles], declared: Any) -> 
 
 def _check_layers(folder: Path, numbers: Sequence[int], declared: Any) -> None:
     first, count = (numbers[0], len(numbers)) if numbers else (0, 0)
-    missing = sorted(set(range(first, first + count)) - set(numbers))
-    if missing:
+    if missing := sorted(set(range(first, first + count)) - set(numbers)):
         names = first_names([f"layer_{number:02d}" for number in missing])
         raise CheckpointMismatchError(f"{folder} lacks the files of {names}")
     if isinstance(declared, int) and declared != count:
@@ -143,15 +130,6 @@ def _check_layers(folder: Path, numbers: Sequence[int], declared: Any) -> None:
 def _tensors(path: Path) -> dict[str, StoredTensor]:
     contents = read_torch_table(path, "a table of tensors")
     return {key: value for key, value in contents.items() if isinstance(value, StoredTensor)}
-
-
-def _part(contents: Mapping[str, StoredTensor], *, layer: int) -> str:
-    if _LAYER in contents:
-        return f"layers.{layer}."
-    if _EMBEDDING in contents:
-        return "embedding."
-    # Some releases keep norm and head in one file.
-    return "final." if contents else "empty."
 
 
 def _model_config(folder: Path) -> tuple[list[Path], dict[str, Any]]:

@@ -35,14 +35,12 @@ def hub_id(path: Path) -> str | None:
             return None
         path = path.relative_to(Path.cwd())
     text = path.as_posix()
-    is_id = _ID.fullmatch(text) is not None and not text.lower().endswith(_ARCHIVES)
-    return text if is_id else None
+    return text if _ID.fullmatch(text) and not text.lower().endswith(_ARCHIVES) else None
 
 
 def cached_model(path: Path) -> Path:
     """Return the cached folder of the hub's model that `path` names; any other path unchanged."""
-    name = hub_id(path)
-    if name is None:
+    if (name := hub_id(path)) is None:
         return path
     root = hub_cache() / f"models--{name.replace('/', '--')}"
     return snapshot_folder(root) if root.is_dir() else path
@@ -50,8 +48,7 @@ def cached_model(path: Path) -> Path:
 
 def hub_advice(path: Path) -> str:
     """Return how to get a model of the hub that is not here; empty where no id was meant."""
-    name = hub_id(path)
-    if name is None:
+    if (name := hub_id(path)) is None:
         return ""
     return (
         f"; if the model {name} of the Hugging Face hub is meant, it is not in {hub_cache()}: "

@@ -66,13 +66,12 @@ def is_huggingface(path: Path) -> bool:
 
 def foreign_weights(path: Path) -> str:
     """Return the unsupported weights in a folder (or file) with the remedy, if any."""
-    found = [
+    return "; ".join(
         f"{file.name} is {what}"
         for pattern, what in _FOREIGN.items()
         for file in ([path] if path.is_file() else sorted(path.glob(pattern))[:1])
         if file.match(pattern)
-    ]
-    return "; ".join(found)
+    )
 
 
 def snapshots(path: Path) -> list[Path]:
@@ -121,16 +120,18 @@ def open_huggingface(path: Path) -> CheckpointReader:
         home |= dict.fromkeys(found, file)
     refuse(listed(problems or _misplaced(path, index, home)))
     pieces = {key: (tensor,) for key, tensor in tensors.items()}
-    files = [path / CONFIG_NAME, *files]
-    return dataclasses.replace(configuration, tensors=pieces, files=tuple(files))
+    return dataclasses.replace(configuration, tensors=pieces, files=(path / CONFIG_NAME, *files))
 
 
 def open_configuration(path: Path) -> CheckpointReader:
     """Return the index of a folder without its weights."""
     file = path / CONFIG_NAME
-    return CheckpointReader(
-        "huggingface", path, json_file(file), {}, (file,), tokenizer=_tokenizer_files(path)
-    )
+    tokenizer = {
+        target: Region(path / name)
+        for name, target in HUGGINGFACE_FILES.items()
+        if (path / name).is_file()
+    }
+    return CheckpointReader("huggingface", path, json_file(file), {}, (file,), tokenizer=tokenizer)
 
 
 def _weight_files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
@@ -142,8 +143,7 @@ def _weight_files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
             named = _indexed_files(path / index)
             return [path / name for name in sorted(set(named.values()))], named
         # A named pipe would keep its reader waiting.
-        shards = sorted(each for each in path.glob(pattern) if each.is_file())
-        if shards:
+        if shards := sorted(each for each in path.glob(pattern) if each.is_file()):
             return shards, {}
     raise CheckpointMismatchError(
         f"{path} has a {CONFIG_NAME} but no weights; expected one of "
@@ -197,10 +197,7 @@ def index_tensors(path: Path) -> dict[str, StoredTensor]:
     """
     if path.suffix == ".safetensors":
         return index_safetensors(path)
-    tree = read_torch_file(path)
-    if isinstance(tree, Mapping) and isinstance(tree.get("state_dict"), Mapping):
-        tree = tree["state_dict"]
-    return flatten(tree)
+    return flatten(read_torch_file(path))
 
 
 def index_safetensors(path: Path) -> dict[str, StoredTensor]:
@@ -242,9 +239,8 @@ def index_safetensors(path: Path) -> dict[str, StoredTensor]:
 def _check_cover(path: Path, tensors: Mapping[str, StoredTensor], begin: int, size: int) -> None:
     """Check that the tensors fill the file from `begin` on: no bytes lost or added."""
     end = begin
-    for key, tensor in sorted(
-        tensors.items(), key=lambda item: (item[1].offset, item[1].span_bytes)
-    ):
+    in_order = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].span_bytes))
+    for key, tensor in in_order:
         if tensor.offset != end:
             raise truncated(path, f"tensor {key} begins at byte {tensor.offset}, expected {end}")
         end += tensor.span_bytes
@@ -287,11 +283,3 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
         and len(value) <= _MOST_AXES
         and all(type(size) is int and 0 <= size < _MOST_BYTES for size in value)
     )
-
-
-def _tokenizer_files(path: Path) -> dict[str, Region]:
-    found: dict[str, Region] = {}
-    for name, target in HUGGINGFACE_FILES.items():
-        if (path / name).is_file():
-            found.setdefault(target, Region(path / name))
-    return found

@@ -5,7 +5,6 @@ array. Arrays are indexed inside the .npz files and mapped, never unpacked.
 """
 
 import ast
-import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,11 +17,9 @@ from export_scripts.checkpoints.base import (
     json_file,
     truncated,
 )
-from export_scripts.checkpoints.partitioned import RankName, join_ranks
+from export_scripts.checkpoints.partitioned import RankName, join_ranks, number_in
 from export_scripts.checkpoints.pt_archive import zip_data_offset
 from export_scripts.errors import CheckpointMismatchError, first_names, refuse
-
-FORMAT = "jax"
 
 # Order of the arrays: mesh-transformer-jax, to_hf_weights and the release's own writer. Layers
 # come sorted as text: 0, 1, 10, 11, ..., 2, 20.
@@ -46,7 +43,7 @@ def step_directory(path: Path) -> Path | None:
     if _shards(path):
         return path
     steps = [entry for entry in path.glob("step_*") if entry.is_dir() and _shards(entry)]
-    return max(steps, key=lambda entry: _number(entry.name), default=None)
+    return max(steps, key=number_in, default=None)
 
 
 def open_jax(path: Path) -> CheckpointReader:
@@ -56,60 +53,44 @@ def open_jax(path: Path) -> CheckpointReader:
         CheckpointMismatchError: Shards or parts are missing, disagree, or are not such a release.
     """
     step = step_directory(path)
-    if step is None:
-        raise CheckpointMismatchError(f"{path} holds no step_*/shard_*/0.npz")
-    shards = _shards(step)
-    parts = {shard: _parts(shard) for shard in shards}
-    problems = _shape_problems(step, parts)
-    refuse(problems)
-    arrays = {shard: [a for part in parts[shard] for a in _read_npz(part)] for shard in shards}
-    states = {
-        RankName(shard.name, number, 0): dict(
-            zip(_names(len(arrays[shard]), shard), arrays[shard], strict=True)
-        )
-        for number, shard in enumerate(shards)
-    }
-    sizes = {"tensor_model_parallel_size": len(shards)}
-    config_file, config = _model_config(step)
-    files = tuple(part for shard in shards for part in parts[shard])
+    assert step is not None, path
+    parts = {shard: sorted(shard.glob("*.npz"), key=number_in) for shard in _shards(step)}
+    refuse(_shape_problems(step, parts))
+    states = {}
+    for number, (shard, files) in enumerate(parts.items()):
+        arrays = [array for file in files for array in _read_npz(file)]
+        names = _names(len(arrays), shard)
+        states[RankName(shard.name, number, 0)] = dict(zip(names, arrays, strict=True))
+    sizes = {"tensor_model_parallel_size": len(parts)}
+    config_files, config = _model_config(step)
     return CheckpointReader(
-        format=FORMAT,
+        format="jax",
         path=path,
         config=config,
         tensors=join_ranks(states, states.__getitem__, sizes, where=step),
-        files=files if config_file is None else (*files, config_file),
+        files=(*(file for files in parts.values() for file in files), *config_files),
         remarks=() if step == path else (f"{step.name} of {path} is read",),
     )
 
 
-def _number(text: str) -> int:
-    digits = re.search(r"(\d+)", text)
-    return int(digits[1]) if digits else -1
-
-
 def _shards(step: Path) -> list[Path]:
-    found = [entry for entry in step.glob("shard_*") if (entry / "0.npz").is_file()]
-    return sorted(found, key=lambda entry: _number(entry.name))
-
-
-def _parts(shard: Path) -> list[Path]:
-    return sorted(shard.glob("*.npz"), key=lambda part: _number(part.name))
+    found = (entry for entry in step.glob("shard_*") if (entry / "0.npz").is_file())
+    return sorted(found, key=number_in)
 
 
 def _shape_problems(step: Path, parts: Mapping[Path, Sequence[Path]]) -> list[str]:
     """Return the missing ones of the numbered shards and parts."""
     problems = []
-    present = {_number(shard.name) for shard in parts}
+    present = {number_in(shard) for shard in parts}
     if (last := max(present)) >= _MOST_SHARDS:
         return [f"{step} has a shard {last}: expected numbers below {_MOST_SHARDS}; remove it"]
-    every = {_number(entry.name) for entry in step.glob("shard_*")} | set(range(last + 1))
-    missing = sorted(every - present)
-    if missing:
+    every = set(map(number_in, step.glob("shard_*"))) | set(range(last + 1))
+    if missing := sorted(every - present):
         names = first_names([f"shard_{number}" for number in missing])
         problems.append(f"{step} lacks {names} of {len(every)} shards")
     count = max(len(files) for files in parts.values())
     for shard, files in parts.items():
-        lacking = set(range(count)) - {_number(file.name) for file in files}
+        lacking = set(range(count)) - set(map(number_in, files))
         problems += [f"{shard} lacks {number}.npz" for number in sorted(lacking)]
     return problems
 
@@ -126,21 +107,21 @@ def _names(count: int, shard: Path) -> list[str]:
     return [*_FIRST, *per_layer, *_LAST]
 
 
-def _model_config(step: Path) -> tuple[Path | None, dict[str, Any]]:
+def _model_config(step: Path) -> tuple[list[Path], dict[str, Any]]:
     """Return mesh-transformer-jax's JSON configuration next to the weights, if present."""
     for folder in (step, step.parent):
         for file in sorted(folder.glob("*.json")):
             config = json_file(file)
             if "n_heads" in config:
-                return file, config
-    return None, {}
+                return [file], config
+    return [], {}
 
 
 def _read_npz(path: Path) -> list[StoredTensor]:
     """Return the arrays arr_0, arr_1, ... of a file."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            members = sorted(archive.infolist(), key=lambda info: _number(info.filename))
+            members = sorted(archive.infolist(), key=lambda info: number_in(Path(info.filename)))
             return [_read_npy(path, file, info) for info in members]
     except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, OSError) as error:
         raise truncated(path, str(error)) from error

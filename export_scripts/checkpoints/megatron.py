@@ -9,12 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import (
-    CheckpointReader,
-    Region,
-    StoredTensor,
-    read_small,
-)
+from export_scripts.checkpoints.base import CheckpointReader, Region, StoredTensor, read_small
 from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.distributed import is_distributed, read_distributed
 from export_scripts.checkpoints.partitioned import (
@@ -71,12 +66,10 @@ def open_megatron(path: Path) -> CheckpointReader:
         )
     trees = {rank: read_torch_table(file, "a Megatron checkpoint") for rank, file in files.items()}
     config = _config(trees[min(trees, key=lambda rank: (rank.pp_rank, rank.tp_rank))])
-    for kind, last in (
-        ("tensor", max(rank.tp_rank for rank in files)),
-        ("pipeline", max(rank.pp_rank for rank in files)),
-    ):
+    tp_ranks, pp_ranks = [rank.tp_rank for rank in files], [rank.pp_rank for rank in files]
+    for kind, ranks in (("tensor", tp_ranks), ("pipeline", pp_ranks)):
         key = f"{kind}_model_parallel_size"
-        config[key] = count_of(config, key, default=1 + last, where=root)
+        config[key] = count_of(config, key, default=1 + max(ranks), where=root)
     return CheckpointReader(
         format="megatron",
         path=path,
@@ -122,12 +115,11 @@ def iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
 def _rank_files(path: Path) -> dict[RankName, Path]:
     if path.is_file():
         return {RankName("", 0, 0): path}
-    found: dict[RankName, Path] = {}
-    for entry in sorted(path.iterdir()):
-        rank = parse_rank_folder(entry.name)
-        file = _weights(entry) if rank else None
-        if rank and file:
-            found[rank] = file
+    found = {
+        rank: file
+        for entry in sorted(path.iterdir())
+        if (rank := parse_rank_folder(entry.name)) and (file := _weights(entry))
+    }
     own = _weights(path)
     return found or ({RankName("", 0, 0): own} if own else {})
 
@@ -144,8 +136,7 @@ def _config(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _state(tree: Mapping[str, Any], root: Path) -> dict[str, StoredTensor]:
-    chunks = [key for key in tree if re.fullmatch(r"model\d+", str(key))]
-    if chunks:
+    if chunks := [key for key in tree if re.fullmatch(r"model\d+", str(key))]:
         raise CheckpointMismatchError(
             f"{root} was trained with an interleaved pipeline ({', '.join(map(str, chunks))}), "
             "whose layer order has no place in an FT folder"
@@ -158,9 +149,8 @@ def _state(tree: Mapping[str, Any], root: Path) -> dict[str, StoredTensor]:
 
 def _tokenizer_files(root: Path) -> dict[str, Region]:
     """Return the vocabulary files next to the rank folders."""
-    found = {}
-    for pattern, name in _VOCABULARIES.items():
-        hits = sorted(root.glob(pattern)) if root.is_dir() else []
-        if len(hits) == 1:
-            found[name] = Region(hits[0])
-    return found
+    return {
+        name: Region(hits[0])
+        for pattern, name in _VOCABULARIES.items()
+        if len(hits := list(root.glob(pattern))) == 1
+    }

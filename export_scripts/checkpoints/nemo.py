@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Region, StoredTensor
-from export_scripts.checkpoints.containers import Container, is_tar, open_container, read_yaml
+from export_scripts.checkpoints.base import CheckpointReader, Region
+from export_scripts.checkpoints.containers import Container, is_gzip, open_container, read_yaml
 from export_scripts.checkpoints.distributed import (
     METADATA_NAME,
     is_distributed,
     read_distributed,
 )
-from export_scripts.checkpoints.nemo2 import CONTEXT, WEIGHTS, is_nemo2, open_nemo2
+from export_scripts.checkpoints.nemo2 import CONTEXT, WEIGHTS, open_nemo2
 from export_scripts.checkpoints.partitioned import (
     LayerOffset,
     RankName,
@@ -48,7 +48,8 @@ _Trees = Callable[[Region], _Tree]
 def is_nemo(path: Path) -> bool:
     """Return whether a path looks like a NeMo archive, unpacked folder or checkpoints folder."""
     if path.is_file():
-        return is_tar(path)
+        with path.open("rb") as file:
+            return is_gzip(path) or file.read(512)[257:262] == b"ustar"
     if not path.is_dir():
         return False
     if (path / CONFIG_NAME).is_file() or any(path.glob("*.ckpt")):
@@ -80,12 +81,17 @@ def open_nemo(
     """
     remarks: list[str] = []
     container = open_container(_chosen_folder(path, remarks), scratch_dir=scratch_dir)
-    if is_nemo2(container):
+    if container.find(WEIGHTS + METADATA_NAME):
         return open_nemo2(container, tuple(remarks))
     config = _read_config(container)
     for folder in (_DISTRIBUTED, ""):
         if container.find(folder + METADATA_NAME):
-            return _open_distributed(container, folder, config, remarks)
+            inside = container.within(folder)
+            found = read_distributed(inside, format="nemo", remarks=tuple(remarks))
+            if config is None:
+                config = _config_of_checkpoint(found.config, container.path)
+            tokenizer = nemo_files(container, config)
+            return dataclasses.replace(found, config=config, tokenizer=tokenizer)
     # Each file is read once.
     trees = functools.cache(lambda region: read_torch_table(region, "a state dict"))
     weights = _find_weights(container, config, trees, remarks, name)
@@ -97,7 +103,7 @@ def open_nemo(
         config=config,
         tensors=join_ranks(
             weights,
-            lambda rank: _state(trees(weights[rank])),
+            lambda rank: flatten(trees(weights[rank])),
             config,
             where=path,
             layer_offset=_layer_offset({**depths, **config}, path) if depths else None,
@@ -109,15 +115,6 @@ def open_nemo(
         remarks=tuple(remarks),
         kept=container.kept,
     )
-
-
-def _open_distributed(
-    container: Container, folder: str, config: dict[str, Any] | None, remarks: list[str]
-) -> CheckpointReader:
-    found = read_distributed(container.within(folder), format="nemo", remarks=tuple(remarks))
-    if config is None:
-        config = _config_of_checkpoint(found.config, container.path)
-    return dataclasses.replace(found, config=config, tokenizer=nemo_files(container, config))
 
 
 def _model_folder(path: Path) -> Path:
@@ -158,11 +155,6 @@ def _chosen_folder(path: Path, remarks: list[str]) -> Path:
             f"took {newest.name}, the newest of several last checkpoints (left: {others})"
         )
     return newest
-
-
-def _state(tree: _Tree) -> dict[str, StoredTensor]:
-    inner = tree.get("state_dict")
-    return flatten(inner if isinstance(inner, Mapping) else tree)
 
 
 def _read_config(container: Container) -> dict[str, Any] | None:
@@ -242,15 +234,13 @@ def _last_name(
             f"{path} has no weights: expected {WEIGHTS_NAME} or *last.ckpt{where}"
             + (f"; name one of {', '.join(every)}" if every else "")
         )
-    averaged = [name for name in every if name.endswith("last-EMA.ckpt")]
-    if averaged:
+    if averaged := [name for name in every if name.endswith("last-EMA.ckpt")]:
         remarks.append(f"left {', '.join(averaged)}, the weights averaged over training")
     if len(found) == 1:
         return next(iter(found))
     steps = {}
     for name, region in found.items():
-        step = _step_told(name)
-        step = trees(region).get("global_step") if step is None else step
+        step = trees(region).get("global_step") if _step_told(name) is None else _step_told(name)
         steps[name] = step if isinstance(step, int) else -1
     newest = max(steps, key=lambda name: (steps[name], name))
     others = ", ".join(f"{name} of step {step}" for name, step in steps.items() if name != newest)

@@ -33,11 +33,6 @@ _TOKENIZER = "tokenizer/"
 _TIKTOKEN = "TikTokenizer"
 
 
-def is_nemo2(container: Container) -> bool:
-    """Return whether an archive or folder is a NeMo 2 checkpoint."""
-    return container.find(WEIGHTS + METADATA_NAME) is not None
-
-
 def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> CheckpointReader:
     """Return the index of a NeMo 2 checkpoint.
 
@@ -78,12 +73,12 @@ def _class_name(value: Mapping[str, Any]) -> str:
 
 def _huggingface_files(container: Container, *folders: str) -> dict[str, Region]:
     """Return the files of a Hugging Face tokenizer in a container's folders, the first of each."""
-    found: dict[str, Region] = {}
-    for folder in folders:
-        for theirs, ours in HUGGINGFACE_FILES.items():
-            if region := container.find(folder + theirs):
-                found.setdefault(ours, region)
-    return found
+    return {
+        ours: region
+        for folder in reversed(folders)
+        for theirs, ours in HUGGINGFACE_FILES.items()
+        if (region := container.find(folder + theirs))
+    }
 
 
 def _tokenizer_files(container: Container, settings: Any) -> dict[str, Region]:
@@ -117,13 +112,11 @@ def open_bridge(path: Path) -> CheckpointReader:
             "checkpoint.ckpt_format than torch_dist; save it with that one"
         )
     run = read_yaml(container, CONFIG_NAME)
-    model = run.get("model")
+    model, tokenizer = run.get("model"), run.get("tokenizer")
     if not isinstance(model, Mapping):
         raise CheckpointMismatchError(f"{root / CONFIG_NAME} has no model")
     # Newer versions keep what concerns megatron-core's layers apart.
     layers = model.get("transformer")
-    settings = {**layers, **model} if isinstance(layers, Mapping) else dict(model)
-    tokenizer = run.get("tokenizer")
     tokenizer = tokenizer if isinstance(tokenizer, Mapping) else {}
     kind = tokenizer.get("tokenizer_type")
     vocabulary = {} if kind == _TIKTOKEN else _huggingface_files(container, _TOKENIZER)
@@ -132,7 +125,8 @@ def open_bridge(path: Path) -> CheckpointReader:
         found,
         path=path,
         config={
-            **settings,
+            **(layers if isinstance(layers, Mapping) else {}),
+            **model,
             "model_class": _class_name(model),
             "tokenizer": {"type": kind},
             "peft": run.get("peft"),

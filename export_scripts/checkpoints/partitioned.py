@@ -43,11 +43,14 @@ _RANK_FOLDERS = (
 
 def parse_rank_folder(name: str) -> RankName | None:
     """Return the rank in a folder name, or None for other folders."""
-    for pattern in _RANK_FOLDERS:
-        match = pattern.match(name)
-        if match:
-            return RankName(name, int(match["tp"]), int(match["pp"] or 0))
-    return None
+    match = next(filter(None, (pattern.match(name) for pattern in _RANK_FOLDERS)), None)
+    return RankName(name, int(match["tp"]), int(match["pp"] or 0)) if match else None
+
+
+def number_in(path: Path) -> int:
+    """Return the first number in a file's name, -1 if there is none."""
+    digits = re.search(r"\d+", path.name)
+    return int(digits[0]) if digits else -1
 
 
 def count_of(config: Mapping[str, Any], key: str, *, default: int, where: object) -> int:
@@ -91,8 +94,7 @@ def _ranks_by_place(
             f"checkpoint has {have} of {len(wanted)} {kind}: {first_names(missing)} {verb} missing "
             f"under {where} (its configuration says TP {tp_size}, PP {pp_size})"
         )
-    extra = [by_rank[place].folder for place in sorted(set(by_rank) - wanted)]
-    if extra:
+    if extra := [by_rank[place].folder for place in sorted(set(by_rank) - wanted)]:
         problems.append(
             f"{where} holds {first_names(extra)}, but its configuration says TP {tp_size}, "
             f"PP {pp_size}; the folder mixes runs or the configuration is another's"
@@ -181,8 +183,11 @@ def join_ranks(
 def flatten(tree: Any) -> dict[str, StoredTensor]:
     """Return the tensors of nested dicts under their joined keys; other values are left out.
 
-    So is the `module.` that mixed precision and data parallelism put before a model's names.
+    So are all but a `state_dict`, where there is one, and the `module.` that mixed precision and
+    data parallelism put before a model's names.
     """
+    inner = tree.get("state_dict") if isinstance(tree, Mapping) else None
+    tree = inner if isinstance(inner, Mapping) else tree
     flat: dict[str, StoredTensor] = {}
     stack: list[tuple[str, Any, int]] = [("", tree, 0)]
     while stack:

@@ -174,7 +174,6 @@ def _read_legacy(region: Region, stream: io.BufferedReader) -> Any:
 
 
 def _plain(tree: Any, region: Region) -> Any:
-    """Return an object tree as plain data."""
     try:
         return _PlainData(region)(tree)
     except RecursionError as error:
@@ -203,16 +202,15 @@ class _PlainData:
             self._done[id(value)] = None
             result = self._done[id(value)] = self._container(value)
             if isinstance(result, (dict, list)):
-                self._count(result)
+                items = result.values() if isinstance(result, dict) else result
+                size = 1 + sum(self._sizes.get(id(item), 1) for item in items)
+                self._sizes[id(result)] = size
+                if size > _MOST_VALUES:
+                    raise CheckpointMismatchError(
+                        f"{self._region} is refused: its objects unfold to more than "
+                        f"{_MOST_VALUES} values"
+                    )
         return self._done[id(value)]
-
-    def _count(self, result: dict[Any, Any] | list[Any]) -> None:
-        items = result.values() if isinstance(result, dict) else result
-        size = self._sizes[id(result)] = 1 + sum(self._sizes.get(id(item), 1) for item in items)
-        if size > _MOST_VALUES:
-            raise CheckpointMismatchError(
-                f"{self._region} is refused: its objects unfold to more than {_MOST_VALUES} values"
-            )
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, Inert):
@@ -232,9 +230,6 @@ class _PlainData:
         if value.qualified_name.startswith("omegaconf.") and isinstance(state, Mapping):
             # OmegaConf containers hold nodes in _content, nodes their value in _val.
             return self(state["_content"] if "_content" in state else state.get("_val"))
-        for contents in (state if isinstance(state, Mapping) else None, value.items):
-            if contents:
-                return self(contents)
-        if value.elements:
-            return self(value.elements)
-        return self(value.args[0]) if len(value.args) == 1 else None
+        attributes = state if isinstance(state, Mapping) else None
+        lone = value.args[0] if len(value.args) == 1 else None
+        return self(attributes or value.items or value.elements or lone)

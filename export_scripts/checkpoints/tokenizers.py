@@ -28,15 +28,19 @@ _END_OF_TEXT = "<|endoftext|>"
 # from the checkpoint's folder upwards.
 _ANCESTORS_SEARCHED = 4
 
-# Files of a Hugging Face folder worth carrying, and their names in the FT folder.
+# Files of a Hugging Face folder worth carrying, and their names in the FT folder. Of several with
+# one name the last is carried.
 HUGGINGFACE_FILES: Mapping[str, str] = {
+    "sentencepiece.bpe.model": "tokenizer.model",
+    "spiece.model": "tokenizer.model",
+} | {
     name: name
     for name in (
         "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
         "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "generation_config.json",
         "chat_template.jinja",
     )
-} | {"spiece.model": "tokenizer.model", "sentencepiece.bpe.model": "tokenizer.model"}  # fmt: skip
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -175,14 +179,11 @@ def given_files(vocab_path: Path | None, merges_path: Path | None) -> dict[str, 
             continue
         if not path.is_file():
             raise ValueError(f"tokenizer file {path} does not exist")
-        stem = "tokenizer" if path.suffix == ".model" or _is_whole_tokenizer(path) else stem
+        # Of other names, too, such as 20B_tokenizer.json.
+        is_whole = path.suffix == ".json" and isinstance(_table_in(Region(path)).get("model"), dict)
+        stem = "tokenizer" if path.suffix == ".model" or is_whole else stem
         files[f"{stem}{path.suffix}"] = Region(path)
     return files
-
-
-def _is_whole_tokenizer(path: Path) -> bool:
-    """Return whether a file is a tokenizer.json, whatever its name (20B_tokenizer.json)."""
-    return path.suffix == ".json" and isinstance(_table_in(Region(path)).get("model"), dict)
 
 
 def nemo_files(container: Container, config: Mapping[str, Any]) -> dict[str, Region]:
@@ -199,12 +200,11 @@ def nemo_files(container: Container, config: Mapping[str, Any]) -> dict[str, Reg
         ("vocab_file", "vocab", "*vocab*"),
         ("merge_file", "merges", "*merge*.txt"),
     )
-    found = {}
-    for key, stem, pattern in kinds:
-        region = _tokenizer_region(container, settings.get(key), pattern)
-        if region is not None:
-            found[stem + PurePosixPath(region.name or region.path).suffix] = region
-    return found
+    return {
+        stem + PurePosixPath(region.name or region.path).suffix: region
+        for key, stem, pattern in kinds
+        if (region := _tokenizer_region(container, settings.get(key), pattern))
+    }
 
 
 def _tokenizer_region(container: Container, value: Any, pattern: str) -> Region | None:
@@ -224,13 +224,6 @@ def _tokenizer_region(container: Container, value: Any, pattern: str) -> Region 
     # A run started from an archive names files of the archive, which its own folder lacks.
     if inside and container.path.is_file():
         raise CheckpointMismatchError(f"{container.path} lacks its tokenizer file {value!r}")
-    return _outside_file(container.path, Path(value))
-
-
-def _outside_file(checkpoint: Path, value: Path) -> Region | None:
-    bases = [Path(), checkpoint, *list(checkpoint.resolve().parents)[:_ANCESTORS_SEARCHED]]
-    for base in bases:
-        file = base / value
-        if file.is_file():
-            return Region(file)
-    return None
+    above = list(container.path.resolve().parents)[:_ANCESTORS_SEARCHED]
+    files = (base / value for base in (Path(), container.path, *above))
+    return next((Region(file) for file in files if file.is_file()), None)

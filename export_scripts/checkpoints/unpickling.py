@@ -100,9 +100,6 @@ class Inert:
         """Keep elements."""
         self.elements.extend(values)
 
-    def __hash__(self) -> int:
-        return id(self)
-
     def __repr__(self) -> str:
         return f"<{self.qualified_name}>"
 
@@ -209,7 +206,6 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
 
 
 def _check_type(kind: Any) -> None:
-    """Reject a storage or a tensor of an unsupported type."""
     if not isinstance(kind, StorageType):
         name = getattr(kind, "qualified_name", reprlib.repr(kind))
         raise pickle.UnpicklingError(

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts import __version__
-from export_scripts.checkpoints import LATEST, recognise_format
+from export_scripts.checkpoints import LATEST, chosen_entry
 from export_scripts.checkpoints.base import fingerprint_files
+from export_scripts.checkpoints.containers import is_gzip
 from export_scripts.checkpoints.huggingface import is_huggingface
 from export_scripts.conversion.huggingface import plan_huggingface
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 from export_scripts.files.disk import check_space
-from export_scripts.files.lock import FolderLock
+from export_scripts.files.lock import folder_lock
 from export_scripts.files.tree import files_below
 from export_scripts.ft.validation import manifest_problems, read_manifest, validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, recover
@@ -67,7 +68,7 @@ def check_conversion(
     if problems:
         return problems
     try:
-        if not _too_large_to_peek(Path(request.checkpoint_path)):
+        if not _is_slow_to_open(request):
             _planned(request, names)
     except ValueError as error:
         path = str(request.checkpoint_path)
@@ -79,12 +80,14 @@ def check_conversion(
     return _folder_problems(request, paths, _identity(request), names)
 
 
-def _too_large_to_peek(path: Path) -> bool:
-    if not path.is_file() or path.stat().st_size <= _QUICK_GZIP_BYTES:
-        return False
-    recognise_format(path)
-    with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
+def _is_slow_to_open(request: ConversionRequest) -> bool:
+    """Return whether a large archive would have to be unpacked."""
+    entry, _ = chosen_entry(Path(request.checkpoint_path), request.checkpoint_name)
+    archives = (entry, *(path for _, path in request.sources))
+    return any(
+        path.is_file() and path.stat().st_size > _QUICK_GZIP_BYTES and is_gzip(path)
+        for path in archives
+    )
 
 
 def _folder_problems(
@@ -126,7 +129,7 @@ def convert(
     names = {**OPTION_NAMES, **(names or {})}
     refuse(request_problems(request, names))
     paths = WorkPaths(request.folder)
-    with FolderLock(paths.lock, f"another conversion is writing {paths.final}") as lock:
+    with folder_lock(paths.lock, f"another conversion is writing {paths.final}") as is_held:
         recover(paths)
         shutil.rmtree(paths.scratch, ignore_errors=True)  # of a killed run, maybe a finished one
         identity = _identity(request)
@@ -136,7 +139,7 @@ def convert(
         try:
             paths.scratch.mkdir()
             plan = _planned(request, names, paths.scratch)
-            if not lock.held:
+            if not is_held:
                 plan = replace(plan, remarks=(*plan.remarks, _NO_LOCKS))
             written_bytes = _run(plan, paths, identity, progress)
         finally:

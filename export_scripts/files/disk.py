@@ -47,7 +47,11 @@ class SequentialFile:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(self._temporary, flags, 0o666)
             if size_bytes >= LARGE_BYTES:
-                _reserve(self._fd, size_bytes)
+                # The C library's posix_fallocate would write into every block where the file system
+                # cannot allocate; the system call fails instead, and the writes proceed without it.
+                failed = _libc.fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
+                if failed and (number := ctypes.get_errno()) in _FULL:
+                    raise OSError(number, os.strerror(number))
                 self._set_direct(True)
 
     @contextlib.contextmanager
@@ -102,17 +106,6 @@ class SequentialFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def _reserve(fd: int, size_bytes: int) -> None:
-    """Allocate a file's space.
-
-    The C library's posix_fallocate would write into every block where the file system cannot
-    allocate; the system call fails instead, and the writes proceed without it.
-    """
-    failed = _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
-    if failed and ctypes.get_errno() in _FULL:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def full_disk(error: OSError, nearby: Path) -> str | None:

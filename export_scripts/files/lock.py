@@ -1,11 +1,10 @@
 """An exclusive lock on one folder's name among the processes that share its disk."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 _TAKEN = (errno.EAGAIN, errno.EACCES)
@@ -13,78 +12,66 @@ _TAKEN = (errno.EAGAIN, errno.EACCES)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-class FolderLock:
-    """A lock that the system releases when the process ends.
+@contextlib.contextmanager
+def folder_lock(path: Path, busy: str) -> Iterator[bool]:
+    """Hold a lock that the system releases when the process ends.
+
+    Yields False on a file system without locks, where others are not kept away. Afterwards the
+    lock's file goes, with the folders that were made for it and are still empty.
 
     Args:
         path: The lock's file.
         busy: What to say where another process holds it.
 
-    Attributes:
-        held: False on a file system without locks, where others are not kept away.
+    Raises:
+        ValueError: Another process holds it, or it is a link, whose target would be emptied.
     """
-
-    def __init__(self, path: Path, busy: str) -> None:
-        self._path = path
-        self._busy = busy
-        self._fd = -1
-        self._made: list[Path] = []
-        self.held = True
-
-    def __enter__(self) -> FolderLock:
-        """Take the lock.
-
-        Raises:
-            ValueError: Another process holds it, or it is a link, whose target would be emptied.
-        """
-        folder = self._path.parent
-        self._made = [each for each in (folder, *folder.parents) if not each.exists()]
-        while True:
-            folder.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            try:
-                fd = os.open(self._path, flags, 0o666)
-            except FileNotFoundError:  # a failed run removed the folder it had made
-                continue
-            except OSError as error:
-                if error.errno != errno.ELOOP:
-                    raise
-                raise ValueError(
-                    f"{self._path} is a link, and a lock is a file; remove it"
-                ) from None
-            try:
-                self._lock(fd)
-                # The file may have been removed by its last holder between opening and locking.
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(fd), self._path.lstat()):
-                        self._fd = fd
-                        break
-            finally:
-                if self._fd != fd:
-                    os.close(fd)
-        with contextlib.suppress(OSError):  # of a full disk: the lock holds without a number
-            os.ftruncate(fd, 0)
-            os.write(fd, f"{os.getpid()}\n".encode())
-        return self
-
-    def _lock(self, fd: int) -> None:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _UNSUPPORTED:
-                self.held = False
-                return
-            if error.errno not in _TAKEN:
-                raise
-            owner = os.read(fd, 64).decode(errors="replace").strip()
-            process = f" (process {owner})" if owner else ""
-            raise ValueError(f"{self._busy}{process}; wait for it, or stop it") from None
-
-    def __exit__(self, *_: object) -> None:
-        """Release the lock; remove its file and the folders made for it that are still empty."""
-        self._path.unlink(missing_ok=True)
+    made = [folder for folder in path.parents if not folder.exists()]
+    fd, is_held = _opened(path, busy)
+    with contextlib.suppress(OSError):  # of a full disk: the lock holds without a number
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+    try:
+        yield is_held
+    finally:
+        path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            for folder in self._made:
+            for folder in made:
                 folder.rmdir()
-        os.close(self._fd)
-        self._fd = -1
+        os.close(fd)
+
+
+def _opened(path: Path, busy: str) -> tuple[int, bool]:
+    """Return the descriptor of the lock's file, and whether it is locked."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:  # a failed run removed the folder it had made
+            continue
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ValueError(f"{path} is a link, and a lock is a file; remove it") from None
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(os.close, fd)
+            is_held = _locked(fd, busy)
+            # The file may have been removed by its last holder between opening and locking.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), path.lstat()):
+                    on_failure.pop_all()
+                    return fd, is_held
+
+
+def _locked(fd: int, busy: str) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return False
+        if error.errno not in _TAKEN:
+            raise
+        owner = os.read(fd, 64).decode(errors="replace").strip()
+        process = f" (process {owner})" if owner else ""
+        raise ValueError(f"{busy}{process}; wait for it, or stop it") from None
+    return True

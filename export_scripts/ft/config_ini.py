@@ -38,7 +38,10 @@ def parse_ini(text: str) -> Sections:
             section = sections.setdefault(bare[1 : bare.index("]")].strip().lower(), {})
             last_key = None
         else:
-            last_key, value = _pair(bare, number)
+            pair = re.match(r"([^=:]*)[=:](.*)$", _INLINE_COMMENT.sub("", bare), re.DOTALL)
+            if pair is None:
+                raise ValueError(f"config.ini line {number} is not 'key = value': {bare[:60]!r}")
+            last_key, value = pair[1].strip().lower(), pair[2].strip()
             section[last_key] = f"{section[last_key]}\n{value}" if last_key in section else value
     return sections
 
@@ -51,13 +54,6 @@ def _physical_lines(text: str) -> list[str]:
         for start in range(0, max(len(line), 1), MAX_LINE_BYTES)
     )
     return [piece.decode(errors="replace") for piece in pieces]
-
-
-def _pair(line: str, number: int) -> tuple[str, str]:
-    match = re.match(r"([^=:]*)[=:](.*)$", _INLINE_COMMENT.sub("", line), re.DOTALL)
-    if match is None:
-        raise ValueError(f"config.ini line {number} is not 'key = value': {line[:60]!r}")
-    return match[1].strip().lower(), match[2].strip()
 
 
 def config_text(config: FTConfig) -> str:

@@ -23,7 +23,6 @@ def validate_directory(ft_dir: Path, *, checksums: bool = True) -> list[str]:
     Checked are config.ini, the exact set of weight files, each one's exact size, and, if the
     folder has a manifest, the files it records (their checksums too with `checksums`).
     """
-    ft_dir = Path(ft_dir)
     if not ft_dir.is_dir():
         return [f"{ft_dir} is not a folder; expected a converted checkpoint such as <dir>/2-gpu"]
     try:

@@ -85,7 +85,7 @@ class WriteBehind:
 
 
 class FTWriter:
-    """The files of one folder while they are written. Use within a `FolderLock`.
+    """The files of one folder while they are written. Use within a `folder_lock`.
 
     Args:
         paths: Where to write.
@@ -132,7 +132,9 @@ class FTWriter:
         # After a machine crash the journal may list files whose contents were lost.
         trusted = lines[0].get("boot") == _boot_id()
         for record in lines[1:]:
-            if _is_intact(self.paths.staging, record, trusted=trusted):
+            path = self.paths.staging / str(record.get("file"))
+            is_whole = path.is_file() and path.stat().st_size == record.get("size_bytes")
+            if is_whole and (trusted or checksum_of(path) == record.get("crc32")):
                 self.records[record["file"]] = record
         return True
 
@@ -168,7 +170,7 @@ class FTWriter:
             OSError: A file cannot be written.
         """
         queue = self._queue() if size >= LARGE_BYTES else None
-        run = queue.run if queue else _run_now  # small files are worth no thread
+        run = queue.run if queue else lambda step: step()  # small files are worth no thread
         found = 0
         file = SequentialFile(self.paths.staging / name, size)
         try:
@@ -182,23 +184,25 @@ class FTWriter:
                     queue.wait()
             file.close()
             raise
-        run = queue.run_next if queue else _run_now
-        run(functools.partial(self._complete, file, record))
 
-    def _complete(self, file: SequentialFile, record: dict[str, Any]) -> None:
-        file.finish()
-        with self._lock:
-            self._append(record)
-            self.records[record["file"]] = record
+        def complete() -> None:
+            file.finish()
+            with self._lock:
+                self._append(record)
+                self.records[name] = record
+
+        if queue:
+            queue.run_next(complete)
+        else:
+            complete()
 
     def _queue(self) -> WriteBehind:
         """Return the calling thread's queue."""
-        if not hasattr(self._own, "queue"):
-            self._own.queue = WriteBehind()
+        queue: WriteBehind | None = getattr(self._own, "queue", None)
+        if queue is None:
+            queue = self._own.queue = WriteBehind()
             with self._lock:
-                self._queues.append(self._own.queue)
-        queue = self._own.queue
-        assert isinstance(queue, WriteBehind)
+                self._queues.append(queue)
         return queue
 
     def flush(self) -> None:
@@ -253,11 +257,10 @@ def is_interrupted(paths: WorkPaths, identity: str) -> bool:
 
 def recover(paths: WorkPaths) -> None:
     """Undo or complete the replacement that an interrupted run left. Requires the lock."""
-    if paths.replaced.exists() and not paths.final.exists():
+    is_undone = paths.replaced.exists() and not paths.final.exists()
+    if is_undone:
         paths.replaced.rename(paths.final)
-        if paths.replaced_manifest.exists():
-            paths.replaced_manifest.rename(paths.manifest)
-    if paths.replaced_manifest.exists() and not paths.manifest.exists():
+    if paths.replaced_manifest.exists() and (is_undone or not paths.manifest.exists()):
         paths.replaced_manifest.rename(paths.manifest)
     _remove(paths.replaced)
     paths.replaced_manifest.unlink(missing_ok=True)
@@ -273,20 +276,11 @@ def _read_journal(path: Path) -> list[dict[str, Any]]:
         return []
     lines: list[dict[str, Any]] = []
     for line in text.split("\n"):
-        try:
+        with contextlib.suppress(ValueError):
             record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            lines.append(record)
+            if isinstance(record, dict):
+                lines.append(record)
     return lines
-
-
-def _is_intact(folder: Path, record: Mapping[str, Any], *, trusted: bool) -> bool:
-    path = folder / str(record.get("file"))
-    if not path.is_file() or path.stat().st_size != record.get("size_bytes"):
-        return False
-    return trusted or checksum_of(path) == record.get("crc32")
 
 
 def _boot_id() -> str:
@@ -304,10 +298,6 @@ def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
-
-
-def _run_now(step: Step) -> None:
-    step()
 
 
 def _remove(path: Path) -> None:

@@ -166,11 +166,7 @@ def served_model_of(repository: Path) -> ModelSizes | None:
 
     An unreadable file counts as none: the server reports its problem.
     """
-    found = [
-        model
-        for path in sorted(repository.glob("*/config.pbtxt"))
-        if (model := _sizes(path)) is not None
-    ]
+    found = list(filter(None, map(_sizes, sorted(repository.glob("*/config.pbtxt")))))
     return found[0] if len(found) == 1 else None
 
 

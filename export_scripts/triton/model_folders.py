@@ -26,9 +26,6 @@ ENGINES = {"pytorch": "python", "fastertransformer": "fastertransformer"}  # -> 
 _SCRIPTS = Path(__file__).parent / "models"
 _SCRIPT = "model.py"
 _KEEP = b"An object store has no empty folders: this file makes version 1 exist there.\n"
-# The families' names for the first and the last token.
-_START = ("start_id", "decoder_start_token_id")
-_END = ("end_id", "eos_token_id")
 _ENCODER_DECODERS = ("T5",)
 # Tokenizers whose files do not state that a text ends with the end token.
 _PLAIN_TOKENIZERS = ("bpe", "sentencepiece", "wordpiece")
@@ -141,7 +138,8 @@ def text_models(
     files: TokenizerFiles,
 ) -> list[TritonModelConfig]:
     """Return the models between text and tokens, and the ensemble of all, which takes text."""
-    tokens = {"start_id": _token_id(config, *_START), "end_id": end_id(config)}
+    start_id = _token_id(config, "start_id", "decoder_start_token_id")
+    tokens = {"start_id": start_id, "end_id": end_id(config)}
     common = {
         "tokenizer_type": files.kind,
         "tokenizer_path": ".",
@@ -201,10 +199,10 @@ def text_models(
 
 def end_id(config: FTConfig) -> int | None:
     """Return the token that ends a text, None where config.ini does not say."""
-    return _token_id(config, *_END)
+    return _token_id(config, "end_id", "eos_token_id")
 
 
 def _token_id(config: FTConfig, *names: str) -> int | None:
-    """Return the first of the fields that the family's config has."""
+    """Return the first of the fields, by the names of several families, that the config has."""
     found: int | None = next(getattr(config, name) for name in names if hasattr(config, name))
     return found

@@ -5,12 +5,12 @@ shows it. To add a parameter, add a row, and where it is an option of the engine
 name to `inference.engine.options.EngineOptions`.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.suggest import did_you_mean
-from export_scripts.tables import markdown_table
 
 _DAYS_30_S = 30 * 24 * 3600.0
 # Most tokens of a sequence unless max_seq_len says otherwise; of an encoder, attention grows with
@@ -24,13 +24,14 @@ class Kind:
 
     words: str
     value: Callable[[str], Any]
+    allows: Callable[[Any], bool] = lambda _: True  # whether a value is one of them
 
     def read(self, text: str) -> Any:
         """Return the value. Raises ValueError with what was expected."""
-        try:
-            return self.value(text)
-        except ValueError as error:
-            raise ValueError(f"must be {self.words}") from error
+        with contextlib.suppress(ValueError):
+            if self.allows(value := self.value(text)):
+                return value
+        raise ValueError(f"must be {self.words}")
 
 
 @dataclass(frozen=True)
@@ -47,37 +48,24 @@ class Parameter:
 
 
 def whole(low: int, high: int) -> Kind:
-    """A whole number within a range."""
+    """A whole number within a range, in digits alone."""
 
     def read(text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or not low <= int(text[:20]) <= high:
-            raise ValueError(text)
-        return int(text)
+        return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else low - 1
 
-    return Kind(f"a whole number from {low} to {high}", read)
+    return Kind(f"a whole number from {low} to {high}", read, lambda n: low <= n <= high)
 
 
 def seconds(high: float = _DAYS_30_S) -> Kind:
     """A positive time."""
-
-    def read(text: str) -> float:
-        value = float(text)
-        if not 0 < value <= high:
-            raise ValueError(text)
-        return value
-
-    return Kind(f"a number of seconds above 0, at most {high:.0f}", read)
+    words = f"a number of seconds above 0, at most {high:.0f}"
+    return Kind(words, float, lambda value: 0 < value <= high)
 
 
 def one_of(*choices: str) -> Kind:
     """One of a few words."""
-
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(text)
-        return text
-
-    return Kind(f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0], read)
+    words = f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+    return Kind(words, str, choices.__contains__)
 
 
 FLAG = Kind("0 or 1", lambda text: ("0", "1").index(text) == 1)
@@ -167,8 +155,7 @@ def parameter_problems(given: Mapping[str, str]) -> dict[str, str]:
     """Return the problems of parameters that a user adds to config.pbtxt, by their names."""
     found = {}
     for name, text in given.items():
-        parameter = PARAMETERS.get(name)
-        if parameter is None:
+        if (parameter := PARAMETERS.get(name)) is None:
             hint = did_you_mean(name, PARAMETERS)
             found[name] = f"is unknown{hint}; known parameters: {', '.join(PARAMETERS)}."
         elif parameter.configured_by:
@@ -179,12 +166,3 @@ def parameter_problems(given: Mapping[str, str]) -> dict[str, str]:
             except ValueError as error:
                 found[name] = f"{error} ({parameter.meaning})."
     return found
-
-
-def parameters_table() -> str:
-    """Return the table of docs/engine.md."""
-    rows = [
-        (f"`{name}`", each.default, each.kind.words, each.meaning)
-        for name, each in PARAMETERS.items()
-    ]
-    return markdown_table(("parameter", "default", "takes", ""), rows)

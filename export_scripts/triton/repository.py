@@ -212,16 +212,13 @@ def _weight_problems(
 
 
 def _differing(request: RepositoryRequest, models: Sequence[TritonModelConfig]) -> list[str]:
-    """Return the existing configurations that differ."""
-    found = []
-    for model in models:
-        path = request.model_dir.parent / model.name / CONFIG_FILE
-        if path.exists() and path.read_bytes() != model.to_text().encode():
-            found.append(
-                f"{path} exists with another configuration; set overwrite=true to replace it, or "
-                "choose another folder."
-            )
-    return found
+    paths = {request.model_dir.parent / each.name / CONFIG_FILE: each for each in models}
+    return [
+        f"{path} exists with another configuration; set overwrite=true to replace it, or choose "
+        "another folder."
+        for path, model in paths.items()
+        if path.exists() and path.read_bytes() != model.to_text().encode()
+    ]
 
 
 def _write_model(repository: Path, model: TritonModelConfig) -> Path:
@@ -233,19 +230,15 @@ def _write_model(repository: Path, model: TritonModelConfig) -> Path:
     wanted = {version / name: content for name, content in model.files.items()}
     if config_path.exists() and config_path.read_bytes() != text:
         config_path.unlink()  # hides the model while its parts change
-    for stale in _own_files(version) - set(wanted):
+    # What an earlier build may have left.
+    named = (pattern for kinds in TOKENIZER_KINDS.values() for pattern in kinds)
+    patterns = ("model.py", SETTINGS_FILE, TEMPLATE_FILE, *named)
+    for stale in {path for each in patterns for path in version.glob(each)} - set(wanted):
         stale.unlink()
     for path, content in wanted.items():
         _write_whole(path, content)
     _write_whole(config_path, text)
     return folder
-
-
-def _own_files(version: Path) -> set[Path]:
-    """Return the files of a version folder that an earlier build may have left."""
-    named = (pattern for kinds in TOKENIZER_KINDS.values() for pattern in kinds)
-    patterns = ["model.py", SETTINGS_FILE, TEMPLATE_FILE, *named]
-    return {path for pattern in patterns for path in version.glob(pattern)}
 
 
 def _write_whole(path: Path, content: bytes) -> None:

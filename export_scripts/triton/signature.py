@@ -103,16 +103,9 @@ _PROMPT_EMBEDDING = _optional(
     "request_prompt_embedding", DATA_TYPE, (-1, -1), "prompt table of this request"
 )
 _PROMPT_LENGTHS = _scalar("request_prompt_lengths", "UINT32", "virtual tokens in the row's table")
-_PROMPT_TYPE = _scalar("request_prompt_type", "UINT32", "1 soft prompt, 3 p/prompt tuning")
-_CONTEXT_EMBEDDINGS = _scalar(
-    "is_return_context_embeddings", "BOOL", "also return context_embeddings"
-)
 _ADDED = (
     _scalar("presence_penalty", "FP32", "added: subtracted from logits of tokens already present"),
     _scalar("min_length", "INT32", "added: tokens before the end token is allowed"),
-)
-_ADDED_CONTEXT = _scalar(
-    "is_return_context_cum_log_probs", "BOOL", "added: include the prompt in cum_log_probs"
 )
 _GENERATION_REQUIRED = (
     _tensor("input_ids", "UINT32", (-1,), "prompt, right-padded"),
@@ -127,35 +120,37 @@ _LOG_PROBS = (
     _tensor("cum_log_probs", "FP32", (-1,), "(B, K): log probability of the answer"),
     _tensor("output_log_probs", "FP32", (-1, -1), "(B, K, R): log probability of each token"),
 )
-_RESPONSE_INPUT_LENGTHS = _tensor(
-    "response_input_lengths", "INT32", (-1,), "(B, K): where the answer starts in output_ids"
-)
-_IS_FINISHED = _tensor("is_finished", "BOOL", (-1,), "added: (B, K): ended before the limit")
 
-_GPT_OPTIONS = (
-    *_SAMPLING[:8],
-    _CONTEXT_EMBEDDINGS,
-    *_SAMPLING[8:],
-    _TASK,
-    _PROMPT_EMBEDDING,
-    _PROMPT_LENGTHS,
-    _PROMPT_TYPE,
-    *_DECAY,
-    *_ADDED,
-    _ADDED_CONTEXT,
-)
 GPT = ModelSignature(
     inputs=(
         replace(_GENERATION_REQUIRED[0], ragged=True),
         *_GENERATION_REQUIRED[1:],
-        *_GPT_OPTIONS,
+        *_SAMPLING[:8],
+        _scalar("is_return_context_embeddings", "BOOL", "also return context_embeddings"),
+        *_SAMPLING[8:],
+        _TASK,
+        _PROMPT_EMBEDDING,
+        _PROMPT_LENGTHS,
+        _scalar("request_prompt_type", "UINT32", "1 soft prompt, 3 p/prompt tuning"),
+        *_DECAY,
+        *_ADDED,
+        _scalar(
+            "is_return_context_cum_log_probs",
+            "BOOL",
+            "added: include the prompt in cum_log_probs",
+        ),
     ),
     outputs=(
         *_GENERATION_OUTPUTS,
-        _RESPONSE_INPUT_LENGTHS,
+        _tensor(
+            "response_input_lengths",
+            "INT32",
+            (-1,),
+            "(B, K): where the answer starts in output_ids",
+        ),
         *_LOG_PROBS,
         _tensor("context_embeddings", "FP32", (-1, -1), "(B, K, H): summed hidden states"),
-        _IS_FINISHED,
+        _tensor("is_finished", "BOOL", (-1,), "added: (B, K): ended before the limit"),
     ),
 )
 GPTJ = ModelSignature(
@@ -234,16 +229,13 @@ PREPROCESSING = ModelSignature(
         _tensor("PROMPT_LEARNING_TASK_NAME_IDS", "UINT32", (1,), "declared, never produced"),
     ),
 )
-_POSTPROCESSING_ADDED = (
-    _optional("REQUEST_INPUT_LEN", "UINT32", (1,), "added: prompt length of the row"),
-    _optional("IS_FINISHED", "BOOL", (-1,), "added: (B, K): the answer is complete"),
-)
 POSTPROCESSING = ModelSignature(
     inputs=(
         _tensor("TOKENS_BATCH", "UINT32", (-1, -1), "(B, K, L): prompt, answer, end tokens"),
         _optional("RESPONSE_INPUT_LENGTHS", "INT32", (-1,), "(B, K): where the answer starts"),
         _optional("sequence_length", "UINT32", (-1,), "(B, K): prompt and answer"),
-        *_POSTPROCESSING_ADDED,
+        _optional("REQUEST_INPUT_LEN", "UINT32", (1,), "added: prompt length of the row"),
+        _optional("IS_FINISHED", "BOOL", (-1,), "added: (B, K): the answer is complete"),
     ),
     outputs=(_tensor("OUTPUT", "BYTES", (-1,), "(B, K): text"),),
 )

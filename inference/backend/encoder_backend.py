@@ -37,15 +37,15 @@ class EncoderModel(EngineModel):
 
         tensors = request_tensors(exchange.request, bf16=self.bf16_inputs)
         request = parse_encoding(tensors, self.engine.architecture)
-        return self.engine.submit(request), lambda result: self._send(exchange, result)
-
-    def _send(self, exchange: Exchange, result: EncodingResult) -> None:
-        outputs = {"output_hidden_state": result.hidden}  # (B, S, E)
-        if result.attentions is not None:
-            outputs["output_attentions"] = result.attentions  # (B, L, heads, S, S)
         kind = torch_dtype(self.settings.placement.data_type)
-        typed = {name: value.to(kind) for name, value in outputs.items()}
-        exchange.send(response(typed, exchange.wanted), final=True)
+
+        def send(result: EncodingResult) -> None:
+            outputs = {"output_hidden_state": result.hidden.to(kind)}  # (B, S, E)
+            if result.attentions is not None:  # (B, L, heads, S, S)
+                outputs["output_attentions"] = result.attentions.to(kind)
+            exchange.send(response(outputs, exchange.wanted), final=True)
+
+        return self.engine.submit(request), send
 
 
 class FasterTransformerModel:
@@ -75,10 +75,8 @@ class FasterTransformerModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the engine (called by Triton), see `EngineModel`."""
-        is_encoder = (
-            ModelArguments(args).read("model_type", default="GPT") in EncoderModel.served_by
-        )
-        self._model: EngineModel = EncoderModel() if is_encoder else GenerationModel()
+        kind = ModelArguments(args).read("model_type", default="GPT")
+        self._model = EncoderModel() if kind in EncoderModel.served_by else GenerationModel()
         self._model.initialize(args)
 
     def execute(self, requests: Sequence[Any]) -> None:

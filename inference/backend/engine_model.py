@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,7 +25,7 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.validation import validate_directory
 from inference.backend.instances import Instance, occupy
 from inference.backend.metrics import ModelMetrics
-from inference.backend.model_settings import ModelSettings, read_settings
+from inference.backend.model_settings import read_settings
 from inference.backend.triton_model import ModelArguments, error_response, with_readable_errors
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.launch_environment import RENDEZVOUS_VARIABLE
@@ -49,7 +49,6 @@ _SWITCH_S = 0.0005
 _BACKLOG = 128
 # A check whether a client has left takes 0.1 ms; this many are checked at a time.
 _ASKED_AT_ONCE = 64
-_STOP = None
 # Triton's code for an error, and the reason in the metrics.
 _FAILURES: dict[type[Exception], tuple[str, str]] = {
     ValueError: ("INVALID_ARG", "invalid"),
@@ -141,9 +140,7 @@ class EngineModel:
             self.warn(f"parameter {key} has no effect in this engine")
         self._check_weights()
         self._take_place(arguments.instance)
-        with _other_ranks(self.settings):
-            self.engine = self._make_engine()
-            self.engine.start()
+        self.engine = self._started_engine()
         keep_loaded()
         self.metrics = ModelMetrics(self.name, arguments.instance, self.engine.load)
         self.metrics.start()
@@ -195,18 +192,18 @@ class EngineModel:
                 "again."
             )
 
-    def _make_engine(self) -> EngineBase[Any]:
-        settings = self.settings
-        # Not None where a scheduler has started the ranks on several nodes.
-        rendezvous = open_rendezvous(
-            settings.placement.world_size, timeout_s=settings.engine.rank_timeout_s
-        )
-        engine: EngineBase[Any] = pkgutil.resolve_name(self.engine_class)(
-            settings.checkpoint_path,
-            placement=settings.placement,
-            options=settings.engine,
-            rendezvous=rendezvous,
-        )
+    def _started_engine(self) -> EngineBase[Any]:
+        placement, options = self.settings.placement, self.settings.engine
+        folder, count = self.settings.checkpoint_path, placement.world_size
+        with ExitStack() as other_ranks:
+            if started_place(count) is None:  # they run here
+                other_ranks.enter_context(early_workers(folder, count, options.threads))
+            # Not None where a scheduler has started the ranks on several nodes.
+            rendezvous = open_rendezvous(count, timeout_s=options.rank_timeout_s)
+            engine: EngineBase[Any] = pkgutil.resolve_name(self.engine_class)(
+                folder, placement=placement, options=options, rendezvous=rendezvous
+            )
+            engine.start()
         return engine
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
@@ -220,9 +217,12 @@ class EngineModel:
         """Queue requests (called by Triton); None means that the answers follow later."""
         for request in requests:
             exchange = Exchange(request, streams=self.decoupled)
-            if exchange.is_canary and self._makes_progress():
-                exchange.fail(BUSY, "UNAVAILABLE")
-                continue
+            if exchange.is_canary:
+                steps, before = self.engine.steps, self._canary_steps
+                self._canary_steps = steps
+                if self._running and steps != before:  # the engine makes progress
+                    exchange.fail(BUSY, "UNAVAILABLE")
+                    continue
             try:
                 future, answer = self.submit(exchange)
             except Exception as error:
@@ -230,19 +230,13 @@ class EngineModel:
             else:
                 self._follow(exchange, future, answer)
 
-    def _makes_progress(self) -> bool:
-        """Return whether requests are running and the engine has made steps since the last call."""
-        steps, before = self.engine.steps, self._canary_steps
-        self._canary_steps = steps
-        return bool(self._running) and steps != before
-
     def finalize(self) -> None:
         """Stop the engine (called by Triton)."""
         self._stopping.set()
         self.metrics.stop()
         self.engine.stop()
         self.streams.stop()
-        self._outbox.put(_STOP)
+        self._outbox.put(None)
         for thread in self._threads:
             thread.join()
 
@@ -298,7 +292,7 @@ class EngineModel:
 
     def _deliver(self) -> None:
         """Send responses in order; the engine never waits for a client."""
-        while (send := self._outbox.get()) is not _STOP:
+        for send in iter(self._outbox.get, None):
             send()
 
     def _watch(self) -> None:
@@ -343,11 +337,3 @@ class EngineModel:
         except pb_utils.TritonModelException as error:
             # The server's own options reserve the unloading of models to itself.
             pb_utils.Logger.log_warn(f"{self.name} stays listed as ready: {error}")
-
-
-def _other_ranks(settings: ModelSettings) -> AbstractContextManager[None]:
-    """Return a context that starts the processes of a model's other ranks, if they run here."""
-    count = settings.placement.world_size
-    if started_place(count) is not None:
-        return nullcontext()
-    return early_workers(settings.checkpoint_path, count, settings.engine.threads)

@@ -75,14 +75,12 @@ def occupy(instance: Instance, *, world_size: int, device: str) -> int:
 
 def by_socket(cores: Iterable[int], *, folder: Path = _CPUS) -> list[int]:
     """Return hardware threads ordered by memory node and, within each, by core."""
-    return sorted(cores, key=lambda core: (_node(folder / f"cpu{core}"), _core(folder, core), core))
 
+    def place(thread: int) -> tuple[int, int, int]:
+        cpu = folder / f"cpu{thread}"
+        node = min((int(path.name[4:]) for path in cpu.glob("node[0-9]*")), default=0)
+        siblings = cpu / "topology" / "thread_siblings_list"
+        first = re.match(r"\d+", siblings.read_text()) if siblings.is_file() else None
+        return node, int(first[0]) if first else thread, thread
 
-def _node(cpu: Path) -> int:
-    return min((int(path.name[4:]) for path in cpu.glob("node[0-9]*")), default=0)
-
-
-def _core(folder: Path, core: int) -> int:
-    path = folder / f"cpu{core}" / "topology" / "thread_siblings_list"
-    found = re.match(r"\d+", path.read_text()) if path.is_file() else None
-    return int(found[0]) if found else core
+    return sorted(cores, key=place)

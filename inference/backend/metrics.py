@@ -114,7 +114,16 @@ class ModelMetrics:
 
     def completed(self, seconds: float, times: RequestTimes | None) -> None:
         """Note a request that was answered, how long that took, and its moments in the engine."""
-        self._ended.put(lambda: self._complete(seconds, times))
+
+        def report() -> None:
+            self._requests["completed"].increment(1)
+            for name, histogram in self._histograms.items():
+                field = HISTOGRAMS[name][2]
+                value = getattr(times, field, None) if field else seconds
+                if value is not None:
+                    histogram.observe(value)
+
+        self._ended.put(report)
 
     def ended(self, outcome: str) -> None:
         """Note a request that ended without its whole answer: cancelled or failed."""
@@ -142,14 +151,6 @@ class ModelMetrics:
                 continue
             with contextlib.suppress(queue.Empty):
                 self._ended.get(timeout=left_s)()
-
-    def _complete(self, seconds: float, times: RequestTimes | None) -> None:
-        self._requests["completed"].increment(1)
-        for name, histogram in self._histograms.items():
-            field = HISTOGRAMS[name][2]
-            value = getattr(times, field, None) if field else seconds
-            if value is not None:
-                histogram.observe(value)
 
     def _report_load(self) -> None:
         load = self._load()

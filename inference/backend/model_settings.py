@@ -32,21 +32,16 @@ class ModelSettings:
 
 def read_settings(arguments: ModelArguments) -> ModelSettings:
     """Return the settings of a model. Raises ValueError with all missing and wrong parameters."""
-    values: dict[str, Any] = {}
-    problems = [
-        f"parameter {key} is missing"
-        for key, parameter in PARAMETERS.items()
-        if parameter.is_required and key not in arguments.parameters
-        # Its predecessor in older files.
-        if key != "data_type" or "is_half" not in arguments.parameters
-    ]
+    given, values, problems = arguments.parameters, dict[str, Any](), []
     for key, parameter in PARAMETERS.items():
-        if key in arguments.parameters:
-            text = arguments.parameters[key]
+        if key in given:
             try:
-                values[key] = parameter.kind.read(text)
+                values[key] = parameter.kind.read(given[key])
             except ValueError as error:
-                problems.append(f"parameter {key}={text!r}: {error}")
+                problems.append(f"parameter {key}={given[key]!r}: {error}")
+        # Older files have is_half in place of data_type.
+        elif parameter.is_required and not (key == "data_type" and "is_half" in given):
+            problems.append(f"parameter {key} is missing")
     if problems:
         name = arguments.model_folder.name
         raise ValueError("\n".join(f"config.pbtxt of {name}: {problem}" for problem in problems))
@@ -57,7 +52,7 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
         checkpoint_path=_checkpoint_path(arguments, values),
         placement=Placement(**_fields_of(Placement, values)),
         engine=EngineOptions(**_fields_of(EngineOptions, values)),
-        unknown=tuple(sorted(set(arguments.parameters) - set(PARAMETERS))),
+        unknown=tuple(sorted(set(given) - set(PARAMETERS))),
         without_effect=tuple(key for key in _NVIDIA_ONLY if values.get(key)),
         **_fields_of(ModelSettings, values),
     )
@@ -77,16 +72,13 @@ def _checkpoint_path(arguments: ModelArguments, values: dict[str, Any]) -> Path:
     `<model>/<version>/<tensor_para_size>-gpu`. In the Python backend default_model_filename names
     the script, which is ignored. Raises ValueError if there is no folder at the parameter's path.
     """
-    if "model_checkpoint_path" in values:
-        return _given_path(arguments.model_folder.name, values["model_checkpoint_path"])
-    name = str(arguments.config.get("default_model_filename", ""))
-    if not name or name.endswith(".py"):
-        name = f"{values['tensor_para_size']}-gpu"
-    # The repository may be a link on this machine; ranks on other nodes need its real path.
-    return (arguments.version_folder / name).resolve()
-
-
-def _given_path(model: str, text: str) -> Path:
+    text = values.get("model_checkpoint_path")
+    if text is None:
+        name = str(arguments.config.get("default_model_filename", ""))
+        if not name or name.endswith(".py"):
+            name = f"{values['tensor_para_size']}-gpu"
+        # The repository may be a link on this machine; ranks on other nodes need its real path.
+        return (arguments.version_folder / name).resolve()
     # In this process's file-system encoding; an ASCII locale escapes other bytes.
     given = Path(os.fsdecode(text.encode()))
     path = Path.cwd() / given
@@ -98,4 +90,7 @@ def _given_path(model: str, text: str) -> Path:
             f"is relative, and there is no such folder in {Path.cwd()}, where the server was "
             "started; start it in the folder that the path begins in, or give the absolute path."
         )
-    raise ValueError(f"config.pbtxt of {model}: parameter model_checkpoint_path={text} {reason}")
+    raise ValueError(
+        f"config.pbtxt of {arguments.model_folder.name}: parameter model_checkpoint_path={text} "
+        f"{reason}"
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import csv
 import io
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -86,14 +86,10 @@ class NemoModel(TextModel):
         ]
         if problems:
             raise RequestError(problems)
-        words = {name: _words(request, name, rows) for name in _WORD_LISTS}
+        given |= {name: _words(request, name, rows) for name in _WORD_LISTS}
         return [
-            self._row(
-                texts[b],
-                {name: values[b] for name, values in given.items()},
-                {name: lists[b] for name, lists in words.items()},
-            )
-            for b in range(rows)
+            self._row(text, {name: values[b] for name, values in given.items()})
+            for b, text in enumerate(texts)
         ]
 
     def _task_problems(self, tasks: Sequence[str], scored: Sequence[bool]) -> list[str]:
@@ -108,7 +104,7 @@ class NemoModel(TextModel):
             if task in self.tasks and is_scored
         ]
 
-    def _row(self, text: str, given: dict[str, Any], words: Mapping[str, Sequence[str]]) -> RowRead:
+    def _row(self, text: str, given: dict[str, Any]) -> RowRead:
         tokenizer, limits = self.tokenizer, self.engine.limits
         ids = [limits.start_id] * given["add_BOS"]
         if given["use_greedy"]:
@@ -127,9 +123,9 @@ class NemoModel(TextModel):
             one = np.array([[1]], np.uint32)
             options |= {"num_log_probs": one, "num_prompt_log_probs": one}
         for name, target in _WORD_LISTS.items():
-            if words[name]:
+            if given[name]:
                 record = io.StringIO()
-                csv.writer(record, lineterminator="").writerow(words[name])
+                csv.writer(record, lineterminator="").writerow(given[name])
                 options[target] = word_list_tensor([record.getvalue()], tokenizer, name=name)
         return self.fitting([*ids, *tokenizer.encode(text)], given["max_length"]), options
 

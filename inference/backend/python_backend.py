@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from inference.backend.triton_model import request_tensors, response
 from inference.decoding.outputs import FrameStream
 from inference.decoding.request import RequestError, parse_request
 from inference.decoding.rows import SessionTurn
-from inference.decoding.tensor_fields import Array
 
 if TYPE_CHECKING:
     from inference.engine.engine import Engine
@@ -34,7 +33,10 @@ class GenerationModel(EngineModel):
         """Queue a request, see `EngineModel`."""
         tensors, turn = request_tensors(exchange.request), None
         if self.interactive:
-            tensors, turn = session_turn(tensors, exchange.request.correlation_id())
+            starts, ends = (n in tensors and bool(tensors.pop(n).any()) for n in _CONTROLS)
+            turn = SessionTurn(exchange.request.correlation_id(), starts=starts, ends=ends)
+            # All have one more axis, of size 1, in front.
+            tensors = {name: value[0] for name, value in tensors.items()}
         try:
             request = parse_request(tensors, self.engine.limits)
         except RequestError:
@@ -67,15 +69,6 @@ class GenerationModel(EngineModel):
         listens = self.decoupled if exchange.stream is None else bool(exchange.stream)
         future = self.engine.submit(request, on_step=on_step if listens else None, turn=turn)
         return future, lambda result: answer.send(result, final=True)
-
-
-def session_turn(
-    tensors: Mapping[str, Array], session_id: int | str
-) -> tuple[dict[str, Array], SessionTurn]:
-    """Return the inputs of an interactive model without their first axis, and their session."""
-    flags = {name: bool(tensors[name].any()) for name in _CONTROLS if name in tensors}
-    turn = SessionTurn(session_id, starts=flags.get("START", False), ends=flags.get("END", False))
-    return {name: value[0] for name, value in tensors.items() if name not in _CONTROLS}, turn
 
 
 @dataclass(frozen=True)

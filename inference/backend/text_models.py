@@ -9,6 +9,7 @@ other requests of its batch their answers.
 import csv
 import math
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -260,27 +261,22 @@ def word_list_tensor(
     Ids of all words come one after another, above the offset at which each word ends; unused places
     hold id 0 and offset -1. Raises ValueError with `name[row]` of each that is not a CSV record.
     """
-    problems, flat_rows, offset_rows = [], [], []
+    problems, found = [], []
     for row, text in enumerate(rows):
-        flat: list[int] = []
-        offsets: list[int] = []
         try:
-            forms = (form for word in split_words(text) for form in tokenizer.word_forms(word))
-            for ids in filter(None, forms):
-                flat += ids
-                offsets.append(len(flat))
+            forms = [form for word in split_words(text) for form in tokenizer.word_forms(word)]
         except ValueError as error:
             problems.append(f"{name}[{row}]: {error}")
-        flat_rows.append(flat)
-        offset_rows.append(offsets)
+            continue
+        found.append([ids for ids in forms if ids])
     if problems:
         raise ValueError("\n".join(problems))
-    width = max(1, *(len(flat) for flat in flat_rows)) if flat_rows else 1
-    tensor = np.zeros((len(flat_rows), 2, width), dtype=np.int32)
+    width = max((sum(map(len, words)) for words in found), default=0)
+    tensor = np.zeros((len(found), 2, max(width, 1)), dtype=np.int32)
     tensor[:, 1, :] = -1
-    for row, (flat, offsets) in enumerate(zip(flat_rows, offset_rows, strict=True)):
-        tensor[row, 0, : len(flat)] = flat
-        tensor[row, 1, : len(offsets)] = offsets
+    for target, words in zip(tensor, found, strict=True):
+        target[0, : sum(map(len, words))] = list(chain(*words))
+        target[1, : len(words)] = list(accumulate(map(len, words)))
     return tensor
 
 

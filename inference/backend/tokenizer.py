@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,11 @@ class Tokenizer:
 
         With `partial`, further ids follow, and an incomplete last character is left out.
         """
-        text = "".join(self._pieces(self._mended(ids, partial=partial)))
+        text = ""
+        mended = self._mended(ids, partial=partial)
+        for known, run in groupby(mended, key=lambda index: 0 <= index < self.vocab_size):
+            group = [int(index) for index in run]
+            text += self._decode_known(group) if known else REPLACEMENT * len(group)
         # A token of several bytes can end within a character, which decodes to one of these.
         return text.removesuffix(REPLACEMENT) if partial else text
 
@@ -137,11 +141,6 @@ class Tokenizer:
             mended += group
         return mended
 
-    def _pieces(self, ids: Sequence[int]) -> Iterator[str]:
-        for known, run in groupby(ids, key=lambda index: 0 <= index < self.vocab_size):
-            group = [int(index) for index in run]
-            yield self._decode_known(group) if known else REPLACEMENT * len(group)
-
 
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json of the tokenizers library, of any model.
@@ -163,7 +162,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(vocab.values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        self._bytes = _byte_tokens(vocab) if _falls_back_to_bytes(backend) else {}
+        letter = backend.token_to_id("<0x41>")
+        falls_back = letter is not None and backend.decode([letter]) == "A"
+        self._bytes = _byte_tokens(vocab) if falls_back else {}
         own = list(backend.encode("a", add_special_tokens=True).ids)
         plain = list(backend.encode("a", add_special_tokens=False).ids)
         count = next((n for n in range(len(own)) if own[n : n + len(plain)] == plain), 0)
@@ -189,11 +190,6 @@ def _byte_tokens(vocab: Mapping[str, int]) -> dict[int, int]:
     matches = ((_BYTE_PIECE.fullmatch(token), index) for token, index in vocab.items())
     found = {index: int(match[1], 16) for match, index in matches if match}
     return found if len(found) == 256 else {}
-
-
-def _falls_back_to_bytes(backend: Any) -> bool:
-    index = backend.token_to_id("<0x41>")
-    return index is not None and backend.decode([index]) == "A"
 
 
 class SentencePieceTokenizer(Tokenizer):

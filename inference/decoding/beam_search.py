@@ -99,16 +99,13 @@ class BeamRow:
         for tokens in (self.beams[k].tokens for k in self.running):
             answer = np.array(tokens, np.int64)
             seen = np.concatenate([self._prompt_ids, answer]) if penalised else None
-            rules.append(LogitRules(o, self._biases(tokens), seen, forbidden_id))
+            parts = [self._logit_bias] if o.logit_bias else []
+            if o.frequency_penalty:
+                ids, counts = np.unique(answer, return_counts=True)
+                parts.append((ids, -np.float32(o.frequency_penalty) * counts.astype(np.float32)))
+            banned = banned_ids(self._newest(tokens), o.bad_words, self._vocab_size)
+            rules.append(LogitRules(o, join_bias(*parts, banned=banned), seen, forbidden_id))
         return rules
-
-    def _biases(self, tokens: tuple[int, ...]) -> tuple[Array, Array] | None:
-        o, parts = self.options, [self._logit_bias] if self.options.logit_bias else []
-        if o.frequency_penalty:
-            ids, counts = np.unique(np.array(tokens, np.int64), return_counts=True)
-            parts.append((ids, -np.float32(o.frequency_penalty) * counts.astype(np.float32)))
-        banned = banned_ids(self._newest(tokens), o.bad_words, self._vocab_size)
-        return join_bias(*parts, banned=banned)
 
     def _newest(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """Return the last tokens of an answer, prompt included: as many as a word list can see."""
@@ -148,22 +145,20 @@ class BeamRow:
         parent: Hypothesis = self.beams[best.parents[i]]
         if parent.reason is not None:
             return parent
-        token = int(best.tokens[i])
+        token, words = int(best.tokens[i]), self.options.stop_words
+        tokens = (*parent.tokens, token)
+        reason: FinishReason | None = "length" if len(tokens) == self.request.output_len else None
+        if token == self.options.end_id:
+            reason = "end"
+        elif words and ends_with((*self._newest(parent.tokens), token), words):
+            reason = "stop"
         return Hypothesis(
-            tokens=(*parent.tokens, token),
+            tokens=tokens,
             log_probs=(*parent.log_probs, float(best.log_probs[i])),
             cum_log_prob=float(best.cum_log_probs[i]),
-            reason=self._reason(parent.tokens, token),
+            reason=reason,
             score=float(best.scores[i]),
         )
-
-    def _reason(self, before: tuple[int, ...], token: int) -> FinishReason | None:
-        if token == self.options.end_id:
-            return "end"
-        words = self.options.stop_words
-        if words and ends_with((*self._newest(before), token), words):
-            return "stop"
-        return "length" if len(before) + 1 == self.request.output_len else None
 
     def hypotheses(self) -> list[Hypothesis]:
         """Return the beams in their order."""

@@ -67,12 +67,8 @@ def top_candidates(x: torch.Tensor, *, width: int) -> tuple[torch.Tensor, torch.
     A row with NaN has a best value that is not finite. Places that only banned tokens could fill
     hold -inf.
     """
-    if x.device.type == "cpu":
-        return _top_on_cpu(x, width)
-    return x.max(-1, keepdim=True) if width == 1 else top_by_chunks(x, width=width)
-
-
-def _top_on_cpu(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.device.type != "cpu":
+        return x.max(-1, keepdim=True) if width == 1 else top_by_chunks(x, width=width)
     if width == 1:
         # numpy's arg-max is vectorised and many times as fast as torch's.
         best = torch.from_numpy(x.numpy().argmax(-1))[:, None]
@@ -117,15 +113,12 @@ def top_by_chunks(x: torch.Tensor, *, width: int) -> tuple[torch.Tensor, torch.T
     # The best tokens lie in the chunks with the best maxima: each chunk that comes before
     # another holds a token that comes before all of the other's.
     maxima = x.view(len(x), -1, chunk).amax(-1)  # (n, X / chunk)
-    _, chunks = top_by_chunks(_padded(maxima), width=width)
+    if short := -maxima.shape[1] % 64:
+        maxima = torch.nn.functional.pad(maxima, (0, short), value=-torch.inf)
+    _, chunks = top_by_chunks(maxima, width=width)
     inside = torch.arange(chunk, device=x.device)
     ids = (chunks[:, :, None] * chunk + inside).flatten(1)  # (n, width * chunk)
     return _top_by_key(x.gather(1, ids), ids, width)
-
-
-def _padded(maxima: torch.Tensor) -> torch.Tensor:
-    short = -maxima.shape[1] % 64
-    return torch.nn.functional.pad(maxima, (0, short), value=-torch.inf) if short else maxima
 
 
 def _top_by_key(

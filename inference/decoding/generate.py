@@ -6,7 +6,6 @@ Rows join and leave between steps; what a row decodes never depends on the other
 # Shapes: N slots of all rows of a step, V vocabulary
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -26,13 +25,8 @@ UNUSABLE = "the model gave logits that are not finite; no token can be chosen"
 DecodedRow = SamplingRow | BeamRow
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Rows whose candidates are selected together, and the slots of theirs that still run."""
-
-    key: GroupKey
-    rows: list[DecodedRow]
-    slots: list[int]
+# Rows whose candidates are selected together, and the slots of theirs that still run.
+_Groups = dict[GroupKey, tuple[list[DecodedRow], list[int]]]
 
 
 class BatchDecoder:
@@ -75,11 +69,12 @@ class BatchDecoder:
         """
         groups = self._group(rows, logits)
         steps: dict[DecodedRow, RowStep] = {}
-        for group, candidates in zip(groups, self._candidates(groups, logits), strict=True):
-            sampled = [row for row in group.rows if isinstance(row, SamplingRow)]
-            beams = [row for row in group.rows if isinstance(row, BeamRow)]
+        found = self._candidates(groups, logits)
+        for (members, _), candidates in zip(groups.values(), found, strict=True):
+            sampled = [row for row in members if isinstance(row, SamplingRow)]
+            beams = [row for row in members if isinstance(row, BeamRow)]
             taken = _sample(sampled, candidates) if sampled else _search(beams, candidates)
-            steps.update(zip(group.rows, taken, strict=True))
+            steps.update(zip(members, taken, strict=True))
         done = [steps[row] for row in rows]
         self._score(rows, done, logits)
         return done
@@ -102,40 +97,39 @@ class BatchDecoder:
         for row, score in zip(scored, found, strict=True):
             row.scores.append(score)
 
-    def _group(self, rows: Sequence[DecodedRow], logits: torch.Tensor) -> list[_Group]:
+    def _group(self, rows: Sequence[DecodedRow], logits: torch.Tensor) -> _Groups:
         device = logits.device.type
-        groups: dict[GroupKey, _Group] = {}
+        groups: _Groups = {}
         slot = 0
         for row in rows:
             assert not row.is_finished, "a finished row takes no steps"
-            key = row.group_key(device)
-            group = groups.setdefault(key, _Group(key, [], []))
-            group.rows.append(row)
-            group.slots.extend(slot + k for k in row.running)
+            members, running = groups.setdefault(row.group_key(device), ([], []))
+            members.append(row)
+            running.extend(slot + k for k in row.running)
             slot += row.slots
         shape = list(logits.shape)
         assert shape[0] == slot, f"logits {shape} for {slot} slots"
         assert shape[1] >= self.vocab_size, f"logits {shape} miss some of the vocabulary"
-        return list(groups.values())
+        return groups
 
-    def _candidates(self, groups: Sequence[_Group], logits: torch.Tensor) -> list[Candidates]:
+    def _candidates(self, groups: _Groups, logits: torch.Tensor) -> list[Candidates]:
         """Process what needs processing at once, and select per group."""
         vocab_size = self.vocab_size
-        changed = [group for group in groups if group.key.kind != "plain"]
-        rules = [rule for group in changed for row in group.rows for rule in row.rules()]
-        slots = [slot for group in changed for slot in group.slots]
+        changed = [group for key, group in groups.items() if key.kind != "plain"]
+        rules = [rule for members, _ in changed for row in members for rule in row.rules()]
+        slots = [slot for _, running in changed for slot in running]
         x = logits
         if changed:
             x = process_logits(logits, slots=slots, rules=rules, vocab_size=vocab_size)
         found, start = [], 0
-        for group in groups:
-            if group.key.kind == "plain":
-                rows = pick_slots(logits[:, :vocab_size], group.slots)
+        for key, (_, running) in groups.items():
+            if key.kind == "plain":
+                rows = pick_slots(logits[:, :vocab_size], running)
             else:
-                rows = x[start : start + len(group.slots)]
-                start += len(group.slots)
-            width = min(group.key.width, vocab_size)
-            found.append(select(rows, width=width, with_norm=group.key.needs_norm))
+                rows = x[start : start + len(running)]
+                start += len(running)
+            width = min(key.width, vocab_size)
+            found.append(select(rows, width=width, with_norm=key.needs_norm))
         return found
 
 

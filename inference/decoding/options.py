@@ -86,17 +86,9 @@ def normalise_selection(top_k: int, top_p: float) -> tuple[int, float, list[str]
         k = MAX_TOP_K
     if not 0 <= p <= 1:
         warnings.append(f"runtime_top_p={p:g} is clamped to [0, 1]")
-    if k == 0 and p == 0:
-        k = 1
-    if k > 0 and p == 0:
-        p = 1.0
+    if p == 0:
+        k, p = k or 1, 1.0
     return k, min(max(p, 0.0), 1.0), warnings
-
-
-def normalise_decay(decay: float, minimum: float) -> tuple[float, float]:
-    """Return (top_p_decay, top_p_min) as the nucleus decay uses them."""
-    d = float(np.float32(decay)) if 0 < decay <= 1 else 1.0
-    return d, float(np.float32(minimum)) if 0 < minimum <= 1 else 0.5
 
 
 def read_options(
@@ -104,6 +96,9 @@ def read_options(
 ) -> tuple[list[RowOptions], list[str]]:
     """Return the options of every row and the warnings; problems go to `fields.problems`."""
     warnings: list[str] = []
+    most = MOST_FREQUENCY_PENALTY
+    decays = fields.floats("top_p_decay", default=1.0, per_row=True)
+    minima = fields.floats("top_p_min", default=DEFAULT_TOP_P_MIN, per_row=True)
     columns: dict[str, list[Any]] = {
         "start_id": fields.integers("start_id", default=start_id, per_row=True),
         "end_id": fields.integers("end_id", default=end_id, per_row=True),
@@ -118,10 +113,22 @@ def read_options(
         "return_context_cum_log_probs": fields.flags("is_return_context_cum_log_probs"),
         "return_context_embeddings": fields.flags("is_return_context_embeddings"),
         **{name: fields.integers(name, default=0, within=(0, MAX_LOG_PROBS)) for name in _SCORES},
-        **_logit_columns(fields),
+        "temperature": fields.floats("temperature", default=1.0, within=(0, math.inf)),
+        "repetition_penalty": fields.floats(
+            "repetition_penalty", default=1.0, within=(LEAST_PENALTY, math.inf)
+        ),
+        "presence_penalty": fields.floats("presence_penalty", default=0.0),
+        "frequency_penalty": fields.floats("frequency_penalty", default=0.0, within=(-most, most)),
+        "logit_bias": _logit_bias(fields),
         **_selection_columns(fields, warnings),
-        **_decay_columns(fields),
+        "top_p_decay": [decay if 0 < decay <= 1 else 1.0 for decay in decays],
+        "top_p_min": [float(np.float32(least)) if 0 < least <= 1 else 0.5 for least in minima],
+        "top_p_reset_id": fields.integers("top_p_reset_ids", default=-1, per_row=True),
     }
+    if "repetition_penalty" in fields.tensors and "presence_penalty" in fields.tensors:
+        fields.problems.append(
+            "repetition_penalty and presence_penalty are mutually exclusive; send one of them"
+        )
     if len(set(columns["beam_width"])) > 1:
         fields.problems.append("beam_width must be identical for all rows of a request")
     if max(columns["beam_width"]) > 1:
@@ -138,23 +145,6 @@ def read_options(
         for b in range(fields.batch)
     ]
     return rows, warnings
-
-
-def _logit_columns(fields: TensorFields) -> dict[str, list[Any]]:
-    if "repetition_penalty" in fields.tensors and "presence_penalty" in fields.tensors:
-        fields.problems.append(
-            "repetition_penalty and presence_penalty are mutually exclusive; send one of them"
-        )
-    most = MOST_FREQUENCY_PENALTY
-    return {
-        "temperature": fields.floats("temperature", default=1.0, within=(0, math.inf)),
-        "repetition_penalty": fields.floats(
-            "repetition_penalty", default=1.0, within=(LEAST_PENALTY, math.inf)
-        ),
-        "presence_penalty": fields.floats("presence_penalty", default=0.0),
-        "frequency_penalty": fields.floats("frequency_penalty", default=0.0, within=(-most, most)),
-        "logit_bias": _logit_bias(fields),
-    }
 
 
 def _logit_bias(fields: TensorFields) -> list[tuple[tuple[int, float], ...]]:
@@ -186,23 +176,9 @@ def _logit_bias(fields: TensorFields) -> list[tuple[tuple[int, float], ...]]:
 
 
 def _selection_columns(fields: TensorFields, warnings: list[str]) -> dict[str, list[Any]]:
-    top_k, top_p = [], []
     counts = fields.integers("runtime_top_k", default=0, within=(0, math.inf))
     masses = fields.floats("runtime_top_p", default=0.0)
-    for b, (count, mass) in enumerate(zip(counts, masses, strict=True)):
-        k, p, clamped = normalise_selection(count, mass)
-        top_k.append(k)
-        top_p.append(p)
+    rows = [normalise_selection(*row) for row in zip(counts, masses, strict=True)]
+    for b, (_, _, clamped) in enumerate(rows):
         warnings.extend(f"{text} in row {b}" for text in clamped)
-    return {"top_k": top_k, "top_p": top_p}
-
-
-def _decay_columns(fields: TensorFields) -> dict[str, list[Any]]:
-    decays = fields.floats("top_p_decay", default=1.0, per_row=True)
-    minima = fields.floats("top_p_min", default=DEFAULT_TOP_P_MIN, per_row=True)
-    rows = [normalise_decay(*row) for row in zip(decays, minima, strict=True)]
-    return {
-        "top_p_decay": [decay for decay, _ in rows],
-        "top_p_min": [minimum for _, minimum in rows],
-        "top_p_reset_id": fields.integers("top_p_reset_ids", default=-1, per_row=True),
-    }
+    return {"top_k": [k for k, _, _ in rows], "top_p": [p for _, p, _ in rows]}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from inference.decoding.rows import P_TUNING, FinishReason, GenerationRequest, RowResult
+from inference.decoding.rows import P_TUNING, GenerationRequest, RowResult
 from inference.decoding.tensor_fields import Array
 
 
@@ -63,18 +63,15 @@ def _continuation_tensors(
         for k, tokens in enumerate(result.output_ids):
             output_ids[b, k, prompt_len : prompt_len + len(tokens)] = tokens
             lengths[b, k] += len(tokens)
-            is_finished[b, k] = _is_finished(result.finish_reasons[k], row.output_len < longest)
+            # By its own end, if only its own limit, and not by that of the request.
+            ends = ("end", "stop", "length") if row.output_len < longest else ("end", "stop")
+            is_finished[b, k] = result.finish_reasons[k] in ends
     return {
         "output_ids": output_ids,
         "sequence_length": lengths,
         "response_input_lengths": input_lengths,
         "is_finished": is_finished,
     }
-
-
-def _is_finished(reason: FinishReason | None, is_shorter: bool) -> bool:
-    """Return whether a row ended, if only by its own limit, and not by that of the request."""
-    return reason in ("end", "stop") or (reason == "length" and is_shorter)
 
 
 def _answer_tensors(request: GenerationRequest, results: Sequence[RowResult]) -> dict[str, Array]:
@@ -133,14 +130,13 @@ def _score_tensors(request: GenerationRequest, results: Sequence[RowResult]) -> 
 def _embedding_tensors(
     request: GenerationRequest, results: Sequence[RowResult]
 ) -> dict[str, Array]:
-    found = {b: row.context_embedding for b, row in enumerate(results)}
-    sizes = [len(each) for each in found.values() if each is not None]
-    if not sizes:
+    embeddings = [result.context_embedding for result in results]
+    found = [(b, each) for b, each in enumerate(embeddings) if each is not None]
+    if not found:
         return {}
-    value = np.zeros((len(results), request.beam_width, sizes[0]), np.float32)  # (B, K, H)
-    for b, embedding in found.items():
-        if embedding is not None:
-            value[b] = embedding
+    value = np.zeros((len(results), request.beam_width, len(found[0][1])), np.float32)  # (B, K, H)
+    for b, embedding in found:
+        value[b] = embedding
     return {"context_embeddings": value}
 
 
@@ -171,21 +167,12 @@ class FrameStream:
         if last == self._last:
             return None
         tensors = assemble_outputs(self.request, results, strict_lengths=self.strict_lengths)
-        if self.omit_prefix:
-            tensors["output_ids"] = self._news(last, results, tensors["output_ids"].dtype)
-        return tensors
-
-    def _news(
-        self,
-        last: Sequence[RowResult | None] | None,
-        results: Sequence[RowResult | None],
-        dtype: np.dtype[np.generic],
-    ) -> Array:
-        before = last or [None] * len(results)
-        sent = [len(old.output_ids[0]) if old else 0 for old in before]
+        if not self.omit_prefix:
+            return tensors
+        sent = [len(old.output_ids[0]) if old else 0 for old in last or [None] * len(results)]
         news = [new.output_ids[0][n:] if new else () for n, new in zip(sent, results, strict=True)]
-        ids = np.empty((len(news), 1, max(map(len, news))), dtype)  # (B, 1, n)
+        ids = np.empty((len(news), 1, max(map(len, news))), tensors["output_ids"].dtype)
         for b, tokens in enumerate(news):
             ids[b] = self.request.rows[b].options.end_id
             ids[b, 0, : len(tokens)] = tokens
-        return ids
+        return {**tensors, "output_ids": ids}

@@ -42,10 +42,19 @@ def process_logits(
 ) -> torch.Tensor:
     """Return the processed logits (n, X) of the slots, padded with -inf; `logits` is kept."""
     x = pad_vocabulary(pick_slots(logits[:, :vocab_size], slots))
-    _add_bias(x, rules)
+    given = [(i, *r.bias) for i, r in enumerate(rules) if r.bias is not None]
+    if given:
+        rows, ids, bias = zip(*given, strict=True)
+        each_row = np.repeat(rows, [len(each) for each in ids])
+        places = (_to(x, each_row), _to(x, np.concatenate(ids)))
+        x.index_put_(places, _to(x, np.concatenate(bias)).to(x.dtype), accumulate=True)
     apply_temperature(x, rules)
     apply_penalty(x, rules)
-    _forbid(x, rules, vocab_size)
+    # A model's own end id may lie outside its vocabulary, where it cannot come up anyway.
+    banned = [(i, r.forbidden_id) for i, r in enumerate(rules) if r.forbidden_id is not None]
+    if banned := [pair for pair in banned if 0 <= pair[1] < vocab_size]:
+        index = _to(x, np.asarray(banned, np.int64))  # (count, 2)
+        x[index[:, 0], index[:, 1]] = LOWEST
     return x
 
 
@@ -104,27 +113,6 @@ def apply_penalty(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
     r, a = _to(x, np.repeat(repetition, sizes)), _to(x, np.repeat(presence, sizes))
     old = x[rows, ids]  # an id that occurs twice is read twice before it is written
     x[rows, ids] = torch.where(old < 0, old * r, old / r) - a
-
-
-def _add_bias(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
-    given = [(i, *r.bias) for i, r in enumerate(rules) if r.bias is not None]
-    if given:
-        rows, ids, bias = zip(*given, strict=True)
-        index = (np.repeat(rows, [len(each) for each in ids]), np.concatenate(ids))
-        places = tuple(_to(x, each) for each in index)
-        x.index_put_(places, _to(x, np.concatenate(bias)).to(x.dtype), accumulate=True)
-
-
-def _forbid(x: torch.Tensor, rules: Sequence[LogitRules], vocab_size: int) -> None:
-    # A model's own end id may lie outside its vocabulary, where it cannot come up anyway.
-    pairs = [
-        (i, r.forbidden_id)
-        for i, r in enumerate(rules)
-        if r.forbidden_id is not None and 0 <= r.forbidden_id < vocab_size
-    ]
-    if pairs:
-        index = _to(x, np.asarray(pairs, np.int64))  # (count, 2)
-        x[index[:, 0], index[:, 1]] = LOWEST
 
 
 def _to(x: torch.Tensor, values: Array) -> torch.Tensor:

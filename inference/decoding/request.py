@@ -6,8 +6,7 @@ All problems of a request are reported together; each message starts with the te
 # Shapes: B rows, S padded prompt length, W width of a word list
 
 import math
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -44,14 +43,6 @@ EMBEDDING, LENGTHS, TYPE = (
 )
 
 
-class _Names(NamedTuple):
-    """Names of a model kind's required inputs, and its optional ones."""
-
-    input_lengths: str
-    output_len: str
-    optional: Collection[str]
-
-
 _COMMON = f"""
     runtime_top_k runtime_top_p beam_search_diversity_rate temperature len_penalty
     repetition_penalty presence_penalty frequency_penalty {BIAS_IDS} {BIAS} min_length random_seed
@@ -62,10 +53,6 @@ _OF_DECODERS = f"""
     {TYPE} session_len memory_len is_return_context_cum_log_probs is_return_context_embeddings
     num_log_probs num_prompt_log_probs
 """.split()
-_NAMES = {
-    False: _Names("input_lengths", "request_output_len", [*_COMMON, *_OF_DECODERS]),
-    True: _Names("sequence_length", "max_output_len", _COMMON),
-}
 
 
 def parse_request(tensors: Mapping[str, Array], limits: ModelLimits) -> GenerationRequest:
@@ -77,34 +64,58 @@ def parse_request(tensors: Mapping[str, Array], limits: ModelLimits) -> Generati
     return _Parser(tensors, limits).parse()
 
 
+def read_batch(
+    tensors: Mapping[str, Array],
+    required: Sequence[str],
+    optional: Sequence[str] = (),
+    *,
+    kinds: str = "iu",
+    expected: str = "integers of shape [B,S]",
+    hidden: tuple[int, ...] = (),
+) -> tuple[Array, TensorFields]:
+    """Return the first of the required tensors, (B, S, *hidden), and the fields of all.
+
+    Raises:
+        RequestError: It is missing, or of another shape or type, or a name is unknown.
+    """
+    value = tensors.get(required[0])
+    fields = TensorFields(tensors, 1 if value is None or not value.ndim else len(value))
+    fields.check_names(required, optional)
+    if value is None:
+        raise RequestError(fields.problems)
+    is_batch = value.ndim == 2 + len(hidden) and len(value) and value.shape[2:] == hidden
+    if not is_batch or value.dtype.kind not in kinds:
+        got = f"{value.dtype} {list(value.shape)}"
+        raise RequestError([*fields.problems, f"{required[0]}: expected {expected}, got {got}"])
+    return value, fields
+
+
 class _Parser:
     def __init__(self, tensors: Mapping[str, Array], limits: ModelLimits) -> None:
         self.limits = limits
-        self.names = _NAMES[limits.encoder_decoder]
-        self.ids = _token_matrix(tensors.get("input_ids"))  # (B, S)
-        self.fields = TensorFields(tensors, 1 if self.ids is None else len(self.ids))
+        names, optional = ("input_lengths", "request_output_len"), [*_COMMON, *_OF_DECODERS]
+        if limits.encoder_decoder:
+            names, optional = ("sequence_length", "max_output_len"), _COMMON
+        self.lengths, self.output_len = names
+        ids, self.fields = read_batch(tensors, ("input_ids", *names), optional)
+        self.ids = ids.astype(np.int64)  # (B, S)
         self.problems = self.fields.problems
 
     def parse(self) -> GenerationRequest:
-        required = ("input_ids", self.names.input_lengths, self.names.output_len)
-        self.fields.check_names(required, self.names.optional)
-        if self.ids is None:
-            value = self.fields.tensors.get("input_ids")
-            if value is not None:
-                got = f"{value.dtype} {list(value.shape)}"
-                self.problems.append(f"input_ids: expected integers of shape [B,S], got {got}")
-            raise RequestError(self.problems)
         lengths = self.fields.lengths(
-            self.names.input_lengths,
-            width=self.ids.shape[1],
-            may_be_empty=not self.limits.encoder_decoder,
+            self.lengths, width=self.ids.shape[1], may_be_empty=not self.limits.encoder_decoder
         )
-        output_lens = self.fields.integers(self.names.output_len, default=1, within=(1, math.inf))
+        output_lens = self.fields.integers(self.output_len, default=1, within=(1, math.inf))
         options, warnings = read_options(
             self.fields, start_id=self.limits.start_id, end_id=self.limits.end_id
         )
         prompts = _read_prompts(self.fields, self.limits)
-        self._check_scores(options, prompts)
+        self.problems += [
+            f"num_prompt_log_probs[{b}]={row.num_prompt_log_probs}: a prompt with virtual tokens "
+            "is not scored token by token; leave one of them out"
+            for b, row in enumerate(options)
+            if row.num_prompt_log_probs and prompts[b] is not None
+        ]
         ia3_tasks = self.fields.ia3_tasks(self.limits.ia3_num_tasks)
         session = self._session(output_lens, prompts)
         self._check_special_ids(options)
@@ -127,7 +138,6 @@ class _Parser:
     def _session(
         self, output_lens: list[int], prompts: list[PromptTable | None]
     ) -> tuple[int | None, int | None]:
-        assert self.ids is not None
         sizes: dict[str, int | None] = {"session_len": None, "memory_len": None}
         for name in sizes:
             if name in self.fields.tensors:
@@ -142,7 +152,7 @@ class _Parser:
         if session_len is not None and prompt_len + longest > session_len:
             self.problems.append(
                 f"session_len: Session size too low ({session_len}): prompt ({prompt_len}) + "
-                f"{self.names.output_len} ({longest}) must fit"
+                f"{self.output_len} ({longest}) must fit"
             )
         if memory_len is not None and prompt_len > memory_len:
             self.problems.append(
@@ -150,18 +160,8 @@ class _Parser:
             )
         return session_len, memory_len
 
-    def _check_scores(self, options: list[RowOptions], prompts: list[PromptTable | None]) -> None:
-        pairs = enumerate(zip(options, prompts, strict=True))
-        self.problems += [
-            f"num_prompt_log_probs[{b}]={row.num_prompt_log_probs}: a prompt with virtual tokens "
-            "is not scored token by token; leave one of them out"
-            for b, (row, prompt) in pairs
-            if row.num_prompt_log_probs and prompt is not None
-        ]
-
     def _check_special_ids(self, options: list[RowOptions]) -> None:
         """Check ids that the request states, and a model's start id where it is fed."""
-        assert self.ids is not None
         for b, row in enumerate(options):
             largest = max((token for token, _ in row.logit_bias), default=0)
             if largest >= self.limits.vocab_size:
@@ -182,17 +182,16 @@ class _Parser:
 
     def _check_room(self, output_lens: list[int], prompts: list[PromptTable | None]) -> None:
         """Check the position table and that a virtual prompt has a context pass to act in."""
-        assert self.ids is not None
         width, limit = self.ids.shape[1], self.limits.max_pos_seq_len
         if width <= 1 and not self.limits.encoder_decoder and any(prompts):
+            source = EMBEDDING if EMBEDDING in self.fields.tensors else TASK_IDS
             self.problems.append(
-                f"{_prompt_source(self.fields.tensors)}: a virtual prompt needs at least 2 tokens "
-                f"in input_ids, got {width}"
+                f"{source}: a virtual prompt needs at least 2 tokens in input_ids, got {width}"
             )
         if limit is None:
             return
         if self.limits.encoder_decoder:
-            for name, size in (("input_ids", width), (self.names.output_len, max(output_lens))):
+            for name, size in (("input_ids", width), (self.output_len, max(output_lens))):
                 if size > limit:
                     self.problems.append(f"{name}: {size} exceeds max_pos_seq_len ({limit})")
             return
@@ -200,7 +199,7 @@ class _Parser:
         need, b = max((s + n, b) for b, (s, n) in enumerate(zip(before, output_lens, strict=True)))
         if width + need > limit:
             self.problems.append(
-                f"input_ids: prompt ({width + before[b]}) + {self.names.output_len} "
+                f"input_ids: prompt ({width + before[b]}) + {self.output_len} "
                 f"({output_lens[b]}) exceeds max_pos_seq_len ({limit})"
             )
 
@@ -241,12 +240,6 @@ class _Parser:
             prompt=prompt,
             ia3_task=ia3_task,
         )
-
-
-def _token_matrix(value: Array | None) -> Array | None:
-    if value is None or value.ndim != 2 or value.dtype.kind not in "iu" or not len(value):
-        return None
-    return value.astype(np.int64)
 
 
 def _read_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTable | None]:
@@ -304,11 +297,9 @@ def _sent_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTable
                 f"{LENGTHS}[{b}]={length} must be in [0, {embedding.shape[1]}], "
                 f"the second size of {EMBEDDING}"
             )
-        if kind == NO_PROMPT or length <= 0:
-            tables.append(None)
-        else:
-            row = embedding[b, :length]  # (length, hidden)
-            tables.append(PromptTable(kind, length, limits.virtual_start_id, embedding=row))
+        row = embedding[b, :length]  # (length, hidden)
+        table = PromptTable(kind, length, limits.virtual_start_id, embedding=row)
+        tables.append(None if kind == NO_PROMPT or length <= 0 else table)
     return tables
 
 
@@ -330,8 +321,3 @@ def _embedding(fields: TensorFields, limits: ModelLimits) -> Array | None:
         fields.problems.append(f"{EMBEDDING}: holds values that are not finite")
         return None
     return value
-
-
-def _prompt_source(tensors: Mapping[str, Array]) -> str:
-    """Return the tensor a virtual prompt came from, to name it in messages."""
-    return EMBEDDING if EMBEDDING in tensors else TASK_IDS

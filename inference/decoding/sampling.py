@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from inference.decoding.candidates import Candidates, GroupKey, top_candidates
 from inference.decoding.draws import (
@@ -72,12 +71,10 @@ class SamplingRow:
         self._log_probs: list[float] = []
         self.scores: list[TokenScore] = []
         self.prompt = PromptResult()
-        self._generator = Xorwow(o.random_seed)
-        self.uniform = 1.0
+        self.generator = Xorwow(o.random_seed)
+        self.uniform = 1.0  # of this step
         self.top_p = o.top_p
-        self._prompt_ids = np.empty(0, np.int64)
-        if o.is_penalised:
-            self._prompt_ids = prompt_ids(request.context_ids, vocab_size)
+        self._prompt_ids = prompt_ids(request.context_ids if o.is_penalised else (), vocab_size)
         self._bias = RowBias(o, request.output_len) if o.is_biased else None
         is_scored = o.return_log_probs or o.num_log_probs
         # Whether a step takes the arg-max of the raw logits, the forbidden id aside.
@@ -133,17 +130,13 @@ class SamplingRow:
         bias = self._biases(self._history)
         return [LogitRules(self.options, bias, seen, self.forbidden_id)]
 
-    def draw_uniform(self) -> None:
-        """Draw the random number of this step."""
-        self.uniform = self._generator.uniform()
-
     def draw(self) -> Draw:
         """Return the draw of the next step, which a rank makes; each step has one."""
         o = self.options
         factor = temperature_factor(o.temperature)
         if o.is_greedy:
             return ARG_MAX._replace(factor=factor) if o.has_marks else ARG_MAX
-        self.draw_uniform()
+        self.uniform = self.generator.uniform()
         rest = MASS_EPSILON if self.is_nucleus else 0.0
         return Draw(factor, o.top_k, self.top_p, rest, self.include_boundary, self.uniform)
 
@@ -179,7 +172,8 @@ class SamplingRow:
             self.cum_log_prob += choice.log_prob
             self._log_probs.append(choice.log_prob if self._full_log_probs else choice.renormalized)
         if self.is_nucleus:
-            self._decay(token)
+            decayed = float(np.float32(self.top_p) * np.float32(o.top_p_decay))
+            self.top_p = o.top_p if token == o.top_p_reset_id else max(decayed, o.top_p_min)
         self.append(token)
 
     def append(self, token: int) -> bool:
@@ -195,14 +189,6 @@ class SamplingRow:
         elif len(history) == self._full_len:
             self.reason = "length"
         return self.reason is not None
-
-    def _decay(self, token: int) -> None:
-        o = self.options
-        if token == o.top_p_reset_id:
-            self.top_p = o.top_p
-        else:
-            decayed = float(np.float32(self.top_p) * np.float32(o.top_p_decay))
-            self.top_p = max(decayed, o.top_p_min)
 
     def result(self) -> RowResult:
         """Return the row so far."""
@@ -228,8 +214,7 @@ def choose(rows: Sequence[SamplingRow], candidates: Candidates) -> list[Choice |
     if not rows[0].options.is_greedy:
         places, log_kept = _draw(rows, candidates)
     choices: list[Choice | None] = []
-    for i, row in enumerate(rows):
-        place = places[i]
+    for i, (row, place) in enumerate(zip(rows, places, strict=True)):
         if not usable[i]:
             choices.append(None)
         elif place is None:
@@ -237,15 +222,11 @@ def choose(rows: Sequence[SamplingRow], candidates: Candidates) -> list[Choice |
         else:
             token, value = int(candidates.ids[i, place]), candidates.values[i, place]
             if token == row.forbidden_id and row.is_plain:
-                token = _best_other(candidates.logits[i], token)
+                logits = candidates.logits[i].clone()
+                logits[token] = LOWEST
+                token = int(top_candidates(logits[None], width=1)[1])
             choices.append(_choice(row, candidates, i, token, float(value), log_kept[i]))
     return choices
-
-
-def _best_other(logits: torch.Tensor, token: int) -> int:
-    logits = logits.clone()
-    logits[token] = LOWEST
-    return int(top_candidates(logits[None], width=1)[1])
 
 
 def _draw(
@@ -263,7 +244,7 @@ def _draw(
         masses[np.arange(masses.shape[1]) >= counts[:, None]] = 0.0
         kept = np.cumsum(masses, axis=1)[:, -1]
     for row in rows:
-        row.draw_uniform()
+        row.uniform = row.generator.uniform()
     places, decided = draw_from_prefix(
         masses,
         inside=np.asarray([row.top_p for row in rows]) * kept,

@@ -36,8 +36,7 @@ class TensorFields:
 
     def flags(self, name: str) -> list[bool]:
         """Return one boolean per row, False where the tensor is absent."""
-        values = self._values(name, "b", "BOOL")
-        return values or [False] * self.batch
+        return self._values(name, "b", "BOOL") or [False] * self.batch
 
     def check_names(self, required: Sequence[str], optional: Collection[str]) -> None:
         """Note required inputs that are missing, and inputs that the model does not know."""
@@ -59,12 +58,11 @@ class TensorFields:
     def ia3_tasks(self, count: int) -> list[int | None]:
         """Return the IA3 task of each row, of `count` that are loaded; None where not asked for."""
         name = "ia3_tasks"
-        if name not in self.tensors:
-            return [None] * self.batch
-        if count == 0:
+        if name in self.tensors and count:
+            return [*self.integers(name, default=0, within=(0, count - 1))]
+        if name in self.tensors:
             self.problems.append(f"{name}: this model has no IA3 adapters; omit the tensor")
-            return [None] * self.batch
-        return [*self.integers(name, default=0, within=(0, count - 1))]
+        return [None] * self.batch
 
     def _values(
         self, name: str, kinds: str, expected: str, per_row: bool = False, within: Range = ANY
@@ -75,9 +73,11 @@ class TensorFields:
         if value.dtype.kind not in kinds:
             self.problems.append(f"{name}: expected {expected}, got {value.dtype}")
             return None
-        if not self._is_per_row(value, allow_one=not per_row):
-            sizes = f"[{self.batch},1]" if per_row else f"[{self.batch},1] or [1]"
-            self.problems.append(f"{name}: expected shape {sizes}, got {list(value.shape)}")
+        # A single row may also come as a bare scalar.
+        sizes = (self.batch,) if per_row else (self.batch, 1)
+        if value.shape[1:] not in ((), (1,)) or value.size not in sizes:
+            shapes = f"[{self.batch},1]" if per_row else f"[{self.batch},1] or [1]"
+            self.problems.append(f"{name}: expected shape {shapes}, got {list(value.shape)}")
             return None
         if value.dtype.kind == "f":
             value = value.astype(np.float32)
@@ -92,9 +92,3 @@ class TensorFields:
                 expected = wanted if math.isfinite(each) else "finite"
                 self.problems.append(f"{name}[{b}]={shown} must be {expected}")
         return values * self.batch if len(values) != self.batch else values
-
-    def _is_per_row(self, value: Array, *, allow_one: bool) -> bool:
-        if value.ndim not in (1, 2) or (value.ndim == 2 and value.shape[1] != 1):
-            # A single row may also come as a bare scalar.
-            return value.ndim == 0 and (allow_one or self.batch == 1)
-        return value.shape[0] == self.batch or (allow_one and value.shape[0] == 1)

@@ -204,7 +204,7 @@ class EngineBase(ABC, Generic[RequestT]):
             EngineBusyError: The queue is full.
             EngineFailedError: The engine cannot answer.
         """
-        rows = request.waiting_rows
+        rows = len(request.waiting)
         with self._wake:
             if self._failure is not None:
                 raise EngineFailedError(self._failure)
@@ -233,15 +233,12 @@ class EngineBase(ABC, Generic[RequestT]):
         # Nothing refers to the ranks any more; those of other engines need their memory.
         give_back_memory()
         if self._settings.device == "cuda":
-            self._leave_gpu()
+            with _gpu_lock:
+                _gpu_engines.remove(self)
+                if not _gpu_engines:
+                    torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
         self._ready.set()
-
-    def _leave_gpu(self) -> None:
-        with _gpu_lock:
-            _gpu_engines.remove(self)
-            if not _gpu_engines:
-                torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
 
     def _run_ranks(self) -> None:
         ranks = self._ranks = RankGroup(
@@ -250,32 +247,30 @@ class EngineBase(ABC, Generic[RequestT]):
             rendezvous=self._rendezvous,
         )
         try:
-            self._begin(ranks)
-            self._serve(ranks)
+            ranks.start()
+            self.scheduler = self._make_scheduler()
+            ranks.run(*self._warm_up())
+            with self._wake:
+                self._failure = None
+            self._ready.set()
+            self._serve(ranks, self.scheduler)
             self._fail(self._failure or _STOPPED)
+        except RankError as error:
+            self._fail(str(error))
         except Exception as error:  # any failure ends the ranks, and is their reason
-            if not isinstance(error, RankError):
-                logger.exception("the engine failed")
-            self._fail(_reason(ranks, error))
+            logger.exception("the engine failed")
+            deadline = monotonic() + _LOOK_S
+            while (problem := ranks.problem()) is None and monotonic() < deadline:
+                sleep(_WATCH_S)
+            self._fail(problem or f"{type(error).__name__}: {error}")
         ranks.end(grace_s=0)
         self._ranks = self.scheduler = None
 
-    def _begin(self, ranks: RankGroup) -> None:
-        ranks.start()
-        self.scheduler = self._make_scheduler()
-        ranks.run(*self._warm_up())
-        with self._wake:
-            self._failure = None
-        self._ready.set()
-
-    def _serve(self, ranks: RankGroup) -> None:
-        scheduler = self.scheduler
-        assert scheduler is not None
+    def _serve(self, ranks: RankGroup, scheduler: StepScheduler[RequestT]) -> None:
         under_way: _Launched[RequestT] | None = None
         while True:
             with self._wake:
-                idle = scheduler.idle and not self._inbox and not self._stopping
-                idle = idle and under_way is None
+                idle = not (scheduler.requests or self._inbox or self._stopping or under_way)
                 if idle:
                     idle = not self._wake.wait(_HEARTBEAT_S)
                 while self._inbox:
@@ -289,8 +284,8 @@ class EngineBase(ABC, Generic[RequestT]):
                 continue
             step = scheduler.plan(under_way=under_way is not None)
             with self._wake:  # other threads add to the inbox
-                coming = sum(request.waiting_rows for request in self._inbox)
-                self.queued_rows = scheduler.waiting_rows + coming
+                pending = (*scheduler.requests, *self._inbox)
+                self.queued_rows = sum(len(request.waiting) for request in pending)
             launched = None if step is None else self._launch(ranks, scheduler, step)
             if under_way is not None:
                 self._finish(ranks, scheduler, under_way)
@@ -356,18 +351,7 @@ class EngineBase(ABC, Generic[RequestT]):
             self.queued_rows = 0
             self._wake.notify_all()
         scheduler, ranks = self.scheduler, self._ranks  # another thread may end both
-        running = scheduler.requests if scheduler is not None else []
-        for request in [*waiting, *running]:
+        for request in [*waiting, *(scheduler.requests if scheduler is not None else ())]:
             request.fail(EngineFailedError(reason))
         if ranks is not None:
             ranks.end(grace_s=0)
-
-
-def _reason(ranks: RankGroup, error: Exception) -> str:
-    """Return why the ranks failed: their own reason, else the error."""
-    deadline = monotonic() + _LOOK_S
-    while not isinstance(error, RankError) and monotonic() < deadline:
-        if problem := ranks.problem():
-            return problem
-        sleep(_WATCH_S)
-    return str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"

@@ -61,16 +61,12 @@ class BlockPool:
         """Return the number of blocks that hold a number of tokens."""
         return 0 if self.total is None else -(-tokens // self.block_tokens)
 
-    def lacking(self, slot: int, tokens: int) -> int:
-        """Return the number of further blocks that a slot needs for `tokens` tokens."""
-        return max(self.count(tokens) - len(self._held.get(slot, ())), 0)
-
     def extend(self, slot: int, tokens: int) -> int:
         """Give a slot the blocks for its first `tokens` tokens; return the tokens they can hold.
 
         The blocks must be free, or reserved for the slot.
         """
-        for _ in range(self.lacking(slot, tokens)):
+        for _ in range(len(self._held.get(slot, ())), self.count(tokens)):
             block = next(iter(self._free))
             self._forget(block)
             self._take(slot, block)

@@ -62,9 +62,8 @@ class Capacity:
 
     def holds_at_once(self, request: GenerationRequest) -> bool:
         """Return whether all rows of a request can run side by side to their ends."""
-        if request.beam_width * len(request.rows) > self.slots:
-            return False
-        return not self.blocks or self.blocks_of(request) <= self.blocks
+        fit = not self.blocks or self.blocks_of(request) <= self.blocks
+        return fit and request.beam_width * len(request.rows) <= self.slots
 
     def blocks_of(self, request: GenerationRequest) -> int:
         """Return the most blocks that all rows of a request hold together."""
@@ -133,8 +132,6 @@ def generator_of(family: ModelFamily, config: FTConfig) -> GeneratorArchitecture
 def model_limits(config: FTConfig, architecture: GeneratorArchitecture) -> ModelLimits:
     """Return the limits of requests to the model."""
     tokens: Any = config  # of a model that generates, with its start and end ids
-    ia3_num_tasks = getattr(architecture, "ia3_num_tasks", 0)
-    has_encoder = isinstance(architecture, EncoderDecoderArchitecture)
     # A decoder with other positions states what it was trained for.
     has_table = architecture.position in ("learned", "absolute")
     return ModelLimits(
@@ -142,8 +139,8 @@ def model_limits(config: FTConfig, architecture: GeneratorArchitecture) -> Model
         start_id=tokens.start_id,
         end_id=tokens.end_id,
         max_pos_seq_len=architecture.max_pos_seq_len if has_table else None,
-        encoder_decoder=has_encoder,
-        ia3_num_tasks=ia3_num_tasks,
+        encoder_decoder=isinstance(architecture, EncoderDecoderArchitecture),
+        ia3_num_tasks=getattr(architecture, "ia3_num_tasks", 0),
         hidden_units=architecture.hidden,
         prompt_learning_type=config.prompt_learning_type or 0,
         prompt_learning_start_id=config.prompt_learning_start_id,
@@ -167,7 +164,11 @@ def plan_capacity(
     item_bytes = 4 if placement.device == "cpu" else item_size(placement.data_type)
     token_bytes = one_slot.token_bytes(item_bytes)
     most = options.max_lanes or _MOST_SLOTS[placement.device]
-    block_tokens = _block_tokens(placement.device, options, max_len)
+    block_tokens = options.kv_block_tokens
+    if block_tokens is None:
+        block_tokens = _GPU_BLOCK_TOKENS if placement.device == "cuda" else 0
+    if block_tokens >= max_len:
+        block_tokens = 0  # each sequence has a block of its own
     block_bytes = (block_tokens or max_len) * token_bytes
     sequence_blocks = one_slot.parts * -(-max_len // (block_tokens or max_len))
     least_bytes = (sequence_blocks + 1) * block_bytes  # the cache has a block of its own
@@ -193,14 +194,6 @@ def plan_capacity(
         block_tokens=block_tokens,
         parts=one_slot.parts,
     )
-
-
-def _block_tokens(device: str, options: EngineOptions, max_len: int) -> int:
-    """Return the tokens of a block, 0 where a block holds a whole sequence."""
-    wanted = options.kv_block_tokens
-    if wanted is None:
-        wanted = _GPU_BLOCK_TOKENS if device == "cuda" else 0
-    return wanted if wanted < max_len else 0
 
 
 def available_bytes() -> int:
@@ -232,7 +225,9 @@ def _cuda_budget(
     logits += marks_bytes(slots, architecture.vocab_size)
     free, _ = torch.cuda.mem_get_info()
     share = max(free // options.sharing_engines - weights - logits, 0)
-    left = share - _step_bytes(architecture, placement.tp_size)
+    # The largest step takes about what a layer's MLP reads and gives.
+    inner = architecture.inter_size // placement.tp_size
+    left = share - MOST_PROMPT_TOKENS * 2 * (4 * architecture.hidden + 3 * inner)
     budget = options.kv_cache_bytes or max(min(int(share * _CUDA_SHARE), left), least_bytes)
     if max(budget, least_bytes) > free - weights - logits:
         raise ValueError(
@@ -243,12 +238,6 @@ def _cuda_budget(
             "the GPU"
         )
     return budget
-
-
-def _step_bytes(architecture: GeneratorArchitecture, tp_size: int) -> int:
-    """Return about the memory that the largest step takes: what a layer's MLP reads and gives."""
-    inner = architecture.inter_size // tp_size
-    return MOST_PROMPT_TOKENS * 2 * (4 * architecture.hidden + 3 * inner)
 
 
 def _gib(size_bytes: int) -> str:

@@ -4,6 +4,7 @@ Requests join and leave between steps. Ranks other than 0 are processes of this 
 ends or hangs fails the requests in flight, and later ones, with the reason.
 """
 
+import itertools
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -115,10 +116,9 @@ class Engine(EngineBase[RunningRequest]):
             raise RequestError(problems)
         future: Future[GenerationResult] = Future()
         running = self._running(request, future)
-        running.on_step = on_step
+        running.on_step, running.turn = on_step, turn
         frames_line_up = on_step is not None and len(request.rows) > 1
         running.lock_step = frames_line_up and self.capacity.holds_at_once(request)
-        running.turn = turn
         try:
             self._queue(running)
         except (EngineBusyError, RequestError):
@@ -162,9 +162,7 @@ class Engine(EngineBase[RunningRequest]):
             nucleus_include_boundary=self.options.nucleus_include_boundary,
         )
         capacity, architecture = self.capacity, self.architecture
-        encoder_layers = 0
-        if isinstance(architecture, EncoderDecoderArchitecture):
-            encoder_layers = architecture.num_layer
+        has_encoder = isinstance(architecture, EncoderDecoderArchitecture)
         on_gpu = capacity.device == "cuda"
         size = _GPU_CHUNK if on_gpu else {}
         return Scheduler(
@@ -175,7 +173,7 @@ class Engine(EngineBase[RunningRequest]):
             blocks=BlockPool(blocks=capacity.blocks or None, block_tokens=capacity.block_tokens),
             ranks_choose=on_gpu and self._settings.layout.pp_size == 1,
             shares_prefixes=self.options.share_prefixes,
-            encoder_layers=encoder_layers,
+            encoder_layers=architecture.num_layer if has_encoder else 0,
             session_idle_s=self.options.session_idle_s,
             rotary=getattr(architecture, "rotary", None),
         )
@@ -183,11 +181,7 @@ class Engine(EngineBase[RunningRequest]):
 
 def _table_rows(config: FTConfig) -> tuple[dict[int, int], int]:
     """Return the first row of each prompt task's table among all of them, and the total."""
-    first: dict[int, int] = {}
-    total = 0
-    if config.prompt_learning_type == PREFIX_PROMPT:
-        return first, total  # prefixes are not embeddings
-    for number, task in enumerate(config.tasks):
-        first[number] = total
-        total += task.prompt_length
-    return first, total
+    # Prefixes are not embeddings.
+    tasks = () if config.prompt_learning_type == PREFIX_PROMPT else config.tasks
+    *first, total = itertools.accumulate((task.prompt_length for task in tasks), initial=0)
+    return dict(enumerate(first)), total

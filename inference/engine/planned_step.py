@@ -31,13 +31,6 @@ class RowWork:
     first: int  # of its tokens, counted from the conversation's beginning
     is_prompt: bool
 
-    @property
-    def needs_logits(self) -> bool:
-        """Return whether the host needs some of its logits."""
-        if self.is_prompt and self.row.prompt_outputs.wants_logits:
-            return True
-        return self.samples and not self.row.rank_chooses
-
 
 @dataclass(frozen=True)
 class EncoderWork:
@@ -100,7 +93,12 @@ def lay_out(
     for row in begun:
         encoder_ids += _with_sent(row, row.encoder_ids or [], sent, embedding_base)
     prompts = [each for each in work if each.is_prompt]
-    needed = [each.needs_logits for each in work]
+    # Whether the host needs some of the logits.
+    needed = [
+        (each.samples and not each.row.rank_chooses)
+        or (each.is_prompt and each.row.prompt_outputs.wants_logits)
+        for each in work
+    ]
     choices = _rank_choices(work) if ranks_choose and not all(needed) else {}
     plan = StepPlan(
         ids=ids,

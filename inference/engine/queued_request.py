@@ -21,11 +21,6 @@ class QueuedRequest:
     arrival: int
     waiting: Sequence[object]
 
-    @property
-    def waiting_rows(self) -> int:
-        """Rows that have not begun."""
-        return len(self.waiting)
-
     def fail(self, error: BaseException) -> None:
         """Answer with an error, unless the client has gone."""
         with suppress(InvalidStateError):
@@ -61,22 +56,8 @@ class StepScheduler(ABC, Generic[RequestT]):
     """Decides what the steps of an engine compute; belongs to the thread of its loop."""
 
     def __init__(self) -> None:
-        self._requests: dict[RequestT, None] = {}  # in order of arrival
-
-    @property
-    def idle(self) -> bool:
-        """Return whether no work is left."""
-        return not self._requests
-
-    @property
-    def requests(self) -> list[RequestT]:
-        """Requests that are not answered yet."""
-        return list(self._requests)
-
-    @property
-    def waiting_rows(self) -> int:
-        """Rows that have not begun."""
-        return sum(request.waiting_rows for request in self._requests)
+        # Those that are not answered yet, in order of arrival.
+        self.requests: dict[RequestT, None] = {}
 
     def load(self) -> EngineLoad:
         """Return how much runs; may be called from any thread."""
@@ -84,11 +65,11 @@ class StepScheduler(ABC, Generic[RequestT]):
 
     def add(self, request: RequestT) -> None:
         """Add a request, or fail it with the reason."""
-        self._requests[request] = None
+        self.requests[request] = None
 
     def drop(self, request: RequestT) -> None:
         """Drop a request and free its resources."""
-        del self._requests[request]
+        del self.requests[request]
 
     @abstractmethod
     def plan(self, *, under_way: bool = False) -> PlannedStep[RequestT] | None:

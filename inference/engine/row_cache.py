@@ -19,6 +19,7 @@ class RowCache:
 
     Attributes:
         slots: How many there are.
+        free_slots: Those that no row holds, as a heap.
         blocks: Of the cache.
         moves: What the next step copies and wipes first.
         shared_tokens: Of all prompts, how many others had computed.
@@ -29,23 +30,13 @@ class RowCache:
     ) -> None:
         self.slots, self.blocks = slots, blocks
         # The lowest are taken first, which keeps busy slots side by side.
-        self._free_slots = list(range(slots))
+        self.free_slots = list(range(slots))
         self.moves: list[Move] = []
         self.shared_tokens = 0
         self._shares_prefixes, self._rotary = shares_prefixes, rotary
 
-    @property
-    def free_slots(self) -> int:
-        """Number of slots that no row holds."""
-        return len(self._free_slots)
-
     def could_hold(
-        self,
-        request: RunningRequest,
-        rows: Sequence[RunningRow],
-        *,
-        held_slots: int,
-        held_blocks: int,
+        self, request: RunningRequest, rows: Sequence[RunningRow], held_slots: int, held_blocks: int
     ) -> bool:
         """Return whether rows of a request fit next to what sessions hold."""
         if request.request.beam_width * len(rows) > self.slots - held_slots:
@@ -66,14 +57,9 @@ class RowCache:
         paged = self.blocks.total is not None
         return paged and row.owner.request.beam_width > 1 and row.memory_len is None
 
-    def _are_free(
-        self,
-        request: RunningRequest,
-        rows: Sequence[RunningRow],
-        requests: Iterable[RunningRequest],
-    ) -> bool:
-        """Return whether the blocks of rows are free, see `take`."""
-        blocks = self.blocks
+    def _are_free(self, rows: Sequence[RunningRow], requests: Iterable[RunningRequest]) -> bool:
+        """Return whether the blocks of a request's rows are free, see `take`."""
+        blocks, request = self.blocks, rows[0].owner
         if blocks.total is None:
             return True
         others = [row for each in requests for row in each.active if not each.stays]
@@ -88,23 +74,16 @@ class RowCache:
             most = max(self._row_blocks(row) for row in rows)
         return need - shared <= blocks.free and most <= blocks.total - blocks.reserved
 
-    def take(
-        self,
-        request: RunningRequest,
-        rows: Sequence[RunningRow],
-        requests: Iterable[RunningRequest],
-    ) -> bool:
+    def take(self, rows: Sequence[RunningRow], requests: Iterable[RunningRequest]) -> bool:
         """Give rows of a request slots with their first blocks; False if too few are free.
 
         The rows of all `requests` keep some room to grow.
         """
-        beams = request.request.beam_width
-        if not self._are_free(request, rows, requests):
-            return False
-        if beams * len(rows) > self.free_slots:
+        beams = rows[0].owner.request.beam_width
+        if beams * len(rows) > len(self.free_slots) or not self._are_free(rows, requests):
             return False
         for row in rows:
-            row.slots = [heapq.heappop(self._free_slots) for _ in range(beams)]
+            row.slots = [heapq.heappop(self.free_slots) for _ in range(beams)]
             self._take_blocks(row)
         return True
 
@@ -114,7 +93,10 @@ class RowCache:
         if blocks.total is None:
             return
         if row.prefix_hashes:
-            self._share_prefix(row)
+            row.cached = blocks.share(row.slots[0], row.prefix_hashes)
+            row.registered = row.cached // blocks.block_tokens
+            if row.decoded is None:  # others than itself, before it was preempted, computed them
+                self.shared_tokens += row.cached
         encoder = encoder_slot(row.slots, self.slots)
         if not row.owner.stays:
             blocks.extend(encoder, row.encoder_len)
@@ -140,12 +122,6 @@ class RowCache:
             size = self.blocks.block_tokens
             row.prefix_hashes = prefix_hashes(row.prompt[:-1], size, self.shift(row))
         return self.blocks.used(row.prefix_hashes)
-
-    def _share_prefix(self, row: RunningRow) -> None:
-        row.cached = self.blocks.share(row.slots[0], row.prefix_hashes)
-        row.registered = row.cached // self.blocks.block_tokens
-        if row.decoded is None:  # others than itself, before it was preempted, have computed them
-            self.shared_tokens += row.cached
 
     def share_again(self, row: RunningRow) -> None:
         """Let a row skip what others have computed of its prompt since it began.
@@ -185,7 +161,9 @@ class RowCache:
         if self.forks(row):
             self.moves += self.blocks.fork(sources, row.held)
             return
-        start = row.held_prompt if row.next_ids else 0  # all share the prompt from then on
+        start = 0
+        if row.next_ids:  # from then on all share the prompt, as far as they hold it
+            start = max(min(row.cached, row.prompt_len) - row.forgotten, 0)
         self.moves += [
             (source, slot, start, row.held) for slot, source in sources.items() if source != slot
         ]
@@ -224,8 +202,8 @@ class RowCache:
     def free(self, slots: Sequence[int], *, forget: bool = False) -> list[tuple[int, int, float]]:
         """Free slots; return what `BlockPool.release` does."""
         for slot in slots:
-            assert slot not in self._free_slots, f"slot {slot} is free already"
-            heapq.heappush(self._free_slots, slot)
+            assert slot not in self.free_slots, f"slot {slot} is free already"
+            heapq.heappush(self.free_slots, slot)
         self.moves = [move for move in self.moves if move[1] not in slots or move[0] == WIPE]
         every = [*slots, encoder_slot(slots, self.slots)]
         return self.blocks.release(every, forget=forget)

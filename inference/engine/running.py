@@ -73,11 +73,6 @@ class Session:
         assert self.start.session_len is not None, "checked when it was submitted"
         return self.start.session_len
 
-    @property
-    def slot_count(self) -> int:
-        """Slots that it holds to its end."""
-        return len(self.start.rows) * self.start.beam_width
-
 
 class PromptOutputs:
     """Outputs that a row gathers while its prompt is computed, chunk by chunk.
@@ -189,11 +184,6 @@ class RunningRow:
         return self.cached - self.forgotten
 
     @property
-    def held_prompt(self) -> int:
-        """Tokens of the prompt that a slot holds."""
-        return max(min(self.cached, self.prompt_len) - self.forgotten, 0)
-
-    @property
     def goes_on(self) -> bool:
         """Return whether it decodes and lacks tokens that no running step produces."""
         if not self.next_ids:
@@ -209,12 +199,6 @@ class RunningRow:
         return all(each is None for each in (self.embeddings, self.prefix_task, self.encoder_ids))
 
     @property
-    def prefix_len(self) -> int:
-        """Places of a loaded prefix, which are cached when the row begins."""
-        prompt = self.request.prompt
-        return prompt.length if prompt is not None and self.prefix_task is not None else 0
-
-    @property
     def has_tokens(self) -> bool:
         """Return whether any token of its answer is known."""
         return self.decoded is not None and self.decoded.generated > 0
@@ -223,7 +207,9 @@ class RunningRow:
         """Preempt the row: it begins again, with its generated tokens as part of its prompt."""
         generated = self.decoded.generated_ids if isinstance(self.decoded, SamplingRow) else []
         self.prompt = self.prompt[: self.prompt_tokens] + generated
-        self.cached, self.forgotten = self.prefix_len, 0
+        prompt = self.request.prompt  # a loaded prefix is cached when the row begins
+        self.cached = 0 if prompt is None or self.prefix_task is None else prompt.length
+        self.forgotten = 0
         self.is_encoded = self.encoder_ids is None
         self.slots, self.next_ids, self.lacks_marks = [], (), True
         self.prefix_hashes, self.registered = [], 0

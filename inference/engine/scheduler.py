@@ -8,10 +8,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
-from concurrent.futures import Future
-from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -80,7 +77,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         """Return how much runs; may be called from any thread."""
         cache, blocks = self._cache, self._cache.blocks
         return EngineLoad(
-            running=cache.slots - cache.free_slots,
+            running=cache.slots - len(cache.free_slots),
             slots=cache.slots,
             blocks=blocks.total or 0,
             blocks_used=(blocks.total or 0) - blocks.free,
@@ -103,8 +100,10 @@ class Scheduler(StepScheduler[RunningRequest]):
                     self._sessions.forget(request.turn.session_id)
                 request.fail(error)
                 return
-        self._requests[request] = None
-        request.future.add_done_callback(partial(self._note_cancelled, request))
+        self.requests[request] = None
+        request.future.add_done_callback(
+            lambda future: self._cancelled.append(request) if future.cancelled() else None
+        )
         for row in [row for row in request.waiting if row.slots]:
             if self._cache.forks(row):
                 self._cache.blocks.extend(row.slots[0], row.prompt_len)
@@ -118,21 +117,18 @@ class Scheduler(StepScheduler[RunningRequest]):
         for row in [*request.active, *request.waiting]:
             row.end()
         self._encoder.drop(request.active)
-        self._sessions.drop(request)
+        if request.session is not None:  # whose state is unknown
+            self._sessions.end(request.session)
         request.active.clear()
         request.waiting.clear()
-        del self._requests[request]
+        del self.requests[request]
 
     def drop_cancelled(self) -> None:
         """Drop cancelled requests."""
         while self._cancelled:
             request = self._cancelled.popleft()
-            if request in self._requests:
+            if request in self.requests:
                 self.drop(request)
-
-    def _note_cancelled(self, request: RunningRequest, future: Future[Any]) -> None:
-        if future.cancelled():
-            self._cancelled.append(request)
 
     def plan(self, *, under_way: bool = False) -> GeneratingStep | None:
         """Return the next step, or None if nothing can run.
@@ -144,7 +140,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         if not self._lengthen(under_way=under_way):
             return None
         self._admit()
-        rows = [row for request in self._requests for row in request.active]
+        rows = [row for request in self.requests for row in request.active]
         if not self._make_room(rows, under_way=under_way):
             return None
         work = [each for row in rows if row.goes_on for each in decoding_work(row)]
@@ -165,21 +161,18 @@ class Scheduler(StepScheduler[RunningRequest]):
             ranks_choose=self._ranks_choose,
             embedding_base=self._embedding_base,
         )
-        self._begin(step)
+        # The rows are as if the step had run: cached tokens, and tokens the rank chooses.
+        chooses = step.plan.choices is not None
+        for each in work:
+            row = each.row
+            if each.is_prompt or each.slot == row.slots[-1]:
+                row.cached += len(each.ids)
+                row.produced += each.samples
+            if chooses and each.samples and row.rank_chooses:
+                row.next_ids = _NEWEST
         for row in rows:
             row.is_cached = True
         return step
-
-    def _begin(self, step: GeneratingStep) -> None:
-        """Update the rows as if a step had run: cached tokens, and tokens the rank chooses."""
-        chooses = step.plan.choices is not None
-        for work in step.work:
-            row = work.row
-            if work.is_prompt or work.slot == row.slots[-1]:
-                row.cached += len(work.ids)
-                row.produced += work.samples
-            if chooses and work.samples and row.rank_chooses:
-                row.next_ids = _NEWEST
 
     def finish(self, step: GeneratingStep, result: StepResult, *, seconds: float) -> None:
         """Process the results of a planned step: choose tokens, answer finished requests.
@@ -288,13 +281,12 @@ class Scheduler(StepScheduler[RunningRequest]):
         row.owner.active.remove(row)
         if row.owner.session is None:
             self._cache.vacate(row)
-            row.end()
-            return
-        if len(row.slots) > 1:
-            # The conversation goes on in the first slot, from the best beam.
-            first = row.slots[0]
-            self._cache.move(row, {first: _parents(row, step)[first]})
-        self._sessions.remember(row, result)
+        else:
+            if len(row.slots) > 1:
+                # The conversation goes on in the first slot, from the best beam.
+                first = row.slots[0]
+                self._cache.move(row, {first: _parents(row, step)[first]})
+            self._sessions.remember(row, result)
         row.end()
 
     def _admit(self) -> None:
@@ -302,24 +294,21 @@ class Scheduler(StepScheduler[RunningRequest]):
         self._sessions.expire()
         while request := self._first_waiting():
             rows = request.waiting if request.joins_whole else request.waiting[:1]
-            sessions = self._sessions
-            if not self._cache.could_hold(
-                request, rows, held_slots=sessions.held_slots, held_blocks=sessions.held_blocks
-            ):
+            if not self._cache.could_hold(request, rows, *self._sessions.held):
                 self._refuse(request)
                 continue
-            if not self._cache.take(request, rows, self._requests):
+            if not self._cache.take(rows, self.requests):
                 return  # no overtaking: wide requests would starve
             for row in list(rows):
                 self._activate(row)
 
     def _first_waiting(self) -> RunningRequest | None:
         """Return the request whose row joins next."""
-        waiting = (request for request in self._requests if request.waiting)
+        waiting = (request for request in self.requests if request.waiting)
         idle = next((request for request in waiting if not request.active), None)
         if idle is not None:
             return idle
-        waiting = (request for request in self._requests if request.waiting)
+        waiting = (request for request in self.requests if request.waiting)
         return min(waiting, key=lambda r: (len(r.active), r.arrival), default=None)
 
     def _make_room(self, rows: list[RunningRow], *, under_way: bool) -> bool:
@@ -349,10 +338,9 @@ class Scheduler(StepScheduler[RunningRequest]):
 
         False if the running step must be finished first, see `_make_room`.
         """
-        requests = self._requests if self._shifts else ()
         rows = [
             row
-            for request in requests
+            for request in (self.requests if self._shifts else ())
             for row in request.active
             if not request.stays and row.goes_on
             if row.shift != position_shift(self._rotary, row.cached + 1)
@@ -389,9 +377,10 @@ class Scheduler(StepScheduler[RunningRequest]):
     def _refuse(self, request: RunningRequest) -> None:
         """Fail requests that would wait until a session ends."""
         blocks = self._cache.blocks
-        held = f"{self._sessions.held_slots} of the {self._cache.slots} sequences"
+        held_slots, held_blocks = self._sessions.held
+        held = f"{held_slots} of the {self._cache.slots} sequences"
         if blocks.total is not None:
-            tokens = self._sessions.held_blocks * blocks.block_tokens
+            tokens = held_blocks * blocks.block_tokens
             held += f", and {tokens} of the {blocks.total * blocks.block_tokens} tokens,"
         request.fail(
             EngineBusyError(
@@ -404,12 +393,12 @@ class Scheduler(StepScheduler[RunningRequest]):
     def _answer(self, owners: Iterable[RunningRequest], grown: Container[RunningRequest]) -> None:
         """Answer requests that have finished, and report those that have `grown`."""
         for request in owners:
-            if request not in self._requests:
+            if request not in self.requests:
                 continue
             if request.future.done():  # cancelled or failed
                 self.drop(request)
             elif not request.active and not request.waiting:
-                del self._requests[request]
+                del self.requests[request]
                 rows = tuple(row for row in request.results if row is not None)
                 if request.session is not None:
                     self._sessions.leave(request)

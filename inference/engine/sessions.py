@@ -36,29 +36,22 @@ class Sessions:
         if session is not None and session.is_busy:
             session.turn = replace(session.turn, ends=True)
         elif session is not None:
-            self._end(session)
+            self.end(session)
 
     @property
-    def held_slots(self) -> int:
-        """Slots that stay occupied when all running turns are answered."""
-        return sum(each.slot_count for each in self._lasting)
-
-    @property
-    def held_blocks(self) -> int:
-        """Blocks that stay reserved when all running turns are answered."""
-        return sum(each.blocks for each in self._lasting)
-
-    @property
-    def _lasting(self) -> list[Session]:
+    def held(self) -> tuple[int, int]:
+        """Slots and blocks that stay occupied when all running turns are answered."""
         sessions = self._sessions.values()
-        return [each for each in sessions if each.holds_slots and not each.turn.ends]
+        lasting = [each for each in sessions if each.holds_slots and not each.turn.ends]
+        slots = sum(len(each.start.rows) * each.start.beam_width for each in lasting)
+        return slots, sum(each.blocks for each in lasting)
 
     def expire(self) -> None:
         """End conversations that have paused for too long."""
         now = self._clock()
         for session in list(self._sessions.values()):
             if not session.is_busy and now - session.used_s > self._idle_s:
-                self._end(session)
+                self.end(session)
 
     def enter(self, request: RunningRequest, turn: SessionTurn) -> None:
         """Begin a turn: of a new conversation, or of one whose rows continue with their slots.
@@ -73,7 +66,13 @@ class Sessions:
                 [f"session {turn.session_id} is still being answered; wait for its last turn"]
             )
         if turn.starts:
-            self._start(request, turn)
+            begun = Session(turn, request.request)
+            _check_room(begun, request)
+            if session is not None:
+                self.end(session)
+            request.session = self._sessions[turn.session_id] = begun
+            for row in request.waiting:
+                row.memory_len = begun.start.memory_len
         elif session is None:
             raise RequestError(
                 [
@@ -86,16 +85,6 @@ class Sessions:
             _check_turn(session, request)
             session.turn, session.is_busy = turn, True
             _continue(session, request)
-
-    def _start(self, request: RunningRequest, turn: SessionTurn) -> None:
-        session = Session(turn, request.request)
-        _check_room(session, request)
-        if earlier := self._sessions.get(turn.session_id):
-            self._end(earlier)
-        request.session = session
-        for row in request.waiting:
-            row.memory_len = session.start.memory_len
-        self._sessions[turn.session_id] = session
 
     def remember(self, row: RunningRow, result: RowResult) -> None:
         """Keep a row that was answered; the conversation goes on from its best hypothesis."""
@@ -122,14 +111,10 @@ class Sessions:
         assert session is not None
         session.is_busy, session.used_s = False, self._clock()
         if session.turn.ends:
-            self._end(session)
+            self.end(session)
 
-    def drop(self, request: RunningRequest) -> None:
-        """End the conversation of a turn that failed or was cancelled: its state is unknown."""
-        if request.session is not None:
-            self._end(request.session)
-
-    def _end(self, session: Session) -> None:
+    def end(self, session: Session) -> None:
+        """End a conversation, and free its slots."""
         del self._sessions[session.turn.session_id]
         for row in session.rows.values():
             self._free(row.slots)
@@ -141,9 +126,7 @@ def turn_problems(
     """Return the problems of a turn that do not depend on its conversation."""
     if request.encoder_decoder:
         return ["START: a model with an encoder keeps no sessions"]
-    if turn.starts:
-        return _start_problems(request, capacity, limits)
-    return _next_problems(request)
+    return _start_problems(request, capacity, limits) if turn.starts else _next_problems(request)
 
 
 def _start_problems(

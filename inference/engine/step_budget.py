@@ -120,11 +120,16 @@ class EncoderProgress:
 
         The whole pass of `room` tokens fits in the time a step may take.
         """
-        if not self._layers:
-            return EncoderWork()
-        if not self._rows:
-            self._rows = _take(rows, room)
-            self._done = 0
+        if self._layers and not self._rows:
+            taken: list[RunningRow] = []
+            for row in rows:
+                if row.is_encoded:
+                    continue
+                if taken and _tokens([*taken, row]) > room:
+                    break
+                taken.append(row)
+            # Rows of similar length share an attention call.
+            self._rows, self._done = sorted(taken, key=lambda row: row.encoder_len), 0
         if not self._rows:
             return EncoderWork()
         rows, begins = tuple(self._rows), not self._done
@@ -147,16 +152,3 @@ class EncoderProgress:
 
 def _tokens(rows: Iterable[RunningRow]) -> int:
     return sum(row.encoder_len for row in rows)
-
-
-def _take(rows: Iterable[RunningRow], room: int) -> list[RunningRow]:
-    """Return rows that wait for the encoder, of at most `room` tokens; at least one if any do."""
-    taken: list[RunningRow] = []
-    for row in rows:
-        if row.is_encoded:
-            continue
-        if taken and _tokens([*taken, row]) > room:
-            break
-        taken.append(row)
-    # Rows of similar length share an attention call.
-    return sorted(taken, key=lambda row: row.encoder_len)

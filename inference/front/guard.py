@@ -95,7 +95,8 @@ class Guard:
             reason = "requests from web pages are refused: this one names its origin"
             raise RejectedError(reason, HTTPStatus.FORBIDDEN)
         host = headers.get("Host", "")
-        if _is_loopback(self._listens_at) and not _is_loopback(_host_name(host)):
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if _is_loopback(self._listens_at) and not _is_loopback(name):
             reason = f"this server listens on loopback alone, and the request is for {host[:100]!r}"
             raise RejectedError(reason, HTTPStatus.FORBIDDEN)
 
@@ -192,10 +193,6 @@ def refusal(error: RejectedError, body: object) -> web.Response:
     if error.status in _UNREAD:
         response.force_close()  # what is left of the body is not read
     return response
-
-
-def _host_name(host: str) -> str:
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
 def _is_loopback(host: str) -> bool:

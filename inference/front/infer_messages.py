@@ -22,7 +22,6 @@ from inference.front.validation import (
 SEQUENCE_KEY = b"sequence_id"  # of the parameter that names a session
 _MOST_FIELDS = 4 * MOST_ENTRIES + 16
 _RAW_INPUT_CONTENTS = 7  # of service_pb2.ModelInferRequest
-_NOT_A_REQUEST = "the message is not a ModelInferRequest"
 
 
 def parsed(kind: Any, data: bytes) -> Any:
@@ -54,7 +53,7 @@ def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
                     "large tensors there"
                 )
     except WireFormatError:
-        raise RejectedError(_NOT_A_REQUEST) from None
+        raise RejectedError("the message is not a ModelInferRequest") from None
     return bytes(kept), raw
 
 

@@ -102,11 +102,17 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                 else:
                     request = await self._context.guard.message(request)
                 if call == REGISTER_CALL:
-                    check_shared_memory(_register_key(request))
+                    kind = service_pb2.SystemSharedMemoryRegisterRequest
+                    check_shared_memory(parsed(kind, request).key)
             except RejectedError as error:
                 await _refuse(context, error)
             reply = await _reply(upstream, call, request, context)
-        return _without_reasons(reply) if call == INDEX_CALL else reply
+        if call != INDEX_CALL:
+            return reply
+        index = service_pb2.RepositoryIndexResponse.FromString(reply)
+        for model in index.models:
+            model.ClearField("reason")
+        return bytes(index.SerializeToString())
 
     async def _stream(
         self, owner: str | None, requests: AsyncIterator[bytes], context: Any
@@ -204,17 +210,6 @@ async def _fail(context: Any, error: grpc.aio.AioRpcError) -> NoReturn:
 async def _refuse(context: Any, error: RejectedError) -> NoReturn:
     await context.abort(_CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT), str(error))
     raise AssertionError("abort raises")
-
-
-def _register_key(request: bytes) -> str:
-    return str(parsed(service_pb2.SystemSharedMemoryRegisterRequest, request).key)
-
-
-def _without_reasons(reply: bytes) -> bytes:
-    index = service_pb2.RepositoryIndexResponse.FromString(reply)
-    for model in index.models:
-        model.ClearField("reason")
-    return bytes(index.SerializeToString())
 
 
 def _without_names(reply: bytes) -> bytes:

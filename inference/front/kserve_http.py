@@ -25,7 +25,6 @@ from inference.front.rules import (
     passes_http,
     without_internal_names,
 )
-from inference.front.sessions import Namespace
 from inference.front.strict_json import parse_json
 from inference.front.upstream import FrontContext, Upstream
 from inference.front.validation import check_generate, check_index, check_infer, length_of_json
@@ -126,7 +125,9 @@ class KServeHttp:
                 raise RejectedError(f"{_JSON_LENGTH} is given twice")
             length = length_of_json(lengths[0] if lengths else None, len(body))
             data, rest = body[:length], body[length:]
-            sessions = self._namespace(request, owner)
+            ends = (request.get_extra_info(name) or ("", 0) for name in ("peername", "sockname"))
+            (address, port, *_), (_, own_port, *_) = ends
+            sessions = self._context.sessions.namespace(owner, address, port, own_port)
             arguments = (data, len(body), self._context.limit, model, sessions)
             checked = await workers.check(check_infer, *arguments, size_bytes=len(data))
             if checked != data:  # it has a session
@@ -136,15 +137,13 @@ class KServeHttp:
         elif request.path.endswith(("/generate", "/generate_stream")):
             await workers.check(check_generate, body, model, size_bytes=len(body))
         elif request.path.endswith("/register"):
-            _check_own_memory(body)
+            if len(body) > _MOST_NAMES_BYTES:
+                reason = f"the request has {len(body)} bytes; {_MOST_NAMES_BYTES} at most"
+                raise RejectedError(reason)
+            check_shared_memory(parse_json(body).get("key"))
         elif body:
             await workers.check(check_index, body, size_bytes=len(body))
         return await _passed_on(upstream.http, request, body, headers)
-
-    def _namespace(self, request: web.BaseRequest, owner: str | None) -> Namespace:
-        ends = (request.get_extra_info(name) or ("", 0) for name in ("peername", "sockname"))
-        (address, port, *_), (_, own_port, *_) = ends
-        return self._context.sessions.namespace(owner, address, port, own_port)
 
 
 async def http_server(
@@ -169,13 +168,6 @@ async def http_server(
 def _is_ours(record: logging.LogRecord) -> bool:
     """Return False for a client's error, of which aiohttp would log a traceback each time."""
     return not (record.exc_info and isinstance(record.exc_info[1], _CLIENTS_ERRORS))
-
-
-def _check_own_memory(body: bytes) -> None:
-    """Refuse to register memory that is not a client's own."""
-    if len(body) > _MOST_NAMES_BYTES:
-        raise RejectedError(f"the request has {len(body)} bytes; {_MOST_NAMES_BYTES} at most")
-    check_shared_memory(parse_json(body).get("key"))
 
 
 async def _passed_on(

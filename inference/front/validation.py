@@ -59,16 +59,11 @@ def _is_number(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _INTEGERS["UINT64"][1]
 
 
-def _is_sequence_id(value: Any) -> bool:
-    is_short = _is_text(value) and len(value.encode()) <= MOST_SEQUENCE_ID_BYTES
-    return is_short or _is_number(value)
-
-
 _TEXT: Check = (_is_text, "a text without a null character")
 _NUMBER: Check = (_is_number, f"a whole number from 0 to {_INTEGERS['UINT64'][1]}")
 _FLAG: Check = (lambda value: isinstance(value, bool), "true or false")
 _SEQUENCE_ID: Check = (
-    _is_sequence_id,
+    lambda e: (_is_text(e) and len(e.encode()) <= MOST_SEQUENCE_ID_BYTES) or _is_number(e),
     f"a text of up to {MOST_SEQUENCE_ID_BYTES} bytes without a null character, or {_NUMBER[1]}",
 )
 _REGION = "shared_memory_region"
@@ -114,24 +109,21 @@ def read_declared_inputs(repository: Path | None) -> dict[str, DeclaredInputs]:
     what is wrong with it. So is an encoder made for NVIDIA's backend, whose config.pbtxt does not
     give the types of its tensors, or not the right ones.
     """
-    paths = repository.glob("*/config.pbtxt") if repository else ()
-    found = {path.parent.name: _declared_inputs(path) for path in paths}
-    return {name: inputs for name, inputs in found.items() if inputs is not None}
-
-
-def _declared_inputs(path: Path) -> DeclaredInputs | None:
-    try:
-        config = parse_config(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    is_encoder = config.parameters["model_type"].string_value in ENCODERS
-    if config.backend == "fastertransformer" and is_encoder:
-        return None
-    kinds = {e.name: schema.DataType.Name(e.data_type).removeprefix("TYPE_") for e in config.input}
-    return DeclaredInputs(
-        {name: "BYTES" if kind == "STRING" else kind for name, kind in kinds.items()},
-        required=tuple(each.name for each in config.input if not each.optional),
-    )
+    found = {}
+    for path in repository.glob("*/config.pbtxt") if repository else ():
+        try:
+            config = parse_config(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        is_encoder = config.parameters["model_type"].string_value in ENCODERS
+        if config.backend == "fastertransformer" and is_encoder:
+            continue
+        kinds = {e.name: schema.DataType.Name(e.data_type) for e in config.input}
+        found[path.parent.name] = DeclaredInputs(
+            {n: k.removeprefix("TYPE_").replace("STRING", "BYTES") for n, k in kinds.items()},
+            required=tuple(each.name for each in config.input if not each.optional),
+        )
+    return found
 
 
 def length_of_json(header: str | None, size_bytes: int) -> int:
@@ -281,19 +273,16 @@ def check_generate(data: bytes, model: DeclaredInputs | None) -> None:
     if model is None:
         return
     _check_required(model, request.keys() | parameters.keys())
-    for name, value in (*request.items(), *parameters.items()):
-        if name in model.datatypes:
-            _check_row(repr(name)[:_MOST_SHOWN], value, model.datatypes[name])
-
-
-def _check_row(name: str, data: Any, datatype: str) -> None:
-    """Check the values of an input in JSON without types, which is one row."""
-    values = list(_leaves([data]))
-    if isinstance(data, list) and len(values) != len(data):
-        raise RejectedError(
-            f"input {name} is a list of lists; generate takes one row as a flat list, infer several"
-        )
-    _check_values(name, values, datatype)
+    for name, row in (*request.items(), *parameters.items()):
+        if name not in model.datatypes:
+            continue
+        shown, values = repr(name)[:_MOST_SHOWN], list(_leaves([row]))
+        if isinstance(row, list) and len(values) != len(row):
+            raise RejectedError(
+                f"input {shown} is a list of lists; generate takes one row as a flat list, infer "
+                "several"
+            )
+        _check_values(shown, values, model.datatypes[name])
 
 
 def _check_values(name: str, values: Collection[Any], datatype: str) -> None:

@@ -67,8 +67,9 @@ class Workers:
             if size_bytes > QUICK_BYTES:
                 await stack.enter_async_context(self._large)
             worker = await self._free.get()
+            limit_s = self._work_s + WORK_S_PER_MIB * size_bytes / (1 << 20)
             call = asyncio.get_running_loop().run_in_executor(
-                self._threads, self._asked, worker, (work, args), size_bytes
+                self._threads, worker.ask, (work, args), limit_s, self._warm_up
             )
             call.add_done_callback(lambda _: self._free.put_nowait(worker))
             # Work goes on when its client has left, and counts as large until it ends.
@@ -76,13 +77,6 @@ class Workers:
         if not succeeded:
             raise result
         return result  # type: ignore[no-any-return]
-
-    def _asked(
-        self, worker: _Worker, call: tuple[Callable[..., Any], Any], size_bytes: int
-    ) -> tuple[bool, Any]:
-        if not worker.is_alive() and not worker.start(self._warm_up):
-            return False, RejectedError("the front cannot start a process; its log says why")
-        return worker.ask(call, self._work_s + WORK_S_PER_MIB * size_bytes / (1 << 20))
 
     def close(self) -> None:
         """End the processes."""
@@ -99,19 +93,21 @@ class _Worker:
         self._pipe: Connection | None = None
         self._ending = threading.Lock()
 
-    def is_alive(self) -> bool:
-        return self._process is not None and self._process.is_alive()
-
-    def start(self, warm_up: Callable[[], None]) -> bool:
-        context = get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_work, args=(other,), daemon=True)
-        self._process.start()
-        other.close()
-        return self.ask((warm_up, ()), _START_S)[0]
-
-    def ask(self, call: tuple[Callable[..., Any], Any], limit_s: float) -> tuple[bool, Any]:
+    def ask(
+        self, call: tuple[Callable[..., Any], Any], limit_s: float, warm_up: Callable[[], None]
+    ) -> tuple[bool, Any]:
         """Return whether a call succeeded, and its result or its error."""
+        if self._process is None or not self._process.is_alive():
+            context = get_context("spawn")
+            self._pipe, other = context.Pipe()
+            self._process = context.Process(target=_work, args=(other,), daemon=True)
+            self._process.start()
+            other.close()
+            if not self._answer((warm_up, ()), _START_S)[0]:
+                return False, RejectedError("the front cannot start a process; its log says why")
+        return self._answer(call, limit_s)
+
+    def _answer(self, call: tuple[Callable[..., Any], Any], limit_s: float) -> tuple[bool, Any]:
         assert self._pipe is not None
         try:
             self._pipe.send_bytes(pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL))

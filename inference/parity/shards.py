@@ -8,7 +8,7 @@ without one, which is added once it is noted.
 # Shapes: N tokens, E hidden, V vocabulary, W width of a part
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -68,8 +68,6 @@ def run_shards(
     def run(rank: RankBase, own: RankSettings) -> _Notes:
         notes = _Notes(own.rank)
         _tap(rank.model, notes)
-        if len(every) > 1:
-            rank.connect(store, own)
         result = rank.run(plan, states if own.rank == 0 else None)
         if result is not None and plan.output_rows:
             assert not isinstance(architecture, EncoderArchitecture)
@@ -80,7 +78,16 @@ def run_shards(
         len(every), "rank", torch.set_num_threads, (settings.threads,)
     ) as threads:
         ranks = list(threads.map(make_rank, every))  # none waits for one that cannot be loaded
-        notes = list(threads.map(run, ranks, every))
+        groups = []
+        if len(every) > 1:
+            groups = list(threads.map(lambda rank, own: rank.connect(store, own), ranks, every))
+        running = [threads.submit(run, *pair) for pair in zip(ranks, every, strict=True)]
+        done, waiting = wait(running, return_when=FIRST_EXCEPTION)
+        if waiting:  # for a rank that has failed, whose error is the reason
+            for group in groups:
+                group.abort()
+            running = list(done)
+        notes = [each.result() for each in running]
     found = {} if states is None else {Place("embedding"): states}
     for place, x in notes[0].tensors.items():
         if place in notes[0].summands:

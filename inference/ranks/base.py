@@ -164,7 +164,12 @@ class RankBase(ABC):
         `embeddings` (plan.embedding_rows, E) fp32 are given on rank 0; the others receive them.
         """
         with torch.inference_mode():
-            embeddings = self._share(embeddings, plan.embedding_rows, self.architecture.hidden)
+            if plan.embedding_rows:
+                if embeddings is None:
+                    embeddings = torch.empty(plan.embedding_rows, self.architecture.hidden)
+                if self._groups is not None:
+                    embeddings = self._groups.share(embeddings)
+                embeddings = embeddings.to(self.device)
             if plan.moves or plan.entries:
                 self.cache.update(plan.moves, plan.entries)
             return self._run(plan, embeddings)
@@ -222,16 +227,6 @@ class RankBase(ABC):
         if self._in_rank_order:
             return ordered_sum(self.groups.gather_stage(x), bias=bias, residual=residual)
         return self.groups.all_reduce(x, bias=bias, residual=residual)
-
-    def _share(self, rows: torch.Tensor | None, count: int, width: int) -> torch.Tensor | None:
-        """Return on every rank the (count, width) fp32 rows that rank 0 holds, None for no rows."""
-        if not count:
-            return None
-        if rows is None:
-            rows = torch.empty(count, width)
-        if self._groups is not None:
-            rows = self._groups.share(rows)
-        return rows.to(self.device)
 
     def _first_rank_copy(
         self, output: torch.Tensor | None, room: torch.Tensor

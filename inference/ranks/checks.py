@@ -14,7 +14,6 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from inference.model.weights import check_architecture
-from inference.parallel.layout import ParallelLayout
 from inference.ranks.settings import Placement
 
 
@@ -35,8 +34,13 @@ def check_ranks(
     sizes = {"tensor_para_size": placement.tp_size, "pipeline_para_size": placement.pp_size}
     wrong = [f"{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
     problems += wrong
-    for check in _checks(architecture, placement.layout_of(0)) if not wrong else ():
-        problems += _problems(check)
+    if not wrong:
+        layout, depths = placement.layout_of(0), {architecture.num_layer}
+        if isinstance(architecture, EncoderDecoderArchitecture):
+            depths.add(architecture.decoder_num_layer)
+        problems += _problems(partial(check_architecture, architecture, layout.tp_size))
+        for depth in depths:
+            problems += _problems(partial(layout.layers, depth))
     device, device_problems = _device(placement.device, needed_devices or placement.world_size)
     problems += device_problems
     problems += _matrix_problems(architecture, placement, device)
@@ -69,15 +73,6 @@ def _matrix_problems(architecture: Architecture, placement: Placement, device: s
             "fp8=1 needs a GPU of compute capability 8.9 or more (Ada, Hopper); use int8_mode=1"
         )
     return found
-
-
-def _checks(architecture: Architecture, layout: ParallelLayout) -> list[Callable[[], object]]:
-    """Return the checks that raise ValueError where the model does not divide among the ranks."""
-    depths = {architecture.num_layer}
-    if isinstance(architecture, EncoderDecoderArchitecture):
-        depths.add(architecture.decoder_num_layer)
-    check = partial(check_architecture, architecture, layout.tp_size)
-    return [check, *(partial(layout.layers, depth) for depth in depths)]
 
 
 def _problems(check: Callable[[], object]) -> list[str]:

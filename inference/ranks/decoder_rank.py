@@ -14,7 +14,6 @@ from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import PREFIX_PROMPT
 from inference.model.decoder import Decoder
 from inference.model.step import Step
-from inference.model.weights import RankWeights
 from inference.ranks.base import MOST_PROMPT_TOKENS, StepResult
 from inference.ranks.device import gemm_options
 from inference.ranks.generator_rank import GeneratorRank
@@ -40,7 +39,12 @@ class DecoderRank(GeneratorRank):
         weights, architecture = self.open_weights(settings), self.architecture
         gemm = gemm_options(settings)
         self.model = Decoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
-        prefixes = load_prefixes(weights, architecture.num_layer)
+        config, layers = weights.reader.config, self.layout.layers(architecture.num_layer)
+        prefixes = []  # of this stage's layers, (L, 2, H, tokens, D) each
+        if config.prompt_learning_type == PREFIX_PROMPT:
+            names = [f"model.prefix_prompt.{task.task_name}.weight" for task in config.tasks]
+            prefixes = [weights.tensor(name)[layers.start : layers.stop] for name in names]
+            weights.check()
         self._open_cache(settings, weights.dtype, prefixes)
         self.group = architecture.head_num // architecture.kv_head_num
 
@@ -66,22 +70,16 @@ class DecoderRank(GeneratorRank):
     def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
         if self._graphs is not None and plan.is_decoding and not (plan.has_virtual or plan.pool):
             return self._run_graph(self._graphs, plan)
-        hidden, steps = self._layers(plan, embeddings)
-        return self._result(
-            self._logits(hidden, steps),
-            plan,
-            pooled=self._pooled(hidden, plan) if plan.pool else None,
-        )
-
-    def _layers(
-        self, plan: StepPlan, embeddings: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], list[Step]]:
-        """Return the last layer's output of each micro-batch, nothing before the last stage."""
+        found: tuple[torch.Tensor, Step] | None = None
         if self._prompt_graphs is not None and not plan.has_virtual:
             ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
-            if found := self._prompt_graphs.run(ids, plan.segments, outputs):
-                return [found[0]], [found[1]]
-        return self._run_steps(plan, embeddings)
+            found = self._prompt_graphs.run(ids, plan.segments, outputs)
+        if found is None:
+            hidden, steps = self._run_steps(plan, embeddings)
+        else:
+            hidden, steps = [found[0]], [found[1]]
+        pooled = self._pooled(hidden, plan) if plan.pool else None
+        return self._result(self._logits(hidden, steps), plan, pooled=pooled)
 
     def _pooled(self, hidden: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor | None:
         """Return on rank 0 the sum of each segment's last hidden states, (segments, E) fp32."""
@@ -93,18 +91,3 @@ class DecoderRank(GeneratorRank):
         shape = (len(plan.segments), self.architecture.hidden)
         room = torch.empty(shape, dtype=torch.float32, device=self.device)
         return self._first_rank_copy(sums, room)
-
-
-def load_prefixes(weights: RankWeights, num_layer: int) -> list[torch.Tensor]:
-    """Return the loaded prefix prompts of this stage's layers, (L, 2, H, tokens, D) each.
-
-    Raises:
-        CheckpointMismatchError: Some hold values that are not finite.
-    """
-    config, layers = weights.reader.config, weights.layout.layers(num_layer)
-    if config.prompt_learning_type != PREFIX_PROMPT:
-        return []
-    names = [f"model.prefix_prompt.{task.task_name}.weight" for task in config.tasks]
-    prefixes = [weights.tensor(name)[layers.start : layers.stop] for name in names]
-    weights.check()
-    return prefixes

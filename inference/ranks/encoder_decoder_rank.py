@@ -79,20 +79,17 @@ class EncoderDecoderRank(GeneratorRank):
             return
         with torch.inference_mode():
             if self._tiled and self.layout.pp_size == 1:
-                self._record_encoder()
+                from inference.model.gpu.encoder_graph import EncoderGraphs
+
+                self._encoder_graphs = EncoderGraphs(
+                    self.model.encode,
+                    lambda tokens: torch.zeros(tokens, dtype=torch.int64, device=self.device),
+                    parameters=self._parameters(),
+                    device=self.device,
+                )
+                self._encoder_graphs.record()
             if self.architecture.decoder_num_layer:
                 self._record(_WARM_UP_TOKENS, idle=(self.cache.scratch_slot, 0, self._no_task))
-
-    def _record_encoder(self) -> None:
-        from inference.model.gpu.encoder_graph import EncoderGraphs
-
-        self._encoder_graphs = EncoderGraphs(
-            self.model.encode,
-            lambda tokens: torch.zeros(tokens, dtype=torch.int64, device=self.device),
-            parameters=self._parameters(),
-            device=self.device,
-        )
-        self._encoder_graphs.record()
 
     def _run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult | None:
         if plan.encoder_rows:
@@ -137,7 +134,10 @@ class EncoderDecoderRank(GeneratorRank):
         start = now.done
         now.done = min(start + layers, total)
         if now.done - start == total:
-            now.x = self._encoded_by_graph(now)
+            masks, is_virtual = now.batch.masks, now.batch.has_virtual
+            plain = masks.tasks is None and not is_virtual and masks.attentions is None
+            if self._encoder_graphs is not None and plain:  # None where no graph serves the rows
+                now.x = self._encoder_graphs.run(now.batch.ids, masks.rows)
         if now.x is None or start:
             self._advance(now, start)
         if now.done < total or not self.architecture.decoder_num_layer:
@@ -150,15 +150,6 @@ class EncoderDecoderRank(GeneratorRank):
             for slot in row.slots:
                 self._encoded[slot] = encoded
         self._pass = None
-
-    def _encoded_by_graph(self, whole: _EncoderPass) -> torch.Tensor | None:
-        """Return the output of a pass of all layers (N, E), None where no graph serves it."""
-        batch = whole.batch
-        masks = batch.masks
-        plain = masks.tasks is None and not batch.has_virtual and masks.attentions is None
-        if self._encoder_graphs is None or not plain:
-            return None
-        return self._encoder_graphs.run(batch.ids, masks.rows)
 
     def _advance(self, now: _EncoderPass, start: int) -> None:
         """Run this stage's layers from `start` to those done; send the result of the last."""

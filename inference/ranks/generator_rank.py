@@ -63,11 +63,9 @@ class GeneratorRank(RankBase):
             self.device,
             vocab=layout.vocab_rows(vocab_size),
             vocab_size=vocab_size,
-            gather=self._gather_stage if layout.tp_size > 1 else None,
+            # The ranks connect later.
+            gather=(lambda x: self.groups.gather_stage(x)) if layout.tp_size > 1 else None,
         )
-
-    def _gather_stage(self, x: torch.Tensor) -> torch.Tensor:
-        return self.groups.gather_stage(x)
 
     def _record(self, warm_up: Iterable[int], idle: Sequence[int] = ()) -> None:
         """Run steps of `warm_up` tokens once, and record the decoding graphs.
@@ -103,10 +101,6 @@ class GeneratorRank(RankBase):
         self, plan: StepPlan, embeddings: torch.Tensor | None = None
     ) -> tuple[list[torch.Tensor], list[Step]]:
         """Return the last layer's output of each micro-batch, nothing before the last stage."""
-        steps = self._micro_batches(plan, embeddings)
-        return self._run_stage(steps, self.model.embed), steps
-
-    def _micro_batches(self, plan: StepPlan, embeddings: torch.Tensor | None) -> list[Step]:
         parts = min(self.layout.pp_size, max(1, len(plan.ids) // _MICRO_BATCH_TOKENS))
         ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
         steps, first = [], 0
@@ -120,7 +114,7 @@ class GeneratorRank(RankBase):
             )
             steps.append(step)
             first = stop
-        return steps
+        return self._run_stage(steps, self.model.embed), steps
 
     def _step(
         self,
@@ -226,7 +220,11 @@ class GeneratorRank(RankBase):
             chosen = self._choose(part, slots, forbidden, plan)
         logits = None
         if count and (chosen is None or plan.with_logits):
-            logits = self._first_rank_logits(part, count)
+            logits = part
+            if self._groups is not None:  # rank 0 gathers the last stage's slices
+                shape = (count, self.layout.vocab_rows_per_rank(self.architecture.vocab_size))
+                slices = self._groups.gather(part, shape, ranks=self.layout.last_stage_ranks)
+                logits = torch.cat(slices, dim=1) if slices else None
         if self.layout.rank != 0:
             return None
         done = None
@@ -255,14 +253,6 @@ class GeneratorRank(RankBase):
             for numbers in (plan.draws, plan.penalties)
         )
         return self._feed.choose(part, slots, forbidden, draws, penalties)
-
-    def _first_rank_logits(self, part: torch.Tensor | None, count: int) -> torch.Tensor | None:
-        """Return on rank 0 the logits (count, V or more), gathered from the last stage's slices."""
-        if self._groups is None:
-            return part
-        shape = (count, self.layout.vocab_rows_per_rank(self.architecture.vocab_size))
-        gathered = self._groups.gather(part, shape, ranks=self.layout.last_stage_ranks)
-        return torch.cat(gathered, dim=1) if gathered else None
 
 
 def split_segments(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:

@@ -18,6 +18,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -129,16 +130,11 @@ class StoreServer:
 
     def __init__(self, listener: socket.socket, key: bytes, *, timeout_s: float) -> None:
         """Start to answer, in threads, clients that hold the key."""
-        self._listener, self._key, self._timeout_s = listener, key, timeout_s
+        self.listener, self._key, self._timeout_s = listener, key, timeout_s
         self._values = HashStore()
         self._values.set_timeout(timedelta(seconds=timeout_s))
         self._greetings = threading.BoundedSemaphore(_MOST_GREETINGS)
         threading.Thread(target=self._accept, name="store", daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        """The port it listens at."""
-        return int(self._listener.getsockname()[1])
 
     def store(self) -> KeyedStore:
         """Return the values as rank 0 sees them."""
@@ -148,15 +144,15 @@ class StoreServer:
         """Accept no further connection; open ones stay."""
         # A thread that waits in accept() is woken by a shutdown, not by a close.
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
 
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = self.listener.accept()
             except OSError:
-                if self._listener.fileno() < 0:
+                if self.listener.fileno() < 0:
                     return
                 sleep(_LAST_POLL_S)  # such as too many open files
                 continue
@@ -209,9 +205,7 @@ def connect_store(host: str, port: int, key: bytes, *, timeout_s: float) -> Keye
             connection.close()  # a late answer would be taken for that of the next
             raise RuntimeError(f"rank 0 at {host}:{port} does not answer: {error}") from error
 
-    def connect() -> KeyedStore:
-        return connect_store(host, port, key, timeout_s=timeout_s)
-
+    connect = partial(connect_store, host, port, key, timeout_s=timeout_s)
     return KeyedStore(answer, connect, timeout_s)
 
 
@@ -224,27 +218,20 @@ def _greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:
     deadline = monotonic() + _GREETING_S
     connection.settimeout(_GREETING_S)
     own = secrets.token_bytes(_NONCE_BYTES)
+    mine, theirs = (b"server", b"client") if is_server else (b"client", b"server")
     try:
         connection.sendall(own)
         other = _exactly(connection, _NONCE_BYTES, deadline)
+        proof = hmac.digest(key, mine + own + other, _DIGEST)
+        if not is_server:  # the client proves its key first
+            connection.sendall(proof)
+        expected = hmac.digest(key, theirs + other + own, _DIGEST)
+        if not hmac.compare_digest(_exactly(connection, len(expected), deadline), expected):
+            raise KeyRefusedError("it holds another key")
         if is_server:
-            _check_proof(connection, key, b"client" + other + own, deadline)
-            connection.sendall(_proof(key, b"server" + own + other))
-        else:
-            connection.sendall(_proof(key, b"client" + own + other))
-            _check_proof(connection, key, b"server" + other + own, deadline)
+            connection.sendall(proof)
     except OSError as error:
         raise KeyRefusedError("it ended the connection before it proved its key") from error
-
-
-def _check_proof(connection: socket.socket, key: bytes, message: bytes, deadline: float) -> None:
-    expected = _proof(key, message)
-    if not hmac.compare_digest(_exactly(connection, len(expected), deadline), expected):
-        raise KeyRefusedError("it holds another key")
-
-
-def _proof(key: bytes, message: bytes) -> bytes:
-    return hmac.digest(key, message, _DIGEST)
 
 
 def _send(connection: socket.socket, message: bytes) -> None:

@@ -39,14 +39,16 @@ class RankProcesses:
     """
 
     def __init__(self, settings: Sequence[RankSettings]) -> None:
-        self._workers = {each.rank: _worker_of(each) for each in settings}
+        self._workers: dict[int, _Worker] = {}
+        for each in settings:
+            early = _early.pop((each.ft_dir, each.rank), None)
+            self._workers[each.rank] = early or _Worker(each.ft_dir, each.rank, each.threads)
         for each in settings:
             self._workers[each.rank].send(each)
 
     def ended(self) -> dict[int, str]:
         """Return the exit of each worker that is no longer running."""
-        exits = {rank: worker.ended() for rank, worker in self._workers.items()}
-        return {rank: how for rank, how in exits.items() if how is not None}
+        return {rank: how for rank, worker in self._workers.items() if (how := worker.ended())}
 
     def output(self, rank: int) -> str:
         """Return the last lines a worker wrote."""
@@ -56,7 +58,9 @@ class RankProcesses:
         """Wait for the workers to exit, then kill those that remain."""
         deadline = monotonic() + grace_s
         for worker in self._workers.values():
-            worker.close_lifeline_at(deadline)
+            while worker.ended() is None and monotonic() < deadline:
+                sleep(_POLL_S)
+            worker.close_lifeline()
         for worker in self._workers.values():
             worker.kill()
 
@@ -86,11 +90,6 @@ def threads_per_rank(local_ranks: int) -> int:
     text = os.environ.get("OMP_NUM_THREADS", "")
     total = int(text) if text.isdigit() and int(text) > 0 else cores
     return max(1, min(total, cores) // local_ranks)
-
-
-def _worker_of(settings: RankSettings) -> _Worker:
-    early = _early.pop((settings.ft_dir, settings.rank), None)
-    return early or _Worker(settings.ft_dir, settings.rank, settings.threads)
 
 
 class _Worker:
@@ -131,12 +130,10 @@ class _Worker:
         self._log.seek(max(0, self._log.tell() - _TAIL_BYTES))
         return self._log.read().decode(errors="replace").strip()
 
-    def close_lifeline_at(self, deadline: float) -> None:
-        while self.process.poll() is None and monotonic() < deadline:
-            sleep(_POLL_S)
-        if self.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
+    def close_lifeline(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

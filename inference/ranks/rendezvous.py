@@ -68,6 +68,7 @@ class Rendezvous:
         """
         assert place.rank == 0, "rank 0 opens the rendezvous"
         self.place = place
+        self.others = range(1, place.world_size)
         self._address = f"{host}:{port}"
         # Shorter than the wait for an answer, so that the reason names the rank.
         self._silence_s = max(timeout_s / 2, timeout_s - 2 * _HEARTBEAT_S)
@@ -95,11 +96,6 @@ class Rendezvous:
         self._server = StoreServer(listener, key, timeout_s=timeout_s)
         self.store: Store = self._server.store()
         self.store.set("job", _job_text(place))
-
-    @property
-    def others(self) -> range:
-        """The ranks other than 0."""
-        return range(1, self.place.world_size)
 
     def announce(self, settings: RankSettings) -> None:
         """Send every rank the settings to load."""
@@ -137,16 +133,11 @@ class Rendezvous:
         """Return the ranks that failed, fell silent or never joined; looks twice a second."""
         with self._lock:
             if not self._closed and monotonic() - self._looked >= _LOOK_S:
-                self._problem = self._look()
+                found = {n: failure_of(self.store, n) or self._silence(n) for n in self.others}
+                lines = [f"rank {rank}: {reason}" for rank, reason in found.items() if reason]
+                self._problem = "\n".join(lines) or None
                 self._looked = monotonic()
             return self._problem
-
-    def _look(self) -> str | None:
-        found = {}
-        for rank in self.others:
-            if reason := failure_of(self.store, rank) or self._silence(rank):
-                found[rank] = reason
-        return "\n".join(f"rank {rank}: {reason}" for rank, reason in found.items()) or None
 
     def _silence(self, rank: int) -> str | None:
         now = monotonic()
@@ -172,18 +163,14 @@ class Rendezvous:
         with contextlib.suppress(RuntimeError):
             self.store.set("over", "")
             deadline = monotonic() + grace_s
-            while self._present() and monotonic() < deadline:
+            while monotonic() < deadline and any(
+                self.store.add(f"heartbeat/{rank}", 0) and not self.store.check([f"left/{rank}"])
+                for rank in self.others
+            ):
                 sleep(_POLL_S / 5)
         # The port comes last: the next launch that takes it writes its own key there.
         self._key_file.unlink(missing_ok=True)
         self._server.close()
-
-    def _present(self) -> list[int]:
-        return [
-            rank
-            for rank in self.others
-            if self.store.add(f"heartbeat/{rank}", 0) and not self.store.check([f"left/{rank}"])
-        ]
 
 
 class Follower:
@@ -199,35 +186,27 @@ class Follower:
                 joined as this rank.
         """
         self.place = place
-        self._address = (host, port)
         store = _join(host, port, key_file, timeout_s=timeout_s)
         self.store: Store = store
         with _store_errors(f"rank 0 at {host}:{port} is gone"):
             self._pulse = store.clone()
             self.store.wait(["job"], timedelta(seconds=_FOREIGN_S))
-            self._check_job(self.store.get("job").decode())
-            self._register()
+            theirs, ours = self.store.get("job").decode(), _job_text(place)
+            if theirs != ours:
+                raise RendezvousError(
+                    f"rank 0 at {host}:{port} belongs to another launch ({theirs}, this is "
+                    f"{ours}); choose another MASTER_PORT, or end that one"
+                )
+            rank = place.rank
+            if self.store.add(f"joined/{rank}", 1) > 1:
+                reason = f"two processes have joined as rank {rank}; each needs its own"
+                report_failure(self.store, rank, error := RendezvousError(reason))
+                raise error
+            self.store.set(f"who/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
+            self.store.add(f"heartbeat/{rank}", 1)
         logger.info("joined rank 0 at %s:%d", host, port)
         self._left = threading.Event()
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
-
-    def _check_job(self, theirs: str) -> None:
-        ours = _job_text(self.place)
-        if theirs != ours:
-            host, port = self._address
-            raise RendezvousError(
-                f"rank 0 at {host}:{port} belongs to another launch ({theirs}, this is {ours}); "
-                "choose another MASTER_PORT, or end that one"
-            )
-
-    def _register(self) -> None:
-        rank = self.place.rank
-        if self.store.add(f"joined/{rank}", 1) > 1:
-            error = RendezvousError(f"two processes have joined as rank {rank}; each needs its own")
-            report_failure(self.store, rank, error)
-            raise error
-        self.store.set(f"who/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
-        self.store.add(f"heartbeat/{rank}", 1)
 
     def settings(self) -> RankSettings:
         """Return the settings to load, once rank 0 sends them; it may convert a model first.

@@ -104,7 +104,7 @@ def wait_until_reached(
     waiting, problems = set(ranks), {}
     logged = monotonic()
     deadline = logged + timeout_s
-    while waiting:
+    while True:
         for rank in sorted(waiting):
             problem = failure_of(store, rank)
             if problem is not None:
@@ -112,7 +112,7 @@ def wait_until_reached(
             if problem is not None or store.check([f"{milestone}/{rank}"]):
                 waiting.discard(rank)
         if not waiting:
-            break
+            return problems
         check()
         names = ", ".join(map(str, sorted(waiting)))
         if monotonic() > deadline:
@@ -121,7 +121,6 @@ def wait_until_reached(
             logged = monotonic()
             logger.warning("waiting for ranks %s, which have not %s the model", names, milestone)
         sleep(_POLL_S)
-    return problems
 
 
 def give_go(store: Store, milestone: Milestone) -> None:

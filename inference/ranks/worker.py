@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     if not text:
         return 0  # rank 0 ended, or has no use for this process
     settings = RankSettings.from_json(text)
-    _end_with_owner()
+    threading.Thread(target=_end_with_owner, name="lifeline", daemon=True).start()
     torch.set_num_threads(settings.threads)
     store = join_node_store(Path(settings.store), timeout_s=settings.rank_timeout_s)
     try:
@@ -88,11 +88,8 @@ def serve_started_rank(
 
 
 def _end_with_owner() -> None:
-    def watch() -> None:
-        sys.stdin.buffer.read()
-        os._exit(0)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    sys.stdin.buffer.read()
+    os._exit(0)
 
 
 def _serve(settings: RankSettings, store: Store) -> None:

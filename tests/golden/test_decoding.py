@@ -14,16 +14,16 @@ import tests.reference_choice  # noqa: F401 - ranks choose on CPUs, too
 from inference.decoding.draws import Xorwow
 from inference.decoding.generate import BatchDecoder, take_chosen
 from inference.decoding.options import (
-    DEFAULT_TOP_P_MIN,
     RowOptions,
-    normalise_decay,
     normalise_selection,
+    read_options,
 )
 from inference.decoding.outputs import assemble_outputs
 from inference.decoding.processors import LogitRules, apply_penalty, process_logits
 from inference.decoding.request import ModelLimits, RowRequest, parse_request
 from inference.decoding.rows import RowResult
 from inference.decoding.sampling import SamplingRow
+from inference.decoding.tensor_fields import TensorFields
 from inference.decoding.word_lists import banned_ids, ends_with, read_entries
 from inference.model.token_feed import TokenFeed
 from tests.conftest import SHARED
@@ -136,17 +136,14 @@ def test_end_token_is_barred_until_the_minimum_length(case: Case) -> None:
 @pytest.mark.parametrize("case", cases("top_p_decay"))
 def test_nucleus_shrinks_and_resets(case: Case) -> None:
     # None: the request does not say.
-    given = {"top_p_decay": 1.0, "top_p_min": DEFAULT_TOP_P_MIN, "top_p_reset_ids": -1}
-    given |= {name: case[name] for name in given if case[name] is not None}
-    decay, minimum = normalise_decay(given["top_p_decay"], given["top_p_min"])
-    options = RowOptions(
-        end_id=19,
-        top_k=0,
-        top_p=float(np.float32(case["top_p"])),
-        top_p_decay=decay,
-        top_p_min=minimum,
-        top_p_reset_id=int(given["top_p_reset_ids"]),
-    )
+    given = {"runtime_top_p": case["top_p"]}
+    given |= {name: case[name] for name in ("top_p_decay", "top_p_min", "top_p_reset_ids")}
+    tensors = {
+        name: np.array([[value]], np.int32 if name == "top_p_reset_ids" else np.float32)
+        for name, value in given.items()
+        if value is not None
+    }
+    (options,), _ = read_options(TensorFields(tensors, 1), start_id=0, end_id=19)
     decoder = BatchDecoder(vocab_size=20)
     decoded = decoder.make_row(row(options, output_len=len(case["tokens"]) + 1))
     assert isinstance(decoded, SamplingRow)

@@ -86,7 +86,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.files",
         "export_scripts.ft",
         "export_scripts.suggest",
-        "export_scripts.tables",
     ),
     # The commands.
     "export_scripts": (

@@ -52,13 +52,9 @@ class Codec:
         self._template = template
         self._suffix = tuple(suffix)
         self.end_ids = frozenset(end_ids)
-        self.chat_end_id = self._chat_end_id()
-
-    def _chat_end_id(self) -> int | None:
-        if self._template is None or not self._template.end_token:
-            return None
-        ids = self._tokenizer.encode(self._template.end_token)
-        return ids[0] if len(ids) == 1 and ids[0] not in self.end_ids else None
+        ids = tokenizer.encode(template.end_token) if template and template.end_token else []
+        is_another = len(ids) == 1 and ids[0] not in self.end_ids
+        self.chat_end_id = ids[0] if is_another else None
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a prompt, with the markers that the model expects around it."""

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from inference.front.openai.answers import (
@@ -158,26 +157,22 @@ class CompletionRun:
         self, run: PromptRun, answers: range, candidates: Sequence[Candidate], *, final: bool
     ) -> None:
         """Take in a frame; names for many scores take long, and are looked up in a thread."""
-        take = partial(self._take_frame, run, answers, candidates, final=final)
-        if self._request.best is None:
-            take()
-            return
-        pairs = zip(answers, candidates, strict=True)
-        new = sum(len(each.ids) - run.answers[place].tokens for place, each in pairs)
-        new += len(run.prompt.ids) if self._request.echo and not run.scored else 0
+        best, new = self._request.best, 0
+
+        def take() -> None:
+            if self._request.echo and best is not None and not run.scored:
+                run.scored = score_prompt(self._codec, run.prompt.ids, candidates[0], best)
+            for place, candidate in zip(answers, candidates, strict=True):
+                run.answers[place].update(candidate, final=final)
+
+        if best is not None:
+            pairs = zip(answers, candidates, strict=True)
+            new = sum(len(each.ids) - run.answers[place].tokens for place, each in pairs)
+            new += len(run.prompt.ids) if self._request.echo and not run.scored else 0
         if new > _MOST_SCORED:
             await asyncio.to_thread(take)
         else:
             take()
-
-    def _take_frame(
-        self, run: PromptRun, answers: range, candidates: Sequence[Candidate], *, final: bool
-    ) -> None:
-        best = self._request.best
-        if self._request.echo and best is not None and not run.scored:
-            run.scored = score_prompt(self._codec, run.prompt.ids, candidates[0], best)
-        for place, candidate in zip(answers, candidates, strict=True):
-            run.answers[place].update(candidate, final=final)
 
     def _best(self, answers: Sequence[Answer]) -> Sequence[Answer]:
         """Return the likeliest answers of a prompt, by the mean over their tokens."""

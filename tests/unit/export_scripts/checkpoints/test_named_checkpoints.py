@@ -10,7 +10,7 @@ import pytest
 
 from export_scripts.checkpoints import open_checkpoint
 from export_scripts.checkpoints.hub import cached_model, hub_advice, hub_id
-from export_scripts.conversion.convert import convert
+from export_scripts.conversion.convert import check_conversion, convert
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
 from tests.arrays import loaded
 from tests.tiny import gpt_tensors, nemo_members, write_nemo
@@ -59,6 +59,22 @@ def test_archives_of_a_folder_are_chosen_by_name(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"gpt_\* names several checkpoints, gpt_0.nemo, gpt_1"):
         open_checkpoint(tmp_path, name="gpt_*")
+
+
+@pytest.mark.parametrize("name", ["gpt.nemo", "g*", None])
+def test_a_check_unpacks_no_large_archive(
+    tmp_path: Path, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it is named: that takes minutes, in which the command seems to hang."""
+    (tmp_path / "source").mkdir()
+    source = write_nemo(tmp_path / "source/gpt.nemo", gzip=True)
+    monkeypatch.setattr("export_scripts.conversion.convert._QUICK_GZIP_BYTES", 1000)
+    monkeypatch.setattr("export_scripts.checkpoints.containers._gunzip", None)
+    request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
+    if name is not None:
+        request = replace(request, checkpoint_path=source.parent, checkpoint_name=name)
+    assert check_conversion(request) == []
+    assert check_conversion(replace(request, prompt_checkpoints=(source,))) == []
 
 
 def test_another_format_has_no_names_within(tmp_path: Path) -> None:

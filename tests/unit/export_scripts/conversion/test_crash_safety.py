@@ -18,7 +18,7 @@ import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.files.disk import full_disk
-from export_scripts.files.lock import FolderLock
+from export_scripts.files.lock import folder_lock
 from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.validation import validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths
@@ -250,7 +250,7 @@ def test_an_interrupted_exchange_does_not_open_the_folder_to_others(
 def test_a_second_run_to_the_same_folder_is_refused(source: Path, tmp_path: Path) -> None:
     paths = WorkPaths(ft_directory(tmp_path, 3))
     with (
-        FolderLock(paths.lock, "another conversion"),
+        folder_lock(paths.lock, "another conversion"),
         pytest.raises(ValueError, match="another conversion"),
     ):
         convert(request(source, tmp_path))
@@ -265,7 +265,7 @@ def test_a_lock_left_by_a_dead_process_does_not_hold(source: Path, tmp_path: Pat
 
 def test_a_run_of_another_size_is_not_held_up(source: Path, tmp_path: Path) -> None:
     paths = WorkPaths(ft_directory(tmp_path, 2))
-    with FolderLock(paths.lock, "another conversion"):
+    with folder_lock(paths.lock, "another conversion"):
         assert convert(request(source, tmp_path)).ft_dir.is_dir()
 
 

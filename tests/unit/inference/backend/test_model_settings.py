@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from export_scripts.triton.parameters import PARAMETERS, parameters_table
+from export_scripts.tables import markdown_table
+from export_scripts.triton.parameters import PARAMETERS
 from inference.backend.model_settings import ModelSettings, read_settings
 from inference.backend.triton_model import ModelArguments
 from inference.engine.options import EngineOptions
@@ -57,8 +58,8 @@ def test_all_missing_and_wrong_parameters_are_listed() -> None:
         line.removeprefix("config.pbtxt of gpt: parameter ")
         for line in str(caught.value).split("\n")
     ] == [
-        "pipeline_para_size is missing",
         "tensor_para_size='0': must be a whole number from 1 to 4096",
+        "pipeline_para_size is missing",
         "data_type='fp8': must be one of fp32, fp16, bf16",
         "max_stall_s='nan': must be a number of seconds above 0, at most 3600",
         "rank_timeout_s='0': must be a number of seconds above 0, at most 2592000",
@@ -103,7 +104,12 @@ def test_engine_bounds_come_from_parameters_of_their_names() -> None:
 
 
 def test_the_document_shows_the_table() -> None:
-    assert parameters_table() in (ROOT / "docs" / "engine.md").read_text()
+    rows = [
+        (f"`{name}`", each.default, each.kind.words, each.meaning)
+        for name, each in PARAMETERS.items()
+    ]
+    table = markdown_table(("parameter", "default", "takes", ""), rows)
+    assert table in (ROOT / "docs" / "engine.md").read_text()
 
 
 def test_options_of_the_engine_are_parameters_with_the_same_defaults() -> None:

@@ -57,7 +57,7 @@ class BlocksOfSlots(RuleBasedStateMachine):
         """A slot of its own grows, if it can."""
         if self._is_beam(slot):
             return
-        if self.pool.lacking(slot, count) > self.pool.free:
+        if self.pool.count(count) - len(self.pool._held.get(slot, ())) > self.pool.free:
             return
         assert self.pool.extend(slot, count) >= count
         self._run({slot: self._new(count - len(self.tokens.get(slot, ())))})

@@ -133,7 +133,7 @@ class World:
         """Answer everything; all blocks must come back."""
         while self.turn():
             pass
-        assert self.scheduler.idle
+        assert not self.scheduler.requests
         assert self.pool.free == self.blocks
         assert self.scheduler.load().running == 0
 

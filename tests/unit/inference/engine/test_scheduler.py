@@ -173,7 +173,7 @@ def test_cancelling_frees_slots_before_the_next_step() -> None:
     running.future.cancel()
     run(scheduler, step)
     assert scheduler.load().running == 0
-    assert scheduler.idle
+    assert not scheduler.requests
     assert scheduler.plan() is None
 
 

@@ -23,8 +23,16 @@ def server() -> Iterator[StoreServer]:
     server.close()
 
 
+def address(server: StoreServer) -> tuple[str, int]:
+    host, port = server.listener.getsockname()
+    return host, port
+
+
 def test_all_connections_see_the_same_values(server: StoreServer) -> None:
-    one, other = connect_store("127.0.0.1", server.port, KEY, timeout_s=5), server.store()
+    one, other = (
+        connect_store(*address(server), KEY, timeout_s=5),
+        server.store(),
+    )
     one.set("name", b"\x00\xff")
     assert other.get("name") == b"\x00\xff"
     assert [store.add("count", 2) for store in (one, other, one.clone())] == [2, 4, 6]
@@ -36,14 +44,14 @@ def test_all_connections_see_the_same_values(server: StoreServer) -> None:
 
 
 def test_a_wait_for_an_absent_value_ends(server: StoreServer) -> None:
-    store = connect_store("127.0.0.1", server.port, KEY, timeout_s=5)
+    store = connect_store(*address(server), KEY, timeout_s=5)
     with pytest.raises(RuntimeError, match=r"no value of absent within 0\.1 s"):
         store.wait(["absent"], timedelta(seconds=0.1))
 
 
 def test_another_key_is_refused(server: StoreServer) -> None:
     with pytest.raises(KeyRefusedError):
-        connect_store("127.0.0.1", server.port, bytes(32), timeout_s=5)
+        connect_store(*address(server), bytes(32), timeout_s=5)
 
 
 def bytes_until_closed(connection: socket.socket) -> int:
@@ -61,5 +69,5 @@ def test_a_connection_that_proves_its_key_byte_by_byte_is_closed(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keyed_store, "_GREETING_S", 0.5)
-    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+    with socket.create_connection(address(server)) as stranger:
         assert bytes_until_closed(stranger) < 60

@@ -26,7 +26,7 @@ def test_a_rank_0_that_ends_while_another_rank_joins_is_reported(
         return apply(self, name, *arguments)
 
     rendezvous = Rendezvous(PLACES[0], "127.0.0.1", 0, key_file=tmp_path / "key", timeout_s=5)
-    port = rendezvous._server.port
+    port = rendezvous._server.listener.getsockname()[1]
     try:
         with monkeypatch.context() as patch:
             patch.setattr(StoreServer, "_apply", end)
