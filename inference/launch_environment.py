@@ -33,11 +33,6 @@ class LaunchEnvironment:
     job: str = ""  # identifier of this launch; may be empty
     head: str | None = None  # host of rank 0, if the launcher's variables name it
 
-    @property
-    def spans_nodes(self) -> bool:
-        """Return whether some of the processes run on other nodes."""
-        return self.local_size < self.world_size
-
 
 Environment = Mapping[str, str]
 
@@ -69,16 +64,11 @@ def _slurm_count(environment: Environment) -> int | None:
     return counts[node] if node < len(counts) else None
 
 
-def first_host(node_list: str) -> str:
-    """Return the first host of a Slurm list such as n[03-07,9],m1."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
-    assert first is not None
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
-
-
 def _slurm_head(environment: Environment) -> str | None:
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
-    return first_host(nodes) if nodes else None
+    """Return the first host of a list such as n[03-07,9],m1."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else None
 
 
 _TORCH: dict[str, Any] = {
@@ -185,7 +175,7 @@ def rendezvous_address(
     Raises ValueError if no variable names the host of rank 0 of several nodes, or for a wrong port.
     """
     head = host or environment.get("MASTER_ADDR") or environment.get("NGC_MASTER_ADDR")
-    if place.spans_nodes and head is None:
+    if head is None and place.local_size < place.world_size:  # others run on other nodes
         head = place.head
         if head is None:
             raise ValueError(

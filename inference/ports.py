@@ -61,7 +61,8 @@ def port_problem(host: str, port: int) -> str | None:
             probe.listen(1)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return f"is in use{_holder_text(port)}"
+                holders = filter(None, map(_process_with_socket, _listening_inodes(port)))
+                return f"is in use{next(holders, '')}"
             if error.errno == errno.EACCES:
                 return "may not be opened by this user (ports below 1024 are reserved)"
             return f"cannot be opened on {host}: {error.strerror}"
@@ -96,14 +97,6 @@ def ports_problems(
     return found
 
 
-def _holder_text(port: int) -> str:
-    for inode in _listening_inodes(port):
-        if holder := _process_with_socket(inode):
-            pid, command = holder
-            return f" by process {pid} ({command})"
-    return ""
-
-
 def _listening_inodes(port: int) -> list[str]:
     inodes = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -115,7 +108,7 @@ def _listening_inodes(port: int) -> list[str]:
     return inodes
 
 
-def _process_with_socket(inode: str) -> tuple[int, str] | None:
+def _process_with_socket(inode: str) -> str:
     target = f"socket:[{inode}]"
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
@@ -123,5 +116,6 @@ def _process_with_socket(inode: str) -> tuple[int, str] | None:
         with contextlib.suppress(OSError):  # another user's process, or one that just ended
             if any(str(each.readlink()) == target for each in (process / "fd").iterdir()):
                 words = (process / "cmdline").read_bytes().replace(b"\0", b" ").split()
-                return int(process.name), b" ".join(words).decode(errors="replace")[:100]
-    return None
+                command = b" ".join(words).decode(errors="replace")[:100]
+                return f" by process {process.name} ({command})"
+    return ""

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from export_scripts.triton.parameters import PARAMETERS
 from inference.server.admin import Admin, NoAnswerError, RefusalError
@@ -182,8 +181,9 @@ def model_targets(admin: Admin, models: Sequence[str], *, root: int) -> list[Tar
 
 def _model_target(admin: Admin, name: str, root: int) -> Target:
     steps = [each.model_name for each in admin.config(name).ensemble_scheduling.step] or [name]
+    needed = {key for key, each in PARAMETERS.items() if each.is_required}
     # An engine takes a request over at once, and says itself whether it advances.
-    counted = [each for each in steps if not _is_engine(admin.config(each))]
+    counted = [each for each in steps if needed.isdisjoint(admin.config(each).parameters)]
 
     def ask(timeout_s: float) -> None:
         try:
@@ -203,10 +203,6 @@ def _model_target(admin: Admin, name: str, root: int) -> Target:
             for pid in (own, *descendants(own))
         ],
     )
-
-
-def _is_engine(config: Any) -> bool:
-    return any(key in config.parameters for key, each in PARAMETERS.items() if each.is_required)
 
 
 def front_target(server: ServedProcess, port: str, *, pid: int) -> Target:

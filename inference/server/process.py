@@ -26,10 +26,12 @@ from inference.ports import (
     ports_problems,
 )
 from inference.server import supervisor
-from inference.server.server_log import LOG_TAIL_LINES, ServerStartError, errors_of, last_lines
+from inference.server.server_log import LOG_TAIL_LINES, ServerStartError, last_lines
 
 _KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+# Lines that a server itself marks as errors, or the exception that ended it.
+_ERROR = re.compile(r"E\d{4} |error: |terminate called ")
 _Server = TypeVar("_Server", bound="ServedProcess")
 
 
@@ -129,7 +131,6 @@ class ServedProcess:
         """End the server and everything it started; running requests get `drain_s` to finish."""
         if self._process is None:
             return
-        self._prepare_end()
         if self.poll() is None and drain_s > 0:
             self._drain(time.monotonic() + drain_s)
         if self.poll() is None:
@@ -143,18 +144,11 @@ class ServedProcess:
             self._process.wait()
         if self._link is not None:
             self._link.close()
-        self._release()
-
-    def _prepare_end(self) -> None:
-        """Stop what watches the server."""
 
     def _drain(self, deadline: float) -> None:
         """Ask the server to end, and wait until it has, or no request needs it any more."""
         self._order(supervisor.END)
         self._ended_within(deadline - time.monotonic())
-
-    def _release(self) -> None:
-        """Give back what the ended server had."""
 
     def __enter__(self: _Server) -> _Server:
         return self
@@ -224,7 +218,8 @@ class ServedProcess:
     def _fail(
         self, summary: str, reasons: Sequence[str] = (), *, is_crash: bool = False
     ) -> NoReturn:
-        found = list(dict.fromkeys(reasons)) or errors_of(last_lines(self.log_path, 200))
+        lines = last_lines(self.log_path, 200)
+        found = list(dict.fromkeys(reasons)) or [line for line in lines if _ERROR.match(line)]
         raise ServerStartError(summary, reasons=found, log_path=self.log_path, is_crash=is_crash)
 
     def _ended_within(self, limit_s: float) -> bool:
