@@ -53,11 +53,6 @@ class ConvertStage(Stage):
         """The configured checkpoint, or what `find_checkpoint` finds in its place."""
         return find_checkpoint(self.request.checkpoint_path)
 
-    @property
-    def ft_dir(self) -> Path:
-        """The folder to write."""
-        return self.request.folder
-
     def check(self) -> list[str]:
         """Return the problems of checkpoint, sizes and destination."""
         from export_scripts.conversion.convert import check_conversion
@@ -72,11 +67,11 @@ class ConvertStage(Stage):
 
     def outputs(self) -> list[Path]:
         """Return the folder to write."""
-        return [self.ft_dir]
+        return [self.request.folder]
 
     def marker_path(self) -> Path:
         """Return the marker, next to the folder, which holds exactly the loader's files."""
-        return self.ft_dir.with_name(f"{self.ft_dir.name}.convert.json")
+        return self.request.folder.with_name(f"{self.request.folder.name}.convert.json")
 
     def identity(self) -> dict[str, Any]:
         """Return the source and everything that decides the bytes."""
@@ -95,9 +90,9 @@ class ConvertStage(Stage):
         """Return differences between the folder on disk and what describes it."""
         from export_scripts.conversion.convert import folder_problems
 
-        problems = folder_problems(self.ft_dir, checksums=False)
-        remedy = "set overwrite=true to convert again."
-        return [f"{self.ft_dir} is damaged: {problem}; {remedy}" for problem in problems]
+        folder, remedy = self.request.folder, "set overwrite=true to convert again."
+        problems = folder_problems(folder, checksums=False)
+        return [f"{folder} is damaged: {problem}; {remedy}" for problem in problems]
 
     def notes(self) -> list[str]:
         """Return a remark if another folder was taken in place of the configured one."""

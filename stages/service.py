@@ -129,15 +129,21 @@ class Service:
                     reason = str(ended)
             if failure:
                 self._call_off()
-                reasons = "; ".join([*self._losses(), failure])
+                if self._config.nodes > 1:  # a signal may have ended processes of further nodes
+                    number = self.restarts + 1
+                    lost = losses(self._folder, job_id_here(), number, wait_s=_LOSS_WAIT_S)
+                    failure = "; ".join([*lost, failure])
                 tail = "\n".join(f"  | {line}" for line in server.log_tail())
-                failure = f"{reasons}; last lines of {server.log_path}:\n{tail}"
+                failure = f"{failure}; last lines of {server.log_path}:\n{tail}"
             # A signal that comes while the server is already stopping changes nothing.
             with contextlib.suppress(KeyboardInterrupt):
                 if reason != _HANDED_OVER:  # the successor reports from now on
                     self._progress.update("stopping")
                 withdraw(self._endpoint_path, endpoint.job_id)
-                server.stop(drain_s=0 if failure else self._drain_s(reason))
+                # After a hand-over running requests may take all the time that is left.
+                left_s = self._until - time.monotonic() if reason == _HANDED_OVER else 0.0
+                drain_s = self._config.drain_s + max(left_s, 0.0)
+                server.stop(drain_s=0 if failure else drain_s)
             withdraw(self._endpoint_path, endpoint.job_id)
             self._is_published = False
         return reason, failure
@@ -208,12 +214,6 @@ class Service:
             start = ServerStart(job_id_here(), self.restarts + 1, is_over=True)
             announce(self._folder, start)
 
-    def _losses(self) -> list[str]:
-        """Return the processes of further nodes that a signal has ended."""
-        if self._config.nodes == 1:
-            return []
-        return losses(self._folder, job_id_here(), self.restarts + 1, wait_s=_LOSS_WAIT_S)
-
     def _watch(self, server: AnyServer) -> tuple[str, str]:
         """Block while the server serves; return why it should stop now, or why it failed."""
         began = time.monotonic()
@@ -239,11 +239,6 @@ class Service:
             if time.time() - max(began, server.last_used()) > self._config.drain_s:
                 return
             time.sleep(_POLL_S)
-
-    def _drain_s(self, reason: str) -> float:
-        """Return how long running requests may take; after a hand-over, all that is left."""
-        left_s = self._until - time.monotonic() if reason == _HANDED_OVER else 0.0
-        return self._config.drain_s + max(left_s, 0.0)
 
     def _wait(self, failure: str) -> str:
         """Wait before the next start; return the reason if there is none.

@@ -16,10 +16,9 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from inference.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
 from inference.parent_process import end_process, stop_signals
@@ -94,8 +93,12 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
             _end(process, stage)
             raise
     result = read_json(result_path)
-    if (fault := _fault_of_others(result, listener, was_asked=was_asked)) is not None:
-        raise StageError(fault)
+    failed = result is None or "error" in result
+    # srun stops the first rank after the loss of another, and it may have ended in order.
+    if (failed or result.get("was_stopped", False)) and not was_asked and (loss := listener.loss()):
+        raise StageError(loss)
+    if failed and (failure := listener.failure()):
+        raise StageError(failure)
     if result is None:
         raise StageError(
             f"the step ended with status {status} and without a result; its output is in the log. "
@@ -106,17 +109,6 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
             result["error"], summary=result["summary"], exit_code=int(result["exit_code"])
         )
     return dict(result["summary"])
-
-
-def _fault_of_others(
-    result: Mapping[str, Any] | None, listener: _Listener, *, was_asked: bool
-) -> str | None:
-    """Return the failed node or rank, other than the first, that caused the step to fail."""
-    ended_badly = result is None or "error" in result or result.get("was_stopped", False)
-    # srun stops the first rank after the loss of another, and it may have ended in order.
-    if ended_badly and not was_asked and (loss := listener.loss()) is not None:
-        return loss
-    return listener.failure() if result is None or "error" in result else None
 
 
 def _wait(process: subprocess.Popen[str]) -> int:
