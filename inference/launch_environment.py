@@ -5,7 +5,7 @@ mpirun, torchrun, srun and other PMI launchers are recognised by the variables t
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,6 @@ class _Launcher:
     local_size: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()  # one of these is set, or the variables are not this process's own
-    count_here: Callable[[Environment], int | None] = lambda _: None
-    find_head: Callable[[Environment], str | None] = lambda _: None
 
 
 def _slurm_count(environment: Environment) -> int | None:
@@ -97,8 +95,6 @@ _LAUNCHERS = (
         local_rank=("SLURM_LOCALID",),
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
         needs=("SLURM_STEP_ID", "SLURM_STEPID"),
-        count_here=_slurm_count,
-        find_head=_slurm_head,
     ),
     _Launcher("torch", **_TORCH, job=("NGC_JOB_ID",)),
     _Launcher(
@@ -143,7 +139,9 @@ def _place(launcher: _Launcher, environment: Environment) -> LaunchEnvironment:
             f"{launcher.name} sets rank {rank} of {world_size} processes; the variables of several "
             f"launchers are mixed: unset them, or name the right one in {LAUNCHER_VARIABLE}"
         )
-    local_size = _number(environment, launcher.local_size) or launcher.count_here(environment)
+    local_size, head = _number(environment, launcher.local_size), None
+    if launcher.name == "slurm":
+        local_size, head = _slurm_count(environment), _slurm_head(environment)
     local_rank = _number(environment, launcher.local_rank)
     return LaunchEnvironment(
         rank=rank,
@@ -153,7 +151,7 @@ def _place(launcher: _Launcher, environment: Environment) -> LaunchEnvironment:
         local_size=local_size or world_size,
         launcher=launcher.name,
         job=".".join(environment[name] for name in launcher.job if name in environment),
-        head=launcher.find_head(environment),
+        head=head,
     )
 
 

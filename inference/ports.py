@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import ipaddress
 import random
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,11 +82,19 @@ def accepts_connections(address: str | tuple[str, int]) -> bool:
 def ports_problems(
     host: str, ports: Mapping[str, int], *, keys: Mapping[str, str], is_here: bool = True
 ) -> list[str]:
-    """Return a message for every port that is unavailable: key, port, holder, remedy.
+    """Return why a server cannot listen on `host`, or a message for every port that is unavailable.
 
-    Port 0 means any free port. `keys` gives the configuration key of each name. Without `is_here`
-    the server runs elsewhere: its ports have to differ.
+    Port 0 means any free port. `keys` gives the configuration key of each name, and of `host`,
+    which is an address or name. Without `is_here` the server runs elsewhere: its ports have to
+    differ.
     """
+    if not _may_be_host(host):
+        return [f"{keys['host']}={host} is neither an address nor the name of a host."]
+    if is_here and (problem := port_problem(host, 0)):
+        return [
+            f"{keys['host']}={host}: ports {problem}; give an address of this machine, such as "
+            "127.0.0.1, or 0.0.0.0 for all."
+        ]
     wanted = {keys[name]: port for name, port in ports.items() if port}
     found = [
         f"{key}={port} {problem}; choose another, or 0 for any free port."
@@ -95,6 +105,13 @@ def ports_problems(
         pairs = ", ".join(f"{key}={port}" for key, port in wanted.items())
         found.append(f"{pairs}: the ports must differ; 0 takes any free one.")
     return found
+
+
+def _may_be_host(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(text))
+    is_name = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?", text)
+    return is_name is not None and re.fullmatch(r"[0-9.]+", text) is None
 
 
 def _listening_inodes(port: int) -> list[str]:

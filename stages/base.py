@@ -243,10 +243,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
     Number of files, their bytes, and a digest of each one's name, size and modification time: a
     copy that keeps times can be older than what it replaces.
     """
-    if path.is_file():
-        files = [path]
-    else:
-        files = sorted(files_below(path))
+    files = [path] if path.is_file() else sorted(files_below(path))
     stats = {each.relative_to(path): each.stat() for each in files}
     facts = [f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in stats.items()]
     return {

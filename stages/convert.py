@@ -163,15 +163,12 @@ def find_checkpoint(path: Path) -> Path:
     from export_scripts.checkpoints.huggingface import snapshot_folder
 
     archives = list(found.glob("*.nemo"))
-    if len(archives) == 1 and not any(map(_is_checkpoint, found.iterdir())):
+    others = (
+        each.suffix == ".ckpt"
+        or each.name == "model_config.yaml"
+        or (each.is_dir() and "rank_" in each.name)
+        for each in found.iterdir()
+    )
+    if len(archives) == 1 and not any(others):
         return archives[0]
     return snapshot_folder(found)
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Return whether an entry of a folder is a checkpoint, a rank, or a configuration."""
-    return (
-        path.suffix == ".ckpt"
-        or path.name == "model_config.yaml"
-        or (path.is_dir() and "rank_" in path.name)
-    )

@@ -193,11 +193,12 @@ class DeployStage(Stage):
             take_part(folder, job_id, command=command, environment=environment)
             return
         from inference.server.installation import find_triton
-        from inference.server.options import silent_server_options
         from inference.server.server_log import fatal_lines
 
         triton = find_triton(own_backends=False)
-        program = [str(triton.program), *triton.arguments()]
+        # It serves through the server of the first node.
+        closed = [f"--allow-{name}=false" for name in ("http", "grpc", "metrics")]
+        program = [str(triton.program), *triton.arguments(), *closed]
         path = server_log(folder, f"{job_id}-rank{place.rank}")
 
         def check() -> None:
@@ -208,7 +209,7 @@ class DeployStage(Stage):
         take_part(
             folder,
             job_id,
-            command=[*program, *silent_server_options(self.config.source)],
+            command=[*program, f"--model-repository={self.config.source}"],
             environment=environment | triton.environment(),
             log_path=path,
             check=check,

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 from inference.launch_environment import LaunchEnvironment
 from stages.base import StageError
@@ -115,11 +114,14 @@ def _ping(rank: int) -> bytes:
 
 
 def _call(folder: Path, rank: int) -> None:
-    """Reach the first rank under any of its names."""
-    first = _wait_for_first(folder)
-    deadline = time.monotonic() + _CONNECT_S
+    """Reach the first rank under any of the names that it leaves in the folder."""
+    first, deadline = None, time.monotonic() + _START_S
     while time.monotonic() < deadline:
-        for host in first["hosts"]:
+        found = read_json(folder / PING_NAME)  # an earlier start may have left its file
+        if first is None and found is not None:
+            deadline = time.monotonic() + _CONNECT_S
+        first = found or first
+        for host in first["hosts"] if first else ():
             with (
                 contextlib.suppress(OSError),
                 socket.create_connection((host, int(first["port"])), _ANSWER_S) as connection,
@@ -128,21 +130,12 @@ def _call(folder: Path, rank: int) -> None:
                 if connection.recv(4) == b"pong":
                     return
         time.sleep(_POLL_S)
-        first = _wait_for_first(folder)  # an earlier start may have left its file
+    if first is None:
+        raise OSError(
+            f"{folder} holds no message of the first rank after {_START_S:g} s; all nodes "
+            "must see the folder, and the first must start"
+        )
     raise OSError(
         f"cannot connect to the first rank at {first['hosts']}, port {first['port']}, within "
         f"{_CONNECT_S:g} s; do firewalls let the nodes reach each other?"
-    )
-
-
-def _wait_for_first(folder: Path) -> dict[str, Any]:
-    """Return the names and port that the first rank has written."""
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        if (first := read_json(folder / PING_NAME)) is not None:
-            return dict(first)
-        time.sleep(_POLL_S)
-    raise OSError(
-        f"{folder} holds no message of the first rank after {_START_S:g} s; all nodes "
-        "must see the folder, and the first must start"
     )

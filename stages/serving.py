@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from inference.server.openai_server import OpenAIServer
 from inference.server.server_log import put_aside
 from inference.supervision import RESTARTS_VARIABLE
 from stages.base import StageError
@@ -30,7 +31,6 @@ from stages.record import now
 from stages.server_starts import announce_start, rendezvous_variables
 
 if TYPE_CHECKING:
-    from inference.server.openai_server import OpenAIServer
     from inference.server.server import TritonServer
 
     AnyServer: TypeAlias = TritonServer | OpenAIServer
@@ -144,7 +144,6 @@ def server_prefix(config: DeployConfig) -> tuple[str, ...]:
 
 
 def _is_under_mpi(config: DeployConfig) -> bool:
-    """Return whether a launcher of MPI starts the server's process."""
     return config.is_mpi_step or any(name in os.environ for name in _MPI_VARIABLES)
 
 
@@ -181,7 +180,7 @@ def _server(
         port_keys=PORT_KEYS,
         prefix=server_prefix(config),
         access=config.access,
-        openai=config.endpoint,
+        openai=config.openai if config.openai.enabled else None,
         hidden=_hidden_size(config.weights_dir),
         former=former,
         is_old=config.engine == FASTERTRANSFORMER,
@@ -193,8 +192,6 @@ def _other_engine(
     config: DeployConfig, log_path: Path, environment: dict[str, str]
 ) -> OpenAIServer:
     """Return the server of another engine; its token, if any, is in its environment."""
-    from inference.server.openai_server import OpenAIServer
-
     tokens = config.access.tokens()
     secret = {TOKEN_VARIABLE: tokens[0]} if config.engine == VLLM and tokens else {}
     return OpenAIServer(

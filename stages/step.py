@@ -18,7 +18,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from inference.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
 from inference.parent_process import end_process, stop_signals
@@ -83,7 +83,10 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
     was_asked = False
     with _Listener(process.stdout) as listener:
         try:
-            status = _wait(process)
+            # Python handles a signal that another thread received only when this one wakes up.
+            while (status := process.poll()) is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_WAKE_UP_S)
         except KeyboardInterrupt:
             was_asked = True
             status = _end(process, stage)
@@ -92,7 +95,7 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
         except BaseException:  # also the SystemExit by which submitit leaves for a requeue
             _end(process, stage)
             raise
-    result = read_json(result_path)
+    result: Any = read_json(result_path)
     failed = result is None or "error" in result
     # srun stops the first rank after the loss of another, and it may have ended in order.
     if (failed or result.get("was_stopped", False)) and not was_asked and (loss := listener.loss()):
@@ -109,16 +112,6 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
             result["error"], summary=result["summary"], exit_code=int(result["exit_code"])
         )
     return dict(result["summary"])
-
-
-def _wait(process: subprocess.Popen[str]) -> int:
-    """Return the status of a process at its end.
-
-    Wakes up periodically: Python handles a signal that another thread received only then.
-    """
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(_WAKE_UP_S)
 
 
 class _Listener:

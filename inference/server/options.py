@@ -65,9 +65,3 @@ def old_server_options(
         *(f"--{name}={host}" for name in addresses if known is None or name in known),
         f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
     ]
-
-
-def silent_server_options(repository: str) -> list[str]:
-    """Return the options of a further node's server, which serves through that of the first."""
-    closed = [f"--allow-{name}=false" for name in ("http", "grpc", "metrics")]
-    return [f"--model-repository={repository}", *closed]

@@ -2,7 +2,6 @@
 
 import contextlib
 import http.client
-import ipaddress
 import json
 import os
 import re
@@ -22,11 +21,10 @@ from inference.ports import (
     TRITON_PORTS,
     host_and_port,
     pick_free_ports,
-    port_problem,
     ports_problems,
 )
 from inference.server import supervisor
-from inference.server.server_log import LOG_TAIL_LINES, ServerStartError, last_lines
+from inference.server.server_log import ServerStartError, last_lines
 
 _KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -81,8 +79,6 @@ class ServedProcess:
     def port_problems(self) -> list[str]:
         """Return a message for a host of another machine, or for every port that is unavailable."""
         keys = {name: f"{name}_port" for name in self.ports} | {"host": "host", **self.port_keys}
-        if problem := host_problem(keys["host"], self.host):
-            return [problem]
         return ports_problems(self.host, self._wanted_ports, keys=keys)
 
     def ask(
@@ -118,14 +114,6 @@ class ServedProcess:
     def poll(self) -> int | None:
         """Return the exit status (128 + n after signal n), or None while the server runs."""
         return self._process.poll() if self._process else None
-
-    def can_have_a_successor(self) -> bool:
-        """Return whether another server can take its place without a gap."""
-        return False
-
-    def log_tail(self) -> list[str]:
-        """Return the last lines of the server's log."""
-        return last_lines(self.log_path, LOG_TAIL_LINES)
 
     def stop(self, *, drain_s: float = 30.0) -> None:
         """End the server and everything it started; running requests get `drain_s` to finish."""
@@ -197,7 +185,6 @@ class ServedProcess:
             )
 
     def _order(self, what: bytes) -> None:
-        """Send the supervisor an order."""
         assert self._link is not None
         with contextlib.suppress(OSError):  # its exit status reports its end
             self._link.send_bytes(what)
@@ -227,25 +214,3 @@ class ServedProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
         return self._process.poll() is not None
-
-
-def host_problem(key: str, host: str, *, is_here: bool = True) -> str | None:
-    """Return why a server cannot listen on `host`, an address or name; `key` configures it.
-
-    With `is_here` it has to be one of this machine.
-    """
-    if not _may_be_host(host):
-        return f"{key}={host} is neither an address nor the name of a host."
-    if is_here and (problem := port_problem(host, 0)):
-        return (
-            f"{key}={host}: ports {problem}; give an address of this machine, such as 127.0.0.1, "
-            "or 0.0.0.0 for all."
-        )
-    return None
-
-
-def _may_be_host(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(text))
-    is_name = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?", text)
-    return is_name is not None and re.fullmatch(r"[0-9.]+", text) is None

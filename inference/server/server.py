@@ -22,7 +22,7 @@ from inference.ports import accepts_connections
 from inference.server import supervisor
 from inference.server.admin import Admin, RefusalError
 from inference.server.front import FrontProcess
-from inference.server.health import INTERVAL_S, TIMEOUT_S, Health, front_target, model_targets
+from inference.server.health import Health, front_target, model_targets
 from inference.server.installation import find_triton
 from inference.server.options import (
     leaves_types_to_the_backend,
@@ -188,13 +188,10 @@ class TritonServer(ServedProcess):
             words = f"model {model} did not answer a first small request: {error}"
             self._fail(summary, f"{words} (within {timeout_s:g} s)".splitlines())
 
-    def watch_answers(
-        self, *, interval_s: float = INTERVAL_S, timeout_s: float = TIMEOUT_S
-    ) -> None:
+    def watch_answers(self, **times: float) -> None:
         """Make `failure` report models that are loaded but do not answer.
 
-        Each model gets a small request every few seconds. `interval_s` and `timeout_s` are those of
-        `Health`.
+        Each model gets a small request every few seconds; `times` are those of `Health`.
         """
         if self.is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
             return
@@ -206,9 +203,7 @@ class TritonServer(ServedProcess):
                 for name in ("http", "openai")
                 if name in self.ports
             ]
-        self._health = Health(
-            targets, tell=self._tell_front, interval_s=interval_s, timeout_s=timeout_s
-        )
+        self._health = Health(targets, tell=self._tell_front, **times)
         self._health.start()
 
     def last_used(self) -> float:

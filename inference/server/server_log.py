@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-LOG_TAIL_LINES = 20
+_TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _MANY = 1000
 _FORWARD_S = 0.25
@@ -56,7 +56,7 @@ class ServerStartError(RuntimeError):
         self.summary = summary
         self.reasons = tuple(reasons)
         self.log_path = log_path
-        self.log_tail = tuple(last_lines(log_path, LOG_TAIL_LINES))
+        self.log_tail = tuple(last_lines(log_path))
         parts = [summary, *(f"  {reason}" for reason in reasons)]
         if self.log_tail:
             parts.append(f"last lines of {log_path}:")
@@ -64,7 +64,7 @@ class ServerStartError(RuntimeError):
         super().__init__("\n".join(parts))
 
 
-def last_lines(path: Path, count: int) -> list[str]:
+def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
     """Return the last `count` lines of a log, long ones cut; none if it does not exist.
 
     The server's tables and the frames of Python's import system are left out.
