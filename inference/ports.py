@@ -63,8 +63,7 @@ def port_problem(host: str, port: int) -> str | None:
             probe.listen(1)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                holders = filter(None, map(_process_with_socket, _listening_inodes(port)))
-                return f"is in use{next(holders, '')}"
+                return f"is in use{_holder_text(port)}"
             if error.errno == errno.EACCES:
                 return "may not be opened by this user (ports below 1024 are reserved)"
             return f"cannot be opened on {host}: {error.strerror}"
@@ -114,24 +113,18 @@ def _may_be_host(text: str) -> bool:
     return is_name is not None and re.fullmatch(r"[0-9.]+", text) is None
 
 
-def _listening_inodes(port: int) -> list[str]:
-    inodes = []
+def _holder_text(port: int) -> str:
+    """Return which process listens at a port; nothing where this user cannot see that."""
+    sockets = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]:
                 columns = line.split()
                 if columns[3] == _LISTEN and int(columns[1].rpartition(":")[2], 16) == port:
-                    inodes.append(columns[9])
-    return inodes
-
-
-def _process_with_socket(inode: str) -> str:
-    target = f"socket:[{inode}]"
-    for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
+                    sockets.add(f"socket:[{columns[9]}]")
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # another user's process, or one that just ended
-            if any(str(each.readlink()) == target for each in (process / "fd").iterdir()):
+            if any(str(each.readlink()) in sockets for each in (process / "fd").iterdir()):
                 words = (process / "cmdline").read_bytes().replace(b"\0", b" ").split()
                 command = b" ".join(words).decode(errors="replace")[:100]
                 return f" by process {process.name} ({command})"

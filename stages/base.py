@@ -5,6 +5,7 @@ part of its configuration that decides its outputs, saved next to them.
 """
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -254,12 +255,8 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Return `value` as it comes back from a JSON file."""
-    if isinstance(value, Mapping):
-        return {str(key): as_json(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
+    """Return `value` as it comes back from a JSON file; a path is text there."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def _shown(value: object) -> str:

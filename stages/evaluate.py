@@ -80,22 +80,22 @@ class EvaluateStage(Stage):
     def check(self) -> list[str]:
         """Return the problems of tasks, data, bounds and of the server to be started."""
         problems = check_evaluation(self.config.options)
-        server = self.config.options.server
-        if server is not None and not _is_address(server, self.config.options.protocol):
+        options, server = self.config.options, self.config.options.server
+        if server is None:
+            is_followed = self.config.endpoint_path is not None
+            return problems if is_followed else problems + check_deploy(self.config.deploy)
+        if not _is_address(server, options.protocol):
             problems.append(
                 f"evaluate.server={server} is not an address; write host:port, such as "
                 "127.0.0.1:8001 (for evaluate.protocol=openai also http://host:port/v1), or null "
                 "to use the pipeline's own server."
             )
-        if server is not None and self.config.options.protocol == OPENAI:
-            folder = self.config.options.tokenizer
-            if folder is None or find_tokenizer(Path(folder)) is None:
-                problems.append(
-                    f"evaluate.tokenizer={folder} holds no tokenizer; for evaluate.protocol=openai "
-                    "name the folder of the served model's, with tokenizer.json or tokenizer.model."
-                )
-        if server is None and self.config.endpoint_path is None:
-            problems += check_deploy(self.config.deploy)
+        folder = options.tokenizer
+        if options.protocol == OPENAI and (folder is None or not find_tokenizer(Path(folder))):
+            problems.append(
+                f"evaluate.tokenizer={folder} holds no tokenizer; for evaluate.protocol=openai "
+                "name the folder of the served model's, with tokenizer.json or tokenizer.model."
+            )
         return problems
 
     def forecasts(self) -> list[str]:

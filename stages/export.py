@@ -48,14 +48,10 @@ class ExportStage(Stage):
         kind: str | None = None,
         publish_to: StoreLocation | None = None,
     ) -> None:
-        """Prepare.
+        """Build what `request` says, and copy the finished repository to `publish_to`, if any.
 
-        Args:
-            job: As for every stage.
-            request: What to build.
-            kind: The configured kind of checkpoint (gpt3, t5, bert, ...), which decides the models
-                of the repository before there are weights; None for a generating model.
-            publish_to: The place that the finished repository is copied to, if any.
+        `kind` is the configured kind of checkpoint (gpt3, t5, bert, ...), which decides the models
+        of the repository before there are weights; None for a generating model.
         """
         super().__init__(job)
         self.request = replace(request, overwrite=job.overwrite)

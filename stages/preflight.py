@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 from inference.launch_environment import LaunchEnvironment
 from stages.base import StageError
@@ -115,7 +116,8 @@ def _ping(rank: int) -> bytes:
 
 def _call(folder: Path, rank: int) -> None:
     """Reach the first rank under any of the names that it leaves in the folder."""
-    first, deadline = None, time.monotonic() + _START_S
+    first: Any = None
+    deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
         found = read_json(folder / PING_NAME)  # an earlier start may have left its file
         if first is None and found is not None:

@@ -14,14 +14,7 @@ from inference.server.openai_server import OpenAIServer
 from inference.server.server_log import put_aside
 from inference.supervision import RESTARTS_VARIABLE
 from stages.base import StageError
-from stages.deploy_config import (
-    FASTERTRANSFORMER,
-    NEMO,
-    PORT_KEYS,
-    PYTRITON,
-    VLLM,
-    DeployConfig,
-)
+from stages.deploy_config import FASTERTRANSFORMER, NEMO, PORT_KEYS, PYTRITON, VLLM, DeployConfig
 from stages.endpoint import ServerEndpoint, server_log
 from stages.engines import TOKEN_VARIABLE
 from stages.gemm_tuning import tune

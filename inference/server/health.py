@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from export_scripts.triton.parameters import PARAMETERS
-from inference.server.admin import Admin, NoAnswerError, RefusalError
-from inference.server.probe import is_interactive
+from inference.server.admin import Admin, NoAnswerError, RefusalError, is_interactive
 from inference.server.process import ServedProcess
 from inference.server.supervisor import descendants, model_of, process_state
 from inference.supervision import BUSY, CANARY_PARAMETER
@@ -72,7 +71,7 @@ class Health:
         interval_s: float = INTERVAL_S,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Prepare; nothing is sent before `start`.
+        """Start to ask.
 
         `tell` is called from any thread, when that changes, with whether a request is answered. An
         answer may take `timeout_s`; a target that has answered the last time has less: 50 times its
@@ -83,17 +82,9 @@ class Health:
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._stopping = threading.Event()
         self._marking = threading.Lock()
-        self._threads = [
-            threading.Thread(
-                target=self._run, args=(each,), name=f"health {each.name}", daemon=True
-            )
-            for each in self.targets
-        ]
-
-    def start(self) -> None:
-        """Start to ask."""
-        for thread in self._threads:
-            thread.start()
+        for each in self.targets:
+            name = f"health {each.name}"
+            threading.Thread(target=self._run, args=(each,), name=name, daemon=True).start()
 
     def stop(self) -> None:
         """Ask no more; a thread ends with the answer that it waits for."""
@@ -101,12 +92,8 @@ class Health:
 
     def failure(self) -> str | None:
         """Return what does not answer and why, or None."""
-        lost = [
-            f"{each.name} {each.faults[-1]}"
-            for each in self.targets
-            if len(each.faults) >= _FAILURES
-        ]
-        return "; ".join(lost) or None
+        lost = [each for each in self.targets if len(each.faults) >= _FAILURES]
+        return "; ".join(f"{each.name} {each.faults[-1]}" for each in lost) or None
 
     def _run(self, target: Target) -> None:
         while not self._stopping.wait(self._interval_s):

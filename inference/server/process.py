@@ -17,12 +17,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from inference.front.access import OPEN_ACCESS, Access
-from inference.ports import (
-    TRITON_PORTS,
-    host_and_port,
-    pick_free_ports,
-    ports_problems,
-)
+from inference.ports import TRITON_PORTS, host_and_port, pick_free_ports, ports_problems
 from inference.server import supervisor
 from inference.server.server_log import ServerStartError, last_lines
 

@@ -20,16 +20,11 @@ from inference.front.sockets import ServerSockets, new_sockets
 from inference.plain_path import plain_folder
 from inference.ports import accepts_connections
 from inference.server import supervisor
-from inference.server.admin import Admin, RefusalError
+from inference.server.admin import Admin, RefusalError, is_interactive
 from inference.server.front import FrontProcess
 from inference.server.health import Health, front_target, model_targets
 from inference.server.installation import find_triton
-from inference.server.options import (
-    leaves_types_to_the_backend,
-    old_server_options,
-    server_options,
-)
-from inference.server.probe import is_interactive
+from inference.server.options import leaves_types_to_the_backend, old_server_options, server_options
 from inference.server.process import ServedProcess
 from inference.server.segments import user_prefix
 from inference.server.server_log import (
@@ -204,7 +199,6 @@ class TritonServer(ServedProcess):
                 if name in self.ports
             ]
         self._health = Health(targets, tell=self._tell_front, **times)
-        self._health.start()
 
     def last_used(self) -> float:
         """Return the Unix time of the last request of a client through the front."""
@@ -317,7 +311,7 @@ class TritonServer(ServedProcess):
         """Return whether another server can take over: it has a front, and keeps no sessions."""
         return self._front is not None and not self._has_sessions()
 
-    def take_over(self, *, timeout_s: float = _TAKE_OVER_S) -> None:
+    def take_over(self) -> None:
         """Have the front of the former server pass requests on to this one, which is ready.
 
         The former one finishes the requests that it has; `stop` waits for them.
@@ -332,7 +326,7 @@ class TritonServer(ServedProcess):
         front = former._front
         front.send(Readiness(sockets.folder, is_ready=True))
         front.send(self._served(sockets))
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + _TAKE_OVER_S
         while not front.serves(sockets.folder):
             if front.poll() is not None or time.monotonic() > deadline:
                 raise ServerStartError(

@@ -87,7 +87,6 @@ def watched(model: Model) -> Iterator[Health]:
     watch = Health(
         [model.target()], tell=model.reported.append, interval_s=INTERVAL_S, timeout_s=MOST_S
     )
-    watch.start()
     until(lambda: model.asked > 1, "the first canaries")
     yield watch
     watch.stop()
@@ -160,6 +159,7 @@ def test_wait_grows_with_the_slowest_answer(model: Model, monkeypatch: pytest.Mo
     assert watch._patience_s(target) == pytest.approx(0.5)
     target.slowest_s = 60.0
     assert watch._patience_s(target) == MOST_S
+    watch.stop()
 
 
 CONFIG = """
