@@ -45,13 +45,8 @@ class ConvertStage(Stage):
         """Convert as `request` says; `planned` stands for a checkpoint that is not here."""
         super().__init__(job)
         self.planned = planned
-        # As configured; what is really read is `checkpoint_path`.
+        # As configured; what is really read is in `_found`.
         self.request = replace(request, overwrite=job.overwrite)
-
-    @property
-    def checkpoint_path(self) -> Path:
-        """The configured checkpoint, or what `find_checkpoint` finds in its place."""
-        return find_checkpoint(self.request.checkpoint_path)
 
     def check(self) -> list[str]:
         """Return the problems of checkpoint, sizes and destination."""
@@ -99,17 +94,17 @@ class ConvertStage(Stage):
         if (planned := self._planned()) is not None:
             has_problems = planned.problems(self.request)
             return [] if has_problems else [planned.describe(self.request)]
-        asked = self.request.checkpoint_path
-        if self.checkpoint_path == asked:
+        asked, found = self.request.checkpoint_path, self._found().checkpoint_path
+        if found == asked:
             return []
         key = f"{KEYS['checkpoint_path']}={asked}"
         if asked.exists():
-            return [f"{key}: taking {self.checkpoint_path} in it"]
-        return [f"{key} does not exist; taking {self.checkpoint_path}"]
+            return [f"{key}: taking {found} in it"]
+        return [f"{key} does not exist; taking {found}"]
 
     def _planned(self) -> PlannedModel | None:
         """Return the sizes that stand for the checkpoint, where it is not on this machine."""
-        return None if self.checkpoint_path.exists() else self.planned
+        return None if self._found().checkpoint_path.exists() else self.planned
 
     def run(self, progress: Progress) -> Summary:
         """Convert.
@@ -140,8 +135,9 @@ class ConvertStage(Stage):
         }
 
     def _found(self) -> ConversionRequest:
-        """Return the request with the checkpoint that was found."""
-        return replace(self.request, checkpoint_path=self.checkpoint_path)
+        """Return the request with what `find_checkpoint` finds for its checkpoint."""
+        found = find_checkpoint(self.request.checkpoint_path)
+        return replace(self.request, checkpoint_path=found)
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -309,19 +309,16 @@ def check_deploy(config: DeployConfig) -> list[str]:
 
 def _other_engine_problems(config: DeployConfig) -> list[str]:
     """Return the problems of a server of another engine."""
-    found = config.access.problems()
-    limits = (config.access.max_request_mb, config.access.client_shared_memory)
+    access, found = config.access, config.access.problems()
+    has_credentials = access.tls_cert is not None or access.token_file is not None
+    limits = replace(access, tls_cert=None, tls_key=None, token_file=None)
     without_effect = {
-        "deploy.max_request_mb and deploy.client_shared_memory": limits
-        != (OPEN_ACCESS.max_request_mb, OPEN_ACCESS.client_shared_memory),
+        "deploy.max_request_mb and deploy.client_shared_memory": limits != OPEN_ACCESS,
         "deploy.openai.enabled": config.openai.enabled,
         "deploy.server=pytriton": config.server == PYTRITON,
         "deploy.gemm_tuning.enabled": config.gemm_tuning.enabled,
+        "deploy.tls_cert and deploy.token_file": config.engine == OPENAI and has_credentials,
     }
-    if config.engine == OPENAI:
-        without_effect["deploy.tls_cert and deploy.token_file"] = (
-            config.access.tls_cert is not None or config.access.token_file is not None
-        )
     found += [
         f"{key} has no effect with deploy.engine={config.engine}; leave it out."
         for key, is_set in without_effect.items()

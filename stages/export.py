@@ -63,12 +63,8 @@ class ExportStage(Stage):
         problems = check_repository(self.request, names=KEYS, kind=self.kind)
         # Shards that are there, and stay, may lack what the text models need.
         weights, has_text_models = self.request.weights_dir, len(self.model_folders()) > 1
-        if (
-            has_text_models
-            and not self.job.overwrite
-            and weights.is_dir()
-            and not makes_tokenizer(path.name for path in weights.iterdir())
-        ):
+        stay = has_text_models and not self.job.overwrite and weights.is_dir()
+        if stay and not makes_tokenizer(path.name for path in weights.iterdir()):
             problems.append(
                 f"{weights} holds no tokenizer ({TOKENIZER_CHOICES}), which the models that take "
                 f"text need; put its files there, convert with {CONVERT_KEYS['vocab_path']}, or "
