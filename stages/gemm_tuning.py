@@ -38,13 +38,13 @@ def tuning_command(config: DeployConfig) -> list[str]:
     family, model = read_config(config.weights_dir)
     program = _PROGRAMS.get(family.name, "gpt_gemm")
     sizes = [int(getattr(model, name)) for name in _SIZES[program]]
-    shape = [tuning.batch_size, tuning.beam_width, tuning.input_len]
     kind = _TYPES[config.data_type]
     if program == "bert_gemm":
         # batch, sequence, heads, size per head, type, whether int8, ranks
         words = [tuning.batch_size, tuning.input_len, *sizes, kind, 0, config.tp_size]
     else:
         # An optional further argument appends to the result of an earlier run.
+        shape = [tuning.batch_size, tuning.beam_width, tuning.input_len]
         words = [*shape, *sizes, kind, config.tp_size]
     return [str(tuning.program_dir / program), *map(str, words)]
 

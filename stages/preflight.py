@@ -91,7 +91,8 @@ def _answer(folder: Path, ranks: int) -> None:
         hosts = list(dict.fromkeys((node_name(), socket.gethostname(), socket.getfqdn())))
         write_json(folder / PING_NAME, {"hosts": hosts, "port": server.getsockname()[1]})
         deadline = time.monotonic() + _START_S
-        left = set(range(1, ranks))
+        pings = {_ping(rank) for rank in range(1, ranks)}
+        left = set(pings)
         while left:
             try:
                 if (left_s := deadline - time.monotonic()) <= 0:
@@ -104,10 +105,9 @@ def _answer(folder: Path, ranks: int) -> None:
                 ) from None
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(_ANSWER_S)
-                said = connection.recv(_LONGEST)
-                if called := {rank for rank in range(1, ranks) if said == _ping(rank)}:
+                if (said := connection.recv(_LONGEST)) in pings:
                     connection.sendall(b"pong")
-                    left -= called
+                    left.discard(said)
 
 
 def _ping(rank: int) -> bytes:

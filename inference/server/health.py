@@ -120,8 +120,8 @@ class Health:
 
     def _ask(self, target: Target) -> None:
         patience_s, began = self._patience_s(target), time.monotonic()
+        before, computed_s = _advanced(target), _computed_s(target)
         try:
-            before, computed_s = target.advanced(), _computed_s(target)
             target.ask(patience_s)
         except RefusalError as error:
             target.silent_since = None
@@ -133,12 +133,13 @@ class Health:
             target.slowest_s = max(took_s, target.slowest_s or 0.0)
             target.faults, target.silent_since = [], None
 
-    def _be_silent(self, target: Target, began: float, before: float, computed_s: float) -> None:
-        now = time.monotonic()
-        with contextlib.suppress(NoAnswerError, RefusalError):
-            if target.advanced() != before:
-                target.faults, target.silent_since = [], None
-                return
+    def _be_silent(
+        self, target: Target, began: float, before: float | None, computed_s: float
+    ) -> None:
+        now, after = time.monotonic(), _advanced(target)
+        if before is not None and after is not None and after != before:
+            target.faults, target.silent_since = [], None
+            return
         if target.silent_since is None:
             target.silent_since = began
         silent_s = now - target.silent_since
@@ -147,6 +148,13 @@ class Health:
             target.faults += [words] * _FAILURES
         elif _computed_s(target) - computed_s < _COMPUTES * (now - began):
             target.faults.append(f"has not answered a canary for {now - began:.0f} s")
+
+
+def _advanced(target: Target) -> float | None:
+    """Return what a target has finished, None where nobody says."""
+    with contextlib.suppress(NoAnswerError, RefusalError):
+        return target.advanced()
+    return None
 
 
 def _computed_s(target: Target) -> float:

@@ -162,6 +162,20 @@ def test_wait_grows_with_the_slowest_answer(model: Model, monkeypatch: pytest.Mo
     watch.stop()
 
 
+def test_target_is_asked_also_where_nobody_says_what_it_has_finished(model: Model) -> None:
+    def mute() -> float:
+        raise NoAnswerError
+
+    target = model.target()
+    target.advanced = mute
+    watch = Health([], tell=model.reported.append, timeout_s=MOST_S)
+    watch._ask(target)
+    assert (model.asked, target.silent_since, target.faults) == (1, None, [])
+    model.answers.clear()
+    watch._ask(target)
+    assert len(target.faults) == 1
+
+
 CONFIG = """
 name: "m" backend: "python" max_batch_size: 1
 input { name: "x" data_type: TYPE_UINT32 dims: 1 }
