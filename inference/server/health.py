@@ -151,7 +151,7 @@ class Health:
 
 
 def _advanced(target: Target) -> float | None:
-    """Return what a target has finished, None where nobody says."""
+    """Return what a target has finished, None where the server does not say."""
     with contextlib.suppress(NoAnswerError, RefusalError):
         return target.advanced()
     return None

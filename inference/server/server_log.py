@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import re
 import signal
 import sys
@@ -187,15 +188,13 @@ def forwarded_log(path: Path) -> Iterator[None]:
         position, is_last = 0, False
         while not is_last:
             is_last = ended.wait(_FORWARD_S)
-            if not path.exists():
-                continue
-            with path.open("rb") as log:
-                size = path.stat().st_size
-                position = log.seek(position if position <= size else 0)  # 0 after another start
-                added = log.read()
-            position += len(added)
-            sys.stdout.buffer.write(added)
-            sys.stdout.flush()
+            # There is none before a start, and for a moment none before the next.
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(position if position <= size else 0)  # 0 after another start
+                sys.stdout.buffer.write(log.read())
+                sys.stdout.flush()
+                position = log.tell()
 
     thread = threading.Thread(target=forward, name="log", daemon=True)
     thread.start()

@@ -162,7 +162,7 @@ def test_wait_grows_with_the_slowest_answer(model: Model, monkeypatch: pytest.Mo
     watch.stop()
 
 
-def test_target_is_asked_also_where_nobody_says_what_it_has_finished(model: Model) -> None:
+def test_target_is_asked_also_where_the_server_does_not_say_what_it_finished(model: Model) -> None:
     def mute() -> float:
         raise NoAnswerError
 
