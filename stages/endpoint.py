@@ -67,7 +67,6 @@ class ServerEndpoint:
         return f"HTTP on {self.at(self.http)}, gRPC on {self.at(self.grpc)}{openai}"
 
 
-_SSH_VARIABLE = "SSH_CONNECTION"  # set where the reader's terminal is at another machine
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -88,7 +87,8 @@ def forwarding_hint(record_path: Path) -> str:
     endpoint, found = read_endpoint(record_path.with_name(ENDPOINT_NAME)), read_record(record_path)
     if endpoint is None or found is None or endpoint.host not in _LOOPBACK:
         return ""
-    if _SSH_VARIABLE not in os.environ and found.host == socket.gethostname():
+    # ssh sets it where the reader's terminal is at another machine.
+    if "SSH_CONNECTION" not in os.environ and found.host == socket.gethostname():
         return ""
     wanted = filter(None, dict.fromkeys((endpoint.http, endpoint.grpc, endpoint.openai)))
     ports = " ".join(f"-L {port}:{endpoint.at(port)}" for port in wanted)

@@ -251,7 +251,11 @@ class Service:
 
     def _ended(self) -> str:
         """Return why the service should end now, empty if it should go on."""
-        is_current = self.config.uptime_s is None or self._is_current()
+        is_current = True
+        if self.config.uptime_s is not None:  # a job of a chain may have a successor that serves
+            serves = published_by(self.folder / ENDPOINT_NAME)
+            # A successor that has ended by request withdraws its address.
+            is_current = not self._is_published if serves == "" else serves in (job_id_here(), None)
         with contextlib.suppress(OSError, ValueError):  # usually there is none
             for_job = read_file(self.folder / STOP_NAME).decode(errors="replace").strip()
             # Without the id of a job it is for the one that serves.
@@ -262,10 +266,3 @@ class Service:
         if not is_current and self._serves is not None:
             return _HANDED_OVER
         return _TIME_LIMIT if time.monotonic() >= self.until else ""
-
-    def _is_current(self) -> bool:
-        """Return whether this job of a chain is the one that serves, or that is to serve."""
-        serves = published_by(self.folder / ENDPOINT_NAME)
-        if serves == "":  # a successor that has ended by request withdraws its address
-            return not self._is_published
-        return serves in (job_id_here(), None)

@@ -197,12 +197,11 @@ class ServerWatch:
 
 
 def _how_ended(wait_status: int) -> str:
-    if not os.WIFSIGNALED(wait_status):
-        return f"has ended with status {os.WEXITSTATUS(wait_status)}"
-    number = os.WTERMSIG(wait_status)
+    if (status := os.waitstatus_to_exitcode(wait_status)) >= 0:
+        return f"has ended with status {status}"
     # The kernel's log names the process if so.
-    hint = ", perhaps because memory ran out" if number == signal.SIGKILL else ""
-    return f"was ended by {signal_name(number)}{hint}"
+    hint = ", perhaps because memory ran out" if status == -signal.SIGKILL else ""
+    return f"was ended by {signal_name(-status)}{hint}"
 
 
 def _signal_descendants(number: int) -> None:
