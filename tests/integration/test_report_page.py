@@ -20,7 +20,7 @@ import pytest
 
 from inference.evaluation.options import Bound, EvaluationOptions, LambadaOptions, LatencyOptions
 from inference.evaluation.record import RunFacts, StageTiming, read_predictions, read_report
-from inference.evaluation.report.html_page import render_html
+from inference.evaluation.report.files import render_html
 from inference.evaluation.run.evaluator import evaluate
 from tests.fake_model import partly_right_model, write_passages
 

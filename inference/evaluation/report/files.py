@@ -18,9 +18,9 @@ from inference.evaluation.record import (
     read_predictions,
     read_report,
 )
-from inference.evaluation.report.formatting import METRIC_HEAD, metric_rows, metric_title
-from inference.evaluation.report.html_page import render_html
-from inference.evaluation.report.page import render_text
+from inference.evaluation.report import charts
+from inference.evaluation.report.formatting import METRIC_HEAD, compared, metric_rows, metric_title
+from inference.evaluation.report.page import render_page, render_text
 
 REPORT_JSON = "report.json"
 REPORT_MARKDOWN = "report.md"
@@ -147,3 +147,46 @@ def _one_line(text: str) -> str:
     for character in "\\`*_[]<>&@#":
         text = text.replace(character, f"\\{character}" if character != "@" else "&#64;")
     return " ".join(text.split())
+
+
+def render_html(report: Report, predictions: Sequence[Prediction]) -> str:
+    """Return the report as one HTML page that needs nothing else, in light and dark.
+
+    All values come from the record; the template escapes text of samples and configuration.
+    """
+    # The metrics with a fraction for each sample, one for each such quantity.
+    fractions = [metric for metric in report.metrics if metric.unit == "fraction"]
+    marked = list({metric.sample_value: metric for metric in reversed(fractions)}.values())[::-1]
+    return render_page(
+        "report.html",
+        title=f"{report.run.name}: evaluation",
+        data=_samples_data([metric.sample_value for metric in marked], predictions),
+        report=report,
+        compared=compared,
+        charts=charts,
+        marked=marked,
+        has_reference=any(prediction.reference for prediction in predictions),
+    )
+
+
+def _samples_data(names: Sequence[str], predictions: Sequence[Prediction]) -> Any:
+    """Return what the page's script shows, as plain values; None without samples."""
+    if not predictions:
+        return None
+    rows = [
+        {
+            "index": each.index,
+            "text": each.text,
+            "target": each.target,
+            "answer": each.answer.strip(),
+            "marks": [_rounded(each.values.get(name)) for name in names],
+            "reference": [_rounded(each.reference.get(name)) for name in names],
+            "ms": round(each.seconds * 1000),
+        }
+        for each in predictions
+    ]
+    return {"metrics": names, "rows": rows}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

@@ -103,18 +103,12 @@ def find_run(run: str, *, history_dir: Path | None) -> Path:
         raise ValueError(f"there is no report at {run}; name a report.json or its folder.")
     points = read_history(history_dir)
     ids = [point.run_id for point in points]
-    found = _by_age(run, ids) if run.startswith("latest") else [i for i in ids if i.startswith(run)]
-    if run in found:
-        found = [run]
+    found = [run] if run in ids else [each for each in ids if each.startswith(run)]
+    if run.startswith("latest"):
+        back = run.removeprefix("latest").removeprefix("~") or "0"
+        found = ids[::-1][int(back) :][:1] if back.isdecimal() else []
     if len(found) == 1:
         return history_dir / found[0] / REPORT_JSON
     known = "".join(f"\n  {each}" for each in (found or ids)[-10:]) or " none"
     what = "several runs begin with" if found else "there is no run"
     raise ValueError(f"{what} {run!r} in {history_dir}; the last ones are:{known}")
-
-
-def _by_age(run: str, ids: Sequence[str]) -> list[str]:
-    back = run.removeprefix("latest").removeprefix("~") or "0"
-    if not back.isdecimal() or int(back) >= len(ids):
-        return []
-    return [ids[-1 - int(back)]]

@@ -13,7 +13,7 @@ from inference.compare import main
 from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
 from inference.evaluation.record import LatencyPoint, Prediction, RunFacts
 from inference.evaluation.report.compare import compare_runs, comparison_text, render_comparison
-from inference.evaluation.report.files import write_report
+from inference.evaluation.report.files import render_html, write_report
 from inference.evaluation.report.history import (
     append_run,
     comparable_history,
@@ -21,7 +21,6 @@ from inference.evaluation.report.history import (
     history_point,
     read_history,
 )
-from inference.evaluation.report.html_page import render_html
 from inference.evaluation.run.evaluator import evaluate
 from tests.conftest import present
 

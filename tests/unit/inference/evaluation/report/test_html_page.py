@@ -30,7 +30,7 @@ from inference.evaluation.report.charts import (
     sweep_charts,
     throughput_chart,
 )
-from inference.evaluation.report.html_page import render_html
+from inference.evaluation.report.files import render_html
 from inference.evaluation.run.timing import distribution
 
 _VOID = {"meta", "input", "br"}

@@ -17,8 +17,7 @@ import pytest
 from inference.evaluation.openai_client import OpenAIClient
 from inference.evaluation.options import EvaluationOptions, HarnessOptions
 from inference.evaluation.record import Report, RequestStatistics
-from inference.evaluation.report.files import render_markdown
-from inference.evaluation.report.html_page import render_html
+from inference.evaluation.report.files import render_html, render_markdown
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.preparation import check_bounds_of_groups, prepare
 from inference.evaluation.run.task_run import run_task
