@@ -180,8 +180,9 @@ def _check_mean(pairs: Pairs, margin: float, alpha: float, *, bounded: bool) -> 
 
     t = (drop - margin) / error if error else math.copysign(math.inf, drop - margin)
     t = 0.0 if drop == margin else t
-    breached = max(_t_tail(t, count - 1), (1 + int((resampled <= margin).sum())) / _DRAWS)
-    held = max(_t_tail(-t, count - 1), (1 + int((resampled >= margin).sum())) / _DRAWS)
+    draws = len(resampled) + 1
+    breached = max(_t_tail(t, count - 1), (1 + int((resampled <= margin).sum())) / draws)
+    held = max(_t_tail(-t, count - 1), (1 + int((resampled >= margin).sum())) / draws)
     if bounded and 0 < margin < 1:  # the loss of rare samples may not have been drawn
         held = max(held, (1 - margin) ** count)
     spread = _t_quantile(1 - alpha, count - 1) * error if count > 1 else math.inf
@@ -195,9 +196,6 @@ def _check_mean(pairs: Pairs, margin: float, alpha: float, *, bounded: bool) -> 
         count=count,
         deviation=deviation,
     )
-
-
-_DRAWS = _RESAMPLES + 1
 
 
 def _bootstrap(new: Floats, new_weights: Floats, old: Floats, old_weights: Floats) -> Floats:

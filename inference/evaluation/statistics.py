@@ -21,12 +21,7 @@ def wilson_interval(successes: int, count: int) -> tuple[float, float]:
     """Return the 95% Wilson score interval of a proportion (E. B. Wilson, JASA 22, 1927).
 
     Unlike the normal interval it stays inside 0..1 and is not empty at 0 or all successes.
-
-    Raises:
-        ValueError: `count` is not positive or `successes` lies outside 0..count.
     """
-    if count < 1 or not 0 <= successes <= count:
-        raise ValueError(f"{successes} successes of {count} is not a proportion")
     rate, z = successes / count, Z_95
     scale = 1 + z * z / count
     centre = (rate + z * z / (2 * count)) / scale

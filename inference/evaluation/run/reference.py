@@ -28,8 +28,6 @@ from inference.evaluation.task import Dataset, Score
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recorded file."""
-
     schema_version: Literal[1]
     source: str
     dataset_sha256: str

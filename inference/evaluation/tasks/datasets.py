@@ -233,7 +233,10 @@ def squad_rows(path: Path) -> list[Row]:
     Raises:
         ValueError: a row lacks a field or has no answer.
     """
-    whole = _whole_file(path)
+    try:
+        whole = json_object(_text_of(path), path)
+    except ValueError:  # several lines of JSON, or what read_rows refuses
+        whole = {}
     try:
         rows = _official_squad(whole) if "data" in whole else read_rows(path, "context", "question")
     except (KeyError, TypeError) as error:
@@ -249,15 +252,6 @@ def squad_rows(path: Path) -> list[Row]:
             raise ValueError(f"{path}, row {number}: no answers.")
         found.append(Row(_texts(row), tuple(dict.fromkeys(answers))))
     return found
-
-
-def _whole_file(path: Path) -> Mapping[str, Any]:
-    """Return a file's one JSON object; an empty one where it is several lines of JSON."""
-    text = _text_of(path)
-    try:
-        return json_object(text, path)
-    except ValueError:
-        return {}
 
 
 def _official_squad(whole: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -52,7 +52,6 @@ LAST_WORD, LAST_TOKEN, PERPLEXITY, TOKEN_PERPLEXITY = LAMBADA_METRICS
 # Per sample: the parts of the perplexities.
 WORD_LOG_PROB = "lambada_word_log_prob"
 LOG_PROB, TOKENS = "lambada_log_prob", "lambada_tokens"
-_FILE_NAME = "lambada_test.jsonl"
 _LEAST_LOG_PROB = -200.0  # of a mean: the perplexity and its interval still fit a double
 
 _METHODS = {
@@ -122,7 +121,7 @@ class Lambada(Task):
             ValueError: the file is missing and cannot be fetched, or a passage has no last word.
         """
         own = self.options.lambada
-        source = DataSource(own.url, own.sha256, file_name=_FILE_NAME)
+        source = DataSource(own.url, own.sha256, file_name="lambada_test.jsonl")
         path = data_file(self.name, own.data_path, source, self.options.data_dir)
         samples = []
         for index, row in enumerate(read_rows(path, "text")):
@@ -173,10 +172,11 @@ class Lambada(Task):
     def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
         """Return the configured metrics over all passages, in the order of LAMBADA_METRICS."""
         del samples
+        methods = _METHODS | ({LAST_WORD: _BY_TEXT} if self._by_text else {})
         return tuple(
             _perplexity(name, scores)
             if name in _PARTS
-            else mean_metric(name, scores, key=_KEYS[name], method=self._method(name))
+            else mean_metric(name, scores, key=_KEYS[name], method=methods[name])
             for name in LAMBADA_METRICS
             if name in self.metric_names
         )
@@ -185,9 +185,6 @@ class Lambada(Task):
     def _by_text(self) -> bool:
         """Of a model whose token ids are unknown, the text alone decides on the last word."""
         return TOKEN_IDS in self.options.lacks
-
-    def _method(self, name: str) -> str:
-        return _BY_TEXT if self._by_text and name == LAST_WORD else _METHODS[name]
 
 
 def _perplexity(name: str, scores: Sequence[Score]) -> Metric:

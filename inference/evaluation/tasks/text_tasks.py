@@ -59,12 +59,8 @@ def rouge(kind: str, answer: str, targets: Sequence[str]) -> float:
     from rouge_score import rouge_scorer
 
     scorer = rouge_scorer.RougeScorer([kind], use_stemmer=False)
-    return float(scorer.score(targets[0], first_sentences(answer))[kind].fmeasure)
-
-
-def first_sentences(text: str) -> str:
-    """Return the first four sentences; only a full stop ends one."""
-    return ".".join(text.split(".")[:4]).strip(". ") + "."
+    first_sentences = ".".join(answer.split(".")[:4])  # only a full stop ends one
+    return float(scorer.score(targets[0], first_sentences)[kind].fmeasure)
 
 
 def sentence_bleu(answer: str, targets: Sequence[str]) -> float:
