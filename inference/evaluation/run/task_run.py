@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import cast
 
 from inference.evaluation.gate import amount_text
 from inference.evaluation.options import Bound
@@ -88,7 +89,7 @@ def run_task(
     answered = _ask_all(
         task,
         samples,
-        timer.model,
+        cast("TextGenerator", timer),
         concurrency=concurrency,
         progress=progress,
         phase=phase or task.name,

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from inference.evaluation.record import Distribution, RequestStatistics
 from inference.evaluation.task import TextGenerator
@@ -27,7 +27,7 @@ _REQUESTS: Mapping[str, Callable[[Any], int]] = {
 
 
 class RequestTimer:
-    """Notes when each request to a model began and how long it took.
+    """A model in all but its type, which notes when each request began and how long it took.
 
     Encoding and decoding are not requests to the model and are not timed.
     """
@@ -37,11 +37,6 @@ class RequestTimer:
         self._lock = threading.Lock()
         self._generated = 0
         self._spans: list[tuple[float, float]] = []  # end and duration of each request, seconds
-
-    @property
-    def model(self) -> TextGenerator:
-        """The model, each request to which is noted."""
-        return cast("TextGenerator", self)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._model, name)

@@ -34,11 +34,9 @@ PROMPTS = (
     "The two brothers had not spoken since the day",
 )
 OUTPUT_LEN = 24
-AGREEMENT, STOP_WORDS, BAD_WORDS = _METRICS = (
-    "end_to_end_agreement",
-    "end_to_end_stop_words",
-    "end_to_end_bad_words",
-)
+AGREEMENT = "end_to_end_agreement"
+STOP_WORDS = "end_to_end_stop_words"
+BAD_WORDS = "end_to_end_bad_words"
 _METHODS = {
     AGREEMENT: "the ensemble's text equals that of its three models one after the other",
     STOP_WORDS: "the answer ends at a stop word that it contains",
@@ -51,8 +49,8 @@ class EndToEnd(Task):
 
     name = "end_to_end"
     only_served = True
-    metric_names = _METRICS
-    needs = dict.fromkeys(_METRICS, TENSORS)
+    metric_names = tuple(_METHODS)
+    needs = dict.fromkeys(_METHODS, TENSORS)
 
     def problems(self) -> list[str]:
         """Return that there is no ensemble to ask."""
@@ -82,9 +80,11 @@ class EndToEnd(Task):
         word = _word_in(answer, model)
         if word is not None:  # else nothing in the answer can be written as a word
             length, token, text = word
+            record = io.StringIO()  # of CSV, in which word lists are written
+            csv.writer(record, lineterminator="").writerow([text])
             stopped, banned = (
                 model.complete_text(sample.text, output_len=OUTPUT_LEN, words=words).text
-                for words in (Words(stop=_csv_record(text)), Words(bad=_csv_record(text)))
+                for words in (Words(stop=record.getvalue()), Words(bad=record.getvalue()))
             )
             shorter = model.complete_text(sample.text, output_len=length)
             values[STOP_WORDS] = float(stopped == shorter.text)
@@ -95,8 +95,8 @@ class EndToEnd(Task):
         """Return the share of prompts for which each statement holds."""
         del samples
         return tuple(
-            mean_metric(name, scores, key=name.removeprefix(f"{self.name}_"), method=_METHODS[name])
-            for name in _METRICS
+            mean_metric(name, scores, key=name.removeprefix(f"{self.name}_"), method=method)
+            for name, method in _METHODS.items()
         )
 
 
@@ -107,10 +107,3 @@ def _word_in(answer: Sequence[int], model: TextGenerator) -> tuple[int, int, str
         if text.strip() and model.encode(text) == (token,):
             return length, token, text
     return None
-
-
-def _csv_record(word: str) -> str:
-    """Return one word as the CSV record that word lists are written in."""
-    record = io.StringIO()
-    csv.writer(record, lineterminator="").writerow([word])
-    return record.getvalue()

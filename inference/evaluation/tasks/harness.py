@@ -31,7 +31,6 @@ from inference.evaluation.task import (
 
 PREFIX = "harness:"
 _PACKAGE = "lm_eval"
-_MODEL = "local-completions"
 _NO_FILTER = "none"
 _TIMEOUT_S = 10.0
 _BOOTSTRAP = 1000  # draws for the standard errors of metrics other than means
@@ -195,7 +194,7 @@ class HarnessTask(Task):
         harness, arguments = self.options.harness, self._model_arguments()
         try:
             results = simple_evaluate(
-                model=_MODEL,
+                model="local-completions",
                 model_args=arguments,
                 tasks=[self.own_name],
                 num_fewshot=harness.num_fewshot,

@@ -34,12 +34,10 @@ from inference.parity.tolerances import tolerance_of
 if TYPE_CHECKING:
     from inference.evaluation.tasks.identity_source import IdentitySource
 
-RELATIVE, LARGEST, MEAN, TOKENS = _METRICS = (
-    "identity_relative_difference",
-    "identity_max_difference",
-    "identity_mean_difference",
-    "identity_same_tokens",
-)
+RELATIVE = "identity_relative_difference"
+LARGEST = "identity_max_difference"
+MEAN = "identity_mean_difference"
+TOKENS = "identity_same_tokens"
 _ROWS = "; "  # between the rows of a sample
 _METHODS = {
     RELATIVE: "largest difference from the original library, of its largest value",
@@ -54,8 +52,8 @@ class Identity(Task):
 
     name = "identity"
     only_served = True
-    metric_names = _METRICS
-    needs = dict.fromkeys(_METRICS, TENSORS)
+    metric_names = tuple(_METHODS)
+    needs = dict.fromkeys(_METHODS, TENSORS)
 
     def problems(self) -> list[str]:
         """Return why the source cannot be computed, and lengths that contradict each other."""

@@ -18,7 +18,7 @@ from inference.evaluation.options import IdentityOptions
 from inference.evaluation.rows import GREEDY_WITH_LOG_PROBS, answers, generation_request, padded
 from inference.evaluation.task import TextGenerator, generates
 from inference.parity.activations import Activations, ModelInputs, Place, size_of_errors
-from inference.parity.huggingface import HuggingFaceSource, load_huggingface
+from inference.parity.huggingface import load_huggingface
 from inference.parity.mesh_transformer import load_mesh_transformer
 
 
@@ -43,14 +43,24 @@ class IdentitySource:
     """The source checkpoint, one row at a time; safe to use from several threads."""
 
     def __init__(self, checkpoint: Path, given: Sequence[tuple[str, str]] = ()) -> None:
-        """Load a checkpoint folder with its library.
+        """Load a checkpoint folder with its library, in fp32, as its conversion would read it.
 
         `given` are config.ini values that it does not record.
 
         Raises:
             ValueError: the library is missing, or the folder is not one that it can compute.
         """
-        self._model = _load(checkpoint, given)
+        request = ConversionRequest(
+            checkpoint,
+            checkpoint.parent,
+            tp_size=1,
+            weight_data_type="fp32",
+            allow=("*",),
+            given=tuple(given),
+        )
+        plan = plan_conversion(request, names=OPTION_NAMES)
+        is_jax = plan.facts.reader.format == "jax"
+        self._model = load_mesh_transformer(plan) if is_jax else load_huggingface(plan)
         self._lock = threading.Lock()
 
     def longest_row(self, options: IdentityOptions) -> int:
@@ -127,19 +137,3 @@ class IdentitySource:
             answer=" ".join(map(str, answer)),
             same_tokens=logits.argmax(-1).tolist() == list(answer),
         )
-
-
-def _load(checkpoint: Path, given: Sequence[tuple[str, str]]) -> HuggingFaceSource:
-    """Load a source in fp32, as what its conversion would find it to be."""
-    request = ConversionRequest(
-        checkpoint,
-        checkpoint.parent,
-        tp_size=1,
-        weight_data_type="fp32",
-        allow=("*",),
-        given=tuple(given),
-    )
-    plan = plan_conversion(request, names=OPTION_NAMES)
-    if plan.facts.reader.format == "jax":
-        return load_mesh_transformer(plan)
-    return load_huggingface(plan)
