@@ -73,6 +73,10 @@ class RunComparison:
     latency: tuple[tuple[LatencyPoint, LatencyPoint], ...]
     notes: tuple[str, ...]
 
+    def metric(self, name: str) -> Metric:
+        """Return a metric of the second run."""
+        return {metric.name: metric for metric in self.second.metrics}[name]
+
 
 def compare_runs(first_run: Run, second_run: Run) -> RunComparison:
     """Compare two runs.
@@ -184,10 +188,8 @@ def comparison_text(comparison: RunComparison) -> str:
 
 def _tables(comparison: RunComparison) -> dict[str, Any]:
     """Return head and rows of each table, by its name in the page's template."""
-    units = {metric.name: metric.unit for metric in comparison.second.metrics}
-    metrics = [_metric_row(each, units[each.metric]) for each in comparison.metrics]
     return {
-        "metrics": (_METRIC_HEAD, metrics),
+        "metrics": (_METRIC_HEAD, [_metric_row(comparison, each) for each in comparison.metrics]),
         "tasks": (_TASK_HEAD, comparison.tasks),
         "latency": (_LATENCY_HEAD, [_latency_row(*pair) for pair in comparison.latency]),
     }
@@ -200,7 +202,8 @@ def _described(report: Report) -> str:
     return f"{report.run_id} ({engine}{size}, {run.data_type or 'type unknown'})"
 
 
-def _metric_row(each: Comparison, unit: str) -> tuple[str, ...]:
+def _metric_row(comparison: RunComparison, each: Comparison) -> tuple[str, ...]:
+    unit = comparison.metric(each.metric).unit
     return (
         each.metric,
         value_text(each.reference, unit),
