@@ -71,16 +71,13 @@ class PairedBound:
 def parse_bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
     """Return the bounds of `evaluate.gate` by metric, and what is wrong with the rest.
 
-    A bound is a sentence, a mapping of its limits as the configuration has it, or a Bound.
+    A bound is a sentence, or a mapping of its limits.
     """
     known = [each.name for each in fields(Bound)]
     bounds: dict[str, Bound] = {}
     problems = []
     for metric, limits in gate.items():
         key = f"evaluate.gate.{metric}"
-        if isinstance(limits, Bound):
-            bounds[metric] = limits
-            continue
         if isinstance(limits, str):
             limits = {"paired": limits}
         if not isinstance(limits, Mapping):
@@ -89,12 +86,9 @@ def parse_bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
                 ".max."
             )
             continue
-        good = {}
-        for name, value in limits.items():
-            if problem := _limit_problem(str(name), value, known):
-                problems.append(f"{key}.{name}{problem}")
-            else:
-                good[str(name)] = value
+        found = {str(name): _limit_problem(str(name), each, known) for name, each in limits.items()}
+        problems += [f"{key}.{name}{problem}" for name, problem in found.items() if problem]
+        good = {str(name): each for name, each in limits.items() if not found[str(name)]}
         if good or not limits:
             bounds[metric] = Bound(**good)
     return bounds, problems

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from inference.evaluation.options import (
-    Bound,
     EvaluationOptions,
     LambadaOptions,
     LatencyOptions,
@@ -159,7 +158,7 @@ def test_a_damaged_shard_trips_the_gate(
 ) -> None:
     """Right in name and size, so that it loads, but with other weights."""
     baseline_path = tmp_path / "baseline.json"
-    gate = {"lambada_last_token": Bound(margin=0.01)}
+    gate = {"lambada_last_token": {"margin": 0.01}}
     gated = replace(options, gate=gate, baseline="update", baseline_path=baseline_path)
     assert evaluate(gated, FACTS).gate.exit_code == 0
     repository = sample_repository(tp_size=1)

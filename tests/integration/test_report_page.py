@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.options import Bound, EvaluationOptions, LambadaOptions, LatencyOptions
+from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
 from inference.evaluation.record import RunFacts, StageTiming, read_predictions, read_report
 from inference.evaluation.report.files import render_html
 from inference.evaluation.run.evaluator import evaluate
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data_dir=folder,
         lambada=LambadaOptions(data_path=str(write_passages(folder / "passages.jsonl"))),
         latency=LatencyOptions(shapes=["8+1", "8+4"], concurrencies=[1, 2], requests=4),
-        gate={"lambada_last_word": Bound(min=0.1)},
+        gate={"lambada_last_word": {"min": 0.1}},
         history_dir=str(folder / "evaluations"),
     )
     stages = (StageTiming("convert", "completed", 3.0), StageTiming("deploy", "ready", 5.0))

@@ -13,7 +13,6 @@ import pytest
 
 from inference.evaluation.options import (
     USE_CASES,
-    Bound,
     EvaluationOptions,
     LambadaOptions,
     LatencyOptions,
@@ -152,7 +151,7 @@ def test_a_task_s_package_is_asked_for(monkeypatch):
 
 def test_metrics_of_text_tasks_can_be_bounded():
     options = {"squad": TextTaskOptions(data_path=__file__)}
-    gate = {"squad_f1": Bound(min=0.5)}
+    gate = {"squad_f1": {"min": 0.5}}
     assert problems(tasks=("squad",), gate=gate, **options) == []
 
 
@@ -220,7 +219,7 @@ def test_latency_that_is_off_is_not_checked():
 def test_a_bound_on_a_metric_that_is_not_measured_is_reported():
     (reported,) = problems(
         lambada=LambadaOptions(metrics=["lambada_last_word"]),
-        gate={"lambada_last_token": Bound(min=0.1)},
+        gate={"lambada_last_token": {"min": 0.1}},
     )
     assert reported.startswith(
         "evaluate.gate.lambada_last_token bounds a metric that is not measured"
@@ -264,7 +263,7 @@ def test_a_baseline_that_cannot_be_recorded_is_reported(tmp_path, name):
 
 
 def test_a_relative_bound_without_a_baseline_is_reported():
-    (reported,) = problems(gate={"lambada_last_word": Bound(margin=0.01)})
+    (reported,) = problems(gate={"lambada_last_word": {"margin": 0.01}})
     assert reported.startswith("evaluate.gate.lambada_last_word is relative to a baseline, but")
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from inference.evaluation.options import (
-    Bound,
     EvaluationOptions,
     LambadaOptions,
     LatencyOptions,
@@ -93,7 +92,7 @@ def test_weights_with_a_broken_manifest_are_measured_all_the_same(
 
 
 def test_a_breach_is_in_the_report_and_is_no_error(options, model):
-    report = evaluate(options(gate={"lambada_last_word": Bound(min=0.9)}), FACTS, model=model)
+    report = evaluate(options(gate={"lambada_last_word": {"min": 0.9}}), FACTS, model=model)
     assert report.gate.exit_code == 3
     assert report.gate.of("breached")[0].value == 0.25
 
@@ -127,7 +126,7 @@ def test_a_server_that_goes_before_samples_are_asked_again_is_named(options, mod
     def progress(state):
         model.unavailable = state.done == state.total
 
-    gate = {"lambada_perplexity": Bound(margin=1.0)}
+    gate = {"lambada_perplexity": {"margin": 1.0}}
     asked = options(baseline="compare", baseline_path=path, gate=gate)
     with pytest.raises(EvaluationError, match="refused"):
         evaluate(asked, FACTS, model=model, progress=progress)
@@ -219,19 +218,19 @@ def test_a_language_has_a_bound_of_its_own(options, model, tmp_path):
     asked = options(
         tasks=("xnli",),
         xnli=TextTaskOptions(data_path=data),
-        gate={"xnli_accuracy_de": Bound(min=0.5)},
+        gate={"xnli_accuracy_de": {"min": 0.5}},
         latency=LatencyOptions(enabled=False),
     )
     report = evaluate(asked, FACTS, model=model)
     assert [breach.metric for breach in report.gate.of("breached")] == ["xnli_accuracy_de"]
     with pytest.raises(ValueError, match=r"xnli_accuracy_es .*: xnli_accuracy, xnli_accuracy_de, "):
-        evaluate(replace(asked, gate={"xnli_accuracy_es": Bound(min=0.5)}), FACTS, model=model)
+        evaluate(replace(asked, gate={"xnli_accuracy_es": {"min": 0.5}}), FACTS, model=model)
     assert len(model.requests) == 2  # nothing was asked for a bound that cannot be applied
 
 
 def test_a_recorded_baseline_trips_the_gate_of_a_worse_run(options, model, tmp_path):
     baseline = {"baseline_path": tmp_path / "baseline.json"}
-    gate = {"lambada_last_token": Bound(margin=0.1)}
+    gate = {"lambada_last_token": {"margin": 0.1}}
     assert evaluate(
         options(baseline="update", gate=gate, **baseline), FACTS, model=model
     ).gate.passed
@@ -245,7 +244,7 @@ def test_a_report_with_its_predictions_is_a_baseline(options, model, tmp_path):
     evaluate(options(), FACTS, model=model)
     path = tmp_path / "earlier" / "report.json"
     (tmp_path / "out").rename(path.parent)
-    gate = {"lambada_last_token": Bound(paired="no drop of more than 0 points at 95 %")}
+    gate = {"lambada_last_token": {"paired": "no drop of more than 0 points at 95 %"}}
     asked = options(baseline="compare", baseline_path=path, gate=gate)
     assert evaluate(asked, FACTS, model=model).gate.verdicts[0].samples == 4
     predictions = path.with_name("predictions.jsonl")
@@ -261,7 +260,7 @@ def test_a_report_with_its_predictions_is_a_baseline(options, model, tmp_path):
 def test_a_run_below_its_bounds_does_not_become_the_baseline(options, model, tmp_path):
     path = tmp_path / "baseline.json"
     report = evaluate(
-        options(baseline="update", baseline_path=path, gate={"lambada_last_word": Bound(min=0.9)}),
+        options(baseline="update", baseline_path=path, gate={"lambada_last_word": {"min": 0.9}}),
         FACTS,
         model=model,
     )

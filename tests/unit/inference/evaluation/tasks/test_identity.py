@@ -204,7 +204,7 @@ def test_tolerance_is_that_of_the_coarsest_type_unless_given(
 
 def test_bound_of_the_user_takes_the_place_of_the_tolerance(options: EvaluationOptions) -> None:
     assert options.source_path is not None
-    gate = {"identity_relative_difference": Bound(max=1e-12)}
+    gate = {"identity_relative_difference": {"max": 1e-12}}
     report, _ = run(replace(options, gate=gate), ServedGPT2(options.source_path, error=1e-3))
     assert report.gate.exit_code == 3
     assert "inference.parity" in str(report.gate.of("breached")[0])
