@@ -173,23 +173,18 @@ def _latency(
     if not options.latency.enabled:
         return ()
     architecture = served_architecture(options)
+    rows = (  # samples of the task identity are rows of token ids, written as numbers
+        rows_of(sample.text) if run.task.name == "identity" else [model.encode(sample.text)]
+        for run in runs
+        for sample in run.samples
+    )
     return measure_latency(
         model,
-        _tokens(model, runs),
+        chain.from_iterable(rows),
         options.latency,
         hidden_size=None if architecture is None else architecture.hidden,
         progress=progress,
     )
-
-
-def _tokens(model: TextGenerator, runs: Sequence[TaskRun]) -> Iterator[Sequence[int]]:
-    """Yield the token ids of every sample; those of the task identity are written as numbers."""
-    for run in runs:
-        for sample in run.samples:
-            if run.task.name == "identity":
-                yield from rows_of(sample.text)
-            else:
-                yield model.encode(sample.text)
 
 
 def _task_report(
