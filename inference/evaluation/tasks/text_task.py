@@ -205,7 +205,7 @@ class TextTask(Task):
             text = template.format_map(row.fields)
         except KeyError as error:
             raise ValueError(
-                f"{path}, row {index}: no field {error} for the template {template!r}; it has "
+                f"{path}, row {index + 1}: no field {error} for the template {template!r}; it has "
                 f"{', '.join(row.fields)}."
             ) from None
         group = row.group if self.kind.grouped else ""
@@ -271,7 +271,7 @@ def read_table(path: Path, *, rows: int) -> list[list[float]]:
     import numpy as np
 
     content = path.read_bytes()
-    if not content or len(content) % (rows * 4):
+    if not content or not rows or len(content) % (rows * 4):
         raise ValueError(f"{path} holds {len(content)} bytes, which are not {rows} rows of fp32.")
     table: list[list[float]] = np.frombuffer(content, "<f4").reshape(rows, -1).tolist()
     return table

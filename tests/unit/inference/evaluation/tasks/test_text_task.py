@@ -200,6 +200,8 @@ def test_a_prompt_table_of_another_length_is_refused(tmp_path):
     path.write_bytes(struct.pack("<5f", *range(5)))
     with pytest.raises(ValueError, match="holds 20 bytes, which are not 2 rows"):
         read_table(path, rows=2)
+    with pytest.raises(ValueError, match="holds 20 bytes, which are not 0 rows"):
+        read_table(path, rows=0)  # less than a row of the model's width
 
 
 def test_xnli_is_summed_up_by_language_too(tmp_path, fake_model):
@@ -329,7 +331,7 @@ def test_a_template_may_use_only_fields_of_the_data(tmp_path):
     options = TextTaskOptions(
         data_path=str(lines(tmp_path / "data", BOOLQ[0])), template="{passage} {title}"
     )
-    with pytest.raises(ValueError, match="no field 'title' for the template"):
+    with pytest.raises(ValueError, match="row 1: no field 'title' for the template"):
         make("boolq", options).prepare()
 
 
