@@ -215,18 +215,6 @@ def labelled_rows(path: Path, *texts: str, labels: Mapping[str, str]) -> list[Ro
     return found
 
 
-def summarization_rows(path: Path) -> list[Row]:
-    """Return rows with `article` and `highlights`.
-
-    Raises:
-        ValueError: a row lacks a field.
-    """
-    return [
-        Row({"article": row["article"].strip().replace(" n't", "n't")}, (row["highlights"],))
-        for row in read_rows(path, "article", "highlights")
-    ]
-
-
 def squad_rows(path: Path) -> list[Row]:
     """Return rows with `context`, `question` and all answers, from JSON Lines or official JSON.
 

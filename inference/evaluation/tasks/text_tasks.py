@@ -16,9 +16,10 @@ from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import Metric, Sample, Score
 from inference.evaluation.tasks.datasets import (
     DataSource,
+    Row,
     labelled_rows,
+    read_rows,
     squad_rows,
-    summarization_rows,
     translation_rows,
 )
 from inference.evaluation.tasks.text_task import Measure, TextTaskKind
@@ -187,7 +188,10 @@ _KINDS = (
     ),
     TextTaskKind(
         "summarization",
-        lambda path, _: summarization_rows(path),
+        lambda path, _: [
+            Row({"article": row["article"].strip().replace(" n't", "n't")}, (row["highlights"],))
+            for row in read_rows(path, "article", "highlights")
+        ],
         tuple(
             Measure(kind, kind, _ROUGE_METHOD, partial(rouge, kind), is_share=False)
             for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")
