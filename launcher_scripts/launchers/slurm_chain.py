@@ -13,12 +13,7 @@ from dataclasses import replace
 
 from launcher_scripts.launchers.base import AFTER_END, Job, Launcher, SubmissionError
 from launcher_scripts.launchers.slurm_script import log_path
-from launcher_scripts.launchers.slurm_state import (
-    cancel,
-    our_state,
-    release,
-    slurm_state,
-)
+from launcher_scripts.launchers.slurm_state import cancel, release, slurm_state
 from stages import record
 from stages.base import Summary
 from stages.deploy import DeployStage
@@ -139,11 +134,11 @@ class _Keeper:
             if is_held and time.time() >= self._may_start_at:
                 is_held, pause_s = bool(release(self._successor)), _ASK_S
                 self._may_start_at = time.time() + pause_s  # if Slurm does not answer
-            answer = slurm_state(self._successor)
-            state = record.SUBMITTED if answer is None else our_state(answer.word)
-            if state in record.FINAL_STATES:
-                return f"has ended before it served (Slurm: {answer.word if answer else ''})"
-            if state == record.RUNNING:
+            if (answer := slurm_state(self._successor)) is None:
+                continue
+            if answer.state in record.FINAL_STATES:
+                return f"has ended before it served (Slurm: {answer.word})"
+            if answer.state == record.RUNNING:
                 runs_since = runs_since or time.time()
                 if time.time() - runs_since > ready_s:
                     cancel(self._successor)
