@@ -12,13 +12,7 @@ from submitit.core.utils import pickle_load
 
 from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.launchers.base import Job, clean_environment
-from launcher_scripts.launchers.bcp_executor import (
-    MPIRUN,
-    TIMED_OUT,
-    BcpExecutor,
-    BcpJob,
-    runner,
-)
+from launcher_scripts.launchers.bcp_executor import MPIRUN, TIMED_OUT, BcpExecutor, BcpJob, runner
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher, log_of
 from stages import record
 from stages.base import Stage
@@ -56,14 +50,7 @@ class BcpHandle(LocalHandle):
             error = f"the time limit of {limit_min} minutes has passed"
         if error is None:
             return state
-        record.update_record(
-            self.job.record_path,
-            self.job_id,
-            state=record.FAILED,
-            exit_code=1,
-            error=error,
-            ended_at=record.now(),
-        )
+        self._note_end(record.FAILED, error)
         return record.FAILED
 
     def _failed_task(self) -> str | None:

@@ -85,9 +85,12 @@ class LocalHandle(JobHandle):
             state, error = record.LOST, "the job ended without a result: killed, or out of memory"
         else:
             state, error = record.FAILED, "the job failed before the stage began"
+        self._note_end(state, error)
+        return state
+
+    def _note_end(self, state: str, error: str) -> None:
         changes = {"state": state, "ended_at": record.now(), "exit_code": 1, "error": error}
         record.update_record(self.job.record_path, self.job_id, **changes)
-        return state
 
     def _result(self) -> str | None:
         """Return `success` or `error`, or None when the job left no result."""
@@ -124,12 +127,11 @@ class LocalLauncher(Launcher):
             sys.executable, "main.py", f"--config-path={config.parent}",
             f"--config-name={config.name}", f"stages=[{job.stage.name}]",
         ]  # fmt: skip
-        exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
         lines = [
             "#!/bin/bash",
             f"# Repeats the job {job.name} ({job.stage.name}).",
             "set -euo pipefail",
-            *exports,
+            *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
             f"cd {shlex.quote(str(CHECKOUT))}",
             f"exec {shlex.join(command)}",
         ]
