@@ -103,8 +103,9 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
     evaluate = planned.get("evaluate")
     if "deploy" in planned and evaluate and not (evaluate.runs or config.deploy.keep):
         reason = "not needed: the evaluation is finished"  # the only stage that needs the server
-        dropped = {"runs": False, "state": "not needed", "reason": reason}
-        planned["deploy"] = replace(planned["deploy"], **dropped)
+        planned["deploy"] = replace(
+            planned["deploy"], runs=False, state="not needed", reason=reason
+        )
     stages = [planned[name] for name in STAGES if name in planned]
     to_run = [each for each in stages if each.runs]
     for each in to_run:

@@ -183,15 +183,15 @@ class Run:
 
     def records(self) -> dict[str, record.JobRecord | None]:
         """Return the records of the jobs that were submitted, by stage name."""
-        return {name: self._record(handle) for name, handle in self.handles.items()}
-
-    def _record(self, handle: JobHandle) -> record.JobRecord | None:
-        found = record.read_record(handle.job.record_path)
-        if found is None or found.job_id == handle.job_id or not self.launcher.in_foreground:
-            return found
-        # Another command has run the stage in the same folder since.
-        state = handle.poll() or found.state
-        return record.JobRecord(handle.job_id, found.stage, found.name, state)
+        found = {}
+        for name, handle in self.handles.items():
+            each = record.read_record(handle.job.record_path)
+            if each and each.job_id != handle.job_id and self.launcher.in_foreground:
+                # Another command has run the stage in the same folder since.
+                state = handle.poll() or each.state
+                each = record.JobRecord(handle.job_id, each.stage, each.name, state)
+            found[name] = each
+        return found
 
     def _submit(self, name: str) -> JobHandle:
         job = self.jobs[name]

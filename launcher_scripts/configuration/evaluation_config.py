@@ -53,12 +53,27 @@ def evaluation_config(config: Config, context: Context) -> EvaluateConfig:
             "with deploy.server=triton."
         )
     endpoint_path = Path(config.export.run.results_dir) / "deploy" / ENDPOINT_NAME
+    model, triton = config.export.model, config.export.triton_deployment
+    facts = RunFacts(
+        name=config.export.run.model_train_name,
+        checkpoint=model.checkpoint_path,
+        engine=config.deploy.engine,
+        tp_size=model.tensor_model_parallel_size,
+        pp_size=triton.pipeline_model_parallel_size,
+        weight_data_type=model.weight_data_type,
+        data_type=triton.data_type,
+        int8_mode=int(triton.int8_mode),
+        max_batch_size=triton.max_batch_size,
+        cluster=config.cluster_type,
+        command=context.command,
+        git_revision=context.git_revision,
+    )
     return EvaluateConfig(
         options=_evaluation_options(config, server),
         deploy=server,
         endpoint_path=endpoint_path if follows else None,
         stops_server=follows and not config.deploy.keep,
-        facts=_facts(config, context),
+        facts=facts,
     )
 
 
@@ -104,21 +119,3 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
     if (reference := section.reference) not in REFERENCES:  # a known word, or a file
         reference = str(Path(reference).expanduser().absolute())
     return replace(options, reference=reference)
-
-
-def _facts(config: Config, context: Context) -> RunFacts:
-    model, triton = config.export.model, config.export.triton_deployment
-    return RunFacts(
-        name=config.export.run.model_train_name,
-        checkpoint=model.checkpoint_path,
-        engine=config.deploy.engine,
-        tp_size=model.tensor_model_parallel_size,
-        pp_size=triton.pipeline_model_parallel_size,
-        weight_data_type=model.weight_data_type,
-        data_type=triton.data_type,
-        int8_mode=int(triton.int8_mode),
-        max_batch_size=triton.max_batch_size,
-        cluster=config.cluster_type,
-        command=context.command,
-        git_revision=context.git_revision,
-    )

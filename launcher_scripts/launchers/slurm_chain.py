@@ -27,6 +27,10 @@ _HELD_ASK_S, _ASK_S = 60.0, 5.0
 _STARTS = 3  # of a job that have room before the end of its predecessor
 _LONGEST_PAUSE_S = 300.0  # before a further attempt
 _LATE_S = 300.0  # beyond deploy.ready_timeout_s: a node may fetch its container first
+# What the records of all jobs of a chain have in common.
+_SHARED = (
+    *("stage", "name", "cluster", "submitted_at", "git_revision", "config_sha256", "outputs"),
+)
 
 
 def serve_in_chain(
@@ -164,18 +168,12 @@ class _Keeper:
         if found is None or found.job_id == self._id:
             return
         claimed = record.JobRecord(
+            **{name: getattr(found, name) for name in _SHARED},
             job_id=self._id,
-            stage=found.stage,
-            name=found.name,
             state=record.READY,
-            cluster=found.cluster,
             host=node_name(),
             log=str(log_path(self._job, self._id)),
-            submitted_at=found.submitted_at,
             started_at=self._started_at,
-            git_revision=found.git_revision,
-            config_sha256=found.config_sha256,
-            outputs=found.outputs,
             predecessor=self._stage.predecessor,
         )
         record.write_record(path, claimed)
