@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError
+from jinja2 import TemplateError
 from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -28,7 +28,6 @@ from inference.front.guard import RejectedError
 # four bytes, each perhaps a token, and SentencePiece looks at the token before.
 WINDOW = 8
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-_DEFAULT = "default"
 
 
 class Codec:
@@ -153,7 +152,21 @@ class ChatTemplate:
         self.source = source
         self.end_token = tokens.get("eos_token", "")
         self._tokens = dict(tokens)
-        self._template = _compiled(source)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
+            optimized=False,  # which would compute constants, however large, while it compiles
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {
+            "raise_exception": _raise,
+            "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+        }
+        try:
+            self._template = environment.from_string(source)
+        except (TemplateError, RecursionError) as error:
+            raise ValueError(str(error)) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the prompt for the answer to a conversation, unless the template refuses it."""
@@ -180,48 +193,28 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     try:
         if path.is_file():
             settings = tokenizer_settings(path)
-        source = own.read_text(encoding="utf-8") if own.is_file() else _source(settings)
+        source = settings.get("chat_template")
+        if own.is_file():
+            source = own.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(f"the tokenizer's settings in {folder} cannot be read: {error}") from error
-    if source is None:
+    if isinstance(source, list):  # of several templates the one called default
+        named = (
+            each for each in source if isinstance(each, dict) and each.get("name") == "default"
+        )
+        source = next(named, {}).get("template")
+    if not isinstance(source, str):
         return None
-    tokens = {name: _text_of(settings.get(name)) for name in _SPECIAL_TOKENS}
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        token = settings.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text:
+            tokens[name] = text
     try:
-        return ChatTemplate(source, {name: text for name, text in tokens.items() if text})
+        return ChatTemplate(source, tokens)
     except ValueError as error:
         raise ValueError(f"the chat template in {folder} is not one: {error}") from error
-
-
-def _source(settings: Mapping[str, Any]) -> str | None:
-    """Return the template in a tokenizer's settings: the only one, or the one called default."""
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        named = [each for each in found if isinstance(each, dict) and each.get("name") == _DEFAULT]
-        found = named[0].get("template") if named else None
-    return found if isinstance(found, str) else None
-
-
-def _text_of(token: Any) -> str:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
-
-
-def _compiled(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _Generation],
-        optimized=False,  # which would compute constants, however large, while it compiles
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
-    }
-    try:
-        return environment.from_string(source)
-    except (TemplateError, RecursionError) as error:
-        raise ValueError(str(error)) from error
 
 
 class _Generation(Extension):

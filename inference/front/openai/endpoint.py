@@ -15,7 +15,6 @@ from typing import Any
 from aiohttp import web
 
 from inference.front.guard import Guard, RejectedError, refusal
-from inference.front.openai.answers import Array
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun
 from inference.front.openai.prepare import (
@@ -27,15 +26,14 @@ from inference.front.openai.prepare import (
     prepare_embeddings,
     tokenize,
 )
-from inference.front.openai.requests import EmbeddingRequest
-from inference.front.openai.served import TritonModel, is_ready, served_models, until_ready
+from inference.front.openai.served import TritonModel, is_ready, served_models
 from inference.front.strict_json import MOST_JSON_BYTES
 from inference.front.upstream import FrontContext, Upstream
 from inference.front.workers import Workers
 
 HEALTH_PATH = "/health"
 _MODELS_PATH = "/v1/models"
-_OWNER = "slipway"
+_POLL_S = 0.2
 _EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
 # What reads a request, what its id begins with, and the kinds of a whole answer and of a chunk.
@@ -80,8 +78,8 @@ class OpenAIEndpoint:
             ("POST", "/v1/embeddings"): self._embeddings,
             # As vLLM has them; lm-evaluation-harness then needs no tokenizer of its own.
             ("GET", "/tokenizer_info"): self._tokenizer_info,
-            ("POST", "/tokenize"): self._tokenize,
-            ("POST", "/detokenize"): self._detokenize,
+            ("POST", "/tokenize"): partial(self._converted, tokenize),
+            ("POST", "/detokenize"): partial(self._converted, detokenize),
         }
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -146,7 +144,7 @@ class OpenAIEndpoint:
         return web.json_response(self._described(name))
 
     def _described(self, name: str) -> dict[str, Any]:
-        about = {"id": name, "object": "model", "created": self._created, "owned_by": _OWNER}
+        about = {"id": name, "object": "model", "created": self._created, "owned_by": "slipway"}
         return about | {"max_model_len": self._models[name].facts.context_len}
 
     async def _generated(
@@ -179,9 +177,15 @@ class OpenAIEndpoint:
         count = sum(map(len, rows))
 
         def body() -> bytes:
+            if asked.encoding_format == "float":
+                written = vectors.tolist()
+            else:
+                written = [
+                    base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors
+                ]
             data = [
-                {"object": "embedding", "index": number, "embedding": _written(asked, vector)}
-                for number, vector in enumerate(vectors)
+                {"object": "embedding", "index": number, "embedding": each}
+                for number, each in enumerate(written)
             ]
             usage = {"prompt_tokens": count, "total_tokens": count}
             answer = {"object": "list", "data": data, "model": asked.model, "usage": usage}
@@ -196,18 +200,10 @@ class OpenAIEndpoint:
     async def _tokenizer_info(self, _: web.BaseRequest) -> web.Response:
         return web.json_response(self._codec.description())
 
-    async def _tokenize(self, request: web.BaseRequest) -> web.Response:
-        tokens = await self._read(request, tokenize)
-        return web.json_response({"tokens": tokens, "count": len(tokens)})
-
-    async def _detokenize(self, request: web.BaseRequest) -> web.Response:
-        return web.json_response({"prompt": await self._read(request, detokenize)})
-
-
-def _written(asked: EmbeddingRequest, vector: Array) -> str | list[float]:
-    if asked.encoding_format == "float":
-        return [float(each) for each in vector]
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    async def _converted(
+        self, work: Callable[[CodecFiles, bytes], Any], request: web.BaseRequest
+    ) -> web.Response:
+        return web.json_response(await self._read(request, work))
 
 
 def _for_clients(error: Exception) -> RejectedError:
@@ -279,7 +275,8 @@ async def open_endpoint(
     Raises ValueError if it has no text model, or no tokenizer that can be read here.
     """
     channel, repository = upstream.channel, upstream.repository
-    await until_ready(channel)
+    while not await is_ready(channel, ()):
+        await asyncio.sleep(_POLL_S)
     await upstream.streams.open(upstream.sockets.folder)
     models, text_model, parameters = await served_models(upstream, context.cancellations)
     if not models:

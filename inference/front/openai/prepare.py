@@ -157,15 +157,17 @@ def prepare_embeddings(
     return request.model_copy(update={"input": ()}), rows
 
 
-def tokenize(texts: CodecFiles, data: bytes) -> list[int]:
-    """Return the tokens of a text, as a body of /tokenize asks. Raises RejectedError."""
+def tokenize(texts: CodecFiles, data: bytes) -> dict[str, Any]:
+    """Return the answer to a body of /tokenize: the tokens of a text. Raises RejectedError."""
     request = read_request(TokenizeRequest, parse_json(data))
-    return texts.codec().tokenize(request.prompt, special=request.add_special_tokens)
+    tokens = texts.codec().tokenize(request.prompt, special=request.add_special_tokens)
+    return {"tokens": tokens, "count": len(tokens)}
 
 
-def detokenize(texts: CodecFiles, data: bytes) -> str:
-    """Return the text of tokens, as a body of /detokenize asks. Raises RejectedError."""
-    return texts.codec().text(read_request(DetokenizeRequest, parse_json(data)).tokens)
+def detokenize(texts: CodecFiles, data: bytes) -> dict[str, Any]:
+    """Return the answer to a body of /detokenize: the text of tokens. Raises RejectedError."""
+    request = read_request(DetokenizeRequest, parse_json(data))
+    return {"prompt": texts.codec().text(request.tokens)}
 
 
 def model_facts(models: Mapping[str, Any], name: str) -> Any:
