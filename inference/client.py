@@ -156,7 +156,10 @@ def opened_client(
     Raises ValueError for another URL, or one with another protocol than --protocol.
     """
     if (arguments.url or "").endswith(".json"):
-        arguments.url = _published(Path(arguments.url), arguments.protocol or default_protocol)
+        protocol = arguments.protocol or default_protocol
+        endpoint = published_endpoint(Path(arguments.url), protocol)
+        address = host_and_port(endpoint["host"], endpoint[protocol])
+        arguments.url = f"{protocol}{'s' if endpoint['uses_tls'] else ''}://{address}"
     scheme, _, address = (arguments.url or "").rpartition("://")
     credentials = Credentials(
         uses_tls=scheme in _TLS_SCHEMES or arguments.ca is not None,
@@ -177,13 +180,6 @@ def opened_client(
     arguments.url = address or DEFAULT_URLS[protocol]
     more |= {"timeout_s": arguments.timeout_s, "credentials": credentials}
     return TritonClient(arguments.url, protocol=protocol, **more)
-
-
-def _published(path: Path, protocol: str) -> str:
-    """Return the URL of the server whose address a deploy job has published."""
-    endpoint = published_endpoint(path, protocol)
-    tls = "s" if endpoint["uses_tls"] else ""
-    return f"{protocol}{tls}://{host_and_port(endpoint['host'], endpoint[protocol])}"
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -29,7 +29,6 @@ Outputs = dict[str, "np.ndarray[Any, Any]"]
 PROTOCOLS = ("grpc", "http")
 DEFAULT_URLS = {name: f"localhost:{TRITON_PORTS[name]}" for name in PROTOCOLS}
 DEFAULT_IN_FLIGHT = 64
-_TEXT_INPUTS = {"prompt": "INPUT_0", "output_len": "INPUT_1"}
 # Text input, ids and lengths of the models that encode text.
 _ENCODERS = (
     ("QUERY", "INPUT_ID", "REQUEST_INPUT_LEN"),
@@ -240,7 +239,7 @@ class TritonClient:
         types = self.input_types(self.ensemble_name)
         values = {_OPTION_NAMES.get(k, k): v for k, v in (options or {}).items() if v is not None}
         if unknown := sorted(set(values) - set(types)):
-            taken = ", ".join(sorted(set(types) - {*_TEXT_INPUTS.values()}))
+            taken = ", ".join(sorted(set(types) - {"INPUT_0", "INPUT_1"}))
             raise ValueError(
                 f"{self.ensemble_name} takes no {', '.join(unknown)}; its options are: {taken}."
             )
