@@ -30,7 +30,6 @@ _SHORT = {"runtime_top_k": "--top-k", "runtime_top_p": "--top-p", "random_seed":
 _TEXT_KEYS = ("protocol", "url", "model_name")
 _SESSION_KEYS = ("sequence_id", "sequence_start", "sequence_end")
 _TLS_SCHEMES = {"https": "http", "grpcs": "grpc"}
-_NOT_FLAGS = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +46,12 @@ def finished(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
     try:
         return run(arguments)
     except (InferenceServerException, ConnectionError, socket.gaierror) as error:
-        return _failed(f"{arguments.url or 'the server'}: {_server_words(error)}")
+        words = str(error if isinstance(error, OSError) else error.message() or error)
+        if "failed to connect" in words or "Connection refused" in words:
+            words = "no server answers there; is it running, and are host, port and protocol right?"
+        elif isinstance(error, socket.gaierror) or "DNS resolution failed" in words:
+            words = "no such host; write host:port, http://host:port or grpc://host:port"
+        return _failed(f"{arguments.url or 'the server'}: {words}")
     except (ValueError, OSError) as error:
         return _failed(str(error))
     except _NobodyReadsError:
@@ -58,15 +62,6 @@ def finished(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
 
 class _NobodyReadsError(Exception):
     """Standard output was closed, as by `| head`."""
-
-
-def _server_words(error: Any) -> str:
-    text = str(error if isinstance(error, OSError) else error.message() or error)
-    if "failed to connect" in text or "Connection refused" in text:
-        return "no server answers there; is it running, and are host, port and protocol right?"
-    if isinstance(error, socket.gaierror) or "DNS resolution failed" in text:
-        return "no such host; write host:port, http://host:port or grpc://host:port"
-    return text
 
 
 def print_now(text: str = "", end: str = "\n") -> None:
@@ -89,7 +84,8 @@ def option_tensors() -> list[TensorSignature]:
     """Return every optional input that a text request can carry, by its contract name."""
     every = [tensor for model in (T5, GPT) for tensor in ensemble(model).inputs]
     found = {tensor.name: tensor for tensor in every if tensor.optional}
-    return [tensor for name, tensor in found.items() if name not in _NOT_FLAGS]
+    # Words have flags of their own.
+    return [tensor for name, tensor in found.items() if not name.startswith("INPUT_")]
 
 
 def _parser() -> argparse.ArgumentParser:

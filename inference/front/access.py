@@ -194,14 +194,13 @@ def published_endpoint(path: Path, *names: str) -> dict[str, Any]:
     Raises OSError, or ValueError if the file is another.
     """
     endpoint = json_object(read_file(path), path)
-    if missing := [key for key in ("host", "uses_tls", *names) if key not in endpoint]:
-        raise ValueError(f"{path} is not the endpoint.json of a deploy job: no {missing[0]} in it.")
     kinds = {"host": str, "uses_tls": bool, "job_id": str}
+    problem = f"{path} is not the endpoint.json of a deploy job: "
     for key in ("host", "uses_tls", *names):
+        if key not in endpoint:
+            raise ValueError(f"{problem}no {key} in it.")
         if not isinstance(value := endpoint[key], kinds.get(key, (int, NoneType))):
-            raise ValueError(
-                f"{path} is not the endpoint.json of a deploy job: its {key} is {str(value)[:40]}."
-            )
+            raise ValueError(f"{problem}its {key} is {str(value)[:40]}.")
     return endpoint
 
 

@@ -260,18 +260,11 @@ class TritonClient:
 
         Prompts are sent `rows_per_request` at a time, many requests in flight.
         """
-        groups = [
-            prompts[start : start + rows_per_request]
-            for start in range(0, len(prompts), rows_per_request)
-        ]
-        futures = [
-            self.infer_async(
-                self.ensemble_name,
-                self.text_request(group, output_len=output_len, options=options),
-                outputs=["OUTPUT_0"],
-            )
-            for group in groups
-        ]
+        futures = []
+        for first in range(0, len(prompts), rows_per_request):
+            group = prompts[first : first + rows_per_request]
+            inputs = self.text_request(group, output_len=output_len, options=options)
+            futures.append(self.infer_async(self.ensemble_name, inputs, outputs=["OUTPUT_0"]))
         return [row for future in futures for row in as_texts(future.result()["OUTPUT_0"])]
 
     def stream_text(
