@@ -16,7 +16,6 @@ from inference.front.openai.codec import WINDOW, Codec
 _MOST_PENDING = 16  # tokens that are held back for a character that does not end
 Array = np.ndarray[Any, np.dtype[Any]]
 Place = tuple[float | None, tuple[tuple[int, float], ...]]
-FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Answer:
     best: int | None = None  # number of best tokens to report in each place, None to report none
     text: str = field(default="", init=False)  # without what could become one of the stops
     tokens: int = field(default=0, init=False)  # that count, the end token included
-    finish_reason: FinishReason | None = field(default=None, init=False)  # None while it grows
+    finish_reason: Literal["stop", "length", None] = field(default=None, init=False)
     scored: list[ScoredToken] = field(default_factory=list, init=False)
     cum_log_prob: float = field(default=0.0, init=False)
     has_begun: bool = field(default=False, init=False)  # a chunk of it was sent

@@ -47,7 +47,7 @@ class Codec:
         suffix: Sequence[int] = (),
     ) -> None:
         """Take what a served model was exported with; `suffix` has tokens after every prompt."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._template = template
         self._suffix = tuple(suffix)
         self.end_ids = frozenset(end_ids)
@@ -57,7 +57,7 @@ class Codec:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a prompt, with the markers that the model expects around it."""
-        return (*self._tokenizer.encode(text, special=True), *self._suffix)
+        return (*self.tokenizer.encode(text, special=True), *self._suffix)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the tokens of a conversation, which the template may refuse, or none is there."""
@@ -67,42 +67,34 @@ class Codec:
                 code="no_chat_template",
             )
         # A template writes every marker itself.
-        return tuple(self._tokenizer.encode(self._template.render(messages)))
+        return tuple(self.tokenizer.encode(self._template.render(messages)))
 
     def description(self) -> dict[str, str | None]:
         """Return the tokens that mark the end and the beginning of a text, and the template."""
-        end, prefix = sorted(self.end_ids)[:1], self._tokenizer.prefix_ids
+        end, prefix = sorted(self.end_ids)[:1], self.tokenizer.prefix_ids
         return {
-            "eos_token": self._tokenizer.decode(end) if end else None,
-            "bos_token": self._tokenizer.decode(prefix[:1]) if prefix else None,
+            "eos_token": self.tokenizer.decode(end) if end else None,
+            "bos_token": self.tokenizer.decode(prefix[:1]) if prefix else None,
             "chat_template": None if self._template is None else self._template.source,
         }
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of a text; that of the end token, spelled, is the end token."""
         end = sorted(self.end_ids)[:1]
-        if end and text == self._tokenizer.decode(end):
+        if end and text == self.tokenizer.decode(end):
             return end
-        return list(self.encode(text)) if special else self._tokenizer.encode(text)
-
-    def single_token(self, word: str) -> list[int]:
-        """Return the tokens that are a word by themselves."""
-        return [ids[0] for ids in self._tokenizer.word_forms(word) if len(ids) == 1]
+        return list(self.encode(text)) if special else self.tokenizer.encode(text)
 
     def text_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
         """Return the text that `ids` add to that of `before`."""
-        special = self._tokenizer.special_ids
+        special = self.tokenizer.special_ids
         shown = [index for index in ids if index not in special and index not in self.end_ids]
         window = [index for index in before[-WINDOW:] if index not in special]
-        start = self._tokenizer.decode(window)
-        whole = self._tokenizer.decode([*window, *shown])
+        start = self.tokenizer.decode(window)
+        whole = self.tokenizer.decode([*window, *shown])
         if whole.startswith(start):
             return whole[len(start) :]
-        return self._tokenizer.decode(shown)
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Return the text of a prompt that was given as tokens."""
-        return self._tokenizer.decode(ids)
+        return self.tokenizer.decode(shown)
 
     def piece(self, before: Sequence[int], token: int) -> str:
         """Return what a token adds to a text; markers as they are spelled.
@@ -110,13 +102,13 @@ class Codec:
         A token that leaves a character incomplete adds nothing, the one that completes it all.
         """
         window = list(before[-WINDOW:])
-        start = self._tokenizer.decode(window, partial=True)
-        whole = self._tokenizer.decode([*window, token], partial=True)
-        return whole[len(start) :] if whole.startswith(start) else self._tokenizer.decode([token])
+        start = self.tokenizer.decode(window, partial=True)
+        whole = self.tokenizer.decode([*window, token], partial=True)
+        return whole[len(start) :] if whole.startswith(start) else self.tokenizer.decode([token])
 
     def name(self, before: Sequence[int], token: int) -> str:
         """Return what an alternative token would add, by itself where that is nothing."""
-        return self.piece(before, token) or self._tokenizer.decode([token])
+        return self.piece(before, token) or self.tokenizer.decode([token])
 
 
 @dataclass(frozen=True)
@@ -132,6 +124,10 @@ class CodecFiles:
     def codec(self) -> Codec:
         """Return the codec. Raises ValueError if a file cannot be read."""
         return _codec(self)
+
+    def load(self) -> None:
+        """Read the files before the first request."""
+        self.codec()
 
 
 @functools.lru_cache(maxsize=2)  # that of a server that ends, and of its successor

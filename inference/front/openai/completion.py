@@ -187,17 +187,16 @@ class CompletionRun:
         if (new := answer.unsent()) is None:
             return None
         number = run.number * self._request.sampling.n + place
-        if not self._request.is_chat:
-            return self._part(number, run, answer, *new, is_first=is_first)
-        delta = ({"role": "assistant"} if is_first else {}) | {"content": new[0]}
-        return self._part(number, run, answer, *new) | {"delta": delta}
+        part = self._part(number, run, answer, *new, is_first=is_first)
+        if self._request.is_chat:
+            part["delta"] = ({"role": "assistant"} if is_first else {}) | {"content": new[0]}
+        return part
 
     def _choice(self, number: int, run: PromptRun, answer: Answer) -> dict[str, Any]:
-        choice = self._part(number, run, answer, answer.text, answer.scored)
-        if not self._request.is_chat:
-            return choice
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        return choice | {"message": message}
+        part = self._part(number, run, answer, answer.text, answer.scored)
+        if self._request.is_chat:
+            part["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
+        return part
 
     def _part(
         self,

@@ -19,7 +19,6 @@ from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun
 from inference.front.openai.prepare import (
     detokenize,
-    load_codec,
     model_facts,
     prepare_chat,
     prepare_completion,
@@ -115,8 +114,7 @@ class OpenAIEndpoint:
         except ConnectionError:  # the client has left, in the middle of its body or of a stream
             raise
         except Exception as error:
-            refused = _for_clients(error)
-            return refusal(refused, _error_body(refused))
+            return refusal(*_refused(error))
 
     def _handler(self, request: web.BaseRequest) -> Callable[[web.BaseRequest], Answer]:
         method, path = request.method, request.path
@@ -206,27 +204,22 @@ class OpenAIEndpoint:
         return web.json_response(await self._read(request, work))
 
 
-def _for_clients(error: Exception) -> RejectedError:
-    """Return the error that a client gets; that of this program is for the log alone."""
-    if isinstance(error, RejectedError):
-        return error
-    logger.error("a request failed", exc_info=error)
-    return RejectedError("the endpoint failed; its log says why", HTTPStatus.INTERNAL_SERVER_ERROR)
-
-
-def _error_body(error: RejectedError) -> dict[str, Any]:
-    """Return an error as OpenAI's API sends it."""
+def _refused(error: Exception) -> tuple[RejectedError, dict[str, Any]]:
+    """Return the error that a client gets, and the same as OpenAI's API sends it."""
+    if not isinstance(error, RejectedError):  # of this program, for the log alone
+        logger.error("a request failed", exc_info=error)
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        error = RejectedError("the endpoint failed; its log says why", status)
     # LiteLLM knows a wrong key by the code and the first words.
     is_key = error.status == HTTPStatus.UNAUTHORIZED
     is_server = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-    return {
-        "error": {
-            "message": ("Incorrect API key provided, or none: " if is_key else "") + str(error),
-            "type": "server_error" if is_server else "invalid_request_error",
-            "param": error.param,
-            "code": "invalid_api_key" if is_key else error.code,
-        }
+    body = {
+        "message": ("Incorrect API key provided, or none: " if is_key else "") + str(error),
+        "type": "server_error" if is_server else "invalid_request_error",
+        "param": error.param,
+        "code": "invalid_api_key" if is_key else error.code,
     }
+    return error, {"error": body}
 
 
 def _opened(about: Mapping[str, Any]) -> bytes:
@@ -255,7 +248,7 @@ async def _streamed(
     except Exception as error:
         if response is None or isinstance(error, ConnectionError):
             raise
-        body = json.dumps(_error_body(_for_clients(error))).encode()
+        body = json.dumps(_refused(error)[1]).encode()
         await response.write(b"data: " + body + b"\n\n")
         await response.write_eof()
         return response
@@ -299,11 +292,10 @@ async def open_endpoint(
         suffix=end_ids if parameters.get("append_end_id") == "1" else (),
         changed_ns=max((path.stat().st_mtime_ns for path in tokenizer.iterdir()), default=0),
     )
-    load_codec(texts)
-    await context.workers.start(partial(load_codec, texts))
-    named = {model.facts.name: model for model in models}
+    texts.load()
+    await context.workers.start(texts.load)
 
     async def answers() -> bool:
-        return context.is_ready() and await is_ready(channel, tuple(named))
+        return context.is_ready() and await is_ready(channel, tuple(models))
 
-    return OpenAIEndpoint(named, texts, guard, context.workers, is_ready=answers)
+    return OpenAIEndpoint(models, texts, guard, context.workers, is_ready=answers)

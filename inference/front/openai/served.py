@@ -188,7 +188,7 @@ async def is_ready(channel: grpc.aio.Channel, models: Sequence[str]) -> bool:
 
 async def served_models(
     upstream: Upstream, cancellations: Cancellations
-) -> tuple[list[TritonModel], str, dict[str, str]]:
+) -> tuple[dict[str, TritonModel], str, dict[str, str]]:
     """Return the models that complete or encode token ids, without sessions, and a text model.
 
     The server is ready. Of the model that encodes texts the name, or "", and the parameters are
@@ -196,7 +196,7 @@ async def served_models(
     """
     channel = upstream.channel
     index = await _ask(channel, "RepositoryIndex", timeout_s=_OPENING_S)
-    found: list[TritonModel] = []
+    found: dict[str, TritonModel] = {}
     texts: dict[str, dict[str, str]] = {}
     for name in sorted({model.name for model in index.models}):
         reply = await _ask(channel, "ModelConfig", timeout_s=_OPENING_S, name=name)
@@ -220,7 +220,7 @@ async def served_models(
             streams=config.model_transaction_policy.decoupled,
             encodes=encodes,
         )
-        found.append(TritonModel(upstream, facts, cancellations))
+        found[name] = TritonModel(upstream, facts, cancellations)
     text_model = next((name for name in _TEXT_MODELS if name in texts), "")
     return found, text_model, texts.get(text_model, {})
 
