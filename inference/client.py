@@ -34,7 +34,30 @@ _TLS_SCHEMES = {"https": "http", "grpcs": "grpc"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 after a failed request or 2 for wrong arguments."""
-    arguments = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m inference.client", description=__doc__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    of = {name: commands.add_parser(name, help=text) for name, (_, text) in _COMMANDS.items()}
+    add = of["generate"].add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="texts to continue")
+    add("--file", type=Path, help="further prompts, one on each line")
+    add("--json", action="store_true", help="print a JSON list of lists of texts")
+    add("--rows-per-request", type=int, default=1, help="prompts in one request (default 1)")
+    add("--in-flight", type=int, default=DEFAULT_IN_FLIGHT, help="requests sent at the same time")
+    of["stream"].add_argument("prompt", metavar="PROMPT")
+    _add_generation(of["generate"])
+    _add_generation(of["stream"])
+    add = of["encode"].add_argument
+    add("texts", nargs="+", metavar="TEXT")
+    add("-m", "--model", default="preprocessing",
+        help="preprocessing (default), or the tokenizer of an encoder")  # fmt: skip
+    add = of["request"].add_argument
+    add("file", type=Path, nargs="?", metavar="FILE.json")
+    add("--params", default="{}", help="JSON merged over the file")
+    add("-t", "--test", action="store_true", help="fail unless each frame adds exactly one token")
+    for name, command in of.items():
+        command.set_defaults(run=_COMMANDS[name][0])
+        add_connection_options(command)
+    arguments = parser.parse_args(argv)
     return finished(arguments.run, arguments)
 
 
@@ -86,33 +109,6 @@ def option_tensors() -> list[TensorSignature]:
     found = {tensor.name: tensor for tensor in every if tensor.optional}
     # Words have flags of their own.
     return [tensor for name, tensor in found.items() if not name.startswith("INPUT_")]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m inference.client", description=__doc__)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    of = {name: commands.add_parser(name, help=text) for name, (_, text) in _COMMANDS.items()}
-    add = of["generate"].add_argument
-    add("prompts", nargs="*", metavar="PROMPT", help="texts to continue")
-    add("--file", type=Path, help="further prompts, one on each line")
-    add("--json", action="store_true", help="print a JSON list of lists of texts")
-    add("--rows-per-request", type=int, default=1, help="prompts in one request (default 1)")
-    add("--in-flight", type=int, default=DEFAULT_IN_FLIGHT, help="requests sent at the same time")
-    of["stream"].add_argument("prompt", metavar="PROMPT")
-    _add_generation(of["generate"])
-    _add_generation(of["stream"])
-    add = of["encode"].add_argument
-    add("texts", nargs="+", metavar="TEXT")
-    add("-m", "--model", default="preprocessing",
-        help="preprocessing (default), or the tokenizer of an encoder")  # fmt: skip
-    add = of["request"].add_argument
-    add("file", type=Path, nargs="?", metavar="FILE.json")
-    add("--params", default="{}", help="JSON merged over the file")
-    add("-t", "--test", action="store_true", help="fail unless each frame adds exactly one token")
-    for name, command in of.items():
-        command.set_defaults(run=_COMMANDS[name][0])
-        add_connection_options(command)
-    return parser
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:

@@ -182,7 +182,6 @@ class TritonClient:
         return getattr(self._held.client, method)(*args, **more)
 
     def _config(self, model: str) -> dict[str, Any]:
-        """Return a model's configuration as JSON, which is cached."""
         if model not in self._configs:
             more = {"as_json": True} if self._is_grpc else {}
             found = self._call("get_model_config", model, **more)
