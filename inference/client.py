@@ -238,13 +238,12 @@ def _health(arguments: argparse.Namespace) -> int:
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` with `over` merged in: dictionaries merge, anything else is replaced."""
-    result = dict(base)
-    for key, value in over.items():
-        if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
-            result[key] = merged(result[key], value)
-        else:
-            result[key] = value
-    return result
+    inner = {
+        key: merged(base[key], value)
+        for key, value in over.items()
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+    }
+    return {**base, **over, **inner}
 
 
 def _request(arguments: argparse.Namespace) -> int:

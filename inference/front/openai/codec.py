@@ -89,22 +89,19 @@ class Codec:
         """Return the text that `ids` add to that of `before`."""
         special = self.tokenizer.special_ids
         shown = [index for index in ids if index not in special and index not in self.end_ids]
-        window = [index for index in before[-WINDOW:] if index not in special]
-        start = self.tokenizer.decode(window)
-        whole = self.tokenizer.decode([*window, *shown])
-        if whole.startswith(start):
-            return whole[len(start) :]
-        return self.tokenizer.decode(shown)
+        return self._added([index for index in before[-WINDOW:] if index not in special], shown)
 
     def piece(self, before: Sequence[int], token: int) -> str:
         """Return what a token adds to a text; markers as they are spelled.
 
         A token that leaves a character incomplete adds nothing, the one that completes it all.
         """
-        window = list(before[-WINDOW:])
-        start = self.tokenizer.decode(window, partial=True)
-        whole = self.tokenizer.decode([*window, token], partial=True)
-        return whole[len(start) :] if whole.startswith(start) else self.tokenizer.decode([token])
+        return self._added(list(before[-WINDOW:]), [token], partial=True)
+
+    def _added(self, window: list[int], ids: list[int], *, partial: bool = False) -> str:
+        start = self.tokenizer.decode(window, partial=partial)
+        whole = self.tokenizer.decode([*window, *ids], partial=partial)
+        return whole[len(start) :] if whole.startswith(start) else self.tokenizer.decode(ids)
 
     def name(self, before: Sequence[int], token: int) -> str:
         """Return what an alternative token would add, by itself where that is nothing."""
