@@ -112,7 +112,7 @@ def _ia3_fields(
         )
     if present:
         raise ValueError(f"the folder has {present} IA3 tasks already; add all to one without")
-    refuse(ia3_reasons(archives, in_place=False))
+    refuse(ia3_reasons(archives))
     return {"ia3_num_tasks": len(archives)}
 
 

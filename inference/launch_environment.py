@@ -5,7 +5,7 @@ mpirun, torchrun, srun and other PMI launchers are recognised by the variables t
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,6 @@ class LaunchEnvironment:
     job: str = ""  # identifier of this launch; may be empty
     head: str | None = None  # host of rank 0, if the launcher's variables name it
 
-    @property
-    def spans_nodes(self) -> bool:
-        """Return whether some of the processes run on other nodes."""
-        return self.local_size < self.world_size
-
 
 Environment = Mapping[str, str]
 
@@ -53,8 +48,6 @@ class _Launcher:
     local_size: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()  # one of these is set, or the variables are not this process's own
-    count_here: Callable[[Environment], int | None] = lambda _: None
-    find_head: Callable[[Environment], str | None] = lambda _: None
 
 
 def _slurm_count(environment: Environment) -> int | None:
@@ -69,16 +62,11 @@ def _slurm_count(environment: Environment) -> int | None:
     return counts[node] if node < len(counts) else None
 
 
-def first_host(node_list: str) -> str:
-    """Return the first host of a Slurm list such as n[03-07,9],m1."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
-    assert first is not None
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
-
-
 def _slurm_head(environment: Environment) -> str | None:
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
-    return first_host(nodes) if nodes else None
+    """Return the first host of a list such as n[03-07,9],m1."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else None
 
 
 _TORCH: dict[str, Any] = {
@@ -107,8 +95,6 @@ _LAUNCHERS = (
         local_rank=("SLURM_LOCALID",),
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
         needs=("SLURM_STEP_ID", "SLURM_STEPID"),
-        count_here=_slurm_count,
-        find_head=_slurm_head,
     ),
     _Launcher("torch", **_TORCH, job=("NGC_JOB_ID",)),
     _Launcher(
@@ -153,7 +139,9 @@ def _place(launcher: _Launcher, environment: Environment) -> LaunchEnvironment:
             f"{launcher.name} sets rank {rank} of {world_size} processes; the variables of several "
             f"launchers are mixed: unset them, or name the right one in {LAUNCHER_VARIABLE}"
         )
-    local_size = _number(environment, launcher.local_size) or launcher.count_here(environment)
+    local_size, head = _number(environment, launcher.local_size), None
+    if launcher.name == "slurm":
+        local_size, head = _slurm_count(environment), _slurm_head(environment)
     local_rank = _number(environment, launcher.local_rank)
     return LaunchEnvironment(
         rank=rank,
@@ -163,7 +151,7 @@ def _place(launcher: _Launcher, environment: Environment) -> LaunchEnvironment:
         local_size=local_size or world_size,
         launcher=launcher.name,
         job=".".join(environment[name] for name in launcher.job if name in environment),
-        head=launcher.find_head(environment),
+        head=head,
     )
 
 
@@ -185,7 +173,7 @@ def rendezvous_address(
     Raises ValueError if no variable names the host of rank 0 of several nodes, or for a wrong port.
     """
     head = host or environment.get("MASTER_ADDR") or environment.get("NGC_MASTER_ADDR")
-    if place.spans_nodes and head is None:
+    if head is None and place.local_size < place.world_size:  # others run on other nodes
         head = place.head
         if head is None:
             raise ValueError(

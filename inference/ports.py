@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import ipaddress
 import random
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,11 +81,19 @@ def accepts_connections(address: str | tuple[str, int]) -> bool:
 def ports_problems(
     host: str, ports: Mapping[str, int], *, keys: Mapping[str, str], is_here: bool = True
 ) -> list[str]:
-    """Return a message for every port that is unavailable: key, port, holder, remedy.
+    """Return why a server cannot listen on `host`, or a message for every port that is unavailable.
 
-    Port 0 means any free port. `keys` gives the configuration key of each name. Without `is_here`
-    the server runs elsewhere: its ports have to differ.
+    Port 0 means any free port. `keys` gives the configuration key of each name, and of `host`,
+    which is an address or name. Without `is_here` the server runs elsewhere: its ports have to
+    differ.
     """
+    if not _may_be_host(host):
+        return [f"{keys['host']}={host} is neither an address nor the name of a host."]
+    if is_here and (problem := port_problem(host, 0)):
+        return [
+            f"{keys['host']}={host}: ports {problem}; give an address of this machine, such as "
+            "127.0.0.1, or 0.0.0.0 for all."
+        ]
     wanted = {keys[name]: port for name, port in ports.items() if port}
     found = [
         f"{key}={port} {problem}; choose another, or 0 for any free port."
@@ -96,32 +106,26 @@ def ports_problems(
     return found
 
 
+def _may_be_host(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(text))
+    is_name = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?", text)
+    return is_name is not None and re.fullmatch(r"[0-9.]+", text) is None
+
+
 def _holder_text(port: int) -> str:
-    for inode in _listening_inodes(port):
-        if holder := _process_with_socket(inode):
-            pid, command = holder
-            return f" by process {pid} ({command})"
-    return ""
-
-
-def _listening_inodes(port: int) -> list[str]:
-    inodes = []
+    """Return which process listens at a port; nothing where this user cannot see that."""
+    sockets = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]:
                 columns = line.split()
                 if columns[3] == _LISTEN and int(columns[1].rpartition(":")[2], 16) == port:
-                    inodes.append(columns[9])
-    return inodes
-
-
-def _process_with_socket(inode: str) -> tuple[int, str] | None:
-    target = f"socket:[{inode}]"
-    for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
+                    sockets.add(f"socket:[{columns[9]}]")
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # another user's process, or one that just ended
-            if any(str(each.readlink()) == target for each in (process / "fd").iterdir()):
+            if any(str(each.readlink()) in sockets for each in (process / "fd").iterdir()):
                 words = (process / "cmdline").read_bytes().replace(b"\0", b" ").split()
-                return int(process.name), b" ".join(words).decode(errors="replace")[:100]
-    return None
+                command = b" ".join(words).decode(errors="replace")[:100]
+                return f" by process {process.name} ({command})"
+    return ""

@@ -25,7 +25,8 @@ class PrivateFolder:
         """Make it as `<place>/slipway-<kind>-*`; without a place, where temporary files go."""
         place = place or Path(tempfile.gettempdir())
         self._closing = threading.Lock()
-        remove_abandoned_folders(kind, place)
+        for path in abandoned_paths(place.glob(f"{_PREFIX}{kind}-*"), _FOLDER):
+            shutil.rmtree(path, ignore_errors=True)
         self._held, self.path = held_path(
             lambda: Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-", dir=place)), _FOLDER
         )
@@ -37,12 +38,6 @@ class PrivateFolder:
             if self._held >= 0:
                 os.close(self._held)
                 self._held = -1
-
-
-def remove_abandoned_folders(kind: str, place: Path) -> None:
-    """Remove the folders of one kind whose processes have ended without doing so."""
-    for path in abandoned_paths(place.glob(f"{_PREFIX}{kind}-*"), _FOLDER):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def held_path(make: Callable[[], Path], flags: int) -> tuple[int, Path]:

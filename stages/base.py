@@ -5,7 +5,8 @@ part of its configuration that decides its outputs, saved next to them.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -191,7 +192,10 @@ class Stage(Checkpointable):
         ]
         if changes := settings or inputs:
             if self.guards_configuration if settings else self.guards_inputs:
-                return Finding(problems=self._conflicts(changes))
+                first, *others = self.outputs()
+                outputs = f"{first} (with {len(others)} more)" if others else str(first)
+                made = f"{outputs} was made; set overwrite=true to make it again, or choose another"
+                return Finding(problems=tuple(f"{each} {made} folder." for each in changes))
             return Finding(changes=tuple(changes))
         if damage := self.damage():
             return Finding(problems=tuple(damage))
@@ -225,22 +229,13 @@ class Stage(Checkpointable):
             )
             write_json(path, asdict(marker))
 
-    def _conflicts(self, reasons: Sequence[str]) -> tuple[str, ...]:
-        first, *others = self.outputs()
-        outputs = f"{first} (with {len(others)} more)" if others else str(first)
-        remedy = "set overwrite=true to make it again, or choose another folder."
-        return tuple(f"{reason} {outputs} was made; {remedy}" for reason in reasons)
-
     def _input_states(self) -> dict[str, Any]:
         return {str(path): fingerprint(path) for path in self.inputs() if path.exists()}
 
 
-def _differences(
-    mine: Mapping[str, Any], saved: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
-    for key in sorted({*mine, *saved}):
-        if mine.get(key) != saved.get(key):
-            yield key, mine.get(key), saved.get(key)
+def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    pairs = [(key, mine.get(key), saved.get(key)) for key in sorted({*mine, *saved})]
+    return [each for each in pairs if each[1] != each[2]]
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -249,10 +244,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
     Number of files, their bytes, and a digest of each one's name, size and modification time: a
     copy that keeps times can be older than what it replaces.
     """
-    if path.is_file():
-        files = [path]
-    else:
-        files = sorted(files_below(path))
+    files = [path] if path.is_file() else sorted(files_below(path))
     stats = {each.relative_to(path): each.stat() for each in files}
     facts = [f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in stats.items()]
     return {
@@ -263,12 +255,8 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Return `value` as it comes back from a JSON file."""
-    if isinstance(value, Mapping):
-        return {str(key): as_json(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
+    """Return `value` as it comes back from a JSON file; a path is text there."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def _shown(value: object) -> str:

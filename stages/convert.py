@@ -45,18 +45,8 @@ class ConvertStage(Stage):
         """Convert as `request` says; `planned` stands for a checkpoint that is not here."""
         super().__init__(job)
         self.planned = planned
-        # As configured; what is really read is `checkpoint_path`.
+        # As configured; what is really read is in `_found`.
         self.request = replace(request, overwrite=job.overwrite)
-
-    @property
-    def checkpoint_path(self) -> Path:
-        """The configured checkpoint, or what `find_checkpoint` finds in its place."""
-        return find_checkpoint(self.request.checkpoint_path)
-
-    @property
-    def ft_dir(self) -> Path:
-        """The folder to write."""
-        return self.request.folder
 
     def check(self) -> list[str]:
         """Return the problems of checkpoint, sizes and destination."""
@@ -72,11 +62,11 @@ class ConvertStage(Stage):
 
     def outputs(self) -> list[Path]:
         """Return the folder to write."""
-        return [self.ft_dir]
+        return [self.request.folder]
 
     def marker_path(self) -> Path:
         """Return the marker, next to the folder, which holds exactly the loader's files."""
-        return self.ft_dir.with_name(f"{self.ft_dir.name}.convert.json")
+        return self.request.folder.with_name(f"{self.request.folder.name}.convert.json")
 
     def identity(self) -> dict[str, Any]:
         """Return the source and everything that decides the bytes."""
@@ -95,26 +85,26 @@ class ConvertStage(Stage):
         """Return differences between the folder on disk and what describes it."""
         from export_scripts.conversion.convert import folder_problems
 
-        problems = folder_problems(self.ft_dir, checksums=False)
-        remedy = "set overwrite=true to convert again."
-        return [f"{self.ft_dir} is damaged: {problem}; {remedy}" for problem in problems]
+        folder, remedy = self.request.folder, "set overwrite=true to convert again."
+        problems = folder_problems(folder, checksums=False)
+        return [f"{folder} is damaged: {problem}; {remedy}" for problem in problems]
 
     def notes(self) -> list[str]:
         """Return a remark if another folder was taken in place of the configured one."""
         if (planned := self._planned()) is not None:
             has_problems = planned.problems(self.request)
             return [] if has_problems else [planned.describe(self.request)]
-        asked = self.request.checkpoint_path
-        if self.checkpoint_path == asked:
+        asked, found = self.request.checkpoint_path, self._found().checkpoint_path
+        if found == asked:
             return []
         key = f"{KEYS['checkpoint_path']}={asked}"
         if asked.exists():
-            return [f"{key}: taking {self.checkpoint_path} in it"]
-        return [f"{key} does not exist; taking {self.checkpoint_path}"]
+            return [f"{key}: taking {found} in it"]
+        return [f"{key} does not exist; taking {found}"]
 
     def _planned(self) -> PlannedModel | None:
         """Return the sizes that stand for the checkpoint, where it is not on this machine."""
-        return None if self.checkpoint_path.exists() else self.planned
+        return None if self._found().checkpoint_path.exists() else self.planned
 
     def run(self, progress: Progress) -> Summary:
         """Convert.
@@ -145,8 +135,9 @@ class ConvertStage(Stage):
         }
 
     def _found(self) -> ConversionRequest:
-        """Return the request with the checkpoint that was found."""
-        return replace(self.request, checkpoint_path=self.checkpoint_path)
+        """Return the request with what `find_checkpoint` finds for its checkpoint."""
+        found = find_checkpoint(self.request.checkpoint_path)
+        return replace(self.request, checkpoint_path=found)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -168,15 +159,12 @@ def find_checkpoint(path: Path) -> Path:
     from export_scripts.checkpoints.huggingface import snapshot_folder
 
     archives = list(found.glob("*.nemo"))
-    if len(archives) == 1 and not any(map(_is_checkpoint, found.iterdir())):
+    others = (
+        each.suffix == ".ckpt"
+        or each.name == "model_config.yaml"
+        or (each.is_dir() and "rank_" in each.name)
+        for each in found.iterdir()
+    )
+    if len(archives) == 1 and not any(others):
         return archives[0]
     return snapshot_folder(found)
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Return whether an entry of a folder is a checkpoint, a rank, or a configuration."""
-    return (
-        path.suffix == ".ckpt"
-        or path.name == "model_config.yaml"
-        or (path.is_dir() and "rank_" in path.name)
-    )

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import shlex
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
 from stages.gemm_tuning import tuning_command
 from stages.job_process import job_id_here
 from stages.progress import Progress
-from stages.server_starts import ServerStart, announce, rank_command, take_part
+from stages.server_starts import ServerStart, announce, take_part
 from stages.service import Service
 from stages.serving import server_environment, server_prefix
 
@@ -130,17 +131,14 @@ class DeployStage(Stage):
         if self.config.is_other_engine:
             notes.append(f"deploy starts: {shlex.join(self.config.command_line)}")
         if self.config.engine == FASTERTRANSFORMER:
-            notes.append(f"deploy starts: {shlex.join(self.server_command())}")
+            from inference.server.options import old_server_options
+
+            config = self.config
+            variables = [f"{name}={value}" for name, value in server_environment(config).items()]
+            options = old_server_options(config.source, config.ports, host=config.host)
+            command = [*variables, *server_prefix(config), "tritonserver", *options]
+            notes.append(f"deploy starts: {shlex.join(command)}")
         return notes
-
-    def server_command(self) -> list[str]:
-        """Return the command line of the server of NVIDIA's backend, environment first."""
-        from inference.server.options import old_server_options
-
-        config = self.config
-        variables = [f"{name}={value}" for name, value in server_environment(config).items()]
-        options = old_server_options(config.source, config.ports, host=config.host)
-        return [*variables, *server_prefix(config), "tritonserver", *options]
 
     def run(self, progress: Progress) -> Summary:
         """Serve until a signal, the file that asks for the end, or the time limit.
@@ -152,7 +150,12 @@ class DeployStage(Stage):
         started = time.monotonic()
         config = self.config
         if self.predecessor:
-            config = _on_free_ports(config)
+            # On ports that are free here: its predecessor may be on the same node.
+            ports = config.ports
+            taken = {
+                name for name, port in ports.items() if port and port_problem(config.host, port)
+            }
+            config = config.with_ports(**ports | dict.fromkeys(taken, 0))
         else:
             for stale in (ENDPOINT_NAME, STOP_NAME, RELOAD_NAME):
                 (self.job.folder / stale).unlink(missing_ok=True)
@@ -186,35 +189,28 @@ class DeployStage(Stage):
         folder, job_id = self.job.folder, job_id_here()
         environment = server_environment(self.config)
         if self.config.engine != FASTERTRANSFORMER:
-            take_part(folder, job_id, command=rank_command(), environment=environment)
+            command = [sys.executable, "-u", "-m", "inference.ranks.launched_rank"]
+            take_part(folder, job_id, command=command, environment=environment)
             return
         from inference.server.installation import find_triton
-        from inference.server.options import silent_server_options
+        from inference.server.server_log import fatal_lines
 
         triton = find_triton(own_backends=False)
-        program = [str(triton.program), *triton.arguments()]
-        log_path = server_log(folder, f"{job_id}-rank{place.rank}")
+        # It serves through the server of the first node.
+        closed = [f"--allow-{name}=false" for name in ("http", "grpc", "metrics")]
+        program = [str(triton.program), *triton.arguments(), *closed]
+        path = server_log(folder, f"{job_id}-rank{place.rank}")
+
+        def check() -> None:
+            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+            if fatal := fatal_lines(text):
+                raise StageError("\n".join([f"the server cannot use the model ({path}):", *fatal]))
+
         take_part(
             folder,
             job_id,
-            command=[*program, *silent_server_options(self.config.source)],
+            command=[*program, f"--model-repository={self.config.source}"],
             environment=environment | triton.environment(),
-            log_path=log_path,
-            check=lambda: _check_log(log_path),
+            log_path=path,
+            check=check,
         )
-
-
-def _on_free_ports(config: DeployConfig) -> DeployConfig:
-    """Return a server whose ports are free here: its predecessor may be on the same node."""
-    ports = config.ports
-    taken = {name for name, port in ports.items() if port and port_problem(config.host, port)}
-    return config.with_ports(**{name: 0 if name in taken else ports[name] for name in ports})
-
-
-def _check_log(path: Path) -> None:
-    """Raise StageError if NVIDIA's backend logs that it cannot use the model."""
-    from inference.server.server_log import fatal_lines
-
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    if fatal := fatal_lines(text):
-        raise StageError("\n".join([f"the server cannot use the model ({path}):", *fatal]))

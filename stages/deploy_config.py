@@ -25,7 +25,6 @@ from export_scripts.values import (
 from inference.front.access import OPEN_ACCESS, Access, OpenAIOptions, access_of
 from inference.ports import DEFAULT_PORTS, ports_problems
 from inference.server.openai_server import HOST_FIELD, PORT_FIELD
-from inference.server.process import host_problem
 from stages.engines import OWN_VLLM_OPTIONS, VLLM_TYPES, vllm_command
 
 PORT_KEYS = {
@@ -39,7 +38,6 @@ PYTORCH, FASTERTRANSFORMER = "pytorch", "fastertransformer"
 VLLM, OPENAI = "vllm", "openai"  # other engines, which serve Hugging Face folders
 TRITON, PYTRITON = "triton", "pytriton"
 NEMO = "nemo"  # an interface of PyTriton
-STORE_SCHEME = "s3://"
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,24 @@ class DeploySection(Access):
     @property
     def store(self) -> StoreLocation | None:
         """The place in an object store that is served; None for a folder. Raises ValueError."""
-        return store_location(self.repository, self.endpoint_url)
+        if not is_store_url(self.repository):
+            if self.endpoint_url is not None:
+                raise ValueError(
+                    "deploy.endpoint_url is the address of an object store; give deploy.repository="
+                    "s3://bucket/prefix too, or set deploy.endpoint_url=null."
+                )
+            return None
+        for key in ("repository", "endpoint_url"):
+            if "@" in (getattr(self, key) or ""):
+                # Not repeated here: it may be a secret.
+                raise ValueError(
+                    f"deploy.{key} holds a user or a password; leave them out: credentials come "
+                    "from the environment, ~/.aws or the machine's role."
+                )
+        try:
+            return parse_location(str(self.repository), endpoint_url=self.endpoint_url)
+        except ValueError as error:
+            raise ValueError(f"deploy.repository: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +203,6 @@ class DeployConfig(DeploySection):
     def access(self) -> Access:
         """Limits of clients, which the pytorch engine has."""
         return access_of(vars(self))
-
-    @property
-    def endpoint(self) -> OpenAIOptions | None:
-        """The endpoint of OpenAI's protocol; None for none."""
-        return self.openai if self.openai.enabled else None
 
     @property
     def is_other_engine(self) -> bool:
@@ -256,33 +266,7 @@ class DeployConfig(DeploySection):
 
 def is_store_url(text: str | None) -> bool:
     """Return whether a repository lies in an object store."""
-    return text is not None and text.startswith(STORE_SCHEME)
-
-
-def store_location(repository: str | None, endpoint_url: str | None) -> StoreLocation | None:
-    """Return the place of a repository in an object store, None for a folder.
-
-    Raises:
-        ValueError: the URL, or that of the endpoint, has another form; it is named by its key.
-    """
-    if repository is None or not is_store_url(repository):
-        if endpoint_url is not None:
-            raise ValueError(
-                "deploy.endpoint_url is the address of an object store; give deploy.repository="
-                "s3://bucket/prefix too, or set deploy.endpoint_url=null."
-            )
-        return None
-    for key, url in (("repository", repository), ("endpoint_url", endpoint_url)):
-        if url is not None and "@" in url:
-            # Not repeated here: it may be a secret.
-            raise ValueError(
-                f"deploy.{key} holds a user or a password; leave them out: credentials come from "
-                "the environment, ~/.aws or the machine's role."
-            )
-    try:
-        return parse_location(repository, endpoint_url=endpoint_url)
-    except ValueError as error:
-        raise ValueError(f"deploy.repository: {error}") from error
+    return text is not None and text.startswith("s3://")
 
 
 def check_deploy(config: DeployConfig) -> list[str]:
@@ -292,9 +276,15 @@ def check_deploy(config: DeployConfig) -> list[str]:
             f"deploy.uptime={config.uptime} needs deploy.engine=pytorch and deploy.server=triton: "
             "no other server knows when its last client has gone; set deploy.uptime=null."
         ]
+    problems = ports_problems(config.host, config.ports, keys=PORT_KEYS, is_here=config.serves_here)
     if config.is_other_engine:
-        return [*_other_engine_problems(config), *_port_problems(config)]
-    problems = [*_repository_problems(config), *_port_problems(config)]
+        return [*_other_engine_problems(config), *problems]
+    is_made_here = config.store is not None or not config.is_from_elsewhere
+    if not is_made_here and not any(config.folder.glob("*/config.pbtxt")):
+        problems.append(
+            f"deploy.repository={config.folder} holds no model (<name>/config.pbtxt); give the "
+            "folder above the models of a Triton repository, or null for the exported one."
+        )
     if config.engine == PYTORCH:
         problems += config.access.problems()
     elif config.access != OPEN_ACCESS:
@@ -319,19 +309,16 @@ def check_deploy(config: DeployConfig) -> list[str]:
 
 def _other_engine_problems(config: DeployConfig) -> list[str]:
     """Return the problems of a server of another engine."""
-    found = config.access.problems()
-    limits = (config.access.max_request_mb, config.access.client_shared_memory)
+    access, found = config.access, config.access.problems()
+    has_credentials = access.tls_cert is not None or access.token_file is not None
+    limits = replace(access, tls_cert=None, tls_key=None, token_file=None)
     without_effect = {
-        "deploy.max_request_mb and deploy.client_shared_memory": limits
-        != (OPEN_ACCESS.max_request_mb, OPEN_ACCESS.client_shared_memory),
+        "deploy.max_request_mb and deploy.client_shared_memory": limits != OPEN_ACCESS,
         "deploy.openai.enabled": config.openai.enabled,
         "deploy.server=pytriton": config.server == PYTRITON,
         "deploy.gemm_tuning.enabled": config.gemm_tuning.enabled,
+        "deploy.tls_cert and deploy.token_file": config.engine == OPENAI and has_credentials,
     }
-    if config.engine == OPENAI:
-        without_effect["deploy.tls_cert and deploy.token_file"] = (
-            config.access.tls_cert is not None or config.access.token_file is not None
-        )
     found += [
         f"{key} has no effect with deploy.engine={config.engine}; leave it out."
         for key, is_set in without_effect.items()
@@ -412,16 +399,6 @@ def _too_few_gpus(config: DeployConfig, world_size: int) -> str:
     )
 
 
-def _repository_problems(config: DeployConfig) -> list[str]:
-    is_made_here = config.store is not None or not config.is_from_elsewhere
-    if is_made_here or any(config.folder.glob("*/config.pbtxt")):
-        return []
-    return [
-        f"deploy.repository={config.folder} holds no model (<name>/config.pbtxt); give the "
-        "folder above the models of a Triton repository, or null for the exported one."
-    ]
-
-
 def _openai_problems(config: DeployConfig) -> Iterator[str]:
     if not config.openai.enabled:
         return
@@ -436,10 +413,3 @@ def _openai_problems(config: DeployConfig) -> Iterator[str]:
             "deploy.openai.enabled=true with a repository in an object store needs "
             "deploy.openai.tokenizer, a folder with the tokenizer's files on this machine."
         )
-
-
-def _port_problems(config: DeployConfig) -> list[str]:
-    is_here = config.serves_here
-    if problem := host_problem(PORT_KEYS["host"], config.host, is_here=is_here):
-        return [problem]
-    return ports_problems(config.host, config.ports, keys=PORT_KEYS, is_here=is_here)

@@ -52,17 +52,8 @@ class ServerEndpoint:
         """The ports by name, 0 for one that there is not."""
         if not self.grpc:
             return {"http": self.http}
-        return {
-            "http": self.http,
-            "grpc": self.grpc,
-            "metrics": self.metrics,
-            "openai": self.openai or 0,
-        }
-
-    @property
-    def is_loopback(self) -> bool:
-        """Return whether only the node itself reaches the server."""
-        return self.host in _LOOPBACK
+        found = {"http": self.http, "grpc": self.grpc, "metrics": self.metrics}
+        return found | {"openai": self.openai or 0}
 
     def at(self, port: int) -> str:
         """Return `host:port` as clients write it."""
@@ -75,14 +66,7 @@ class ServerEndpoint:
             return f"OpenAI on {scheme}://{self.at(self.http)}/v1"
         return f"HTTP on {self.at(self.http)}, gRPC on {self.at(self.grpc)}{openai}"
 
-    def forwarding(self, node: str) -> str:
-        """Return the command that brings a server of `node`'s loopback to another machine."""
-        wanted = filter(None, dict.fromkeys((self.http, self.grpc, self.openai)))
-        ports = " ".join(f"-L {port}:{self.at(port)}" for port in wanted)
-        return f"from another machine: ssh -N {ports} {node}"
 
-
-_SSH_VARIABLE = "SSH_CONNECTION"  # set where the reader's terminal is at another machine
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -101,10 +85,14 @@ def forwarding_hint(record_path: Path) -> str:
     A loopback address is of no use to a reader at another machine, or at another node's shell.
     """
     endpoint, found = read_endpoint(record_path.with_name(ENDPOINT_NAME)), read_record(record_path)
-    if endpoint is None or found is None or not endpoint.is_loopback:
+    if endpoint is None or found is None or endpoint.host not in _LOOPBACK:
         return ""
-    is_elsewhere = _SSH_VARIABLE in os.environ or found.host != socket.gethostname()
-    return endpoint.forwarding(found.host or "NODE") if is_elsewhere else ""
+    # ssh sets it where the reader's terminal is at another machine.
+    if "SSH_CONNECTION" not in os.environ and found.host == socket.gethostname():
+        return ""
+    wanted = filter(None, dict.fromkeys((endpoint.http, endpoint.grpc, endpoint.openai)))
+    ports = " ".join(f"-L {port}:{endpoint.at(port)}" for port in wanted)
+    return f"from another machine: ssh -N {ports} {found.host or 'NODE'}"
 
 
 def publish(path: Path, endpoint: ServerEndpoint) -> None:

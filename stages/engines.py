@@ -20,8 +20,6 @@ OWN_VLLM_OPTIONS: Mapping[str, str] = {
     "ssl_certfile": "deploy.tls_cert",
     "ssl_keyfile": "deploy.tls_key",
 }
-
-
 VLLM_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -30,19 +28,14 @@ def vllm_command(executable: str, options: Mapping[str, Any]) -> tuple[str, ...]
 
     vLLM, docs/serving/openai_compatible_server.md and vllm/engine/arg_utils.py.
     """
-    words = [word for key, value in options.items() for word in _option(key, value)]
-    return (executable, "serve", MODEL_FIELD, *words)
-
-
-def _option(key: str, value: Any) -> list[str]:
-    """Return an option as vLLM's command line has it."""
-    flag = f"--{key.replace('_', '-')}"
-    if value is None:
-        return []
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{flag.removeprefix('--')}"]
-    if isinstance(value, Mapping):
-        return [flag, json.dumps(dict(value))]
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [flag, *(json.dumps(v) if isinstance(v, Mapping) else str(v) for v in value)]
-    return [flag, str(value)]
+    words = [executable, "serve", MODEL_FIELD]
+    for key, value in options.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            is_list = isinstance(value, Sequence) and not isinstance(value, str)
+            values = value if is_list else [value]
+            shown = (json.dumps(dict(v)) if isinstance(v, Mapping) else str(v) for v in values)
+            words += [f"--{name}", *shown]
+    return tuple(words)

@@ -22,7 +22,7 @@ from stages.base import JobSettings, Stage, StageError, Summary, as_json
 from stages.deploy_config import DeployConfig, check_deploy
 from stages.endpoint import STOP_NAME, ServerEndpoint, read_endpoint, server_log
 from stages.progress import Progress
-from stages.record import RECORD_NAME, JobRecord, now, read_record
+from stages.record import RECORD_NAME, now, read_record
 from stages.serving import serving
 
 if TYPE_CHECKING:
@@ -80,22 +80,22 @@ class EvaluateStage(Stage):
     def check(self) -> list[str]:
         """Return the problems of tasks, data, bounds and of the server to be started."""
         problems = check_evaluation(self.config.options)
-        server = self.config.options.server
-        if server is not None and not _is_address(server, self.config.options.protocol):
+        options, server = self.config.options, self.config.options.server
+        if server is None:
+            is_followed = self.config.endpoint_path is not None
+            return problems if is_followed else problems + check_deploy(self.config.deploy)
+        if not _is_address(server, options.protocol):
             problems.append(
                 f"evaluate.server={server} is not an address; write host:port, such as "
                 "127.0.0.1:8001 (for evaluate.protocol=openai also http://host:port/v1), or null "
                 "to use the pipeline's own server."
             )
-        if server is not None and self.config.options.protocol == OPENAI:
-            folder = self.config.options.tokenizer
-            if folder is None or find_tokenizer(Path(folder)) is None:
-                problems.append(
-                    f"evaluate.tokenizer={folder} holds no tokenizer; for evaluate.protocol=openai "
-                    "name the folder of the served model's, with tokenizer.json or tokenizer.model."
-                )
-        if server is None and self.config.endpoint_path is None:
-            problems += check_deploy(self.config.deploy)
+        folder = options.tokenizer
+        if options.protocol == OPENAI and (folder is None or not find_tokenizer(Path(folder))):
+            problems.append(
+                f"evaluate.tokenizer={folder} holds no tokenizer; for evaluate.protocol=openai "
+                "name the folder of the served model's, with tokenizer.json or tokenizer.model."
+            )
         return problems
 
     def forecasts(self) -> list[str]:
@@ -192,13 +192,17 @@ class EvaluateStage(Stage):
 
     def _facts(self, ready_at: str) -> RunFacts:
         """Return the facts with the times of the stages whose records lie next to this one's."""
-        found = [
-            read_record(self.job.folder.parent / name / RECORD_NAME) for name in _EARLIER_STAGES
-        ]
-        timings = tuple(
-            _timing(each, ready_at) for each in found if each is not None and each.started_at
-        )
-        return replace(self.config.facts, stages=timings)
+        timings = []
+        for name in _EARLIER_STAGES:
+            found = read_record(self.job.folder.parent / name / RECORD_NAME)
+            if found is None or not found.started_at:
+                continue
+            seconds = found.seconds
+            if seconds is None:  # a running server took until it was ready
+                began = datetime.fromisoformat(found.started_at)
+                seconds = (datetime.fromisoformat(ready_at) - began).total_seconds()
+            timings.append(StageTiming(found.stage, found.state, seconds))
+        return replace(self.config.facts, stages=tuple(timings))
 
     @contextmanager
     def _server(self, progress: Progress) -> Iterator[tuple[str, str | None, str]]:
@@ -206,11 +210,10 @@ class EvaluateStage(Stage):
         if self.config.options.server is not None:
             yield self.config.options.server, self.config.options.openai_url, now()
         elif self.config.endpoint_path is not None:
-            endpoint = self._published(self.config.endpoint_path, progress)
-            yield self._address(endpoint), self._openai_url(endpoint), endpoint.ready_at
+            yield self._addresses(self._published(self.config.endpoint_path, progress))
         else:
             with serving(self.config.deploy, self.job.folder, progress) as (_, endpoint):
-                yield self._address(endpoint), self._openai_url(endpoint), endpoint.ready_at
+                yield self._addresses(endpoint)
 
     def _published(self, path: Path, progress: Progress) -> ServerEndpoint:
         """Wait for the address that the deploy job publishes."""
@@ -234,23 +237,18 @@ class EvaluateStage(Stage):
                 )
             time.sleep(_POLL_S)
 
-    def _openai_url(self, endpoint: ServerEndpoint) -> str | None:
-        if self.config.options.harness.url is not None or endpoint.openai is None:
-            return self.config.options.harness.url
-        scheme = "http" if self.config.options.ca is None else "https"
-        return f"{scheme}://{endpoint.at(endpoint.openai)}/v1"
-
-    def _address(self, endpoint: ServerEndpoint) -> str:
-        if self.config.options.protocol == OPENAI:
-            if endpoint.openai is None:
-                raise NotEvaluatedError(
-                    "evaluate.protocol=openai needs a server of that protocol; set "
-                    "deploy.openai.enabled=true"
-                )
-            return endpoint.at(endpoint.openai)
-        return endpoint.at(
-            endpoint.http if self.config.options.protocol == "http" else endpoint.grpc
-        )
+    def _addresses(self, endpoint: ServerEndpoint) -> tuple[str, str | None, str]:
+        options, openai = self.config.options, endpoint.openai
+        if options.protocol == OPENAI and openai is None:
+            raise NotEvaluatedError(
+                "evaluate.protocol=openai needs a server of that protocol; set "
+                "deploy.openai.enabled=true"
+            )
+        ports = {OPENAI: openai, "http": endpoint.http, "grpc": endpoint.grpc}
+        url = options.harness.url
+        if url is None and openai is not None:
+            url = f"{'http' if options.ca is None else 'https'}://{endpoint.at(openai)}/v1"
+        return endpoint.at(ports[options.protocol] or 0), url, endpoint.ready_at
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -260,15 +258,6 @@ def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         name = f"{prefix}.{key}"
         found |= _flat(value, name) if isinstance(value, Mapping) else {name: value}
     return found
-
-
-def _timing(record: JobRecord, ready_at: str) -> StageTiming:
-    """Return the seconds that a stage took; a running server took until it was ready."""
-    seconds = record.seconds
-    if seconds is None:
-        ready = datetime.fromisoformat(ready_at)
-        seconds = (ready - datetime.fromisoformat(record.started_at)).total_seconds()
-    return StageTiming(record.stage, record.state, seconds)
 
 
 def _is_address(text: str, protocol: str) -> bool:

@@ -48,49 +48,33 @@ class ExportStage(Stage):
         kind: str | None = None,
         publish_to: StoreLocation | None = None,
     ) -> None:
-        """Prepare.
+        """Build what `request` says, and copy the finished repository to `publish_to`, if any.
 
-        Args:
-            job: As for every stage.
-            request: What to build.
-            kind: The configured kind of checkpoint (gpt3, t5, bert, ...), which decides the models
-                of the repository before there are weights; None for a generating model.
-            publish_to: The place that the finished repository is copied to, if any.
+        `kind` is the configured kind of checkpoint (gpt3, t5, bert, ...), which decides the models
+        of the repository before there are weights; None for a generating model.
         """
         super().__init__(job)
         self.request = replace(request, overwrite=job.overwrite)
         self.kind = kind
         self.publish_to = publish_to
 
-    @property
-    def ft_dir(self) -> Path:
-        """The folder of shards that the repository serves."""
-        return self.request.weights_dir
-
     def check(self) -> list[str]:
         """Return the problems of sizes, types and destination."""
-        problems = [
-            *check_repository(self.request, names=KEYS, kind=self.kind),
-            *self._tokenizer_problems(),
-        ]
+        problems = check_repository(self.request, names=KEYS, kind=self.kind)
+        # Shards that are there, and stay, may lack what the text models need.
+        weights, has_text_models = self.request.weights_dir, len(self.model_folders()) > 1
+        stay = has_text_models and not self.job.overwrite and weights.is_dir()
+        if stay and not makes_tokenizer(path.name for path in weights.iterdir()):
+            problems.append(
+                f"{weights} holds no tokenizer ({TOKENIZER_CHOICES}), which the models that take "
+                f"text need; put its files there, convert with {CONVERT_KEYS['vocab_path']}, or "
+                f"set {KEYS['ensemble']}=false."
+            )
         if self.publish_to is not None and find_spec("boto3") is None:
             problems.append(
                 "deploy.repository is an object store, which needs boto3: pip install boto3."
             )
         return problems
-
-    def _tokenizer_problems(self) -> list[str]:
-        """Return a problem if shards that are there, and stay, lack what the text models need."""
-        has_text_models = len(self.model_folders()) > 1
-        if self.job.overwrite or not has_text_models or not self.ft_dir.is_dir():
-            return []
-        if makes_tokenizer(path.name for path in self.ft_dir.iterdir()):
-            return []
-        return [
-            f"{self.ft_dir} holds no tokenizer ({TOKENIZER_CHOICES}), which the models that take "
-            f"text need; put its files there, convert with {CONVERT_KEYS['vocab_path']}, or set "
-            f"{KEYS['ensemble']}=false."
-        ]
 
     def outputs(self) -> list[Path]:
         """Return the configuration of each model in the repository."""
@@ -121,7 +105,7 @@ class ExportStage(Stage):
 
     def inputs(self) -> list[Path]:
         """Return the shards."""
-        return [self.ft_dir]
+        return [self.request.weights_dir]
 
     def run(self, progress: Progress) -> Summary:
         """Build the repository, publish it if wanted, and return the names of its models.
@@ -136,18 +120,16 @@ class ExportStage(Stage):
             "repository": str(repository),
             "models": [folder.name for folder in folders],
         }
-        if self.publish_to is not None:
-            summary |= self._publish(repository, self.publish_to, progress)
-        return summary
+        if self.publish_to is None:
+            return summary
 
-    def _publish(self, repository: Path, location: StoreLocation, progress: Progress) -> Summary:
         def report(done: int, total: int) -> None:
             progress.update("publishing", done=done, total=total, unit="bytes")
 
         try:
             sent = publish_repository(
                 repository,
-                location,
+                self.publish_to,
                 overwrite=self.job.overwrite,
                 without=_BOOKKEEPING,
                 progress=report,
@@ -155,4 +137,4 @@ class ExportStage(Stage):
         except (OSError, ValueError) as error:
             raise StageError(str(error)) from error
         remark = f"{sent.url}: {sent.sent} of {sent.files} files sent, {sent.sent_bytes} bytes"
-        return {"published": sent.url, "remarks": [remark]}
+        return summary | {"published": sent.url, "remarks": [remark]}

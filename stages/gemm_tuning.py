@@ -4,23 +4,26 @@ Argument orders: FasterTransformer, examples/cpp/*/ and src/fastertransformer/ut
 result, gemm_config.in, is read by the server from its working directory.
 """
 
-from __future__ import annotations
-
-import contextlib
 import subprocess
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
 
-if TYPE_CHECKING:
-    from export_scripts.families.layout.config import FTConfig
-
 RESULT_NAME = "gemm_config.in"
 _POLL_S = 0.2
 _TYPES = {"fp32": 0, "fp16": 1, "bf16": 2}
+# By family; gpt_gemm for all others.
+_PROGRAMS = {"t5": "t5_gemm", "t5_encoder": "t5_gemm", "bert": "bert_gemm"}
+_STACK = ("d_model", "num_heads", "d_kv", "d_ff")  # both stacks of a folder have the same sizes
+# Of the model, in the program's order.
+_SIZES = {
+    "t5_gemm": (*_STACK, *_STACK, "vocab_size"),
+    "bert_gemm": ("head_num", "size_per_head"),
+    "gpt_gemm": ("head_num", "size_per_head", "inter_size", "vocab_size"),
+}
 
 
 def tuning_command(config: DeployConfig) -> list[str]:
@@ -33,14 +36,15 @@ def tuning_command(config: DeployConfig) -> list[str]:
 
     tuning = config.gemm_tuning
     family, model = read_config(config.weights_dir)
-    program, sizes = _model_arguments(family.name, model)
-    shape = [tuning.batch_size, tuning.beam_width, tuning.input_len]
+    program = _PROGRAMS.get(family.name, "gpt_gemm")
+    sizes = [int(getattr(model, name)) for name in _SIZES[program]]
     kind = _TYPES[config.data_type]
     if program == "bert_gemm":
         # batch, sequence, heads, size per head, type, whether int8, ranks
         words = [tuning.batch_size, tuning.input_len, *sizes, kind, 0, config.tp_size]
     else:
         # An optional further argument appends to the result of an earlier run.
+        shape = [tuning.batch_size, tuning.beam_width, tuning.input_len]
         words = [*shape, *sizes, kind, config.tp_size]
     return [str(tuning.program_dir / program), *map(str, words)]
 
@@ -58,16 +62,22 @@ def tune(
     command = tuning_command(config)
     command_path, result = work_dir / "gemm_command.txt", work_dir / RESULT_NAME
     text = " ".join(command)
-    if (
-        result.is_file()
-        and command_path.is_file()
-        and command_path.read_text(encoding="utf-8") == text
-    ):
+    if result.is_file() and command_path.is_file() and command_path.read_text("utf-8") == text:
         return
     work_dir.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)
     try:
-        _run(command, work_dir, log_path, check)
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(command, cwd=work_dir, stdout=log, stderr=log)
+        try:
+            while (status := process.poll()) is None:
+                check()
+                time.sleep(_POLL_S)
+        finally:
+            process.kill()
+            process.wait()
+        if status:
+            raise subprocess.CalledProcessError(status, command)
     except (OSError, subprocess.CalledProcessError) as error:
         raise StageError(
             f"the tuning of matrix products failed: {error}; see {log_path}, name the folder of "
@@ -77,34 +87,3 @@ def tune(
     if not result.is_file():
         raise StageError(f"{command[0]} has written no {RESULT_NAME}; see {log_path}.")
     command_path.write_text(text, encoding="utf-8")
-
-
-def _run(command: Sequence[str], work_dir: Path, log_path: Path, check: Callable[[], None]) -> None:
-    """Run a program to its end. Raises OSError or CalledProcessError if it fails."""
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(command, cwd=work_dir, stdout=log, stderr=log)
-    try:
-        while True:
-            check()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                if status := process.wait(_POLL_S):
-                    raise subprocess.CalledProcessError(status, command)
-                return
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _model_arguments(family: str, model: FTConfig) -> tuple[str, list[int]]:
-    """Return the program for a family and the sizes of the model in its order."""
-
-    def sizes(*names: str) -> list[int]:
-        return [int(getattr(model, name)) for name in names]
-
-    if family in ("t5", "t5_encoder"):
-        # Both stacks of a folder have the same sizes.
-        stack = sizes("d_model", "num_heads", "d_kv", "d_ff")
-        return "t5_gemm", [*stack, *stack, *sizes("vocab_size")]
-    if family == "bert":
-        return "bert_gemm", sizes("head_num", "size_per_head")
-    return "gpt_gemm", sizes("head_num", "size_per_head", "inter_size", "vocab_size")

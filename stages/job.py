@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from submitit.core.utils import UncompletedJobError
-from submitit.helpers import Checkpointable, DelayedSubmission
+from submitit.helpers import Checkpointable
 
 from export_scripts.errors import CheckpointMismatchError
 from inference.launch_environment import LaunchEnvironment, read_launch_environment
@@ -41,7 +41,7 @@ _SELF_EXPLANATORY = (StageError, CheckpointMismatchError, ServerStartError)
 
 @dataclass(frozen=True)
 class StageJob(Checkpointable):
-    """Runs a stage and keeps its record up to date.
+    """Runs a stage and keeps its record up to date; all progress is on disk.
 
     Attributes:
         step: how to run the stage in a process of its own; None to run it right here.
@@ -111,10 +111,6 @@ class StageJob(Checkpointable):
             return self.stage()
         folder = self.record_path.parent / "submitit" / f"step-{job_id_here()}"
         return run_in_step(self.stage, self.step, folder=folder)
-
-    def checkpoint(self) -> DelayedSubmission:
-        """Return the same job: all progress is on disk."""
-        return DelayedSubmission(self)
 
     def _note_end(
         self,

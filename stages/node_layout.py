@@ -39,7 +39,7 @@ def place(*, tp_size: int, pp_size: int, gpus_per_node: int, instance_count: int
     Raises:
         ValueError: the ranks cannot be divided evenly over nodes, or instances over one.
     """
-    world_size = tp_size * pp_size
+    world_size, warning = tp_size * pp_size, None
     if instance_count > 1:
         nodes, groups = 1, gpus_per_node // world_size
         if not groups:
@@ -49,12 +49,11 @@ def place(*, tp_size: int, pp_size: int, gpus_per_node: int, instance_count: int
                 "server for each."
             )
         used = min(groups, instance_count) * world_size
-        warning = (
-            f"{INSTANCES_KEY}={instance_count} instances share {groups} groups of {world_size} "
-            "GPUs, each with weights of its own"
-            if groups < instance_count
-            else None
-        )
+        if groups < instance_count:
+            warning = (
+                f"{INSTANCES_KEY}={instance_count} instances share {groups} groups of {world_size} "
+                "GPUs, each with weights of its own"
+            )
     else:
         fewest = math.ceil(world_size / gpus_per_node)
         nodes = next(each for each in range(fewest, world_size + 1) if world_size % each == 0)
@@ -65,17 +64,11 @@ def place(*, tp_size: int, pp_size: int, gpus_per_node: int, instance_count: int
                 f"be divided evenly over nodes of {GPUS_KEY}={gpus_per_node}; choose sizes whose "
                 f"product is at most {gpus_per_node}, or a multiple of it."
             )
-        warning = _warning(tp_size, nodes, used)
+        if nodes > 1 and used % tp_size:  # each layer's sums cross the network
+            warning = (
+                f"{TP_KEY}={tp_size} spreads groups of ranks that share each layer over nodes of "
+                f"{used} GPUs; their traffic crosses the network. Fastest is a tensor size that "
+                f"divides {used}, and as many pipeline groups as nodes."
+            )
     shown = ",".join(map(str, range(used))) if used < gpus_per_node else None
     return NodeLayout(nodes, used, shown, warning)
-
-
-def _warning(tp_size: int, nodes: int, used: int) -> str | None:
-    """Return a warning where each layer's sums cross the network."""
-    if nodes == 1 or used % tp_size == 0:
-        return None
-    return (
-        f"{TP_KEY}={tp_size} spreads groups of ranks that share each layer over nodes of {used} "
-        f"GPUs; their traffic crosses the network. Fastest is a tensor size that divides {used}, "
-        "and as many pipeline groups as nodes."
-    )

@@ -1,7 +1,7 @@
 """A model whose checkpoint is elsewhere: its sizes as stated, for a plan without it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from export_scripts.conversion.request import ConversionRequest
 from export_scripts.families import FAMILIES
@@ -75,15 +75,6 @@ class PlannedModel(SizesSection):
     def _config(self, request: ConversionRequest) -> tuple[ModelFamily, FTConfig]:
         from export_scripts.synthesize import synthetic_config
 
-        family = FAMILIES[self.family]
-        config = synthetic_config(
-            family,
-            hidden=self.hidden,
-            layers=self.layers,
-            heads=self.heads,
-            vocab=self.vocab,
-            inter_size=self.inter_size,
-            positions=self.positions,
-            weight_data_type=request.weight_data_type,
-        )
-        return family, config
+        sizes = {each.name: getattr(self, each.name) for each in fields(SizesSection)}
+        family = FAMILIES[sizes.pop("family")]
+        return family, synthetic_config(family, **sizes, weight_data_type=request.weight_data_type)

@@ -91,7 +91,8 @@ def _answer(folder: Path, ranks: int) -> None:
         hosts = list(dict.fromkeys((node_name(), socket.gethostname(), socket.getfqdn())))
         write_json(folder / PING_NAME, {"hosts": hosts, "port": server.getsockname()[1]})
         deadline = time.monotonic() + _START_S
-        left = set(range(1, ranks))
+        pings = {_ping(rank) for rank in range(1, ranks)}
+        left = set(pings)
         while left:
             try:
                 if (left_s := deadline - time.monotonic()) <= 0:
@@ -104,10 +105,9 @@ def _answer(folder: Path, ranks: int) -> None:
                 ) from None
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(_ANSWER_S)
-                said = connection.recv(_LONGEST)
-                if called := {rank for rank in range(1, ranks) if said == _ping(rank)}:
+                if (said := connection.recv(_LONGEST)) in pings:
                     connection.sendall(b"pong")
-                    left -= called
+                    left.discard(said)
 
 
 def _ping(rank: int) -> bytes:
@@ -115,11 +115,15 @@ def _ping(rank: int) -> bytes:
 
 
 def _call(folder: Path, rank: int) -> None:
-    """Reach the first rank under any of its names."""
-    first = _wait_for_first(folder)
-    deadline = time.monotonic() + _CONNECT_S
+    """Reach the first rank under any of the names that it leaves in the folder."""
+    first: Any = None
+    deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
-        for host in first["hosts"]:
+        found = read_json(folder / PING_NAME)  # an earlier start may have left its file
+        if first is None and found is not None:
+            deadline = time.monotonic() + _CONNECT_S
+        first = found or first
+        for host in first["hosts"] if first else ():
             with (
                 contextlib.suppress(OSError),
                 socket.create_connection((host, int(first["port"])), _ANSWER_S) as connection,
@@ -128,21 +132,12 @@ def _call(folder: Path, rank: int) -> None:
                 if connection.recv(4) == b"pong":
                     return
         time.sleep(_POLL_S)
-        first = _wait_for_first(folder)  # an earlier start may have left its file
+    if first is None:
+        raise OSError(
+            f"{folder} holds no message of the first rank after {_START_S:g} s; all nodes "
+            "must see the folder, and the first must start"
+        )
     raise OSError(
         f"cannot connect to the first rank at {first['hosts']}, port {first['port']}, within "
         f"{_CONNECT_S:g} s; do firewalls let the nodes reach each other?"
-    )
-
-
-def _wait_for_first(folder: Path) -> dict[str, Any]:
-    """Return the names and port that the first rank has written."""
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        if (first := read_json(folder / PING_NAME)) is not None:
-            return dict(first)
-        time.sleep(_POLL_S)
-    raise OSError(
-        f"{folder} holds no message of the first rank after {_START_S:g} s; all nodes "
-        "must see the folder, and the first must start"
     )

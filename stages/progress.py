@@ -116,14 +116,10 @@ def read_as(path: Path, kind: type[T], what: str) -> T | None:
     except (AttributeError, TypeError) as error:
         raise DamagedFileError(path, f"it does not hold {what}") from error
     for name, value in known.items():
-        if not _is_of(hints[name], value):
+        hint = hints[name]
+        choices = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        kinds = tuple(get_origin(each) or each for each in choices)
+        if not (isinstance(value, kinds) or (float in kinds and isinstance(value, int))):
             reason = f"it does not hold {what}: {name} is {json.dumps(value)}"
             raise DamagedFileError(path, reason)
     return found
-
-
-def _is_of(hint: Any, value: Any) -> bool:
-    """Return whether a value from JSON has the type of a field, of which it may be a union."""
-    choices = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kinds = tuple(get_origin(each) or each for each in choices)
-    return isinstance(value, kinds) or (float in kinds and isinstance(value, int))

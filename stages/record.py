@@ -98,18 +98,12 @@ def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:
         except OSError as error:
             if full_disk(error, path) is None:
                 raise
-            _write_over(path, record)
+            # Written where the one before is, it needs no room. Blanks take the place of the rest
+            # of that one: a reader sees whole records alone.
+            text = json.dumps(asdict(record), indent=2).encode() + b"\n"
+            with path.open("r+b", buffering=0) as file:
+                file.write(text.ljust(path.stat().st_size))
         return record
-
-
-def _write_over(path: Path, record: JobRecord) -> None:
-    """Write a record where the one before is, which needs no room on a full disk.
-
-    Blanks take the place of the rest of that one: a reader sees whole records alone.
-    """
-    text = json.dumps(asdict(record), indent=2).encode() + b"\n"
-    with path.open("r+b", buffering=0) as file:
-        file.write(text.ljust(path.stat().st_size))
 
 
 def correct_record(path: Path, found: JobRecord, **changes: Any) -> JobRecord | None:

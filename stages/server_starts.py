@@ -8,7 +8,6 @@ results do.
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -105,6 +104,8 @@ def take_part(
     Raises:
         StageError: the command has failed, and the first process does not know.
     """
+    rank = read_launch_environment(os.environ).rank
+    who = f"rank {rank} on {node_name()}"
     number, ended_at = 0, None
     process: subprocess.Popen[bytes] | None = None
     try:
@@ -116,16 +117,25 @@ def take_part(
             if start is not None and is_new:
                 _end(process)
                 number, ended_at = start.number, None
-                process = _start(
-                    command, {**environment, **rendezvous_variables(folder, start)}, log_path
-                )
+                variables = {**environment, **rendezvous_variables(folder, start)}
+                with log_path.open("wb") if log_path else contextlib.nullcontext() as log:
+                    process = subprocess.Popen(
+                        command,
+                        env={**os.environ, **variables},
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT if log else None,
+                    )
             if process is not None and process.poll() not in (None, 0) and start is not None:
                 if ended_at is None:
-                    _report_loss(folder, job_id, number, process.returncode)
                     ended_at = time.monotonic()
+                    if process.returncode < 0:  # others log their own reason
+                        lost = f"{who} was ended by {signal_name(-process.returncode)}"
+                        name = _LOSS_NAME.format(job=job_id, life=_life(), number=number, rank=rank)
+                        replace_file(folder / name, lost)
                 if not start.is_over and time.monotonic() - ended_at > _NOTICE_S:
                     raise StageError(
-                        f"{_who()} ended with status {process.returncode}, and the first process "
+                        f"{who} ended with status {process.returncode}, and the first process "
                         "has not noticed; its output is in the job's log"
                     )
             check()
@@ -143,38 +153,6 @@ def losses(folder: Path, job_id: str, number: int, *, wait_s: float) -> list[str
         if paths or time.monotonic() > deadline:
             return [path.read_text(encoding="utf-8") for path in paths]
         time.sleep(_POLL_S)
-
-
-def _report_loss(folder: Path, job_id: str, number: int, status: int) -> None:
-    """Report a process that a signal has ended; others log their own reason."""
-    if status >= 0:
-        return
-    rank = read_launch_environment(os.environ).rank
-    path = folder / _LOSS_NAME.format(job=job_id, life=_life(), number=number, rank=rank)
-    replace_file(path, f"{_who()} was ended by {signal_name(-status)}")
-
-
-def _who() -> str:
-    return f"rank {read_launch_environment(os.environ).rank} on {node_name()}"
-
-
-def _start(
-    command: Sequence[str], environment: Mapping[str, str], log_path: Path | None
-) -> subprocess.Popen[bytes]:
-    with contextlib.ExitStack() as files:
-        log = files.enter_context(log_path.open("wb")) if log_path is not None else None
-        return subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=None if log is None else subprocess.STDOUT,
-        )
-
-
-def rank_command() -> list[str]:
-    """Return the command of a rank that a launcher has started, other than the first."""
-    return [sys.executable, "-u", "-m", "inference.ranks.launched_rank"]
 
 
 def _end(process: subprocess.Popen[bytes] | None) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from export_scripts.files.replace import read_file
-from inference.server.server_log import put_aside
+from inference.server.openai_server import OpenAIServer
+from inference.server.server_log import ServerStartError, last_lines, put_aside
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
 from stages.endpoint import (
@@ -48,40 +50,30 @@ class _EndedError(Exception):
     """The service should end although its server is not ready; the message says why."""
 
 
+@dataclass(eq=False)
 class Service:
-    """Keeps a server running. `restarts` counts how often it was started again."""
+    """Keeps a server running; nothing is started before `run`.
 
-    def __init__(
-        self,
-        config: DeployConfig,
-        folder: Path,
-        progress: Progress,
-        *,
-        until: float,
-        published: Progress | None = None,
-    ) -> None:
-        """Prepare; nothing is started before `run`.
+    Attributes:
+        config: of the server.
+        folder: of the job, for logs, server starts, the address of a server that is ready, and
+            requests to end or to reload it (`stages.endpoint`).
+        progress: receives what the service is doing.
+        until: on the monotonic clock, when the job's time is over.
+        published: takes the place of `progress` once the address is published.
+        restarts: how often the server was started again.
+    """
 
-        Args:
-            config: Of the server.
-            folder: Of the job, for logs, server starts, the address of a server that is ready, and
-                requests to end or to reload it (`stages.endpoint`).
-            progress: Receives what the service is doing.
-            until: On the monotonic clock, when the job's time is over.
-            published: Receives it once the address is published.
-        """
-        self.restarts = 0
-        self._failures = 0  # since the last sound service
-        self._config = config
-        self._folder = folder
-        self._progress = progress
-        self._endpoint_path = folder / ENDPOINT_NAME
-        self._stop_path = folder / STOP_NAME
-        self._reload_path = folder / RELOAD_NAME
-        self._until = until
-        self._published = published or progress
-        self._is_published = False
-        self._serves: ServerEndpoint | None = None
+    config: DeployConfig
+    folder: Path
+    progress: Progress
+    _: KW_ONLY
+    until: float
+    published: Progress | None = None
+    restarts: int = field(default=0, init=False)
+    _failures: int = field(default=0, init=False)  # since the last sound service
+    _is_published: bool = field(default=False, init=False)
+    _serves: ServerEndpoint | None = field(default=None, init=False)
 
     def run(self) -> str:
         """Serve until the end, and return why the service ended.
@@ -90,21 +82,19 @@ class Service:
             StageError: it did not, or its time was over before the server was ever ready.
             ServerStartError: the server did not become ready in the first place.
         """
-        from inference.server.server import ServerStartError
-
         while True:
             try:
                 reason, failure = self._serve_once()
             except _EndedError as error:
                 return str(error)
             except ServerStartError as error:
-                if self._serves is None and not (error.is_crash and self._config.nodes > 1):
+                if self._serves is None and not (error.is_crash and self.config.nodes > 1):
                     raise  # it has never worked: waiting changes nothing
                 self._call_off()
                 reason, failure = "", str(error)
             if not failure:
                 return reason
-            if self._failures >= self._config.max_restarts or not self._config.may_start_again:
+            if self._failures >= self.config.max_restarts or not self.config.may_start_again:
                 again = f"the server failed again after {self._failures} restarts: "
                 raise StageError((again if self._failures else "") + failure)
             self.restarts += 1
@@ -118,7 +108,7 @@ class Service:
             server, endpoint = self._start(stack)
             self._serves = endpoint
             # Clients find the next start where they found this one.
-            self._config = self._config.with_ports(**endpoint.ports)
+            self.config = self.config.with_ports(**endpoint.ports)
             reason, failure = _STOPPED, ""
             with contextlib.suppress(KeyboardInterrupt):
                 try:
@@ -129,16 +119,22 @@ class Service:
                     reason = str(ended)
             if failure:
                 self._call_off()
-                reasons = "; ".join([*self._losses(), failure])
-                tail = "\n".join(f"  | {line}" for line in server.log_tail())
-                failure = f"{reasons}; last lines of {server.log_path}:\n{tail}"
+                if self.config.nodes > 1:  # a signal may have ended processes of further nodes
+                    number = self.restarts + 1
+                    lost = losses(self.folder, job_id_here(), number, wait_s=_LOSS_WAIT_S)
+                    failure = "; ".join([*lost, failure])
+                tail = "\n".join(f"  | {line}" for line in last_lines(server.log_path))
+                failure = f"{failure}; last lines of {server.log_path}:\n{tail}"
             # A signal that comes while the server is already stopping changes nothing.
             with contextlib.suppress(KeyboardInterrupt):
                 if reason != _HANDED_OVER:  # the successor reports from now on
-                    self._progress.update("stopping")
-                withdraw(self._endpoint_path, endpoint.job_id)
-                server.stop(drain_s=0 if failure else self._drain_s(reason))
-            withdraw(self._endpoint_path, endpoint.job_id)
+                    self.progress.update("stopping")
+                withdraw(self.folder / ENDPOINT_NAME, endpoint.job_id)
+                # After a hand-over running requests may take all the time that is left.
+                left_s = self.until - time.monotonic() if reason == _HANDED_OVER else 0.0
+                drain_s = self.config.drain_s + max(left_s, 0.0)
+                server.stop(drain_s=0 if failure else drain_s)
+            withdraw(self.folder / ENDPOINT_NAME, endpoint.job_id)
             self._is_published = False
         return reason, failure
 
@@ -148,22 +144,22 @@ class Service:
         """Start a server for the life of the stack and publish its address."""
         server, endpoint = stack.enter_context(
             serving(
-                self._config,
-                self._folder,
-                self._progress,
+                self.config,
+                self.folder,
+                self.progress,
                 restarts=self.restarts,
                 check=self._check_needed,
                 former=former,
             )
         )
         try:
-            publish(self._endpoint_path, endpoint)
+            publish(self.folder / ENDPOINT_NAME, endpoint)
         except OSError as error:
             if former is None:
                 raise
             # The front has changed over: clients find this server where they found the other.
             log_line(f"the address cannot be written again: {error}")
-        self._progress, self._is_published = self._published, True
+        self.progress, self._is_published = self.published or self.progress, True
         return server, endpoint
 
     def _reloaded(self, stack: contextlib.ExitStack, old: AnyServer) -> AnyServer:
@@ -172,12 +168,10 @@ class Service:
         The old one answers until the new one is ready, and then finishes what it has begun. If the
         new one does not become ready, the old one stays.
         """
-        from inference.server.server import ServerStartError
-
-        if self._config.nodes > 1:
+        if self.config.nodes > 1:
             log_line("a server on several nodes cannot be reloaded; restart the stage")
             return old
-        if not old.can_have_a_successor():
+        if isinstance(old, OpenAIServer) or not old.can_have_a_successor():
             log_line(
                 "another engine's server, NVIDIA's, or one with sessions, cannot be reloaded; "
                 "restart the stage"
@@ -185,12 +179,12 @@ class Service:
             return old
         old.log_path = put_aside(old.log_path)
         try:
-            new, self._serves = self._start(stack, cast("TritonServer", old))
+            new, self._serves = self._start(stack, old)
         except (ServerStartError, StageError, ValueError, OSError) as error:
             # Whatever is wrong with the new repository, or with the disk, clients are served.
             log_line(f"not reloaded; the server goes on as it was: {error}")
             return old
-        old.stop(drain_s=self._config.drain_s)
+        old.stop(drain_s=self.config.drain_s)
         return new
 
     def _check_needed(self) -> None:
@@ -204,27 +198,21 @@ class Service:
             raise _EndedError(ended)
 
     def _call_off(self) -> None:
-        if self._config.nodes > 1:
+        if self.config.nodes > 1:
             start = ServerStart(job_id_here(), self.restarts + 1, is_over=True)
-            announce(self._folder, start)
-
-    def _losses(self) -> list[str]:
-        """Return the processes of further nodes that a signal has ended."""
-        if self._config.nodes == 1:
-            return []
-        return losses(self._folder, job_id_here(), self.restarts + 1, wait_s=_LOSS_WAIT_S)
+            announce(self.folder, start)
 
     def _watch(self, server: AnyServer) -> tuple[str, str]:
         """Block while the server serves; return why it should stop now, or why it failed."""
         began = time.monotonic()
-        self._progress.update(f"serving {self._serves}")
+        self.progress.update(f"serving {self._serves}")
         while True:
             if ended := self._ended():
                 if ended == _HANDED_OVER:
                     self._serve_the_last(cast("TritonServer", server))
                 return ended, ""
             with contextlib.suppress(OSError):  # usually there is none; another job may take it
-                self._reload_path.unlink()
+                (self.folder / RELOAD_NAME).unlink()
                 return _RELOAD, ""
             if failure := server.failure(patience_s=_PATIENCE_S):
                 if time.monotonic() - began > _STEADY_S:
@@ -235,28 +223,23 @@ class Service:
     def _serve_the_last(self, server: TritonServer) -> None:
         """Go on for clients that have not followed to the successor, while there are any."""
         began = time.time()
-        while time.monotonic() < self._until and server.failure() is None:
-            if time.time() - max(began, server.last_used()) > self._config.drain_s:
+        while time.monotonic() < self.until and server.failure() is None:
+            if time.time() - max(began, server.last_used()) > self.config.drain_s:
                 return
             time.sleep(_POLL_S)
-
-    def _drain_s(self, reason: str) -> float:
-        """Return how long running requests may take; after a hand-over, all that is left."""
-        left_s = self._until - time.monotonic() if reason == _HANDED_OVER else 0.0
-        return self._config.drain_s + max(left_s, 0.0)
 
     def _wait(self, failure: str) -> str:
         """Wait before the next start; return the reason if there is none.
 
         The first start after a failure is immediate: most failures do not come back at once.
         """
-        doubled = self._config.restart_backoff_s * 2.0 ** min(self._failures - 2, _MOST_DOUBLED)
+        doubled = self.config.restart_backoff_s * 2.0 ** min(self._failures - 2, _MOST_DOUBLED)
         wait_s = 0.0 if self._failures == 1 else min(doubled, _MAX_BACKOFF_S)
         log_line(
             f"{failure}\nstarting the server again in {wait_s:g} s "
-            f"(restart {self._failures} of {self._config.max_restarts})"
+            f"(restart {self._failures} of {self.config.max_restarts})"
         )
-        self._progress.update(f"starting again in {wait_s:g} s")
+        self.progress.update(f"starting again in {wait_s:g} s")
         deadline = time.monotonic() + wait_s
         with contextlib.suppress(KeyboardInterrupt):
             while time.monotonic() < deadline:
@@ -268,21 +251,18 @@ class Service:
 
     def _ended(self) -> str:
         """Return why the service should end now, empty if it should go on."""
-        is_current = self._config.uptime_s is None or self._is_current()
+        is_current = True
+        if self.config.uptime_s is not None:  # a job of a chain may have a successor that serves
+            serves = published_by(self.folder / ENDPOINT_NAME)
+            # A successor that has ended by request withdraws its address.
+            is_current = not self._is_published if serves == "" else serves in (job_id_here(), None)
         with contextlib.suppress(OSError, ValueError):  # usually there is none
-            for_job = read_file(self._stop_path).decode(errors="replace").strip()
+            for_job = read_file(self.folder / STOP_NAME).decode(errors="replace").strip()
             # Without the id of a job it is for the one that serves.
             if for_job == job_id_here() or (is_current and not for_job):
                 with contextlib.suppress(OSError):
-                    self._stop_path.unlink()
+                    (self.folder / STOP_NAME).unlink()
                 return NOT_NEEDED
         if not is_current and self._serves is not None:
             return _HANDED_OVER
-        return _TIME_LIMIT if time.monotonic() >= self._until else ""
-
-    def _is_current(self) -> bool:
-        """Return whether this job of a chain is the one that serves, or that is to serve."""
-        serves = published_by(self._endpoint_path)
-        if serves == "":  # a successor that has ended by request withdraws its address
-            return not self._is_published
-        return serves in (job_id_here(), None)
+        return _TIME_LIMIT if time.monotonic() >= self.until else ""

@@ -8,19 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from inference.server.openai_server import OpenAIServer
 from inference.server.server_log import put_aside
 from inference.supervision import RESTARTS_VARIABLE
 from stages.base import StageError
-from stages.deploy_config import (
-    FASTERTRANSFORMER,
-    NEMO,
-    PORT_KEYS,
-    PYTRITON,
-    VLLM,
-    DeployConfig,
-)
+from stages.deploy_config import FASTERTRANSFORMER, NEMO, PORT_KEYS, PYTRITON, VLLM, DeployConfig
 from stages.endpoint import ServerEndpoint, server_log
 from stages.engines import TOKEN_VARIABLE
 from stages.gemm_tuning import tune
@@ -30,7 +24,6 @@ from stages.record import now
 from stages.server_starts import announce_start, rendezvous_variables
 
 if TYPE_CHECKING:
-    from inference.server.openai_server import OpenAIServer
     from inference.server.server import TritonServer
 
     AnyServer: TypeAlias = TritonServer | OpenAIServer
@@ -70,11 +63,22 @@ def serving(
     log_path = server_log(folder, job_id)
     put_aside(log_path)
     environment = server_environment(config)
+    options: dict[str, Any] = {
+        "host": config.host,
+        "ports": config.ports,
+        "log_path": log_path,
+        "env": environment,  # to which the lines below add
+        "port_keys": PORT_KEYS,
+        "access": config.access,
+    }
     if config.is_other_engine:
-        with _other_engine(config, log_path, environment) as own:
+        if config.engine == VLLM and (tokens := config.access.tokens()):
+            environment[TOKEN_VARIABLE] = tokens[0]
+        model, weights = config.model_name, config.folder
+        with OpenAIServer(config.command_line, model=model, folder=weights, **options) as own:
             progress.update("starting the server")
             own.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
-            yield own, _endpoint(config, own, job_id, restarts, model=config.model_name)
+            yield own, _endpoint(config, own, job_id, restarts, model=model)
         return
     if config.gemm_tuning.enabled:
         progress.update("measuring matrix products")
@@ -83,7 +87,7 @@ def serving(
         start = announce_start(folder, job_id, restarts + 1)
         environment |= rendezvous_variables(folder, start)
     environment[RESTARTS_VARIABLE] = str(restarts)
-    with _server(config, folder, log_path, environment, former) as server:
+    with _server(config, folder, former, options) as server:
         progress.update("starting the server")
         began = time.monotonic()
         server.start(
@@ -144,16 +148,11 @@ def server_prefix(config: DeployConfig) -> tuple[str, ...]:
 
 
 def _is_under_mpi(config: DeployConfig) -> bool:
-    """Return whether a launcher of MPI starts the server's process."""
     return config.is_mpi_step or any(name in os.environ for name in _MPI_VARIABLES)
 
 
 def _server(
-    config: DeployConfig,
-    folder: Path,
-    log_path: Path,
-    environment: dict[str, str],
-    former: TritonServer | None,
+    config: DeployConfig, folder: Path, former: TritonServer | None, options: dict[str, Any]
 ) -> TritonServer:
     from inference.server.server import TritonServer
 
@@ -174,39 +173,13 @@ def _server(
         source = str(repository)
     return TritonServer(
         source,
-        ports=config.ports,
-        host=config.host,
-        log_path=log_path,
-        env=environment,
-        port_keys=PORT_KEYS,
         prefix=server_prefix(config),
-        access=config.access,
-        openai=config.endpoint,
+        openai=config.openai if config.openai.enabled else None,
         hidden=_hidden_size(config.weights_dir),
         former=former,
         is_old=config.engine == FASTERTRANSFORMER,
         work_dir=folder / "gemm" if config.gemm_tuning.enabled else None,
-    )
-
-
-def _other_engine(
-    config: DeployConfig, log_path: Path, environment: dict[str, str]
-) -> OpenAIServer:
-    """Return the server of another engine; its token, if any, is in its environment."""
-    from inference.server.openai_server import OpenAIServer
-
-    tokens = config.access.tokens()
-    secret = {TOKEN_VARIABLE: tokens[0]} if config.engine == VLLM and tokens else {}
-    return OpenAIServer(
-        config.command_line,
-        model=config.model_name,
-        folder=config.folder,
-        host=config.host,
-        ports=config.ports,
-        log_path=log_path,
-        env=environment | secret,
-        port_keys=PORT_KEYS,
-        access=config.access,
+        **options,
     )
 
 

@@ -16,7 +16,6 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -84,7 +83,10 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
     was_asked = False
     with _Listener(process.stdout) as listener:
         try:
-            status = _wait(process)
+            # Python handles a signal that another thread received only when this one wakes up.
+            while (status := process.poll()) is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_WAKE_UP_S)
         except KeyboardInterrupt:
             was_asked = True
             status = _end(process, stage)
@@ -93,9 +95,13 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
         except BaseException:  # also the SystemExit by which submitit leaves for a requeue
             _end(process, stage)
             raise
-    result = read_json(result_path)
-    if (fault := _fault_of_others(result, listener, was_asked=was_asked)) is not None:
-        raise StageError(fault)
+    result: Any = read_json(result_path)
+    failed = result is None or "error" in result
+    # srun stops the first rank after the loss of another, and it may have ended in order.
+    if (failed or result.get("was_stopped", False)) and not was_asked and (loss := listener.loss()):
+        raise StageError(loss)
+    if failed and (failure := listener.failure()):
+        raise StageError(failure)
     if result is None:
         raise StageError(
             f"the step ended with status {status} and without a result; its output is in the log. "
@@ -106,27 +112,6 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
             result["error"], summary=result["summary"], exit_code=int(result["exit_code"])
         )
     return dict(result["summary"])
-
-
-def _fault_of_others(
-    result: Mapping[str, Any] | None, listener: _Listener, *, was_asked: bool
-) -> str | None:
-    """Return the failed node or rank, other than the first, that caused the step to fail."""
-    ended_badly = result is None or "error" in result or result.get("was_stopped", False)
-    # srun stops the first rank after the loss of another, and it may have ended in order.
-    if ended_badly and not was_asked and (loss := listener.loss()) is not None:
-        return loss
-    return listener.failure() if result is None or "error" in result else None
-
-
-def _wait(process: subprocess.Popen[str]) -> int:
-    """Return the status of a process at its end.
-
-    Wakes up periodically: Python handles a signal that another thread received only then.
-    """
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(_WAKE_UP_S)
 
 
 class _Listener:

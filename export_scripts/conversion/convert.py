@@ -6,7 +6,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,22 +70,14 @@ def check_conversion(
     try:
         if not _is_slow_to_open(request):
             _planned(request, names)
-    except CheckpointMismatchError as error:
-        return _under_key(error.problems, request, names)
     except ValueError as error:
-        return _under_key(str(error).split("\n"), request, names)
+        path = str(request.checkpoint_path)
+        return [
+            f"{names['checkpoint_path']}={each}" if each.startswith(path) else each
+            for each in str(error).split("\n")
+        ]
     paths = WorkPaths(request.folder)
     return _folder_problems(request, paths, _identity(request), names)
-
-
-def _under_key(
-    problems: Sequence[str], request: ConversionRequest, names: Mapping[str, str]
-) -> list[str]:
-    """Return problems, with the key in front of those that begin with the checkpoint's path."""
-    path = str(request.checkpoint_path)
-    return [
-        f"{names['checkpoint_path']}={each}" if each.startswith(path) else each for each in problems
-    ]
 
 
 def _is_slow_to_open(request: ConversionRequest) -> bool:
@@ -135,8 +127,7 @@ def convert(
     """
     started = time.monotonic()
     names = {**OPTION_NAMES, **(names or {})}
-    problems = request_problems(request, names)
-    refuse(problems)
+    refuse(request_problems(request, names))
     paths = WorkPaths(request.folder)
     with folder_lock(paths.lock, f"another conversion is writing {paths.final}") as is_held:
         recover(paths)
@@ -144,8 +135,7 @@ def convert(
         identity = _identity(request)
         if _is_finished(paths, identity):
             return _summary(paths, started, written_bytes=None)
-        problems = _folder_problems(request, paths, identity, names)
-        refuse(problems)
+        refuse(_folder_problems(request, paths, identity, names))
         try:
             paths.scratch.mkdir()
             plan = _planned(request, names, paths.scratch)
@@ -166,22 +156,10 @@ def _planned(
 
 def _identity(request: ConversionRequest) -> str:
     """Return a digest of everything that decides the folder's contents."""
-    sources = {
-        "checkpoint": (request.checkpoint_path,),
-        "prompts": request.prompt_checkpoints,
-        "ia3": request.ia3_checkpoints,
-        "adapters": request.adapter_checkpoints,
-        "lora": request.lora_checkpoints,
-        "ranges": (request.activation_ranges,),
-        "tokenizer": (request.vocab_path, request.merges_path),
-    }
     latest = request.checkpoint_name in (None, LATEST)
     facts = {
         "version": __version__,
-        "sources": {
-            kind: [None if path is None else _source_print(Path(path)) for path in paths]
-            for kind, paths in sources.items()
-        },
+        "sources": [(name, _source_print(Path(path))) for name, path in request.sources],
         "tp_size": request.tp_size,
         **({"max_shard_bytes": request.max_shard_bytes} if request.is_huggingface else {}),
         "weight_data_type": request.weight_data_type,

@@ -21,7 +21,7 @@ from export_scripts.checkpoints.base import (
     json_table,
 )
 from export_scripts.conversion.ft_source import FTFolder
-from export_scripts.conversion.peft import is_adapted, peft_adapters, prompt_reasons
+from export_scripts.conversion.peft import IA3, peft_adapters, prompt_reasons
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.conversion.tensor_plan import (
     TensorPlan,
@@ -31,7 +31,7 @@ from export_scripts.conversion.tensor_plan import (
 )
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
-from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Compute, Copy, View, same
@@ -51,6 +51,9 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_
 # Spellings of the longest sequence in sources whose family's config does not record it.
 _POSITIONS = ("max-position-embeddings", "seq-length", "seq")
 _USUAL_POSITIONS = 2048
+# Fields of an architecture that decide where a head is stored, not what it computes; and one of
+# adapters, which are written next to the model.
+_FREE = ("untied_head", "ia3_num_tasks")
 # Tokenizer file -> class of transformers that reads it.
 _TOKENIZERS = {
     "tokenizer.json": "PreTrainedTokenizerFast",
@@ -124,7 +127,9 @@ def _configurations(
     source: ConversionPlan, is_tied: bool
 ) -> list[tuple[SourceMapping, dict[str, Any]]]:
     """Return every configuration to try, with its mapping, the source's own first."""
-    reader, config = source.facts.reader, dict(source.facts.config)
+    reader, own = source.facts.reader, source.facts.config
+    kept = {key: value for key, value in own.items() if key not in _NOT_KEPT}
+    stated = {key: own[key] for key in _TOKENS if own.get(key) is not None}
     is_huggingface = source.mapping.written is not None
     origin = reader.origin if isinstance(reader, FTFolder) else source.mapping.name
     found = []
@@ -134,20 +139,14 @@ def _configurations(
         for written in mapping.written(source.config, is_tied):
             whole = {key: value for key, value in written.items() if value is not None}
             whole["torch_dtype"] = SOURCE_TYPES[source.config.weight_data_type][1]
-            rank = 0 if mapping.name == origin else 1
-            if is_huggingface and mapping.name == origin:
-                rank = 0 if written["model_type"] == config.get("model_type") else 1
-                whole = _with_own_settings(whole, config) if rank == 0 else whole
-            found.append((rank, mapping, whole))
-    found.sort(key=lambda each: each[0])
+            is_own = mapping.name == origin
+            if is_own and is_huggingface:
+                is_own = written["model_type"] == own.get("model_type")
+                # With whatever else the source's own states.
+                whole = kept | whole | stated if is_own else whole
+            found.append((is_own, mapping, whole))
+    found.sort(key=lambda each: not each[0])
     return [(mapping, written) for _, mapping, written in found]
-
-
-def _with_own_settings(written: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with whatever else the source's own states."""
-    kept = {key: value for key, value in own.items() if key not in _NOT_KEPT}
-    stated = {key: own[key] for key in _TOKENS if own.get(key) is not None}
-    return kept | dict(written) | stated
 
 
 def _is_tied(source: ConversionPlan) -> bool:
@@ -181,31 +180,20 @@ def _tried(
     try:
         reasons = [*mapping.unsupported(facts), *reasons]
         back = mapping.config(facts)
-        differing = _differences(source.config, back)
+        mine, theirs = (dataclasses.asdict(c.architecture()) for c in (source.config, back))
     except CheckpointMismatchError as error:
         return _Candidate(mapping, config, reasons=(*error.problems, *reasons))
-    reasons += differing
+    reasons += [
+        f"{name} is {value} in the model, and can only be {theirs[name]}"
+        for name, value in mine.items()
+        if theirs[name] != value and name not in _FREE
+    ]
     if homeless and not reasons:
         reasons = [f"it has no tensor for {', '.join(homeless)}"]
     if not reasons:
         _, problems = plan_tensors(mapping, facts, back, source.request, tp_size=1)
         reasons = [problem.removeprefix(f"{folder}: ") for problem in problems]
     return _Candidate(mapping, config, tensors, tuple(reasons))
-
-
-def _differences(wanted: FTConfig, back: FTConfig) -> list[str]:
-    """Return every choice of the architecture in which two configs differ."""
-    mine, theirs = (dataclasses.asdict(c.architecture()) for c in (wanted, back))
-    return [
-        f"{name} is {value} in the model, and can only be {theirs[name]}"
-        for name, value in mine.items()
-        if theirs[name] != value and name not in _FREE
-    ]
-
-
-# Fields of an architecture that decide where a head is stored, not what it computes; and one of
-# adapters, which are written next to the model.
-_FREE = ("untied_head", "ia3_num_tasks")
 
 
 def _views(
@@ -221,7 +209,7 @@ def _views(
         mapping.family.expand(source.config), source.tensors, strict=True
     ):
         assert tensor == item.tensor
-        if is_adapted(spec.name):
+        if spec.name == PROMPT_TABLE or spec.name.endswith(IA3):  # of an adapter
             continue
         origin = table.get(spec.name)
         views = origin.at(index).views(tensor.shape, source.config) if origin else []

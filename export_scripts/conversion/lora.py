@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,13 +45,11 @@ _GATED, _FOLLOWING = "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
 _PEFT_CONFIG = "adapter_config.json"
 _PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
-# Settings of PEFT's LoRA that change nothing in how it is merged, or that are read here. Any other
-# that is set, of this or a later version, is refused.
-_PEFT_READ = frozenset({
+# Settings of PEFT's LoRA that are read here, and those that change nothing in how it is merged. Any
+# other that is set, of this or a later version, is refused.
+_PEFT_KNOWN = frozenset({
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora",
     "init_lora_weights",
-})  # fmt: skip
-_PEFT_HARMLESS = frozenset({
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
     "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern",
     "layers_to_transform", "loftq_config", "lora_dropout", "megatron_core", "modules_to_save",
@@ -282,10 +280,8 @@ def _shares(
 ) -> tuple[_Share, ...] | None:
     """Return the share of each of a matrix's pieces, or None if an update does not fit."""
     pieces = tensors[key]
-    if any(len(p.shape) != 2 or p.dtype not in FLOATING_TYPES for p in pieces):
-        return None
-    factors = (*update.down, *update.up)
-    if any(len(p.shape) != 2 or p.dtype not in FLOATING_TYPES for p in factors):
+    every = (*pieces, *update.down, *update.up)
+    if any(len(p.shape) != 2 or p.dtype not in FLOATING_TYPES for p in every):
         return None
     rank = _size(update.down, 0, cut=update.down_axis == 0)
     columns = _size(update.down, 1, cut=update.down_axis == 1)
@@ -337,30 +333,19 @@ def _open_adapter(path: Path, base: CheckpointReader, scratch_dir: Path | None) 
         return _open_peft(path, base)
     own_base = None if recognise_format(path) == "bridge" else base
     reader = open_checkpoint(path, base=own_base, scratch_dir=scratch_dir)
-    if reader.format == "nemo":
-        return _open_nemo(path, reader)
-    return _open_core(path, reader)
-
-
-# Names that a matrix may have, the axis on which training ranks cut its first factor, and the side
-# of one of its factors.
-_Factor = tuple[tuple[str, ...], int, str]
-
-
-def _adapter(
-    path: Path,
-    reader: CheckpointReader,
-    factor: Callable[[str], _Factor | None],
-    alpha: float,
-    problems: list[str],
-) -> _Adapter:
-    """Return an adapter; `factor` says what a key holds."""
+    problems: list[str] = []
+    alpha = _alpha(path, reader, problems)
+    # Names that a matrix may have, and the axis on which training ranks cut its first factor -> the
+    # keys of its factors, by their sides.
     found: dict[tuple[tuple[str, ...], int], dict[str, str]] = {}
     unknown = []
     for key in reader.tensors:
-        if part := factor(key):
-            names, axis, side = part
-            found.setdefault((names, axis), {})[side] = key
+        if match := _CORE_FACTOR.match(key):
+            found.setdefault(((f"{match['module']}.weight",), 0), {})[match["side"]] = key
+        elif (match := _NEMO_FACTOR.match(key)) and match["adapter"] in _NEMO_LAYERS:
+            layers, axis = _NEMO_LAYERS[match["adapter"]]
+            names = tuple(f"{match['block']}.{layer}.weight" for layer in layers)
+            found.setdefault((names, axis), {})[match["side"]] = key
         else:
             unknown.append(key)
     if unknown:
@@ -395,45 +380,24 @@ def _table(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _open_nemo(path: Path, reader: CheckpointReader) -> _Adapter:
+def _alpha(path: Path, reader: CheckpointReader, problems: list[str]) -> float:
+    """Return the scale of an adapter of NeMo or Megatron Bridge times its rank."""
     settings = _table(reader.config.get("peft"))
+    if reader.format != "nemo":
+        kind = str(settings.get("_target_") or "none").rpartition(".")[2]
+        if kind != "LoRA":
+            problems.append(f"{path} is trained with {kind}; expected LoRA")
+        return _number(settings.get("alpha", _CORE_ALPHA), f"{path}: alpha", problems)
     tuning = _table(settings.get("lora_tuning"))
-    problems: list[str] = []
     if (scheme := settings.get("peft_scheme")) not in _NEMO_SCHEMES:
         problems.append(f"{path}: peft.peft_scheme = {scheme!r}; expected lora")
     if tuning.get("weight_tying"):
         problems.append(f"{path}: peft.lora_tuning.weight_tying = true is not supported")
     # Without a scale of its own, an adapter's output is added as it is.
-    width = tuning.get("adapter_dim")
-    alpha = tuning.get("alpha") if tuning.get("alpha") is not None else width
+    alpha = tuning.get("adapter_dim") if tuning.get("alpha") is None else tuning["alpha"]
     if alpha is None and not problems:
         problems.append(f"{path}: peft.lora_tuning states neither alpha nor adapter_dim")
-    alpha = 1 if alpha is None else _number(alpha, f"{path}: peft.lora_tuning.alpha", problems)
-    return _adapter(path, reader, _nemo_factor, alpha, problems)
-
-
-def _nemo_factor(key: str) -> _Factor | None:
-    match = _NEMO_FACTOR.match(key)
-    if match is None or match["adapter"] not in _NEMO_LAYERS:
-        return None
-    layers, axis = _NEMO_LAYERS[match["adapter"]]
-    return tuple(f"{match['block']}.{layer}.weight" for layer in layers), axis, match["side"]
-
-
-def _open_core(path: Path, reader: CheckpointReader) -> _Adapter:
-    """Return the adapter in a distributed checkpoint of NeMo 2 or Megatron Bridge."""
-    settings = _table(reader.config.get("peft"))
-    problems: list[str] = []
-    kind = str(settings.get("_target_") or "none").rpartition(".")[2]
-    if kind != "LoRA":
-        problems.append(f"{path} is trained with {kind}; expected LoRA")
-    alpha = _number(settings.get("alpha", _CORE_ALPHA), f"{path}: alpha", problems)
-    return _adapter(path, reader, _core_factor, alpha, problems)
-
-
-def _core_factor(key: str) -> _Factor | None:
-    match = _CORE_FACTOR.match(key)
-    return ((f"{match['module']}.weight",), 0, match["side"]) if match else None
+    return 1.0 if alpha is None else _number(alpha, f"{path}: peft.lora_tuning.alpha", problems)
 
 
 def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
@@ -480,7 +444,6 @@ def _open_peft(path: Path, base: CheckpointReader) -> _Adapter:
 
 
 def _peft_problems(config: Mapping[str, Any], where: Path) -> list[str]:
-    """Return every setting of an adapter that cannot be merged."""
     problems = []
     if (kind := config.get("peft_type")) != "LORA":
         return [f"{where}: peft_type = {kind!r}; expected LORA"]
@@ -493,7 +456,7 @@ def _peft_problems(config: Mapping[str, Any], where: Path) -> list[str]:
     problems += [
         f"{where}: {key} = {value!r:.100} is not supported: {remedy}"
         for key, value in config.items()
-        if value and key not in _PEFT_READ and key not in _PEFT_HARMLESS
+        if value and key not in _PEFT_KNOWN
     ]
     for key in ("rank_pattern", "alpha_pattern"):
         table = config.get(key) or {}

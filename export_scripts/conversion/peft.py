@@ -12,24 +12,11 @@ from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.mapping.sources import View, same
 
 ADAPTERS = "adapters"
+IA3 = ".ia3.weight"
 _TASK_TYPES = {"t5": "SEQ_2_SEQ_LM", "t5_encoder": "FEATURE_EXTRACTION"}
-_IA3 = ".ia3.weight"
-# The scaler of an MLP acts on the input of its second matrix.
-_MLP = "DenseReluDense"
-
 
 # Its folder in that of the model, its adapter_config.json, and its tensors.
 PeftAdapter = tuple[str, dict[str, Any], tuple[WrittenTensor, ...]]
-
-
-def is_adapted(name: str) -> bool:
-    """Return whether the tensors of a layout's record belong to an adapter, not to the model."""
-    return name == PROMPT_TABLE or name.endswith(_IA3)
-
-
-def peft_adapters(source: ConversionPlan) -> tuple[PeftAdapter, ...]:
-    """Return the adapters of a source: one for each prompt table and each IA3 task."""
-    return (*_prompts(source), *_scalers(source))
 
 
 def prompt_reasons(source: ConversionPlan) -> list[str]:
@@ -51,49 +38,42 @@ def prompt_reasons(source: ConversionPlan) -> list[str]:
     ]
 
 
-def _prompts(source: ConversionPlan) -> Iterator[PeftAdapter]:
+def peft_adapters(source: ConversionPlan) -> Iterator[PeftAdapter]:
+    """Yield the adapters of a source: one for each prompt table and each IA3 task."""
     config: Any = source.config
-    tables = {item.tensor.name: item for item in source.tensors}
-    for task in config.tasks:
-        name = task.task_name
+    shared = {
+        "task_type": _TASK_TYPES.get(source.mapping.family.name, "CAUSAL_LM"),
+        "base_model_name_or_path": str(source.request.folder),
+        "inference_mode": True,
+    }
+    items = {item.tensor.name: item for item in source.tensors}
+    for name in (task.task_name for task in config.tasks):
         if source.request.allows(f"prompt:{name}"):
             continue
-        item = tables[PROMPT_TABLE.format(task=name)]
-        rows, width = item.tensor.shape
-        settings = _config(source, "PROMPT_TUNING") | {
+        table = items[PROMPT_TABLE.format(task=name)]
+        rows, width = table.tensor.shape
+        settings = {
+            "peft_type": "PROMPT_TUNING",
+            **shared,
             "num_virtual_tokens": rows,
             "token_dim": width,
             # The table comes before the encoder's text of a T5, and before no answer.
             "num_transformer_submodules": 1,
             "prompt_tuning_init": "RANDOM",
         }
-        tensor = WrittenTensor("prompt_embeddings", ((item, same(item.tensor.shape)),))
+        tensor = WrittenTensor("prompt_embeddings", ((table, same((rows, width))),))
         yield f"{ADAPTERS}/{name}", settings, (tensor,)
-
-
-def _scalers(source: ConversionPlan) -> Iterator[PeftAdapter]:
-    items = [item for item in source.tensors if item.tensor.name.endswith(_IA3)]
     modules = {"target_modules": ["k", "v", "wo"], "feedforward_modules": ["wo"]}
-    for task in range(getattr(source.config, "ia3_num_tasks", 0)):
-        tensors = tuple(_scaler(item, task) for item in items)
-        yield f"{ADAPTERS}/ia3_{task}", _config(source, "IA3") | modules, tensors
+    for task in range(getattr(config, "ia3_num_tasks", 0)):
+        tensors = tuple(_scaler(item, task) for name, item in items.items() if name.endswith(IA3))
+        yield f"{ADAPTERS}/ia3_{task}", {"peft_type": "IA3", **shared, **modules}, tensors
 
 
 def _scaler(item: TensorPlan, task: int) -> WrittenTensor:
     """Return the row of a task, (1, in) for an MLP and (out, 1) for keys and values."""
-    module = item.tensor.name.removesuffix(_IA3)
+    module = item.tensor.name.removesuffix(IA3)
     width = item.tensor.shape[1]
-    is_mlp = module.endswith(_MLP)
-    shape = (1, width) if is_mlp else (width, 1)
+    # That of an MLP acts on the input of its second matrix.
+    end, shape = (".wo", (1, width)) if module.endswith("DenseReluDense") else ("", (width, 1))
     view = View(item.tensor.shape, (1,), shape, task)
-    key = f"base_model.model.{module}{'.wo' if is_mlp else ''}.ia3_l"
-    return WrittenTensor(key, ((item, view),))
-
-
-def _config(source: ConversionPlan, kind: str) -> dict[str, Any]:
-    return {
-        "peft_type": kind,
-        "task_type": _TASK_TYPES.get(source.mapping.family.name, "CAUSAL_LM"),
-        "base_model_name_or_path": str(source.request.folder),
-        "inference_mode": True,
-    }
+    return WrittenTensor(f"base_model.model.{module}{end}.ia3_l", ((item, view),))

@@ -41,10 +41,8 @@ _ASKED_FOR = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_ty
 
 
 # Tokens of a config -> the consequence of an id outside the vocabulary.
-_NO_START, _NO_END = (
-    "generation needs a prompt to start from",
-    "every answer runs to its length limit",
-)
+_NO_START = "generation needs a prompt to start from"
+_NO_END = "every answer runs to its length limit"
 _SPECIAL_TOKENS = {
     "start_id": _NO_START,
     "decoder_start_token_id": _NO_START,
@@ -157,10 +155,9 @@ def source_config(path: Path, given: Sequence[tuple[str, str]] = ()) -> FTConfig
 
 def _special_token_warnings(config: FTConfig, names: Mapping[str, str]) -> list[str]:
     """Return a warning for each special token that the model's vocabulary lacks."""
-    size = getattr(config, "vocab_size", None)
-    if size is None:
-        return []
-    tokens = {name: getattr(config, name, None) for name in _SPECIAL_TOKENS}
+    fields = vars(config)
+    size = fields.get("vocab_size", 0)
+    tokens = {name: fields.get(name) for name in _SPECIAL_TOKENS}
     return [
         f"{name} = {token} is outside the vocabulary of {size}: {_SPECIAL_TOKENS[name]}; if it "
         f"is not the model's, state {names['given']} {name}=.."

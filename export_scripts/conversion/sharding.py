@@ -79,10 +79,13 @@ class Workspace(threading.local):
         self._chunks.append(chunk)
         return chunk[:size_bytes]
 
-    def in_place_of_last(self, size_bytes: int) -> Bytes:
-        """Return more memory in place of the chunk that was returned last."""
-        self._chunks[-1] = _aligned(size_bytes)
-        return self._chunks[-1]
+    def with_room(self, buffer: Bytes, filled: int, wanted: int) -> Bytes:
+        """Return the last buffer, or a larger one in its place with room for what is wanted."""
+        if filled + wanted <= len(buffer):
+            return buffer
+        larger = self._chunks[-1] = _aligned(filled + wanted)
+        larger[:filled] = buffer[:filled]
+        return larger
 
     def tile(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return scratch of a shape (..., columns)."""
@@ -138,7 +141,7 @@ def file_chunks(
     space, dtype = _WORKSPACE, DTYPES[data_type]
     is_large = size_bytes >= LARGE_BYTES
     buffer = space.next_chunk(space.chunk_bytes) if is_large else np.empty(size_bytes, np.uint8)
-    buffer, filled = _with_room(buffer, 0, len(header), space), len(header)
+    buffer, filled = space.with_room(buffer, 0, len(header)), len(header)
     buffer[:filled] = memoryview(header)
     for parts, window, found in pieces:
         (first, end), *others = window
@@ -152,7 +155,7 @@ def file_chunks(
                     rest = buffer[whole:filled]
                     buffer, filled = space.next_chunk(space.chunk_bytes), len(rest)
                     buffer[:filled] = rest
-                buffer = _with_room(buffer, filled, row, space)
+                buffer = space.with_room(buffer, filled, row)
             rows = min(end - first, (len(buffer) - filled) // row)
             raw = buffer[filled : filled + rows * row]
             taken = [(first, first + rows), *others]
@@ -163,15 +166,6 @@ def file_chunks(
         del parts
     if filled:
         yield buffer[:filled].data
-
-
-def _with_room(buffer: Bytes, filled: int, wanted: int, space: Workspace) -> Bytes:
-    """Return the buffer, or a larger one in its place that has room for what is wanted."""
-    if filled + wanted <= len(buffer):
-        return buffer
-    larger = space.in_place_of_last(filled + wanted)
-    larger[:filled] = buffer[:filled]
-    return larger
 
 
 def gather(out: Array, parts: Parts, window: Window, space: Workspace) -> None:

@@ -1,5 +1,6 @@
 """Source of each FT tensor, with names and shapes checked before any is read."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -206,18 +207,16 @@ def local_fine_shape(parts: Parts, tensor: FTTensor, tp_size: int) -> tuple[tupl
     return (*fine[:axis], fine[axis] // tp_size, *fine[axis + 1 :]), axis
 
 
-def _group_axes(fine: tuple[int, ...], coarse: tuple[int, ...]) -> list[list[int]] | None:
+def _group_axes(fine: tuple[int, ...], coarse: tuple[int, ...]) -> list[range] | None:
     """Return the consecutive fine axes that make up each coarse one, or None if none do."""
-    groups: list[list[int]] = []
+    groups: list[range] = []
     axis = 0
     for size in coarse:
-        group: list[int] = []
-        product = 1
-        while axis < len(fine) and (not group or product < size):
-            group.append(axis)
-            product *= fine[axis]
-            axis += 1
-        if product != size or not group:
+        end = axis + 1
+        while end < len(fine) and math.prod(fine[axis:end]) < size:
+            end += 1
+        if end > len(fine) or math.prod(fine[axis:end]) != size:
             return None
-        groups.append(group)
+        groups.append(range(axis, end))
+        axis = end
     return groups if axis == len(fine) else None

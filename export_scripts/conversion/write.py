@@ -31,8 +31,6 @@ from export_scripts.ft.writer import FTWriter
 from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE
 
-Progress = Callable[[int, int], None]
-
 _SCAN_VALUES = 1 << 20
 # Tensors of the family by name, with the parts that were made of their sources.
 _Built = dict[str, tuple[TensorPlan, Parts]]
@@ -42,7 +40,8 @@ _Built = dict[str, tuple[TensorPlan, Parts]]
 class Counter:
     """Progress in bytes, reported to the caller."""
 
-    progress: Progress | None  # called with (done, total) after every change, one call at a time
+    # Called with (done, total) after every change, one call at a time.
+    progress: Callable[[int, int], None] | None
     total: int = 0  # bytes of all weight files
     done: int = 0  # bytes complete, those of an earlier run included
     written: int = 0  # bytes written by this run
@@ -137,22 +136,25 @@ class _Worker:
         for _, piece in self._read(item):
             self.plan.facts.maps.forget(piece)
 
-    def _problem(self, name: str, items: Sequence[TensorPlan], kind: str) -> str:
-        """Return the problem of a tensor, made of some of the plan's, with infinities or NaN."""
-        extents = []
-        for item in items:
+    def _problems(self, tensor: WrittenTensor, found: ValueRange, kind: str) -> list[str]:
+        """Return a problem if a tensor was written with infinities or NaN."""
+        name, extents = tensor.key, []
+        names = (name, *(item.tensor.name for item in tensor.items))
+        if found.finite or any(map(self.plan.request.allows, names)):
+            return []
+        for item in tensor.items:
             extents.append(_source_extent(build_parts(self.plan, item)))
             self._forget(item)
         largest, bad = max(each for each, _ in extents), sum(count for _, count in extents)
         if bad:
-            return (
+            return [
                 f"{name}: the checkpoint holds {bad} values that are infinite or not a number; "
                 f"training diverged or the file is damaged (--allow '{name}' converts it as it is)"
-            )
-        return (
+            ]
+        return [
             f"{name}: values up to {largest:.6g} in magnitude become infinite in {kind}, whose "
             f"largest is {LARGEST_FINITE[kind]:.6g}; convert to bf16 or fp32"
-        )
+        ]
 
     def _counted(self, chunk: memoryview) -> memoryview:
         """Return a chunk that is about to be written.
@@ -200,12 +202,6 @@ class _Worker:
             for problem in damaged.get(tensor.key)
             or self._problems(tensor, ranges[tensor.key], files[0].data_type)
         ]
-
-    def _problems(self, tensor: WrittenTensor, found: ValueRange, kind: str) -> list[str]:
-        names = (tensor.key, *(item.tensor.name for item in tensor.items))
-        if found.finite or any(map(self.plan.request.allows, names)):
-            return []
-        return [self._problem(tensor.key, tensor.items, kind)]
 
     def _pieces(
         self,

@@ -1,38 +1,25 @@
-"""The model families: a table of layouts and a table of the sources that become them.
+"""The model families: a table of sources, and of the families that they become.
 
 A family of one file is here, one of several in a folder of its own. Containers of source
 tensors are in `checkpoints`, files of the result in `ft`.
 """
 
-from export_scripts.families.bert import BERT, BERT_HUGGINGFACE
+from export_scripts.families.bert import BERT_HUGGINGFACE
 from export_scripts.families.dense.core import DENSE_CORE_MAPPINGS
 from export_scripts.families.dense.families import DENSE_HUGGINGFACE
-from export_scripts.families.dense.layout import DENSE
 from export_scripts.families.gpt.huggingface import (
     BLOOM_HUGGINGFACE,
     GPT2_HUGGINGFACE,
     OPT_HUGGINGFACE,
 )
-from export_scripts.families.gpt.layout import GPT
 from export_scripts.families.gpt.megatron import GPT_CORE_MAPPINGS, GPT_MEGATRON_MAPPINGS
-from export_scripts.families.gptj import GPTJ, GPTJ_HUGGINGFACE, GPTJ_JAX
-from export_scripts.families.gptneox import GPTNEOX, GPTNEOX_ELEUTHER, GPTNEOX_HUGGINGFACE
+from export_scripts.families.gptj import GPTJ_HUGGINGFACE, GPTJ_JAX
+from export_scripts.families.gptneox import GPTNEOX_ELEUTHER, GPTNEOX_HUGGINGFACE
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.source_mapping import SourceMapping
 from export_scripts.families.mixture import MIXTURE_CORE_MAPPINGS, MIXTURE_HUGGINGFACE
 from export_scripts.families.t5.huggingface import T5_ENCODER_HUGGINGFACE, T5_HUGGINGFACE
-from export_scripts.families.t5.layout import T5, T5_ENCODER
 from export_scripts.families.t5.nemo import T5_NEMO
-
-FAMILIES: dict[str, ModelFamily] = {
-    "gpt": GPT,
-    "gptj": GPTJ,
-    "gptneox": GPTNEOX,
-    "llama": DENSE,
-    "t5": T5,
-    "t5_encoder": T5_ENCODER,
-    "bert": BERT,
-}
 
 # The first mapping whose format and `matches` fit a checkpoint converts it.
 SOURCE_MAPPINGS: tuple[SourceMapping, ...] = (
@@ -54,3 +41,8 @@ SOURCE_MAPPINGS: tuple[SourceMapping, ...] = (
     T5_NEMO,
     BERT_HUGGINGFACE,
 )
+
+# Those of which there are folders of shards.
+FAMILIES: dict[str, ModelFamily] = {
+    mapping.family.name: mapping.family for mapping in SOURCE_MAPPINGS if mapping.family.has_shards
+}

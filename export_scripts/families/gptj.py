@@ -35,9 +35,6 @@ from export_scripts.families.mapping.sources import (
 )
 from export_scripts.families.mapping.tensors import ShapeTensor, float32, rounded, stacked
 
-# NVIDIA's GPT-J runtime always computes with this epsilon.
-FT_LAYERNORM_EPS = 1e-6
-
 
 @dataclass(frozen=True, kw_only=True)
 class GPTJConfig(DecoderConfig):
@@ -46,8 +43,8 @@ class GPTJConfig(DecoderConfig):
     SECTION: ClassVar[str] = "gptj"
 
     rotary_embedding: int  # dimensions of each head that are rotated
-    # Not an FT key (FT_LAYERNORM_EPS is built in there): the model's own value.
-    layernorm_eps: float = FT_LAYERNORM_EPS
+    # Not an FT key (NVIDIA's runtime always computes with 1e-6): the model's own value.
+    layernorm_eps: float = 1e-6
 
     def architecture(self) -> DecoderArchitecture:
         """Return the decoder."""
@@ -74,12 +71,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
     *PROMPT_WEIGHTS,
 )
 
-GPTJ = ModelFamily(
-    name="gptj",
-    model_type="GPT-J",
-    config=GPTJConfig,
-    layout=LAYOUT,
-)
+GPTJ = ModelFamily(name="gptj", model_type="GPT-J", config=GPTJConfig, layout=LAYOUT)
 
 
 def checked_rotary(settings: Settings, name: str, dims: int, size_per_head: int) -> int:
@@ -90,14 +82,10 @@ def checked_rotary(settings: Settings, name: str, dims: int, size_per_head: int)
     return 0
 
 
-# All that FT computes a GPT-J with.
-_GELU_NEW = {
-    name: each for name, each in HUGGINGFACE_ACTIVATIONS.items() if each == ("Gelu", False)
-}
-
-
 def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
-    settings.activation("activation_function", default="gelu_new", known=_GELU_NEW)
+    # All that FT computes a GPT-J with.
+    tanh = {name: each for name, each in HUGGINGFACE_ACTIVATIONS.items() if each == ("Gelu", False)}
+    settings.activation("activation_function", default="gelu_new", known=tanh)
     # transformers rotates whole heads where the key is null, and 64 dimensions where it is absent.
     usual = values["size_per_head"] if "rotary_dim" in settings.source else 64
     dims = settings.integer("rotary_dim", default=usual, least=2)
@@ -227,11 +215,6 @@ def _norm(name: str, kind: str, rest: float) -> TensorSource:
     return Compute(first, (f"{name}.{kind}",))
 
 
-def _embedding(config: GPTJConfig, table: Any, bias: Any) -> Any:
-    """Return the table plus the bias of every row; both, and their sum, are rounded to fp16."""
-    return rounded(rounded(table, "fp16") + _replicated(config, bias), "fp16")
-
-
 _H = "h.{layer}."
 
 
@@ -241,7 +224,13 @@ def _copied(source: TensorSource) -> TensorSource:
 
 
 _JAX_WEIGHTS: Mapping[str, TensorSource] = {
-    "model.wte": Compute(_embedding, ("wte.weight", "wte.bias")),
+    # The table plus the bias of every row; both, and their sum, are rounded to fp16.
+    "model.wte": Compute(
+        lambda config, table, bias: rounded(
+            rounded(table, "fp16") + _replicated(config, bias), "fp16"
+        ),
+        ("wte.weight", "wte.bias"),
+    ),
     LAYER + "input_layernorm.weight": _norm(_H + "ln_1", "weight", 1.0),
     LAYER + "input_layernorm.bias": _norm(_H + "ln_1", "bias", 0.0),
     LAYER + "attention.query_key_value.weight": Compute(

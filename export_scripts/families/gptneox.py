@@ -30,9 +30,6 @@ from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Adjusted, Compute, Constant, Copy, TensorSource
 from export_scripts.families.mapping.tensors import float32, rounded
 
-# NVIDIA's GPT-NeoX runtime always computes with this epsilon.
-FT_LAYERNORM_EPS = 1e-5
-
 
 @dataclass(frozen=True, kw_only=True)
 class GPTNeoXConfig(DecoderConfig):
@@ -43,8 +40,8 @@ class GPTNeoXConfig(DecoderConfig):
     rotary_embedding: int  # dimensions of each head that are rotated
     # The loader reads it as an integer: the word True would count as its default.
     use_gptj_residual: bool = ini_field(True, as_digit=True)
-    # Not FT keys: the model's own values, where FT takes FT_LAYERNORM_EPS and tanh gelu.
-    layernorm_eps: float = FT_LAYERNORM_EPS
+    # Not FT keys: the model's own values, where NVIDIA's runtime takes 1e-5 and tanh gelu.
+    layernorm_eps: float = 1e-5
     exact_gelu: bool = False
 
     def architecture(self) -> DecoderArchitecture:
@@ -154,12 +151,10 @@ def _sources(facts: Facts, config: GPTNeoXConfig) -> dict[str, TensorSource]:
     return table
 
 
-# All that FT computes a GPT-NeoX with, or by erf.
-_GELUS = {name: each for name, each in HUGGINGFACE_ACTIVATIONS.items() if each[0] == "Gelu"}
-
-
 def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
-    _, exact_gelu = settings.activation("hidden_act", default="gelu", known=_GELUS)
+    # All that FT computes a GPT-NeoX with, or by erf.
+    gelus = {name: each for name, each in HUGGINGFACE_ACTIVATIONS.items() if each[0] == "Gelu"}
+    _, exact_gelu = settings.activation("hidden_act", default="gelu", known=gelus)
     rotary = rotary_fields(settings, values["size_per_head"], fraction=0.25)
     base, kind = rotary.get("rotary_base", FT_BASE), rotary.get("rotary_scaling_type")
     if kind is not None or base != FT_BASE:
@@ -168,15 +163,6 @@ def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
             f"cannot be represented: FT has only plain ones of base {FT_BASE:g}"
         )
     return {"rotary_embedding": rotary["rotary_embedding"], "exact_gelu": exact_gelu}
-
-
-def _written(config: GPTNeoXConfig) -> dict[str, Any]:
-    return {
-        "hidden_act": activation_name("Gelu", exact_gelu=config.exact_gelu),
-        "rotary_pct": rotary_fraction(config.rotary_embedding, config.size_per_head),
-        "rotary_emb_base": FT_BASE,
-        "attention_bias": True,
-    }
 
 
 _L = "gpt_neox.layers.{layer}."
@@ -202,7 +188,12 @@ GPTNEOX_HUGGINGFACE = HuggingFaceDecoder(
     },
     sources=_sources,
     read=_read,
-    written=_written,
+    written=lambda config: {
+        "hidden_act": activation_name("Gelu", exact_gelu=config.exact_gelu),
+        "rotary_pct": rotary_fraction(config.rotary_embedding, config.size_per_head),
+        "rotary_emb_base": FT_BASE,
+        "attention_bias": True,
+    },
     heads=("embed_out.weight", "lm_head.weight"),  # transformers renamed it in version 5
     stores_head=True,
     bos=0,
@@ -326,7 +317,6 @@ def _eleuther_weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, TensorSour
 
 
 def _eleuther_warnings(facts: Facts, config: GPTNeoXConfig) -> list[str]:
-    """Return warnings about assumptions and the limits of fp16."""
     assumed = []
     if "gpt-j-residual" not in facts.config and not _is_whole(facts.config):
         assumed.append(

@@ -89,9 +89,6 @@ def _names(mlp: str, *matrices: str) -> dict[str, str]:
     return llama_names({"mlp.router": f"{mlp}.gate", **experts})
 
 
-_MIXTRAL = _names("block_sparse_moe", "w1", "w3", "w2")
-_QWEN3_MOE = _names("mlp", "gate_proj", "up_proj", "down_proj")
-
 MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
     DenseDecoder(
         model_type="mixtral",
@@ -99,7 +96,7 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
         title="Mixtral",
         family=MIXTURE,
         keys=_keys("intermediate_size", "num_local_experts"),
-        names=_MIXTRAL,
+        names=_names("block_sparse_moe", "w1", "w3", "w2"),
         expected=_EXPECTED,
         window=Window(),
         bos=1,
@@ -117,7 +114,7 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
             key("normalized_routing", "norm_topk_prob", kind="flag", default=False),
         ),
         fixed={"query_key_norm": "head"},
-        names=_QWEN3_MOE,
+        names=_names("mlp", "gate_proj", "up_proj", "down_proj"),
         expected=_EXPECTED,
         window=Window(has_switch=True),
         written=lambda config: {
@@ -145,7 +142,6 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
 
 
 def _core_reasons(facts: Facts) -> list[str]:
-    """Return every reason that no mixture of transformers holds a model."""
     traits = core_traits(facts)
     source = traits.source
     reasons = [
@@ -165,7 +161,6 @@ def _core_reasons(facts: Facts) -> list[str]:
 
 
 def _core_config(facts: Facts) -> MixtureConfig:
-    """Return the config of a mixture of megatron-core."""
     traits = core_traits(facts)
     source = traits.source
     dense, settings = vars(core.core_config(facts)), traits.settings

@@ -21,7 +21,7 @@ from inference.front.access import OpenAIOptions, access_of, add_access_options
 from inference.parent_process import StopRequested, stop_signals
 from inference.ports import DEFAULT_PORTS, TRITON_PORTS
 from inference.server.server import ServerStartError, TritonServer
-from inference.server.server_log import ForwardedLog
+from inference.server.server_log import forwarded_log
 
 _POLL_S = 0.25
 _PATIENCE_S = 30.0
@@ -95,9 +95,15 @@ def server_of(
 
 def serve_until_signal(server: TritonServer, *, ready_timeout_s: float, drain_s: float) -> int:
     """Serve until SIGTERM or SIGINT, and return 0; return 1 once the server has failed."""
-    with stop_signals(signal.SIGTERM, signal.SIGINT), ForwardedLog(server.log_path):
+    with stop_signals(signal.SIGTERM, signal.SIGINT), forwarded_log(server.log_path):
         try:
-            failure = _serve(server, ready_timeout_s)
+            server.start(timeout_s=ready_timeout_s)
+            server.watch_answers()
+            if server.openai_url is not None:
+                sys.stderr.write(f"serving OpenAI's protocol on {server.openai_url}\n")
+            while (reason := server.failure(patience_s=_PATIENCE_S)) is None:
+                time.sleep(_POLL_S)
+            failure = f"the server failed: {reason}"
         except (ServerStartError, OSError) as error:
             failure = str(error)
         except StopRequested:
@@ -134,17 +140,6 @@ def _seconds(text: str) -> float:
         if 0 <= (seconds := float(text)) < math.inf:
             return seconds
     raise argparse.ArgumentTypeError(f"{text} is not a time in seconds, 0 or more")
-
-
-def _serve(server: TritonServer, ready_timeout_s: float) -> str:
-    """Start the server, and return why it failed once it has."""
-    server.start(timeout_s=ready_timeout_s)
-    server.watch_answers()
-    if server.openai_url is not None:
-        sys.stderr.write(f"serving OpenAI's protocol on {server.openai_url}\n")
-    while (failure := server.failure(patience_s=_PATIENCE_S)) is None:
-        time.sleep(_POLL_S)
-    return f"the server failed: {failure}"
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class FrontProcess(subprocess.Popen[bytes]):
                 pass_fds=[other.fileno()],
                 start_new_session=True,
             )
-        self._send(settings)
+        self.send(settings)
 
     def serves(self, sockets: Path) -> bool:
         """Return whether it passes requests on to a server, or still has some of them there."""
@@ -45,19 +45,15 @@ class FrontProcess(subprocess.Popen[bytes]):
                 (self._serves.discard if event == LEFT else self._serves.add)(folder)
         return self.poll() is None and str(sockets) in self._serves
 
-    def take(self, served: Served) -> None:
-        """Have it pass new requests on to another server; `serves` shows when it does."""
-        self._send(served)
+    def send(self, record: FrontSettings | Served | Readiness) -> None:
+        """Have it know a server's readiness, or pass new requests on to another server.
 
-    def set_ready(self, sockets: Path, *, is_ready: bool) -> None:
-        """Tell it whether a server answers its owner."""
-        self._send(Readiness(sockets, is_ready))
+        `serves` shows when it does.
+        """
+        with self._sending, contextlib.suppress(OSError):  # its exit status reports its end
+            self._link.send(record)
 
     def end(self) -> None:
         """End it, and wait for that."""
         self._link.close()
         end_process(self, grace_s=_END_S)
-
-    def _send(self, record: object) -> None:
-        with self._sending, contextlib.suppress(OSError):  # its exit status reports its end
-            self._link.send(record)

@@ -9,11 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from export_scripts.triton.parameters import PARAMETERS
-from inference.server.admin import Admin, NoAnswerError, RefusalError
-from inference.server.probe import is_interactive
+from inference.server.admin import Admin, NoAnswerError, RefusalError, is_interactive
 from inference.server.process import ServedProcess
 from inference.server.supervisor import descendants, model_of, process_state
 from inference.supervision import BUSY, CANARY_PARAMETER
@@ -73,7 +71,7 @@ class Health:
         interval_s: float = INTERVAL_S,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Prepare; nothing is sent before `start`.
+        """Start to ask.
 
         `tell` is called from any thread, when that changes, with whether a request is answered. An
         answer may take `timeout_s`; a target that has answered the last time has less: 50 times its
@@ -84,17 +82,9 @@ class Health:
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._stopping = threading.Event()
         self._marking = threading.Lock()
-        self._threads = [
-            threading.Thread(
-                target=self._run, args=(each,), name=f"health {each.name}", daemon=True
-            )
-            for each in self.targets
-        ]
-
-    def start(self) -> None:
-        """Start to ask."""
-        for thread in self._threads:
-            thread.start()
+        for each in self.targets:
+            name = f"health {each.name}"
+            threading.Thread(target=self._run, args=(each,), name=name, daemon=True).start()
 
     def stop(self) -> None:
         """Ask no more; a thread ends with the answer that it waits for."""
@@ -102,12 +92,8 @@ class Health:
 
     def failure(self) -> str | None:
         """Return what does not answer and why, or None."""
-        lost = [
-            f"{each.name} {each.faults[-1]}"
-            for each in self.targets
-            if len(each.faults) >= _FAILURES
-        ]
-        return "; ".join(lost) or None
+        lost = [each for each in self.targets if len(each.faults) >= _FAILURES]
+        return "; ".join(f"{each.name} {each.faults[-1]}" for each in lost) or None
 
     def _run(self, target: Target) -> None:
         while not self._stopping.wait(self._interval_s):
@@ -134,8 +120,8 @@ class Health:
 
     def _ask(self, target: Target) -> None:
         patience_s, began = self._patience_s(target), time.monotonic()
+        before, computed_s = _advanced(target), _computed_s(target)
         try:
-            before, computed_s = target.advanced(), _computed_s(target)
             target.ask(patience_s)
         except RefusalError as error:
             target.silent_since = None
@@ -147,12 +133,13 @@ class Health:
             target.slowest_s = max(took_s, target.slowest_s or 0.0)
             target.faults, target.silent_since = [], None
 
-    def _be_silent(self, target: Target, began: float, before: float, computed_s: float) -> None:
-        now = time.monotonic()
-        with contextlib.suppress(NoAnswerError, RefusalError):
-            if target.advanced() != before:
-                target.faults, target.silent_since = [], None
-                return
+    def _be_silent(
+        self, target: Target, began: float, before: float | None, computed_s: float
+    ) -> None:
+        now, after = time.monotonic(), _advanced(target)
+        if before is not None and after is not None and after != before:
+            target.faults, target.silent_since = [], None
+            return
         if target.silent_since is None:
             target.silent_since = began
         silent_s = now - target.silent_since
@@ -161,6 +148,13 @@ class Health:
             target.faults += [words] * _FAILURES
         elif _computed_s(target) - computed_s < _COMPUTES * (now - began):
             target.faults.append(f"has not answered a canary for {now - began:.0f} s")
+
+
+def _advanced(target: Target) -> float | None:
+    """Return what a target has finished, None where the server does not say."""
+    with contextlib.suppress(NoAnswerError, RefusalError):
+        return target.advanced()
+    return None
 
 
 def _computed_s(target: Target) -> float:
@@ -182,8 +176,9 @@ def model_targets(admin: Admin, models: Sequence[str], *, root: int) -> list[Tar
 
 def _model_target(admin: Admin, name: str, root: int) -> Target:
     steps = [each.model_name for each in admin.config(name).ensemble_scheduling.step] or [name]
+    needed = {key for key, each in PARAMETERS.items() if each.is_required}
     # An engine takes a request over at once, and says itself whether it advances.
-    counted = [each for each in steps if not _is_engine(admin.config(each))]
+    counted = [each for each in steps if needed.isdisjoint(admin.config(each).parameters)]
 
     def ask(timeout_s: float) -> None:
         try:
@@ -203,10 +198,6 @@ def _model_target(admin: Admin, name: str, root: int) -> Target:
             for pid in (own, *descendants(own))
         ],
     )
-
-
-def _is_engine(config: Any) -> bool:
-    return any(key in config.parameters for key, each in PARAMETERS.items() if each.is_required)
 
 
 def front_target(server: ServedProcess, port: str, *, pid: int) -> Target:

@@ -73,46 +73,37 @@ def find_triton(*, own_backends: bool = True) -> TritonInstallation:
         FileNotFoundError: there is none, or TRITON_SERVER names no file.
         PermissionError: others can write where its backends are copied to.
     """
-    if named := os.environ.get(SERVER_VARIABLE):
-        program = Path(named)
-        if not program.is_file():
-            raise FileNotFoundError(f"{SERVER_VARIABLE}={named} is not a file.")
-        return _installed(program, own_backends=own_backends)
-    if on_path := shutil.which("tritonserver"):
-        return _installed(Path(on_path), own_backends=own_backends)
-    if package := _wheel_folder():
-        return _from_wheel(package, own_backends=own_backends)
+    own: dict[str, Path] = {}
+    if own_backends:
+        own = {each.name: each for each in OWN_BACKENDS.iterdir() if (each / "model.py").is_file()}
+    named = os.environ.get(SERVER_VARIABLE)
+    if named and not Path(named).is_file():
+        raise FileNotFoundError(f"{SERVER_VARIABLE}={named} is not a file.")
+    if program := named or shutil.which("tritonserver"):
+        return _installed(Path(program), own)
+    wheel = importlib.util.find_spec("pytriton")  # it is not imported
+    if wheel is not None and wheel.origin is not None:
+        folder = Path(wheel.origin).parent / "tritonserver"
+        if (folder / "bin" / "tritonserver").is_file():
+            return _from_wheel(folder, own)
     raise FileNotFoundError(
         "no tritonserver found; install the one of NVIDIA's package (pip install "
         f"nvidia-pytriton==0.7.0), put tritonserver on PATH, or name it in {SERVER_VARIABLE}."
     )
 
 
-def _installed(program: Path, *, own_backends: bool) -> TritonInstallation:
+def _installed(program: Path, own: dict[str, Path]) -> TritonInstallation:
     """Return a server of an image, whose backends are in the folder next to its own."""
     backends = program.resolve().parent.parent / "backends"
-    if not own_backends or not backends.is_dir():
+    if not own or not backends.is_dir():
         return TritonInstallation(program)
-    links = {path.name: path for path in backends.iterdir()} | _own_backends()
+    links = {path.name: path for path in backends.iterdir()} | own
     identity = f"{backends} {sorted(links.items())}"
     folder = _cached_folder(identity, lambda folder: _link(folder, links))
     return TritonInstallation(program, backend_directory=folder)
 
 
-def _own_backends() -> dict[str, Path]:
-    return {path.name: path for path in OWN_BACKENDS.iterdir() if (path / "model.py").is_file()}
-
-
-def _wheel_folder() -> Path | None:
-    """Return `pytriton/tritonserver` of the installed wheel, without importing it."""
-    spec = importlib.util.find_spec("pytriton")
-    if spec is None or spec.origin is None:
-        return None
-    folder = Path(spec.origin).parent / "tritonserver"
-    return folder if (folder / "bin" / "tritonserver").is_file() else None
-
-
-def _from_wheel(folder: Path, *, own_backends: bool) -> TritonInstallation:
+def _from_wheel(folder: Path, own: dict[str, Path]) -> TritonInstallation:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = folder / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
@@ -132,9 +123,7 @@ def _from_wheel(folder: Path, *, own_backends: bool) -> TritonInstallation:
     own_libraries = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
     return TritonInstallation(
         program=folder / "bin" / "tritonserver",
-        backend_directory=_assembled_backends(
-            folder / "backends", stub, _own_backends() if own_backends else {}
-        ),
+        backend_directory=_assembled_backends(folder / "backends", stub, own),
         cache_directory=folder / "caches",
         library_paths=(folder.parents[1] / "nvidia_pytriton.libs", own_libraries),
     )

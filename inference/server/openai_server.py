@@ -54,14 +54,10 @@ class OpenAIServer(ServedProcess):
         self._choose_ports()
         deadline = time.monotonic() + timeout_s
         try:
-            values = {
-                HOST_FIELD: self.host,
-                PORT_FIELD: self.ports["http"],
-                MODEL_FIELD: self.folder,
-            }
-            command = list(self.command)
+            command, port, folder = list(self.command), str(self.ports["http"]), str(self.folder)
+            values = {HOST_FIELD: self.host, PORT_FIELD: port, MODEL_FIELD: folder}
             for field, value in values.items():
-                command = [word.replace(field, str(value)) for word in command]
+                command = [word.replace(field, value) for word in command]
             self._spawn(command, segments="", env={})
             progress(f"waiting for {self.name}")
             while not self._is_healthy():

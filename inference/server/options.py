@@ -43,11 +43,9 @@ def leaves_types_to_the_backend(repository: str) -> bool:
 
     Such a config.pbtxt does not give the types of its tensors, or not the right ones.
     """
-    for path in Path(repository).glob("*/config.pbtxt"):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if _FASTERTRANSFORMER.search(text) and _ENCODER.search(text):
-            return True
-    return False
+    paths = Path(repository).glob("*/config.pbtxt")
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in paths)
+    return any(_FASTERTRANSFORMER.search(text) and _ENCODER.search(text) for text in texts)
 
 
 def old_server_options(
@@ -65,9 +63,3 @@ def old_server_options(
         *(f"--{name}={host}" for name in addresses if known is None or name in known),
         f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
     ]
-
-
-def silent_server_options(repository: str) -> list[str]:
-    """Return the options of a further node's server, which serves through that of the first."""
-    closed = [f"--allow-{name}=false" for name in ("http", "grpc", "metrics")]
-    return [f"--model-repository={repository}", *closed]

@@ -2,7 +2,6 @@
 
 import contextlib
 import http.client
-import ipaddress
 import json
 import os
 import re
@@ -18,18 +17,14 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from inference.front.access import OPEN_ACCESS, Access
-from inference.ports import (
-    TRITON_PORTS,
-    host_and_port,
-    pick_free_ports,
-    port_problem,
-    ports_problems,
-)
+from inference.ports import TRITON_PORTS, host_and_port, pick_free_ports, ports_problems
 from inference.server import supervisor
-from inference.server.server_log import LOG_TAIL_LINES, ServerStartError, errors_of, last_lines
+from inference.server.server_log import ServerStartError, last_lines
 
 _KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+# Lines that a server itself marks as errors, or the exception that ended it.
+_ERROR = re.compile(r"E\d{4} |error: |terminate called ")
 _Server = TypeVar("_Server", bound="ServedProcess")
 
 
@@ -79,8 +74,6 @@ class ServedProcess:
     def port_problems(self) -> list[str]:
         """Return a message for a host of another machine, or for every port that is unavailable."""
         keys = {name: f"{name}_port" for name in self.ports} | {"host": "host", **self.port_keys}
-        if problem := host_problem(keys["host"], self.host):
-            return [problem]
         return ports_problems(self.host, self._wanted_ports, keys=keys)
 
     def ask(
@@ -117,19 +110,10 @@ class ServedProcess:
         """Return the exit status (128 + n after signal n), or None while the server runs."""
         return self._process.poll() if self._process else None
 
-    def can_have_a_successor(self) -> bool:
-        """Return whether another server can take its place without a gap."""
-        return False
-
-    def log_tail(self) -> list[str]:
-        """Return the last lines of the server's log."""
-        return last_lines(self.log_path, LOG_TAIL_LINES)
-
     def stop(self, *, drain_s: float = 30.0) -> None:
         """End the server and everything it started; running requests get `drain_s` to finish."""
         if self._process is None:
             return
-        self._prepare_end()
         if self.poll() is None and drain_s > 0:
             self._drain(time.monotonic() + drain_s)
         if self.poll() is None:
@@ -143,18 +127,11 @@ class ServedProcess:
             self._process.wait()
         if self._link is not None:
             self._link.close()
-        self._release()
-
-    def _prepare_end(self) -> None:
-        """Stop what watches the server."""
 
     def _drain(self, deadline: float) -> None:
         """Ask the server to end, and wait until it has, or no request needs it any more."""
         self._order(supervisor.END)
         self._ended_within(deadline - time.monotonic())
-
-    def _release(self) -> None:
-        """Give back what the ended server had."""
 
     def __enter__(self: _Server) -> _Server:
         return self
@@ -203,7 +180,6 @@ class ServedProcess:
             )
 
     def _order(self, what: bytes) -> None:
-        """Send the supervisor an order."""
         assert self._link is not None
         with contextlib.suppress(OSError):  # its exit status reports its end
             self._link.send_bytes(what)
@@ -224,7 +200,8 @@ class ServedProcess:
     def _fail(
         self, summary: str, reasons: Sequence[str] = (), *, is_crash: bool = False
     ) -> NoReturn:
-        found = list(dict.fromkeys(reasons)) or errors_of(last_lines(self.log_path, 200))
+        lines = last_lines(self.log_path, 200)
+        found = list(dict.fromkeys(reasons)) or [line for line in lines if _ERROR.match(line)]
         raise ServerStartError(summary, reasons=found, log_path=self.log_path, is_crash=is_crash)
 
     def _ended_within(self, limit_s: float) -> bool:
@@ -232,25 +209,3 @@ class ServedProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
         return self._process.poll() is not None
-
-
-def host_problem(key: str, host: str, *, is_here: bool = True) -> str | None:
-    """Return why a server cannot listen on `host`, an address or name; `key` configures it.
-
-    With `is_here` it has to be one of this machine.
-    """
-    if not _may_be_host(host):
-        return f"{key}={host} is neither an address nor the name of a host."
-    if is_here and (problem := port_problem(host, 0)):
-        return (
-            f"{key}={host}: ports {problem}; give an address of this machine, such as 127.0.0.1, "
-            "or 0.0.0.0 for all."
-        )
-    return None
-
-
-def _may_be_host(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(text))
-    is_name = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?", text)
-    return is_name is not None and re.fullmatch(r"[0-9.]+", text) is None

@@ -50,11 +50,8 @@ def close_segments(prefix: str) -> None:
     for path in SHM_FOLDER.glob(f"{prefix}*") if prefix else ():
         with contextlib.suppress(OSError):
             state = path.lstat()
-            if (
-                stat.S_ISREG(state.st_mode)
-                and state.st_uid == os.getuid()
-                and state.st_mode & 0o077
-            ):
+            is_own_file = stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid()
+            if is_own_file and state.st_mode & 0o077:
                 path.chmod(0o600)
 
 

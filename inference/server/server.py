@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import sys
 import time
@@ -13,29 +14,22 @@ from http import HTTPStatus
 from pathlib import Path
 
 from inference.front.access import OpenAIOptions
-from inference.front.link import FrontSettings, Served
+from inference.front.link import FrontSettings, Readiness, Served
 from inference.front.rules import READY_PATH
 from inference.front.sockets import ServerSockets, new_sockets
 from inference.plain_path import plain_folder
 from inference.ports import accepts_connections
 from inference.server import supervisor
-from inference.server.admin import Admin, RefusalError
+from inference.server.admin import Admin, RefusalError, is_interactive
 from inference.server.front import FrontProcess
-from inference.server.health import INTERVAL_S, TIMEOUT_S, Health, front_target, model_targets
+from inference.server.health import Health, front_target, model_targets
 from inference.server.installation import find_triton
-from inference.server.options import (
-    leaves_types_to_the_backend,
-    old_server_options,
-    server_options,
-)
-from inference.server.probe import is_interactive
+from inference.server.options import leaves_types_to_the_backend, old_server_options, server_options
 from inference.server.process import ServedProcess
 from inference.server.segments import user_prefix
 from inference.server.server_log import (
-    CRASH_SIGNALS,
     ServerLog,
     ServerStartError,
-    crash_message,
     crash_of,
     last_lines,
     put_aside,
@@ -47,6 +41,7 @@ __all__ = ["ServerStartError", "TritonServer"]
 
 _POLL_S = 0.1
 _TAKE_OVER_S = 60.0  # the front loads the new server's tokenizer
+_PORT_TAKEN = re.compile(r"Address already in use|failed to start \w+ service", re.IGNORECASE)
 _UNLOADING = "live models and "  # logged every second once all requests are answered
 _DRAINED = "Found 0 live models"  # what remains is closing idle connections, which takes seconds
 # Server 2.51 never unloads a model if the last frame of one of its streams was on the way when the
@@ -157,7 +152,9 @@ class TritonServer(ServedProcess):
                     kept = put_aside(self.log_path)
                     with contextlib.suppress(OSError):  # on a full disk
                         sys.stderr.write(f"{error.summary} starting it again; its log is {kept}\n")
-                elif not (0 in self._wanted_ports.values() and log.port_was_taken()):
+                elif 0 not in self._wanted_ports.values() or not _PORT_TAKEN.search(
+                    "\n".join(last_lines(self.log_path, 50))
+                ):
                     raise
             else:
                 self._order(supervisor.READY)
@@ -186,13 +183,10 @@ class TritonServer(ServedProcess):
             words = f"model {model} did not answer a first small request: {error}"
             self._fail(summary, f"{words} (within {timeout_s:g} s)".splitlines())
 
-    def watch_answers(
-        self, *, interval_s: float = INTERVAL_S, timeout_s: float = TIMEOUT_S
-    ) -> None:
+    def watch_answers(self, **times: float) -> None:
         """Make `failure` report models that are loaded but do not answer.
 
-        Each model gets a small request every few seconds. `interval_s` and `timeout_s` are those of
-        `Health`.
+        Each model gets a small request every few seconds; `times` are those of `Health`.
         """
         if self.is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
             return
@@ -204,10 +198,7 @@ class TritonServer(ServedProcess):
                 for name in ("http", "openai")
                 if name in self.ports
             ]
-        self._health = Health(
-            targets, tell=self._tell_front, interval_s=interval_s, timeout_s=timeout_s
-        )
-        self._health.start()
+        self._health = Health(targets, tell=self._tell_front, **times)
 
     def last_used(self) -> float:
         """Return the Unix time of the last request of a client through the front."""
@@ -216,7 +207,7 @@ class TritonServer(ServedProcess):
 
     def _tell_front(self, is_ready: bool) -> None:
         if self._front is not None and self._sockets is not None:
-            self._front.set_ready(self._sockets.folder, is_ready=is_ready)
+            self._front.send(Readiness(self._sockets.folder, is_ready))
 
     def failure(self, *, patience_s: float = 0.0) -> str | None:
         """Return why a started server no longer serves all its models, None while it does.
@@ -256,11 +247,11 @@ class TritonServer(ServedProcess):
                 return f"{name}, process {process.pid}, has been stopped for {limit_s:g} s"
         return None
 
-    def _prepare_end(self) -> None:
+    def stop(self, *, drain_s: float = 30.0) -> None:
+        """End the server and everything it started; running requests get `drain_s` to finish."""
         if self._health is not None:
             self._health.stop()
-
-    def _release(self) -> None:
+        super().stop(drain_s=drain_s)
         if self._front is not None and not self._has_successor:
             self._front.end()
         self._close_admin()
@@ -320,7 +311,7 @@ class TritonServer(ServedProcess):
         """Return whether another server can take over: it has a front, and keeps no sessions."""
         return self._front is not None and not self._has_sessions()
 
-    def take_over(self, *, timeout_s: float = _TAKE_OVER_S) -> None:
+    def take_over(self) -> None:
         """Have the front of the former server pass requests on to this one, which is ready.
 
         The former one finishes the requests that it has; `stop` waits for them.
@@ -333,9 +324,9 @@ class TritonServer(ServedProcess):
         assert former._front is not None
         assert sockets is not None
         front = former._front
-        front.set_ready(sockets.folder, is_ready=True)
-        front.take(self._served(sockets))
-        deadline = time.monotonic() + timeout_s
+        front.send(Readiness(sockets.folder, is_ready=True))
+        front.send(self._served(sockets))
+        deadline = time.monotonic() + _TAKE_OVER_S
         while not front.serves(sockets.folder):
             if front.poll() is not None or time.monotonic() > deadline:
                 raise ServerStartError(
@@ -355,7 +346,8 @@ class TritonServer(ServedProcess):
     ) -> None:
         while True:
             check()
-            status, crash = self.poll(), self._crash()
+            status = self.poll()
+            crash = crash_of(self.log_path, status)  # it may hang while it reports that
             events = log.read()
             if crash or status is not None:
                 events += log.read()  # the last record is whole
@@ -384,11 +376,6 @@ class TritonServer(ServedProcess):
                 )
                 self._fail(f"tritonserver was not ready after {timeout_s:g} s:", log.failures)
             time.sleep(_POLL_S)
-
-    def _crash(self) -> str | None:
-        """Return by which signal the program has crashed; it may hang while it reports that."""
-        number = (self.poll() or 0) - 128
-        return crash_message(number) if number in CRASH_SIGNALS else crash_of(self.log_path)
 
     def _is_ready(self, log: ServerLog) -> bool:
         try:

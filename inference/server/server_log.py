@@ -1,14 +1,16 @@
 """A tritonserver's log: its last lines, the models being loaded, and why a start failed."""
 
+import contextlib
 import itertools
+import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-LOG_TAIL_LINES = 20
+_TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _MANY = 1000
 _FORWARD_S = 0.25
@@ -26,8 +28,7 @@ _BROKEN = re.compile(
 )
 # Of the handler of crashes, which can hang while it looks for the names of functions.
 _CRASH = re.compile(r"Signal \((?P<number>\d+)\) received\.")
-CRASH_SIGNALS = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
-_PORT_TAKEN = re.compile(r"Address already in use|failed to start \w+ service", re.IGNORECASE)
+_CRASH_SIGNALS = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
 # The Python backend appends where in the model file the exception came from.
 _TRACE = re.compile(r"\n\s*At:\n.*", re.DOTALL)
 # Lines of NVIDIA's C++ backend.
@@ -56,7 +57,7 @@ class ServerStartError(RuntimeError):
         self.summary = summary
         self.reasons = tuple(reasons)
         self.log_path = log_path
-        self.log_tail = tuple(last_lines(log_path, LOG_TAIL_LINES))
+        self.log_tail = tuple(last_lines(log_path))
         parts = [summary, *(f"  {reason}" for reason in reasons)]
         if self.log_tail:
             parts.append(f"last lines of {log_path}:")
@@ -64,7 +65,7 @@ class ServerStartError(RuntimeError):
         super().__init__("\n".join(parts))
 
 
-def last_lines(path: Path, count: int) -> list[str]:
+def last_lines(path: Path, count: int = _TAIL_LINES) -> list[str]:
     """Return the last `count` lines of a log, long ones cut; none if it does not exist.
 
     The server's tables and the frames of Python's import system are left out.
@@ -95,15 +96,16 @@ def short_reason(text: str) -> str:
     return _TRACE.sub("", plain).strip()
 
 
-def crash_of(path: Path) -> str | None:
-    """Return the crash that a server has logged, perhaps without coming to its end."""
-    numbers = (int(each["number"]) for each in map(_CRASH.match, last_lines(path, _MANY)) if each)
-    return next((crash_message(number) for number in numbers if number in CRASH_SIGNALS), None)
+def crash_of(path: Path, status: int | None = None) -> str | None:
+    """Return the crash that a server's exit status shows, 128 + n for signal n, or its log.
 
-
-def crash_message(number: int) -> str:
-    """Return how a crash by a signal of this number is reported."""
-    return f"tritonserver has crashed with {signal.Signals(number).name}"
+    One that has logged its crash may not have come to its end.
+    """
+    logged = (int(each["number"]) for each in map(_CRASH.match, last_lines(path, _MANY)) if each)
+    for number in ((status or 0) - 128, *logged):
+        if number in _CRASH_SIGNALS:
+            return f"tritonserver has crashed with {signal.Signals(number).name}"
+    return None
 
 
 class ServerLog:
@@ -132,10 +134,6 @@ class ServerLog:
         self._rest = records.pop() if added else ""
         return [message for record in records if (message := self._event(record))]
 
-    def port_was_taken(self) -> bool:
-        """Return whether the server failed to open a port."""
-        return bool(_PORT_TAKEN.search("\n".join(last_lines(self.path, 50))))
-
     def _event(self, record: str) -> str | None:
         if failed := _FAILED.search(record):
             self.failures.append(f"model {failed['name']}: {short_reason(failed['reason'])}")
@@ -153,11 +151,6 @@ class ServerLog:
         return None
 
 
-def errors_of(lines: Sequence[str]) -> list[str]:
-    """Return the lines that the server itself marks as errors, or the exception that ended it."""
-    return [line for line in lines if re.match(r"^(E\d{4} |error: |terminate called )", line)]
-
-
 def fatal_lines(text: str) -> list[str]:
     """Return why NVIDIA's backend cannot use the model, one message for each such line of a log.
 
@@ -171,10 +164,13 @@ def _explained(line: str) -> str | None:
         return f"weight file {missing['path']} is missing; convert the model again"
     if short := _SHORT.search(line):
         has, wants = int(short["has"]), int(short["wants"])
-        return (
-            f"weight file {short['path']} has {has} bytes of {wants} that the backend expects; "
-            f"{_size_reason(has, wants)}"
-        )
+        reason = "it is not complete; convert the model again"
+        if has == 2 * wants or wants == 2 * has:
+            reason = "its type and weight_data_type of config.ini differ"
+        elif has and (wants % has == 0 or has % wants == 0):
+            reason = "it was written for another tensor-parallel size"
+        where = f"weight file {short['path']}"
+        return f"{where} has {has} bytes of {wants} that the backend expects; {reason}"
     if config := _NO_CONFIG.search(line):
         return f"{config['path']} cannot be read; convert the model again"
     shown = line.strip()[:_MOST]
@@ -183,39 +179,27 @@ def _explained(line: str) -> str | None:
     return shown if _OTHERS.search(line) else None
 
 
-def _size_reason(has: int, wants: int) -> str:
-    if has == 2 * wants or wants == 2 * has:
-        return "its type and weight_data_type of config.ini differ"
-    if has and (wants % has == 0 or has % wants == 0):
-        return "it was written for another tensor-parallel size"
-    return "it is not complete; convert the model again"
+@contextlib.contextmanager
+def forwarded_log(path: Path) -> Iterator[None]:
+    """Copy a growing log to standard output for the duration of a block."""
+    ended = threading.Event()
 
-
-class ForwardedLog:
-    """Copies a growing log to standard output for the duration of a block."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
+    def forward() -> None:
         position, is_last = 0, False
         while not is_last:
-            is_last = self._ended.wait(_FORWARD_S)
-            if not self._path.exists():
-                continue
-            with self._path.open("rb") as log:
-                size = self._path.stat().st_size
-                position = log.seek(position if position <= size else 0)  # 0 after another start
-                added = log.read()
-            position += len(added)
-            sys.stdout.buffer.write(added)
-            sys.stdout.flush()
+            is_last = ended.wait(_FORWARD_S)
+            # There is none before a start, and for a moment none before the next.
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(position if position <= size else 0)  # 0 after another start
+                sys.stdout.buffer.write(log.read())
+                sys.stdout.flush()
+                position = log.tell()
+
+    thread = threading.Thread(target=forward, name="log", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -197,12 +197,11 @@ class ServerWatch:
 
 
 def _how_ended(wait_status: int) -> str:
-    if not os.WIFSIGNALED(wait_status):
-        return f"has ended with status {os.WEXITSTATUS(wait_status)}"
-    number = os.WTERMSIG(wait_status)
+    if (status := os.waitstatus_to_exitcode(wait_status)) >= 0:
+        return f"has ended with status {status}"
     # The kernel's log names the process if so.
-    hint = ", perhaps because memory ran out" if number == signal.SIGKILL else ""
-    return f"was ended by {signal_name(number)}{hint}"
+    hint = ", perhaps because memory ran out" if status == -signal.SIGKILL else ""
+    return f"was ended by {signal_name(-status)}{hint}"
 
 
 def _signal_descendants(number: int) -> None:
@@ -263,10 +262,18 @@ class _Run:
         is_loading = self._watch is not None and not self._watch.is_ready
         try:
             if self._owner.poll(_POLL_S if is_loading else 4 * _POLL_S):
-                self._obey(self._owner.recv_bytes())
+                order = self._owner.recv_bytes()
+                if order != READY:
+                    self._end(self._child.kill if order == KILL else self._child.terminate)
+                elif self._watch is not None:
+                    self._watch.is_ready = True
             if self._watch is not None and (loss := self._watch.loss()):
+                reported = []
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        reported.append(self._reports.recv(_LONGEST_REPORT))
                 # Bytes: the locale, which tritonserver may have for ASCII, has no part in it.
-                reason = b"; ".join(self._reported()) or loss.encode(errors="replace")
+                reason = b"; ".join(reported) or loss.encode(errors="replace")
                 os.write(1, b"supervisor: " + reason + b"; ending the server\n")
                 self._owner.send_bytes(reason)
                 # A lost process never answers the requests it held: close their connections.
@@ -274,17 +281,6 @@ class _Run:
         except (EOFError, OSError):  # there is no owner any more
             self._end(self._child.terminate)
             self._kill_at = time.monotonic() + OWNER_LOST_GRACE_S
-
-    def _obey(self, order: bytes) -> None:
-        if order != READY:
-            self._end(self._child.kill if order == KILL else self._child.terminate)
-        elif self._watch is not None:
-            self._watch.is_ready = True
-
-    def _reported(self) -> Iterator[bytes]:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                yield self._reports.recv(_LONGEST_REPORT)
 
     def _end(self, how: Callable[[], None]) -> None:
         self._watch = None  # from now on the end of a process is expected

@@ -71,20 +71,15 @@ def _file_tensor(entry: Mapping[str, Any], where: str) -> tuple[str, np.ndarray[
         return f"{where}: key {missing[0]!r} is missing"
     name, data, dtype = str(entry["name"]), entry["data"], entry["dtype"]
     try:
-        if dtype not in ("object", "bytes", "str"):
-            return name, _exact(data, np.dtype(dtype))
-        array = np.array(data, dtype=object)
+        if dtype in ("object", "bytes", "str"):
+            array = np.array(data, dtype=object)
+            texts = [str(value).encode() for value in array.reshape(-1)]
+            return name, np.array(texts, dtype=object).reshape(array.shape)
+        kind, given = np.dtype(dtype), np.array(data)
+        array = given.astype(kind)
+        if kind.kind in "iub" and given.size and not np.array_equal(given, array):
+            raise ValueError(f"{given[given != array].flat[0]} does not fit {kind}")
     except (TypeError, ValueError, OverflowError) as error:
         reason = "rows differ in length; pad them" if "inhomogeneous" in str(error) else error
         return f"{where} ({name}): {reason}"
-    texts = [str(value).encode() for value in array.reshape(-1)]
-    return name, np.array(texts, dtype=object).reshape(array.shape)
-
-
-def _exact(data: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return data as an array of a type. Raises ValueError if integers would change."""
-    given = np.array(data)
-    array = given.astype(dtype)
-    if dtype.kind in "iub" and given.size and not np.array_equal(given, array):
-        raise ValueError(f"{given[given != array].flat[0]} does not fit {dtype}")
-    return array
+    return name, array

@@ -126,6 +126,6 @@ def _expected_openai_url(section: EvaluateSection, server: DeployConfig) -> str 
     """Return where the server will speak OpenAI's protocol, as far as is known."""
     if section.server is not None and section.protocol == OPENAI:
         return section.server
-    if section.server is not None or server.endpoint is None:
+    if section.server is not None or not server.openai.enabled:
         return None
-    return f"http://{server.host}:{server.endpoint.port}/v1"
+    return f"http://{server.host}:{server.openai.port}/v1"

@@ -23,6 +23,7 @@ from tritonclient.grpc import model_config_pb2
 
 from inference.backend.tokenizer import load_tokenizer
 from inference.front.access import Access, Credentials, OpenAIOptions
+from inference.front.link import Readiness
 from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
@@ -249,7 +250,7 @@ def test_health_is_the_servers(server: TritonServer) -> None:
         return status() == expected
 
     for is_ready in (False, True):
-        server._front.set_ready(folder, is_ready=is_ready)
+        server._front.send(Readiness(folder, is_ready))
         expected = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
         until(partial(answers, expected), f"{expected}")
 

@@ -27,7 +27,7 @@ from inference.backend.text_generation import TextModel
 from inference.backend.tokenizer import load_tokenizer
 from inference.engine.engine import Engine
 from inference.ports import pick_free_ports
-from inference.private_folder import remove_abandoned_folders
+from inference.private_folder import PrivateFolder
 from inference.ranks.settings import Placement
 from inference.server.client import TritonClient
 from inference.server.supervisor import descendants
@@ -372,7 +372,7 @@ def test_ranks_and_server_end_when_rank_0_is_killed(tmp_path: Path) -> None:
         os.kill(run.rank_processes()[0], signal.SIGKILL)
         until(lambda: not any(map(lives, everything)), limit_s=END_S)
         assert run.processes[1].wait(1) in (0, 1)  # its server may have ended in order
-        remove_abandoned_folders("pytriton", run.scratch)  # as the next server does
+        PrivateFolder("pytriton", place=run.scratch).remove()  # as the next server does
         assert run.leftovers() == []
 
 

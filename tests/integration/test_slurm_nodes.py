@@ -149,7 +149,7 @@ def test_conversion_that_is_requeued_preempted_and_loses_its_node_ends_with_the_
     restart_now(slurm_cluster, run, "convert")
     until(stage.stuck_path(3).exists, "the third quarter")
     node = record(results, "convert").host
-    assert not stage.ft_dir.exists()
+    assert not stage.request.folder.exists()
     slurm_cluster.kill_node(node)
     restart_now(slurm_cluster, run, "convert")
     wait_for_end(run, "convert")
@@ -157,7 +157,7 @@ def test_conversion_that_is_requeued_preempted_and_loses_its_node_ends_with_the_
     last = record(results, "convert")
     assert last.state == "completed", f"{last}\n{slurm_cluster.logs()}"
     assert last.host != node
-    assert digests(stage.ft_dir) == digests(sample_weights(2))
+    assert digests(stage.request.folder) == digests(sample_weights(2))
     until(
         lambda: slurm_cluster.run("sinfo", "-h", "-o", "%T").split() == ["idle"], "an idle cluster"
     )

@@ -209,7 +209,6 @@ def _core_windows(traits: MegatronTraits) -> dict[str, Any]:
 
 
 def _are(kind: type, values: Any, count: int) -> bool:
-    """Return whether values are a list of so many of a type."""
     return (
         isinstance(values, (list, tuple))
         and len(values) == count

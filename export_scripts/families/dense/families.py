@@ -34,19 +34,6 @@ def _window_left_out(facts: Facts, _: DenseConfig) -> list[str]:
     return [f"config.json: sliding_window = {window} is left out: a Llama has none in transformers"]
 
 
-# Every version, with any scaling of rotary positions.
-_LLAMA = DenseDecoder(
-    model_type="llama",
-    model="LlamaForCausalLM",
-    title="Llama",
-    keys=llama_keys(*BIAS_KEYS),
-    bos=1,
-    eos=2,
-    warnings=_window_left_out,
-    warns_of_fp16=False,  # served in fp16 everywhere
-)
-
-
 def _check_mistral(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("sliding_layers") is not None:
         settings.note(
@@ -56,72 +43,12 @@ def _check_mistral(settings: Settings, values: Mapping[str, Any]) -> dict[str, A
     return {}
 
 
-_MISTRAL = DenseDecoder(
-    model_type="mistral",
-    model="MistralForCausalLM",
-    title="Mistral",
-    window=Window(4096),
-    read=_check_mistral,
-    bos=1,
-    eos=2,
-    warns_of_fp16=False,  # served in fp16 everywhere
-)
-
-
 def _from_max_window_layers(settings: Settings, values: Mapping[str, Any]) -> list[bool]:
     full = settings.integer("max_window_layers", default=28, least=0)
     return [number >= full for number in range(values["num_layer"])]
 
 
 _QWEN_WINDOW = Window(4096, has_switch=True, slides=_from_max_window_layers)
-_QWEN2 = DenseDecoder(
-    model_type="qwen2",
-    model="Qwen2ForCausalLM",
-    title="Qwen2, Qwen2.5",
-    fixed={"has_qkv_bias": True},
-    window=_QWEN_WINDOW,
-)
-_QWEN3 = DenseDecoder(
-    model_type="qwen3",
-    model="Qwen3ForCausalLM",
-    title="Qwen3",
-    keys=llama_keys(*ATTENTION_BIAS_KEYS),
-    fixed={"query_key_norm": "head"},
-    window=_QWEN_WINDOW,
-    head_dim=128,
-)
-
-# A Llama with four constant factors.
-_GRANITE = DenseDecoder(
-    model_type="granite",
-    model="GraniteForCausalLM",
-    title="Granite",
-    keys=llama_keys(
-        *BIAS_KEYS,
-        key("embedding_scale", "embedding_multiplier", kind="number", default=1.0),
-        key("residual_scale", "residual_multiplier", kind="number", default=1.0),
-        key("attention_scale", "attention_multiplier", kind="number", default=1.0),
-        key("logit_scale", "logits_scaling", kind="number", default=1.0, inverse=reciprocal),
-    ),
-    bos=1,
-    eos=2,
-)
-
-# Norms after attention and MLP, not before, and of queries and keys.
-_OLMO2 = DenseDecoder(
-    model_type="olmo2",
-    model="Olmo2ForCausalLM",
-    title="OLMo 2",
-    keys=llama_keys(*ATTENTION_BIAS_KEYS, eps=("rms_norm_eps", 1e-5)),
-    fixed={"has_input_norms": False, "has_output_norms": True, "query_key_norm": "all"},
-    names=llama_names(
-        {
-            "attention_output_layernorm": "post_attention_layernorm",
-            "mlp_output_layernorm": "post_feedforward_layernorm",
-        }
-    ),
-    eos=50279,
-)
 
 # Gemma, Gemma 2 and the text models of Gemma 3; the later two normalise what attention and MLP add.
 _GELU = "gelu_pytorch_tanh"
@@ -146,16 +73,12 @@ _GEMMA_NAMES = llama_names(
 
 
 def _gemma_keys(logit_cap: float | None, attention_cap: float | None) -> tuple[Setting, ...]:
-    scalar, logits, scores = (
-        "query_pre_attn_scalar",
-        "final_logit_softcapping",
-        "attn_logit_softcapping",
-    )
+    scalar = "query_pre_attn_scalar"
     return llama_keys(
         *ATTENTION_BIAS_KEYS,
         key("attention_scale", scalar, kind="number", default=256, inverse=inverse_root),
-        key("logit_softcap", logits, kind="optional", default=logit_cap),
-        key("attention_softcap", scores, kind="optional", default=attention_cap),
+        key("logit_softcap", "final_logit_softcapping", kind="optional", default=logit_cap),
+        key("attention_softcap", "attn_logit_softcapping", kind="optional", default=attention_cap),
         activation=("hidden_activation", _GELU),
     )
 
@@ -164,48 +87,7 @@ def _all_but_every(nth: int, count: int) -> list[bool]:
     return [(number + 1) % nth != 0 for number in range(count)]
 
 
-_GEMMAS = (
-    DenseDecoder(
-        model_type="gemma",
-        model="GemmaForCausalLM",
-        title="Gemma",
-        keys=llama_keys(*ATTENTION_BIAS_KEYS, activation=("hidden_act", _GELU)),
-        # Older files call its activation gelu, and mean the tanh form.
-        fixed={**_GEMMA_FIXED, "exact_gelu": False},
-        **_GEMMA,
-    ),
-    DenseDecoder(
-        model_type="gemma2",
-        model="Gemma2ForCausalLM",
-        title="Gemma 2",
-        keys=_gemma_keys(30.0, 50.0),
-        names=_GEMMA_NAMES,
-        fixed={**_GEMMA_FIXED, "has_output_norms": True},
-        window=Window(4096, slides=lambda _, values: _all_but_every(2, values["num_layer"])),
-        **_GEMMA,
-    ),
-    DenseDecoder(
-        model_type="gemma3_text",
-        model="Gemma3ForCausalLM",
-        title="Gemma 3 text",
-        keys=_gemma_keys(None, None),
-        names=_GEMMA_NAMES,
-        fixed={**_GEMMA_FIXED, "has_output_norms": True, "query_key_norm": "head"},
-        window=Window(
-            4096,
-            slides=lambda settings, values: _all_but_every(
-                settings.integer("sliding_window_pattern", default=6), values["num_layer"]
-            ),
-        ),
-        rotary_base=1e6,
-        rotary_local_base=1e4,
-        **_GEMMA,
-    ),
-)
-
-
 def _rotating(settings: Settings, values: Mapping[str, Any]) -> list[bool]:
-    """Return whether each layer of a SmolLM3 rotates."""
     count = values["num_layer"]
     every = settings.integer("no_rope_layer_interval", default=4)
     rotates = settings.source.get("no_rope_layers") or _all_but_every(every, count)
@@ -231,26 +113,6 @@ def _padding(config: DenseConfig) -> int:
     return min(config.end_id, config.vocab_size - 1)
 
 
-# A Llama some of whose layers do not rotate.
-_SMOLLM3 = DenseDecoder(
-    model_type="smollm3",
-    model="SmolLM3ForCausalLM",
-    title="SmolLM3",
-    keys=llama_keys(*BIAS_KEYS),
-    # A layer that rotates has no window.
-    window=Window(
-        has_switch=True,
-        slides=lambda *given: [not rotates for rotates in _rotating(*given)],
-    ),
-    read=lambda *given: {"rotary_layers": chosen_layers(_rotating(*given))},
-    written=_written_smollm3,
-    is_tied=True,
-    bos=128000,
-    eos=128001,
-    rotary_base=2e6,
-)
-
-
 def _check_phi3(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("rotary_scaling_type") not in (None, "longrope"):
         settings.note(
@@ -260,78 +122,7 @@ def _check_phi3(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]
     return {}
 
 
-# Fused queries, keys and values, and fused halves of the MLP.
-_PHI3 = DenseDecoder(
-    model_type="phi3",
-    model="Phi3ForCausalLM",
-    title="Phi-3, Phi-4",
-    keys=llama_keys(eps=("rms_norm_eps", 1e-5)),
-    names=llama_names(
-        {
-            **dict.fromkeys(QUERY_KEY_VALUE, "self_attn.qkv_proj"),
-            **dict.fromkeys(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"), "mlp.gate_up_proj"),
-        }
-    ),
-    rows="blocks",
-    window=Window(),
-    read=_check_phi3,
-    written=lambda config: {
-        "original_max_position_embeddings": (
-            config.rotary_original_max_position_embeddings or config.max_pos_seq_len
-        ),
-        "pad_token_id": _padding(config),
-    },
-    bos=1,
-    eos=32000,
-    rotary_fraction=1.0,
-)
-
-# Layernorms, biases everywhere, and an MLP without a gate.
-_STARCODER2 = DenseDecoder(
-    model_type="starcoder2",
-    model="Starcoder2ForCausalLM",
-    title="StarCoder2",
-    keys=llama_keys(
-        *(key(field, "use_bias", kind="flag", default=True) for field in _BIASES),
-        eps=("norm_epsilon", 1e-5),
-        activation=("hidden_act", _GELU),
-    ),
-    fixed={"norm_type": "layernorm"},
-    names=llama_names({"mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}),
-    window=Window(),
-    is_gated=False,
-    is_tied=True,
-    bos=50256,
-    eos=50256,
-)
-
-# Nemotron and Minitron: layernorm1p, squared ReLU, half-rotated heads.
-_NEMOTRON = DenseDecoder(
-    model_type="nemotron",
-    model="NemotronForCausalLM",
-    title="Nemotron",
-    keys=llama_keys(*BIAS_KEYS, eps=("norm_eps", 1e-5), activation=("hidden_act", "relu2")),
-    fixed={"norm_type": "layernorm", "norm_one_plus": True},
-    names=llama_names({"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_h_to_4h_2": ""}),
-    is_gated=False,
-    bos=2,
-    eos=3,
-    rotary_fraction=0.5,
-)
-
 _FALCON_LAYER = "transformer.h.{layer}."
-_FALCON_NAMES = {
-    "model.wte": "transformer.word_embeddings",
-    "model.final_layernorm": "transformer.ln_f",
-    "model.lm_head": "lm_head",
-    **in_layers(
-        _FALCON_LAYER,
-        {
-            **fused_layer("self_attention"),
-            **dict.fromkeys(QUERY_KEY_VALUE, "self_attention.query_key_value"),
-        },
-    ),
-}
 _FALCON_TWO_NORMS = in_layers(
     _FALCON_LAYER, {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
 )
@@ -374,45 +165,230 @@ def _written_falcon(config: DenseConfig) -> dict[str, Any]:
     }
 
 
-# 7B, the decoder architecture of 40B and 180B, and RW. Attention and MLP read the same input,
-# through one norm (7B, 11B) or two (40B, 180B); RW is sequential.
-_FALCON = DenseDecoder(
-    model_type="falcon",
-    model="FalconForCausalLM",
-    title="Falcon",
-    keys=(
-        key("head_num", "num_attention_heads", "n_head"),
-        key("hidden_size", "hidden_size", "n_embed"),
-        key("inter_size", "ffn_hidden_size", default=lambda known: 4 * known["hidden_size"]),
-        key("num_layer", "num_hidden_layers", "n_layer"),
-        key("vocab_size", "vocab_size"),
-        key("max_pos_seq_len", "max_position_embeddings", default=2048),
-        key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
-        key("activation_type", "activation", kind="activation", default="gelu"),
-    ),
-    fixed={"norm_type": "layernorm"},
-    expected={
-        "alibi": ((False, None), "its scores are rounded to bf16 and scaled, unlike other ALiBi")
-    },
-    names=_FALCON_NAMES,
-    # Norms of attention and MLP have names of their own where both read the same input.
-    sources=lambda _, config: (
-        named_sources(_FALCON_TWO_NORMS, LAYOUT) if config.residual == "parallel" else {}
-    ),
-    rows="groups",
-    read=_read_falcon,
-    written=_written_falcon,
-    is_gated=False,
-    is_tied=True,
-    bos=11,
-    eos=11,
-    prefix="transformer.",
+DENSE_HUGGINGFACE = (
+    # Every version, with any scaling of rotary positions.
+    DenseDecoder(
+        model_type="llama",
+        model="LlamaForCausalLM",
+        title="Llama",
+        keys=llama_keys(*BIAS_KEYS),
+        bos=1,
+        eos=2,
+        warnings=_window_left_out,
+        warns_of_fp16=False,  # served in fp16 everywhere
+    ).mapping(),
+    DenseDecoder(
+        model_type="mistral",
+        model="MistralForCausalLM",
+        title="Mistral",
+        window=Window(4096),
+        read=_check_mistral,
+        bos=1,
+        eos=2,
+        warns_of_fp16=False,  # served in fp16 everywhere
+    ).mapping(),
+    DenseDecoder(
+        model_type="qwen2",
+        model="Qwen2ForCausalLM",
+        title="Qwen2, Qwen2.5",
+        fixed={"has_qkv_bias": True},
+        window=_QWEN_WINDOW,
+    ).mapping(),
+    DenseDecoder(
+        model_type="qwen3",
+        model="Qwen3ForCausalLM",
+        title="Qwen3",
+        keys=llama_keys(*ATTENTION_BIAS_KEYS),
+        fixed={"query_key_norm": "head"},
+        window=_QWEN_WINDOW,
+        head_dim=128,
+    ).mapping(),
+    # A Llama with four constant factors.
+    DenseDecoder(
+        model_type="granite",
+        model="GraniteForCausalLM",
+        title="Granite",
+        keys=llama_keys(
+            *BIAS_KEYS,
+            key("embedding_scale", "embedding_multiplier", kind="number", default=1.0),
+            key("residual_scale", "residual_multiplier", kind="number", default=1.0),
+            key("attention_scale", "attention_multiplier", kind="number", default=1.0),
+            key("logit_scale", "logits_scaling", kind="number", default=1.0, inverse=reciprocal),
+        ),
+        bos=1,
+        eos=2,
+    ).mapping(),
+    # Norms after attention and MLP, not before, and of queries and keys.
+    DenseDecoder(
+        model_type="olmo2",
+        model="Olmo2ForCausalLM",
+        title="OLMo 2",
+        keys=llama_keys(*ATTENTION_BIAS_KEYS, eps=("rms_norm_eps", 1e-5)),
+        fixed={"has_input_norms": False, "has_output_norms": True, "query_key_norm": "all"},
+        names=llama_names(
+            {
+                "attention_output_layernorm": "post_attention_layernorm",
+                "mlp_output_layernorm": "post_feedforward_layernorm",
+            }
+        ),
+        eos=50279,
+    ).mapping(),
+    DenseDecoder(
+        model_type="gemma",
+        model="GemmaForCausalLM",
+        title="Gemma",
+        keys=llama_keys(*ATTENTION_BIAS_KEYS, activation=("hidden_act", _GELU)),
+        # Older files call its activation gelu, and mean the tanh form.
+        fixed={**_GEMMA_FIXED, "exact_gelu": False},
+        **_GEMMA,
+    ).mapping(),
+    DenseDecoder(
+        model_type="gemma2",
+        model="Gemma2ForCausalLM",
+        title="Gemma 2",
+        keys=_gemma_keys(30.0, 50.0),
+        names=_GEMMA_NAMES,
+        fixed={**_GEMMA_FIXED, "has_output_norms": True},
+        window=Window(4096, slides=lambda _, values: _all_but_every(2, values["num_layer"])),
+        **_GEMMA,
+    ).mapping(),
+    DenseDecoder(
+        model_type="gemma3_text",
+        model="Gemma3ForCausalLM",
+        title="Gemma 3 text",
+        keys=_gemma_keys(None, None),
+        names=_GEMMA_NAMES,
+        fixed={**_GEMMA_FIXED, "has_output_norms": True, "query_key_norm": "head"},
+        window=Window(
+            4096,
+            slides=lambda settings, values: _all_but_every(
+                settings.integer("sliding_window_pattern", default=6), values["num_layer"]
+            ),
+        ),
+        rotary_base=1e6,
+        rotary_local_base=1e4,
+        **_GEMMA,
+    ).mapping(),
+    # A Llama some of whose layers do not rotate.
+    DenseDecoder(
+        model_type="smollm3",
+        model="SmolLM3ForCausalLM",
+        title="SmolLM3",
+        keys=llama_keys(*BIAS_KEYS),
+        # A layer that rotates has no window.
+        window=Window(
+            has_switch=True,
+            slides=lambda *given: [not rotates for rotates in _rotating(*given)],
+        ),
+        read=lambda *given: {"rotary_layers": chosen_layers(_rotating(*given))},
+        written=_written_smollm3,
+        is_tied=True,
+        bos=128000,
+        eos=128001,
+        rotary_base=2e6,
+    ).mapping(),
+    # Fused queries, keys and values, and fused halves of the MLP.
+    DenseDecoder(
+        model_type="phi3",
+        model="Phi3ForCausalLM",
+        title="Phi-3, Phi-4",
+        keys=llama_keys(eps=("rms_norm_eps", 1e-5)),
+        names=llama_names(
+            {
+                **dict.fromkeys(QUERY_KEY_VALUE, "self_attn.qkv_proj"),
+                **dict.fromkeys(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"), "mlp.gate_up_proj"),
+            }
+        ),
+        rows="blocks",
+        window=Window(),
+        read=_check_phi3,
+        written=lambda config: {
+            "original_max_position_embeddings": (
+                config.rotary_original_max_position_embeddings or config.max_pos_seq_len
+            ),
+            "pad_token_id": _padding(config),
+        },
+        bos=1,
+        eos=32000,
+        rotary_fraction=1.0,
+    ).mapping(),
+    # Layernorms, biases everywhere, and an MLP without a gate.
+    DenseDecoder(
+        model_type="starcoder2",
+        model="Starcoder2ForCausalLM",
+        title="StarCoder2",
+        keys=llama_keys(
+            *(key(field, "use_bias", kind="flag", default=True) for field in _BIASES),
+            eps=("norm_epsilon", 1e-5),
+            activation=("hidden_act", _GELU),
+        ),
+        fixed={"norm_type": "layernorm"},
+        names=llama_names({"mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}),
+        window=Window(),
+        is_gated=False,
+        is_tied=True,
+        bos=50256,
+        eos=50256,
+    ).mapping(),
+    # Nemotron and Minitron: layernorm1p, squared ReLU, half-rotated heads.
+    DenseDecoder(
+        model_type="nemotron",
+        model="NemotronForCausalLM",
+        title="Nemotron",
+        keys=llama_keys(*BIAS_KEYS, eps=("norm_eps", 1e-5), activation=("hidden_act", "relu2")),
+        fixed={"norm_type": "layernorm", "norm_one_plus": True},
+        names=llama_names({"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_h_to_4h_2": ""}),
+        is_gated=False,
+        bos=2,
+        eos=3,
+        rotary_fraction=0.5,
+    ).mapping(),
+    # 7B, the decoder architecture of 40B and 180B, and RW. Attention and MLP read the same input,
+    # through one norm (7B, 11B) or two (40B, 180B); RW is sequential.
+    DenseDecoder(
+        model_type="falcon",
+        model="FalconForCausalLM",
+        title="Falcon",
+        keys=(
+            key("head_num", "num_attention_heads", "n_head"),
+            key("hidden_size", "hidden_size", "n_embed"),
+            key("inter_size", "ffn_hidden_size", default=lambda known: 4 * known["hidden_size"]),
+            key("num_layer", "num_hidden_layers", "n_layer"),
+            key("vocab_size", "vocab_size"),
+            key("max_pos_seq_len", "max_position_embeddings", default=2048),
+            key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
+            key("activation_type", "activation", kind="activation", default="gelu"),
+        ),
+        fixed={"norm_type": "layernorm"},
+        expected={
+            "alibi": (
+                (False, None),
+                "its scores are rounded to bf16 and scaled, unlike other ALiBi",
+            )
+        },
+        names={
+            "model.wte": "transformer.word_embeddings",
+            "model.final_layernorm": "transformer.ln_f",
+            "model.lm_head": "lm_head",
+            **in_layers(
+                _FALCON_LAYER,
+                {
+                    **fused_layer("self_attention"),
+                    **dict.fromkeys(QUERY_KEY_VALUE, "self_attention.query_key_value"),
+                },
+            ),
+        },
+        # Norms of attention and MLP have names of their own where both read the same input.
+        sources=lambda _, config: (
+            named_sources(_FALCON_TWO_NORMS, LAYOUT) if config.residual == "parallel" else {}
+        ),
+        rows="groups",
+        read=_read_falcon,
+        written=_written_falcon,
+        is_gated=False,
+        is_tied=True,
+        bos=11,
+        eos=11,
+        prefix="transformer.",
+    ).mapping(),
 )
-
-DENSE_HUGGINGFACE = tuple(
-    decoder.mapping()
-    for decoder in (
-        _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GRANITE, _OLMO2, *_GEMMAS, _SMOLLM3, _PHI3, _STARCODER2,
-        _NEMOTRON, _FALCON,
-    )
-)  # fmt: skip

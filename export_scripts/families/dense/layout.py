@@ -134,11 +134,6 @@ class DenseConfig(DecoderConfig):
         return activation_choice(self.activation_type)[1]
 
     @property
-    def has_mlp_norm(self) -> bool:
-        """True if the MLP has an input norm of its own."""
-        return self.has_input_norms and self.residual != "parallel_shared"
-
-    @property
     def attention_width(self) -> int:
         """Width of all query heads together."""
         return self.head_num * self.size_per_head
@@ -211,7 +206,11 @@ LAYOUT: tuple[WeightSpec, ...] = (
         LAYER + "attention.dense", "attention_width", "hidden", bias=("has_attention_dense_bias",)
     ),
     *WeightSpec.norm(LAYER + "attention_output_layernorm", when=_OUTPUT, bias=_NORM),
-    *WeightSpec.norm(LAYER + "post_attention_layernorm", when=("has_mlp_norm",), bias=_NORM),
+    *WeightSpec.norm(
+        LAYER + "post_attention_layernorm",
+        when=(*_INPUT, "not residual=parallel_shared"),
+        bias=_NORM,
+    ),
     # Of a gated MLP the activated half, then the linear one.
     *WeightSpec.column(LAYER + "mlp.dense_h_to_4h", "hidden", "inter_size", bias=_MLP),
     *WeightSpec.column(

@@ -8,9 +8,9 @@ from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
-from export_scripts.families.layout.decoder import LAYER
+from export_scripts.families.layout.decoder import HEAD, LAYER
 from export_scripts.families.layout.spec import WeightSpec
-from export_scripts.families.mapping.huggingface import HEAD, HuggingFaceDecoder, key
+from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, key
 from export_scripts.families.mapping.names import Names, fused_layer, in_layers
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
@@ -156,8 +156,6 @@ def _check_ranges(ranges: Mapping[str, Any], num_layer: int) -> None:
 
 
 def _int8_weights(ranges: Mapping[str, Any]) -> dict[str, TensorSource]:
-    """Return the sources of the int8 weights and their scales."""
-
     def source(
         spec: WeightSpec, modules: tuple[str, ...], suffix: str, index: Mapping[str, int | str]
     ) -> TensorSource:
@@ -222,12 +220,9 @@ _VALUES: Mapping[str, Callable[..., Any]] = {
 }
 
 
-# OPT has no key for it; transformers takes torch's default.
-_OPT_EPS = 1e-5
 # The table of positions begins with two unused rows.
 _POSITION_OFFSET = 2
 
-_OPT_EMBEDDING = "model.decoder.embed_tokens.weight"
 _PROJECT_IN = "model.decoder.project_in.weight"
 _PROJECT_OUT = "model.decoder.project_out.weight"
 
@@ -293,7 +288,7 @@ def _opt_sources(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:
     if facts.has(_PROJECT_IN):
         table["model.wte"] = Compute(
             lambda config, table, project: _widened(config, table, project.T),
-            (_OPT_EMBEDDING, _PROJECT_IN),
+            (_OPT.embedding, _PROJECT_IN),
         )
     if facts.has(_PROJECT_OUT):
         table[HEAD] = Compute(_widened, (_OPT.stored_head(facts), _PROJECT_OUT))
@@ -317,8 +312,9 @@ _OPT = HuggingFaceDecoder(
         key("max_pos_seq_len", "max_position_embeddings"),
         key("activation_type", "activation_function", kind="activation", default="relu"),
     ),
-    # NVIDIA's converter always writes a separate head.
-    fixed={"layernorm_eps": _OPT_EPS, "tie_word_embeddings": False, "int8": False},
+    # OPT has no key for epsilon: transformers takes torch's default. NVIDIA's converter always
+    # writes a separate head.
+    fixed={"layernorm_eps": 1e-5, "tie_word_embeddings": False, "int8": False},
     names={
         "model.wte": "model.decoder.embed_tokens",
         "model.final_layernorm": "model.decoder.final_layer_norm",

@@ -9,10 +9,8 @@ from typing import ClassVar
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, activation_choice
 from export_scripts.families.layout.config import ini_field
-from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
+from export_scripts.families.layout.decoder import HEAD, LAYER, PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
-
-HEAD = "model.lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)

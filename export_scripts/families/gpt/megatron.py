@@ -111,8 +111,12 @@ def start_and_end(facts: Facts) -> tuple[int, int]:
     Raises:
         ValueError: The tokenizer is another one and its files are missing.
     """
-    known = facts.special_ids()
-    end = facts.token("end_id", known.eos, _GPT2_END_OF_TEXT if _assumes_gpt2(facts) else None)
+    known, tokenizer = facts.special_ids(), facts.config.get("tokenizer")
+    if isinstance(tokenizer, Mapping):
+        is_gpt2 = tokenizer.get("type") == _GPT2_TOKENIZER
+    else:
+        is_gpt2 = facts.config.get("tokenizer_type") in (_GPT2_TOKENIZER, None)
+    end = facts.token("end_id", known.eos, _GPT2_END_OF_TEXT if is_gpt2 else None)
     start = facts.token("start_id", known.bos, end)
     if start is None or end is None:
         raise ValueError(
@@ -120,13 +124,6 @@ def start_and_end(facts: Facts) -> tuple[int, int]:
             "name them (--vocab-path) or state the ids (--set start_id=.. --set end_id=..)"
         )
     return start, end
-
-
-def _assumes_gpt2(facts: Facts) -> bool:
-    settings = facts.config.get("tokenizer")
-    if isinstance(settings, Mapping):
-        return settings.get("type") == _GPT2_TOKENIZER
-    return facts.config.get("tokenizer_type") in (_GPT2_TOKENIZER, None)
 
 
 def assumed_tokens_warning(facts: Facts, config: Any) -> list[str]:
@@ -334,8 +331,8 @@ def core_is_tied(facts: Facts) -> bool:
     )
 
 
-def _core_mapping(source_format: str, title: str) -> SourceMapping:
-    return SourceMapping(
+GPT_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
+    SourceMapping(
         name=f"{source_format}-core-gpt",
         title=title,
         family=GPT,
@@ -354,11 +351,10 @@ def _core_mapping(source_format: str, title: str) -> SourceMapping:
         accepts=("prompt",),
         warnings=assumed_tokens_warning,
     )
-
-
-GPT_CORE_MAPPINGS: tuple[SourceMapping, ...] = (
-    _core_mapping("nemo", "NeMo GPT in megatron-core layout"),
-    _core_mapping("megatron", "Megatron-LM GPT in megatron-core layout"),
-    _core_mapping("nemo2", "NeMo 2 GPT"),
-    _core_mapping("bridge", "Megatron Bridge GPT"),
+    for source_format, title in (
+        ("nemo", "NeMo GPT in megatron-core layout"),
+        ("megatron", "Megatron-LM GPT in megatron-core layout"),
+        ("nemo2", "NeMo 2 GPT"),
+        ("bridge", "Megatron Bridge GPT"),
+    )
 )

@@ -8,13 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Position = Literal["learned", "alibi", "rotary_interleaved", "rotary_half", "none"]
 Norm = Literal["layernorm", "rmsnorm"]
 # gelu is the tanh approximation, as in FasterTransformer for every family, unless exact_gelu.
 # relu2 is squared ReLU.
 Activation = Literal["gelu", "relu", "relu2", "silu"]
-# parallel: x + attention(norm1(x)) + mlp(norm2(x)); parallel_shared: one norm feeds both.
-Residual = Literal["sequential", "parallel", "parallel_shared"]
 
 _KINDS: tuple[Activation, ...] = ("gelu", "relu", "relu2", "silu")
 _ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
@@ -83,7 +80,7 @@ class DecoderArchitecture(_Layers):
 
     kv_head_num: int
     vocab_size: int
-    position: Position
+    position: Literal["learned", "alibi", "rotary_interleaved", "rotary_half", "none"]
     max_pos_seq_len: int | None = None  # None: no limit from a table
     rotary: Rotary | None = None
     local_rotary: Rotary | None = None  # of the layers with a sliding window; None: `rotary`
@@ -96,7 +93,8 @@ class DecoderArchitecture(_Layers):
     query_key_norm: Literal["head", "all"] | None = None
     norm_before: bool = True  # False: normalise after the residual (post_layernorm)
     residual_from_norm: bool = False  # the residual adds the normalised input, not the input
-    residual: Residual = "sequential"
+    # parallel: x + attention(norm1(x)) + mlp(norm2(x)); parallel_shared: one norm feeds both.
+    residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"
     activation: Activation = "gelu"
     gated: bool = False  # act(x W1) * (x W3) before W2
     expert_num: int = 0  # MLPs behind a router in each layer; 0: one MLP without

@@ -9,6 +9,7 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import WeightSpec
 
 LAYER = "model.layers.{layer}."
+HEAD = "model.lm_head.weight"
 PROMPT_TABLE = "model.prompt_table.{task}.weight"
 
 # prompt_learning_type of keys and values that precede the prompt in every layer.

@@ -9,7 +9,7 @@ from typing import Any
 
 from export_scripts.families.layout.architecture import activation_choice
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.decoder import PROMPT_TABLE
+from export_scripts.families.layout.decoder import HEAD, PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.names import Names, named_sources
 from export_scripts.families.mapping.settings import (
@@ -22,8 +22,6 @@ from export_scripts.families.mapping.settings import (
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource
-
-HEAD = "model.lm_head.weight"
 
 
 def _rounded(value: float) -> float:
@@ -210,13 +208,9 @@ class HuggingFaceDecoder:
         stored = (key for key in self.heads if facts.has(key))
         return next(stored, self.embedding if is_tied else self.heads[0])
 
-    def _warnings(self, facts: Facts, config: Any) -> list[str]:
-        own = self.warnings(facts, config)
-        fp16 = self.warns_of_fp16
-        return own + (half_precision_warnings(facts, config, self.embedding) if fp16 else [])
-
     def mapping(self) -> SourceMapping:
         """Return the mapping from and to Hugging Face folders."""
+        of_fp16 = half_precision_warnings if self.warns_of_fp16 else lambda *_: []
         takes_prompts = any(spec.name == PROMPT_TABLE for spec in self.family.layout)
         return SourceMapping(
             name=f"huggingface-{self.name or self.model_type}",
@@ -233,6 +227,9 @@ class HuggingFaceDecoder:
             ),
             prefix=self.prefix,
             accepts=(*self.accepts, *(("prompt",) if takes_prompts else ())),
-            warnings=self._warnings,
+            warnings=lambda facts, config: [
+                *self.warnings(facts, config),
+                *of_fp16(facts, config, self.embedding),
+            ],
             positions=self.positions,
         )

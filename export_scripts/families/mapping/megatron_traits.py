@@ -16,16 +16,12 @@ from export_scripts.families.mapping.source_mapping import Facts
 
 # NeMo spells the fused variants with a "fast-" prefix; they compute the same.
 _GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+# Words, and the names of megatron-core's functions.
 _PLAIN = {
-    "gelu": "gelu",
-    "openai-gelu": "gelu",
-    "openai_gelu": "gelu",
-    "gelu_new": "gelu",
+    **dict.fromkeys(("gelu", "openai-gelu", "openai_gelu", "gelu_new", "fast_gelu"), "gelu"),
     "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "squared-relu": "relu2",
-    "squared_relu": "relu2",
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("squared-relu", "squared_relu"), "relu2"),
 }
 
 
@@ -192,7 +188,7 @@ def _core_activation(config: Mapping[str, Any]) -> _Activation:
     word = _function_name(config.get("activation_func")) or "gelu"
     fused = word == "gelu" and bool(config.get("bias_activation_fusion"))
     gated = bool(config.get("gated_linear_unit"))
-    return _FUNCTIONS.get(word, word), gated, fused, word == "gelu"
+    return _PLAIN.get(word, word), gated, fused, word == "gelu"  # torch's own alone is by erf
 
 
 # Formats -> the name of their configuration in messages, keys of the longest sequence, activation.
@@ -322,16 +318,6 @@ _KNOWN_LAYERS = ("default_layer_spec", "get_gpt_layer_local_spec",
 _OWN_LAYERS = {
     "Gemma2ModelProvider": ("gemma2_layer_spec",),
     "Gemma3ModelProvider": ("gemma3_layer_spec",),
-}
-
-# Activation functions by name -> kind; only torch's own gelu is by erf.
-_FUNCTIONS = {
-    "gelu": "gelu",
-    "fast_gelu": "gelu",
-    "openai_gelu": "gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "squared_relu": "relu2",
 }
 
 

@@ -26,9 +26,7 @@ from export_scripts.families.mapping.sources import (
 # Modules of the layout and of a source; of a fused projection, those of its three parts.
 Names = Mapping[str, str | tuple[str, str, str]]
 
-_FUSED = LAYER + "attention.query_key_value"
 QUERY_KEY_VALUE = ("attention.query", "attention.key", "attention.value")
-_SECOND = "dense_h_to_4h_2"
 # Modules whose rows are the vocabulary, which training ranks share; with others that are stored
 # as sources have them.
 _VOCABULARY = ("model.wte", "model.lm_head")
@@ -100,7 +98,7 @@ def named_sources(
     halves = {
         module.removesuffix("_2") + end: which
         for module, theirs in names.items()
-        if module.endswith(_SECOND) and names.get(module.removesuffix("_2")) == theirs
+        if module.endswith("dense_h_to_4h_2") and names.get(module.removesuffix("_2")) == theirs
         for which, end in enumerate(("", "_2"))
     }
     out: dict[str, TensorSource] = {}
@@ -116,7 +114,7 @@ def named_sources(
             out[spec.name] = StackQKV((q, k, v))
             continue
         key = f"{theirs}{kind}" if theirs.endswith("_") else f"{theirs}.{kind}"
-        if module == _FUSED:
+        if bare == "attention.query_key_value":
             out[spec.name] = _Thirds(key) if in_out else split_qkv(key, order)
         elif bare in QUERY_KEY_VALUE:
             cut = None if rows == "blocks" else 0

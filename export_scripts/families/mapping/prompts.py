@@ -80,7 +80,11 @@ def prompt_fields(facts: Facts, *, start_id: int) -> dict[str, Any]:
     tasks: list[PromptTask] = []
     problems: list[str] = []
     for archive in facts.prompts:
-        for template in _templates(archive, problems):
+        templates = archive.config.get("task_templates")
+        if not isinstance(templates, list) or not all(isinstance(t, Mapping) for t in templates):
+            problems.append(f"{archive.path} lists no task_templates; is it a prompt archive?")
+            continue
+        for template in templates:
             name = str(template.get("taskname"))
             if not facts.has(f"prompt:{name}"):
                 problems.append(f"{archive.path} has no table of task {name!r}")
@@ -100,12 +104,3 @@ def prompt_fields(facts: Facts, *, start_id: int) -> dict[str, Any]:
         "prompt_learning_start_id": start_id if given is None else given,
         "prompt_learning_type": P_PROMPT_TUNING,
     }
-
-
-def _templates(archive: CheckpointReader, problems: list[str]) -> list[Mapping[str, Any]]:
-    templates = archive.config.get("task_templates")
-    if not isinstance(templates, list) or not all(isinstance(t, Mapping) for t in templates):
-        problems.append(f"{archive.path} lists no task_templates; is it a prompt archive?")
-        return []
-    # Templates of tasks trained later may follow those of the tasks the archive holds.
-    return templates

@@ -236,9 +236,7 @@ DECODER = "decoder.block.{decoder_layer}."
 _BIAS = ("t5_with_bias",)
 _HAS_DECODER = ("num_decoder_layers",)
 _RELATIVE = ("is_relative",)
-_GATED = ("use_gated_activation",)
 _ADAPTERS = ("adapter_inter_size",)
-_IA3 = ("ia3_num_tasks",)
 
 RELATIVE_BIAS = "{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
@@ -252,7 +250,8 @@ def _column(name: str, width: str, when: When = ()) -> tuple[WeightSpec, ...]:
 
 
 def _ia3(name: str, width: str) -> WeightSpec:
-    return WeightSpec(f"{name}.ia3.weight", ("ia3_num_tasks", width), split=1, when=_IA3)
+    shape = ("ia3_num_tasks", width)
+    return WeightSpec(f"{name}.ia3.weight", shape, split=1, when=("ia3_num_tasks",))
 
 
 def _attention(name: str) -> tuple[WeightSpec, ...]:
@@ -271,7 +270,7 @@ def _mlp(name: str) -> tuple[WeightSpec, ...]:
     """Return the MLP; in a gated one, wi is the activated half and wi2 the linear half."""
     return (
         *_column(f"{name}.wi", "d_ff"),
-        *_column(f"{name}.wi2", "d_ff", _GATED),
+        *_column(f"{name}.wi2", "d_ff", ("use_gated_activation",)),
         *WeightSpec.row(f"{name}.wo", "d_ff", "d_model", bias=_BIAS),
         _ia3(name, "d_ff"),
     )

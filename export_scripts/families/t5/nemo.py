@@ -42,14 +42,12 @@ from export_scripts.families.t5.layout import (
     t5_warnings,
 )
 from export_scripts.families.t5.tuning import (
-    adapter_fields,
-    adapter_reasons,
     adapter_sources,
     ia3_in_place,
-    ia3_reasons,
     ia3_sources,
-    rank_reasons,
     scale,
+    tuning_kind,
+    tuning_reasons,
 )
 
 # NeMo's activations -> the loader's spelling. The fast- variants fuse both halves of a gate into
@@ -163,7 +161,6 @@ def _traits(config: Mapping[str, Any]) -> _Traits:
 
 
 def _beyond_layout(traits: _Traits) -> list[str]:
-    """Return every reason the FT T5 layout cannot hold a model."""
     encoder, decoder = traits.encoder, traits.decoder
     reasons = [
         f"{side.label} has no {key}: a T5 folder needs it"
@@ -242,13 +239,16 @@ def _reasons(facts: Facts) -> list[str]:
             f"activation = {activation}, but the checkpoint has "
             f"{'a' if gated else 'no'} second matrix ({_GATE.removeprefix('*.')})"
         )
-    reasons += ia3_reasons(facts.ia3, in_place=facts.ia3_in_place)
-    return [*reasons, *adapter_reasons(facts.adapters), *rank_reasons(facts)]
+    return reasons + tuning_reasons(facts)
 
 
 def _config(facts: Facts) -> T5Config:
     start_id, end_id, pad_id = _special_ids(facts)
     traits = _traits(facts.config)
+    adapter: dict[str, Any] = {}
+    if facts.adapters:
+        width = int(tuning_kind(facts.adapters[0])["adapter_dim"])
+        adapter = {"has_adapter": True, "adapter_inter_size": width, "adapter_norm_position": "pre"}
     return traits.encoder.built(
         T5Config,
         facts,
@@ -263,7 +263,7 @@ def _config(facts: Facts) -> T5Config:
         use_gated_activation=facts.has_any(_GATE),
         ia3_num_tasks=0 if facts.ia3_in_place else len(facts.ia3),
         ia3_adapted=True if facts.ia3_in_place and facts.ia3 else None,
-        **adapter_fields(facts.adapters),
+        **adapter,
     )
 
 

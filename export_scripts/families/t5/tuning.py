@@ -37,41 +37,27 @@ def tuning_kind(archive: CheckpointReader) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def ia3_reasons(archives: Sequence[CheckpointReader], *, in_place: bool) -> list[str]:
-    """Return the reasons IA3 archives cannot be added."""
-    reasons = [
+def ia3_reasons(archives: Sequence[CheckpointReader]) -> list[str]:
+    """Return a reason for each archive that is of another kind."""
+    return [
         f"{archive.path}: adapter_tuning.type = {tuning_kind(archive).get('type')!r} is not an "
         "IA3 archive; expected ia3"
         for archive in archives
         if tuning_kind(archive).get("type") not in (None, "ia3")
     ]
-    if in_place and len(archives) != 1:
+
+
+def tuning_reasons(facts: Facts) -> list[str]:
+    """Return every reason IA3 and adapter archives cannot be added."""
+    reasons = ia3_reasons(facts.ia3)
+    if facts.ia3_in_place and len(facts.ia3) != 1:
         reasons.append(
-            f"{len(archives)} IA3 archives cannot be multiplied into one set of weights; give one"
+            f"{len(facts.ia3)} IA3 archives cannot be multiplied into one set of weights; give one"
         )
-    return reasons
-
-
-def rank_reasons(facts: Facts) -> list[str]:
-    """Return a reason for each added archive trained with other parallel sizes than the model."""
-    reasons = []
-    for archive in (*facts.ia3, *facts.adapters):
-        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-            mine, theirs = facts.config.get(key) or 1, archive.config.get(key) or 1
-            if mine != theirs:
-                reasons.append(
-                    f"{archive.path}: {key} = {theirs}, but the model was trained with {mine}"
-                )
-    return reasons
-
-
-def adapter_reasons(archives: Sequence[CheckpointReader]) -> list[str]:
-    """Return the reasons adapter archives cannot be added."""
-    if not archives:
-        return []
     wanted = {"type": "linear_adapter", "norm_position": "pre", "norm_type": "mixedfusedlayernorm"}
-    reasons = [] if len(archives) == 1 else [f"{len(archives)} adapter archives; FT holds one"]
-    for archive in archives:
+    if len(facts.adapters) > 1:
+        reasons.append(f"{len(facts.adapters)} adapter archives; FT holds one")
+    for archive in facts.adapters:
         section = tuning_kind(archive)
         reasons += [
             f"{archive.path}: adapter_tuning.{key} = {section.get(key)!r}; FT has only {value}"
@@ -80,18 +66,13 @@ def adapter_reasons(archives: Sequence[CheckpointReader]) -> list[str]:
         ]
         if not isinstance(section.get("adapter_dim"), int):
             reasons.append(f"{archive.path}: adapter_tuning.adapter_dim is missing")
-    return reasons
-
-
-def adapter_fields(archives: Sequence[CheckpointReader]) -> dict[str, Any]:
-    """Return the config fields that describe an added adapter (empty without one)."""
-    if not archives:
-        return {}
-    return {
-        "has_adapter": True,
-        "adapter_inter_size": int(tuning_kind(archives[0])["adapter_dim"]),
-        "adapter_norm_position": "pre",
-    }
+    return reasons + [
+        f"{archive.path}: {key} = {theirs}, but the model was trained with {mine}"
+        for archive in (*facts.ia3, *facts.adapters)
+        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        for mine, theirs in [(facts.config.get(key) or 1, archive.config.get(key) or 1)]
+        if mine != theirs
+    ]
 
 
 _BLOCKS = {"encoder": ENCODER, "decoder": DECODER}
@@ -150,7 +131,8 @@ def ia3_in_place(table: dict[str, TensorSource]) -> None:
         for name, kind in names.items():
             stem, key = _BLOCKS[side] + name, _scaler(0, side, kind)
             if kind == "mlp":
-                scale(table, f"{stem}.wo.weight", _rows, key)
+                # Factors are (d_ff, 1).
+                scale(table, f"{stem}.wo.weight", lambda _, each: float32(each)[:, None], key)
             else:
                 scale(table, f"{stem}.weight", _heads, key)
                 scale(table, f"{stem}.bias", _heads, key)
@@ -167,10 +149,6 @@ def scale(
         table[name] = Adjusted(
             table[name], lambda part, config, *found: part * factor(config, *found), keys
         )
-
-
-def _rows(_: Any, scaler: Tensor) -> Tensor:
-    return float32(scaler)[:, None]  # (d_ff, 1)
 
 
 def _heads(config: Any, scaler: Tensor) -> Tensor:

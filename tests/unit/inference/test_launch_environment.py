@@ -6,7 +6,6 @@ import pytest
 
 from inference.launch_environment import (
     LaunchEnvironment,
-    first_host,
     read_launch_environment,
     rendezvous_address,
 )
@@ -47,7 +46,6 @@ def test_a_process_of_no_launcher_is_alone() -> None:
 
 def test_mpirun() -> None:
     assert read_launch_environment(MPIRUN) == LaunchEnvironment(5, 8, 1, 4, "mpirun", "77", None)
-    assert read_launch_environment(MPIRUN).spans_nodes
 
 
 def test_step_of_slurm() -> None:
@@ -121,7 +119,7 @@ def test_contradictions_are_reported(variables: dict[str, str], message: str) ->
     ],
 )
 def test_first_host_of_a_list(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
+    assert read_launch_environment(STEP | {"SLURM_STEP_NODELIST": nodes}).head == host
 
 
 def address(

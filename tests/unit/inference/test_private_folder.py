@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from inference.private_folder import PrivateFolder, remove_abandoned_folders
+from inference.private_folder import PrivateFolder
 from tests.conftest import ROOT
 
 PROGRAM = """
@@ -37,8 +37,9 @@ def test_next_process_removes_the_folder_of_a_killed_one_alone(tmp_path: Path) -
     of_another_kind.mkdir()
     link = tmp_path / "slipway-test-link"
     link.symlink_to(of_another_kind)
-    remove_abandoned_folders("test", tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([of_another_kind, link, mine.path])
+    another = PrivateFolder("test", place=tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([of_another_kind, link, mine.path, another.path])
+    another.remove()
     mine.remove()
     mine.remove()
     assert not mine.path.exists()

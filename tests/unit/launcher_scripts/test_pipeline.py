@@ -138,7 +138,7 @@ def test_damaged_shards_are_not_taken_for_finished(tmp_path: Path) -> None:
     stage = plan(tmp_path, "stages=[convert]").to_run[0].stage
     assert isinstance(stage, ConvertStage)
     stage()
-    with (stage.ft_dir / "model.wpe.bin").open("r+b") as file:
+    with (stage.request.folder / "model.wpe.bin").open("r+b") as file:
         file.truncate(100)
     (problem,) = plan(tmp_path, "stages=[export]").problems
     assert "model.wpe.bin has 100 bytes" in problem
@@ -322,9 +322,9 @@ def test_tokenizer_may_be_put_among_converted_shards(tmp_path: Path, textless: P
     assert isinstance(stage, ConvertStage)
     stage()
     (problem,) = plan(tmp_path, *words).problems
-    assert f"{stage.ft_dir} holds no tokenizer" in problem
+    assert f"{stage.request.folder} holds no tokenizer" in problem
     for file in (textless.parent / "files").iterdir():
-        (stage.ft_dir / file.name).write_bytes(file.read_bytes())
+        (stage.request.folder / file.name).write_bytes(file.read_bytes())
     made = plan(tmp_path, *words)
     assert (made.problems, names(made)) == ((), ["export"])
 

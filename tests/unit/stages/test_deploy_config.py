@@ -10,26 +10,24 @@ import pytest
 from export_scripts.triton.object_store import StoreLocation
 from stages.base import JobSettings, Resources
 from stages.deploy import DeployStage
-from stages.deploy_config import DeployConfig, GemmTuning, store_location
+from stages.deploy_config import DeployConfig, DeploySection, GemmTuning
 from stages.gemm_tuning import tuning_command
 from stages.serving import server_environment, server_prefix
 
 
 def test_folder_is_no_place_in_a_store() -> None:
-    assert store_location(None, None) is None
-    assert store_location("/repository", None) is None
+    assert DeploySection().store is None
+    assert DeploySection(repository="/repository").store is None
 
 
 def test_place_in_a_store_is_served_instead_of_the_folder(tmp_path: Path) -> None:
-    location = store_location("s3://bucket/a/b", "http://store:9000")
-    assert location == StoreLocation("bucket", "a/b", "http://store:9000")
     config = DeployConfig(
         folder=tmp_path,
         model_name="m",
         repository="s3://bucket/a/b",
         endpoint_url="http://store:9000",
     )
-    assert config.store == location
+    assert config.store == StoreLocation("bucket", "a/b", "http://store:9000")
     assert config.source == "s3://http://store:9000/bucket/a/b"
 
 
@@ -44,13 +42,13 @@ def test_password_in_an_address_is_refused_and_not_repeated(
     repository: str, endpoint_url: str | None, key: str
 ) -> None:
     with pytest.raises(ValueError, match=key) as caught:
-        store_location(repository, endpoint_url)
+        _ = DeploySection(repository=repository, endpoint_url=endpoint_url).store
     assert "hunter2" not in str(caught.value)
 
 
 def test_endpoint_without_a_store_is_refused() -> None:
     with pytest.raises(ValueError, match=r"deploy\.endpoint_url is the address of an object store"):
-        store_location(None, "http://store:9000")
+        _ = DeploySection(endpoint_url="http://store:9000").store
 
 
 def write_ini(repository: Path, text: str) -> DeployConfig:

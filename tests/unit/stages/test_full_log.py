@@ -41,9 +41,6 @@ def test_server_that_failed_is_started_again(
             del patience_s
             return "it has failed"
 
-        def log_tail(self) -> list[str]:
-            return []
-
     @contextmanager
     def serving(*_: Any, **__: Any) -> Iterator[Any]:
         servers.append((FakeServer if servers else Failing)(tmp_path / "log"))

@@ -103,9 +103,6 @@ def test_failures_before_sound_service_are_forgotten(
             time.sleep(0.01)
             return "it has failed"
 
-        def log_tail(self) -> list[str]:
-            return []
-
     @contextmanager
     def serving(*_: Any, **__: Any) -> Iterator[Any]:
         servers.append(Failing(tmp_path / "log"))
@@ -268,7 +265,7 @@ def test_pause_before_the_next_of_very_many_starts_has_a_limit(
     )
     kept = new_service(tmp_path, config)
     phases: list[str] = []
-    monkeypatch.setattr(kept._progress, "update", phases.append)
+    monkeypatch.setattr(kept.progress, "update", phases.append)
     kept._failures = 2000
     assert kept._wait("it has failed") == "no longer needed"
     assert phases == ["starting again in 300 s"]

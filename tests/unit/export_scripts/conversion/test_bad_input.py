@@ -248,6 +248,16 @@ def test_token_ids_outside_the_vocabulary_are_warned_of(tmp_path: Path, end_id: 
     assert "--set end_id=.." in reported[0]
 
 
+def test_tokens_outside_the_vocabulary_are_named_as_the_family_names_them(tmp_path: Path) -> None:
+    t5 = write_model("t5", tmp_path / "t5")
+    source = copy_of(t5, tmp_path / "source", config={"eos_token_id": 1 << 20})
+    done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    reported = [remark for remark in done.remarks if "outside the vocabulary" in remark]
+    assert len(reported) == 1
+    assert reported[0].startswith("eos_token_id = 1048576 is outside the vocabulary of ")
+    assert "--set eos_token_id=.." in reported[0]
+
+
 @pytest.mark.parametrize(
     ("config", "reported"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from inference.front.access import OPEN_ACCESS
-from inference.front.link import FrontSettings, Served
+from inference.front.link import FrontSettings, Readiness, Served
 from inference.front.sockets import ServerSockets
 from inference.ports import TRITON_PORTS, pick_free_ports
 from inference.server.client import TritonClient
@@ -28,7 +28,7 @@ def test_no_client_sees_readiness_before_the_owner_says_so(tmp_path: Path) -> No
         try:
             until(lambda: front.serves(tmp_path))
             assert not client.is_ready()
-            front.set_ready(tmp_path, is_ready=True)
+            front.send(Readiness(tmp_path, is_ready=True))
             until(client.is_ready)
         finally:
             front.end()

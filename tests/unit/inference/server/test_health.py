@@ -87,7 +87,6 @@ def watched(model: Model) -> Iterator[Health]:
     watch = Health(
         [model.target()], tell=model.reported.append, interval_s=INTERVAL_S, timeout_s=MOST_S
     )
-    watch.start()
     until(lambda: model.asked > 1, "the first canaries")
     yield watch
     watch.stop()
@@ -160,6 +159,21 @@ def test_wait_grows_with_the_slowest_answer(model: Model, monkeypatch: pytest.Mo
     assert watch._patience_s(target) == pytest.approx(0.5)
     target.slowest_s = 60.0
     assert watch._patience_s(target) == MOST_S
+    watch.stop()
+
+
+def test_target_is_asked_also_where_the_server_does_not_say_what_it_finished(model: Model) -> None:
+    def mute() -> float:
+        raise NoAnswerError
+
+    target = model.target()
+    target.advanced = mute
+    watch = Health([], tell=model.reported.append, timeout_s=MOST_S)
+    watch._ask(target)
+    assert (model.asked, target.silent_since, target.faults) == (1, None, [])
+    model.answers.clear()
+    watch._ask(target)
+    assert len(target.faults) == 1
 
 
 CONFIG = """

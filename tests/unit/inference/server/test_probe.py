@@ -17,8 +17,7 @@ from export_scripts.triton.signature import (
     interactive,
     model_signature,
 )
-from inference.server.admin import Admin
-from inference.server.probe import probe_tensors
+from inference.server.admin import Admin, probe_tensors
 from inference.server.server import ServerStartError, TritonServer
 from tests.fake_triton import FakeTriton, Infer, RefusedError, served
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,12 @@ from inference.server.server_log import (
     ServerLog,
     crash_of,
     fatal_lines,
+    forwarded_log,
     last_lines,
+    put_aside,
     short_reason,
 )
+from tests.waiting import until
 
 HEAD = "I1120 10:00:00.000000 1 model_lifecycle.cc:472] "
 BAD = "E1120 10:00:01.000000 1 model_lifecycle.cc:642] "
@@ -115,3 +119,21 @@ def test_fatal_line_is_explained(line: str, reason: str) -> None:
 )
 def test_harmless_line_is_ignored(line: str) -> None:
     assert fatal_lines(line) == []
+
+
+def test_log_that_is_put_aside_meanwhile_is_followed_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, opened = tmp_path / "triton.log", Path.open
+    path.write_text("first start\n")
+
+    def put_aside_first(self: Path, *words: Any, **options: Any) -> Any:
+        if self == path and not (tmp_path / "triton.1.log").exists():
+            put_aside(self)
+        return opened(self, *words, **options)
+
+    monkeypatch.setattr(Path, "open", put_aside_first)
+    with forwarded_log(path):
+        until((tmp_path / "triton.1.log").exists, "the next start")
+        path.write_bytes(b"second start\n")
+    assert capfd.readouterr().out == "second start\n"
