@@ -107,7 +107,7 @@ def option_tensors() -> list[TensorSignature]:
     """Return every optional input that a text request can carry, by its contract name."""
     every = [tensor for model in (T5, GPT) for tensor in ensemble(model).inputs]
     found = {tensor.name: tensor for tensor in every if tensor.optional}
-    # Words have flags of their own.
+    # Prompts, lengths and words have arguments of their own.
     return [tensor for name, tensor in found.items() if not name.startswith("INPUT_")]
 
 
