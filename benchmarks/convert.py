@@ -95,18 +95,10 @@ def our_command(source: Path, target: Path, processes: int, *form: str) -> list[
     ]
 
 
-def peer_command(peer: Path, source: Path, target: Path, tp: int, processes: int) -> list[str]:
-    """Return NVIDIA's conversion."""
-    return [
-        *(sys.executable, str(peer / "examples/pytorch/gpt/utils/huggingface_gpt_convert.py")),
-        *("-i", str(source), "-o", str(target), "-i_g", str(tp)),
-        *("-weight_data_type", "fp16", "-p", str(processes)),
-    ]
-
-
-def commands(args: argparse.Namespace, source: Path, shards: Path) -> dict[str, list[str]]:
+def commands(
+    args: argparse.Namespace, source: Path, shards: Path, target: Path
+) -> dict[str, list[str]]:
     """Return the command of each contender."""
-    target = _target(args)
     ranks, workers = ("--tensor-model-parallel-size", str(args.tp)), args.processes
     table = {
         "cp -r and sync": copy_command(source, target),
@@ -114,14 +106,12 @@ def commands(args: argparse.Namespace, source: Path, shards: Path) -> dict[str, 
         "slipway, shards to Hugging Face": our_command(shards, target, workers, *_HUGGING_FACE),
     }
     for processes in args.peer_processes if args.peer_path else ():
-        table[f"NVIDIA, {processes} workers"] = peer_command(
-            args.peer_path, source, target, args.tp, processes
-        )
+        script = args.peer_path / "examples/pytorch/gpt/utils/huggingface_gpt_convert.py"
+        table[f"NVIDIA, {processes} workers"] = [
+            *(sys.executable, str(script), "-i", str(source), "-o", str(target)),
+            *("-i_g", str(args.tp), "-weight_data_type", "fp16", "-p", str(processes)),
+        ]
     return table
-
-
-def _target(args: argparse.Namespace) -> Path:
-    return Path(args.work_dir / "output")
 
 
 def remove(path: Path) -> None:
@@ -135,26 +125,26 @@ def remove(path: Path) -> None:
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield what every contender does with each size of checkpoint."""
+    target = args.work_dir / "output"
     for size_gb in args.size_gb:
         source, shards = write_source(size_gb, args.work_dir)
-        yield from measure_table(args, commands(args, source, shards), source)
+        yield from measure_table(args, commands(args, source, shards, target), source, target)
         if not args.keep:
             remove(source.parent)
     if archive := args.archive:
+        ours = our_command(archive, target, args.processes, *_HUGGING_FACE)
         table = {
-            "cp -r and sync, archive": copy_command(archive, _target(args)),
-            "slipway, archive to Hugging Face": our_command(
-                archive, _target(args), args.processes, *_HUGGING_FACE
-            ),
+            "cp -r and sync, archive": copy_command(archive, target),
+            "slipway, archive to Hugging Face": ours,
         }
-        yield from measure_table(args, table, archive)
+        yield from measure_table(args, table, archive, target)
 
 
 def measure_table(
-    args: argparse.Namespace, table: dict[str, list[str]], source: Path
+    args: argparse.Namespace, table: dict[str, list[str]], source: Path, target: Path
 ) -> Iterator[Cell]:
     """Yield every contender's figures: `repeats` rounds in turn, then their memory."""
-    target, log = _target(args), args.work_dir / "last.log"
+    log = args.work_dir / "last.log"
     times: dict[str, list[float]] = {name: [] for name in table}
     for _ in range(args.repeats):
         for name, command in table.items():
@@ -182,10 +172,7 @@ if __name__ == "__main__":
         size_gb={"type": float, "nargs": "+", "default": [3.0], "help": "bytes of each / 1e9"},
         tp={**number, "help": "inference tensor-parallel size"},
         processes={**number, "default": usual_workers(), "help": "workers of this project"},
-        archive={
-            "type": Path,
-            "help": "a .nemo archive, converted to Hugging Face",
-        },
+        archive={"type": Path, "help": "a .nemo archive, converted to Hugging Face"},
         peer_path={"type": Path, "help": "checkout of FasterTransformer"},
         peer_processes={"type": int, "nargs": "+", "default": [1, 2]},
         repeats={"default": 3},

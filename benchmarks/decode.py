@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.models import SIZES, Model, decoder_model, huggingface_folder
-from benchmarks.program import Cell, own_process, percentile, run
+from benchmarks.program import Cell, call, own_process, percentile, run
 from benchmarks.throughput import Request, Slipway
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.config_ini import read_config
@@ -92,25 +92,20 @@ def programs(model: Model, args: argparse.Namespace) -> Iterator[Program]:
         if not int8 and not args.no_transformers:
             name = f"transformers {version('transformers')} {kind}"
             yield Program(name, partial(hugging_face, model, data_type, args.device))
-        peer = args.device == "cpu" and kind in ("fp32", "int8") and not args.no_ctranslate2
-        if peer:
+        if args.device == "cpu" and kind in ("fp32", "int8") and not args.no_ctranslate2:
             make = partial(ctranslate, huggingface_folder(model), kind, args.threads)
             yield Program(f"CTranslate2 {version('ctranslate2')} {kind}", make)
 
 
-_generate: Generate  # of a contender's process
-
-
-def _begin(make: Callable[[], Generate], threads: int) -> None:
-    global _generate
+def _begun(make: Callable[[], Generate], threads: int) -> Generate:
     torch.set_num_threads(threads)
-    _generate = make()
+    return make()
 
 
-def _measured(prompts: Prompts, output_len: int) -> Times:
+def _measured(generate: Generate, prompts: Prompts, output_len: int) -> Times:
     moments: dict[int, float] = {}  # by the tokens so far
     start = time.perf_counter()
-    _generate(prompts, output_len, lambda tokens: moments.setdefault(tokens, time.perf_counter()))
+    generate(prompts, output_len, lambda tokens: moments.setdefault(tokens, time.perf_counter()))
     seconds = time.perf_counter() - start
     return seconds, [b - a for a, b in itertools.pairwise(moments.values())]
 
@@ -123,7 +118,7 @@ def rounds(
     for _ in range(1 + args.repeats):
         for process, each in zip(processes, times, strict=True):
             time.sleep(_SETTLE_S)
-            each.append(process.submit(_measured, prompts, args.output_len).result())
+            each.append(process.submit(call, _measured, prompts, args.output_len).result())
     return [each[1:] for each in times]
 
 
@@ -137,7 +132,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
     table = list(programs(model, args))
     with contextlib.ExitStack() as stack:
         processes = [
-            stack.enter_context(own_process(_begin, each.make, args.threads)) for each in table
+            stack.enter_context(own_process(_begun, each.make, args.threads)) for each in table
         ]
         for batch, length in itertools.product(args.batch, args.input_len):
             prompts = torch.randint(1, ids, (batch, length), generator=generator).tolist()
@@ -178,15 +173,9 @@ def measured_bandwidth(device: str) -> float:
 def step_bytes(
     ft_dir: Path, data_type: str, device: str, int8: bool, batch: int, length: int
 ) -> int:
-    """Return the bytes of weights, keys and values that one decoding step reads.
+    """Return the bytes of weights, keys and values that one decoding step of a decoder reads.
 
-    Args:
-        ft_dir: A decoder-only model.
-        data_type: Type of computation.
-        device: cpu or cuda.
-        int8: Whether matrices are kept in 8 bits.
-        batch: Sequences.
-        length: Cached tokens of each.
+    Each of `batch` sequences has `length` cached tokens.
     """
     family, config = read_config(ft_dir)
     architecture = config.architecture()
@@ -196,12 +185,11 @@ def step_bytes(
     matrix_bytes = 1 if int8 else kept.itemsize
     # Of the embedding one row is read per token, unless it is the head as well.
     unread = {"model.wpe", "model.wte" if architecture.untied_head else ""}
-    weights = 0
-    for tensor in family.tensors(config):
-        if tensor.name in unread:
-            continue
-        is_matrix = len(tensor.shape) > 1
-        weights += prod(tensor.shape) * (matrix_bytes if is_matrix else computed.itemsize)
+    weights = sum(
+        prod(tensor.shape) * (matrix_bytes if len(tensor.shape) > 1 else computed.itemsize)
+        for tensor in family.tensors(config)
+        if tensor.name not in unread
+    )
     head_bytes = architecture.kv_head_num * architecture.size_per_head * computed.itemsize
     return weights + batch * length * 2 * architecture.num_layer * head_bytes
 
@@ -229,8 +217,7 @@ def hugging_face(model: Model, data_type: str, device: str) -> Generate:
     theirs.to(device).eval()
 
     def generate(prompts: Prompts, tokens: int, note: Note) -> None:
-        ids = torch.tensor(prompts, device=device)
-        done = itertools.count(1)
+        ids, done = torch.tensor(prompts, device=device), itertools.count(1)
 
         def noted(_: object, scores: object) -> object:
             note(next(done))
@@ -262,12 +249,9 @@ def ctranslate(folder: Path, data_type: str, threads: int) -> Generate:
     words = {f"t{i}": i for i in range(size)}
     words["<|endoftext|>"] = words.pop("t0")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<|endoftext|>"))
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<|endoftext|>",
-        bos_token="<|endoftext|>",
-        eos_token="<|endoftext|>",
-    ).save_pretrained(folder)
+    special = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.save_pretrained(folder)
     kind = {"fp32": "float32", "int8": "int8"}[data_type]
     target = folder.with_name(f"{folder.name}_ctranslate2_{kind}")
     if not target.exists():
@@ -280,13 +264,8 @@ def ctranslate(folder: Path, data_type: str, threads: int) -> Generate:
     def generate(prompts: Prompts, tokens: int, note: Note) -> None:
         del note  # it shows no tokens before the last
         texts = [[f"t{i}" for i in ids] for ids in prompts]
-        generator.generate_batch(
-            texts,
-            max_length=tokens,
-            min_length=tokens,
-            sampling_topk=1,
-            include_prompt_in_result=False,
-        )
+        length = {"min_length": tokens, "max_length": tokens}
+        generator.generate_batch(texts, **length, sampling_topk=1, include_prompt_in_result=False)
 
     return generate
 
@@ -304,11 +283,7 @@ if __name__ == "__main__":
         model={"choices": ("gpt2", *SIZES), "default": "gpt2"},
         input_len={"nargs": "+", "default": [32]},
         data_type={"nargs": "+", "choices": ("fp32", "fp16", "bf16", "int8")},
-        weight_data_type={
-            "choices": WEIGHT_DATA_TYPES,
-            "default": "fp32",
-            "help": "of GPT-2's FT folder",
-        },
+        weight_data_type={"choices": WEIGHT_DATA_TYPES, "default": "fp32", "help": "of GPT-2"},
         no_ctranslate2={"action": "store_true"},
         no_transformers={"action": "store_true"},
     )

@@ -19,7 +19,8 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 from benchmarks.program import Cell, percentile, run
-from benchmarks.served import server
+from inference.ports import FREE_PORTS
+from inference.server.server import TritonServer
 
 CONFIG = """
 name: "double" backend: "python" max_batch_size: 8
@@ -58,8 +59,7 @@ def durations(address: str, clients: int, data: bytes, seconds: float) -> list[f
         with grpc.insecure_channel(address, options=OPTIONS) as channel:
             call: Callable[..., Any] = channel.unary_unary(CALL)
             call(data, timeout=60)
-            while time.perf_counter() < until:
-                began = time.perf_counter()
+            while (began := time.perf_counter()) < until:
                 call(data, timeout=60)
                 taken.append(time.perf_counter() - began)
 
@@ -76,7 +76,8 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
         version.mkdir(parents=True)
         (version / "model.py").write_text(SCRIPT)
         (version.parent / "config.pbtxt").write_text(CONFIG)
-        with server(version.parents[1], Path(name) / "log") as triton:
+        log_path = Path(name) / "log"
+        with TritonServer(version.parents[1], ports=FREE_PORTS, log_path=log_path) as triton:
             triton.start(timeout_s=120)
             ways = {"direct": triton.control_address, "front": triton.address("grpc")}
             for clients, size_bytes in CASES:

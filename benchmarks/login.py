@@ -29,21 +29,18 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the median and the longest time of each command."""
     for name, (words, status) in _COMMANDS.items():
         with tempfile.TemporaryDirectory() as folder:
-            command = ["main.py", *words]
+            command = [sys.executable, "main.py", *words]
             if words[0] == _SAMPLE:
                 command.append(f"base_results_dir={folder}")
-            times = [_seconds(command, status) for _ in range(args.repeats + 1)][1:]
-            yield name, "median", f"{statistics.median(times):.2f} s"
-            yield name, "slowest", f"{max(times):.2f} s"
-
-
-def _seconds(command: list[str], status: int) -> float:
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    seconds = time.perf_counter() - start
-    if done.returncode != status:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
-    return seconds
+            times = []
+            for _ in range(args.repeats + 1):
+                start = time.perf_counter()
+                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+                times.append(time.perf_counter() - start)
+                if done.returncode != status:
+                    raise RuntimeError(f"{command} ended with {done.returncode}: {done.stderr}")
+            yield name, "median", f"{statistics.median(times[1:]):.2f} s"
+            yield name, "slowest", f"{max(times[1:]):.2f} s"
 
 
 if __name__ == "__main__":

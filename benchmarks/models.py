@@ -10,8 +10,6 @@ import transformers
 from export_scripts.conversion.convert import ConversionRequest
 from export_scripts.conversion.convert import convert as converted
 from export_scripts.families import FAMILIES
-from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.layout import ft_directory
 from export_scripts.synthesize import synthesize, synthetic_config
 
@@ -92,7 +90,25 @@ def sized_model(size: Size, work_dir: Path, *, tp_size: int = 1) -> Model:
     ft_dir = ft_directory(folder, tp_size)
     if not ft_dir.exists():
         family = FAMILIES["llama" if size.kv_heads else size.family]
-        synthesize(family, _ft_config(family, size, tp_size), folder)
+        given: dict[str, Any] = {"rotary_embedding": 64} if size.family == "gptj" else {}
+        if size.kv_heads:
+            is_qwen2 = int(size.family == "qwen2")
+            given = {"has_qkv_bias": is_qwen2, "tie_word_embeddings": is_qwen2}
+            given["kv_head_num"] = size.kv_heads
+        if size.family == "qwen3":
+            given["query_key_norm"] = "head"
+        config = synthetic_config(
+            family,
+            hidden=size.hidden,
+            layers=size.layers,
+            heads=size.heads,
+            vocab=size.vocab,
+            inter_size=size.inter_size or None,
+            positions=_LLAMA_POSITIONS if size.kv_heads else 2048,
+            tensor_para_size=tp_size,
+            given=[(key, str(value)) for key, value in given.items()],
+        )
+        synthesize(family, config, folder)
     return Model(ft_dir, size.vocab)
 
 
@@ -106,30 +122,6 @@ def huggingface_folder(model: Model) -> Path:
     if not request.folder.exists():
         converted(request)
     return request.folder
-
-
-def _ft_config(family: ModelFamily, size: Size, tp_size: int) -> FTConfig:
-    given: dict[str, Any] = {"rotary_embedding": 64} if size.family == "gptj" else {}
-    if size.kv_heads:
-        is_qwen2 = int(size.family == "qwen2")
-        given = {
-            "kv_head_num": size.kv_heads,
-            "has_qkv_bias": is_qwen2,
-            "tie_word_embeddings": is_qwen2,
-        }
-    if size.family == "qwen3":
-        given["query_key_norm"] = "head"
-    return synthetic_config(
-        family,
-        hidden=size.hidden,
-        layers=size.layers,
-        heads=size.heads,
-        vocab=size.vocab,
-        inter_size=size.inter_size or None,
-        positions=_LLAMA_POSITIONS if size.kv_heads else 2048,
-        tensor_para_size=tp_size,
-        given=[(key, str(value)) for key, value in given.items()],
-    )
 
 
 def save_random(model_class: type, config: transformers.PretrainedConfig, folder: Path) -> Path:

@@ -67,29 +67,30 @@ def run(
         record.write(args.record)
 
 
-def own_process(begin: Callable[..., None], *given: Any) -> ProcessPoolExecutor:
-    """Return one process, begun by `begin(*given)`, that runs whatever is submitted."""
+_made: Any  # what the process of a contender was started with
+
+
+def own_process(make: Callable[..., Any], *given: Any) -> ProcessPoolExecutor:
+    """Return one process, which first makes `make(*given)`, the first argument of its `call`s."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, mp_context=context, initializer=begin, initargs=given)
+    return ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(make, *given))
 
 
-_rows: Iterator[Any]  # of a process that measures one contender
+def _begin(make: Callable[..., Any], *given: Any) -> None:
+    global _made
+    _made = make(*given)
+
+
+def call(function: Callable[..., RowT], *given: Any) -> RowT:
+    """Return `function(made, *given)`; it is submitted to a process with something made."""
+    return function(_made, *given)
 
 
 def rows_of_process(make: Callable[..., Iterator[RowT]], *given: Any) -> Iterator[RowT]:
     """Yield what `make(*given)` yields, each as soon as it is there, in a process of its own."""
-    with own_process(_begin, make, given) as process:
-        while (row := process.submit(_next_row).result()) is not None:
+    with own_process(make, *given) as process:
+        while (row := process.submit(call, next, None).result()) is not None:
             yield row
-
-
-def _begin(make: Callable[..., Iterator[Any]], given: Sequence[Any]) -> None:
-    global _rows
-    _rows = make(*given)
-
-
-def _next_row() -> Any:
-    return next(_rows, None)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:

@@ -15,7 +15,7 @@ import importlib.util
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -53,18 +53,6 @@ def tokenizer_folder(work_dir: Path, vocab_size: int) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return folder
-
-
-async def closed_loop(
-    ask: Ask, requests: Sequence[throughput.Request], clients: int
-) -> list[list[float]]:
-    """Let each client send one request after the other; return the events of each request."""
-    waiting = iter(requests)
-
-    async def client() -> list[list[float]]:
-        return [await ask(request) for request in waiting]
-
-    return list(chain(*await asyncio.gather(*(client() for _ in range(clients)))))
 
 
 @contextlib.asynccontextmanager
@@ -118,11 +106,16 @@ def rows(
     async def load(clients: int, seed: int) -> tuple[float, list[list[float]]]:
         count = clients * args.rounds
         vocab_size = model.vocab_size - 300
-        requests = throughput.random_requests(count, *lengths, vocab_size=vocab_size, seed=seed)
+        drawn = throughput.random_requests(count, *lengths, vocab_size=vocab_size, seed=seed)
+        waiting = iter(drawn)  # shared: each client sends one request after the other
         async with asking() as ask:
+
+            async def client() -> list[list[float]]:
+                return [await ask(request) for request in waiting]
+
             began = time.perf_counter()
-            events = await closed_loop(ask, requests, clients)
-            return time.perf_counter() - began, events
+            events = await asyncio.gather(*(client() for _ in range(clients)))
+            return time.perf_counter() - began, [*chain(*events)]
 
     for clients in args.clients:
         asyncio.run(load(clients, seed=0))
@@ -177,9 +170,8 @@ def _through_vllm(model: Model, args: argparse.Namespace) -> Iterator[tuple[str,
 
 
 def _engine(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    engine = throughput.Slipway(
-        model, data_type=args.data_type, device=args.device, max_seq_len=args.max_seq_len
-    )
+    names = ("data_type", "device", "max_seq_len")
+    engine = throughput.Slipway(model, **{name: getattr(args, name) for name in names})
     yield from rows(lambda: _in_process(engine), model, args)
 
 

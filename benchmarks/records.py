@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from export_scripts.tables import markdown_table
@@ -46,13 +46,22 @@ class Record:
 
     @classmethod
     def of(cls, rows: Rows) -> Record:
-        """Return the record of this process's run on this machine."""
+        """Return the record of this process's run on this machine.
+
+        The commit is marked where files of the checkout differ from it.
+        """
+        program = sys.modules["__main__"].__spec__
+        name = Path(sys.argv[0]).stem if program is None else program.name
+        git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        root = Path(__file__).parents[1]
+        described = subprocess.run(git, cwd=root, capture_output=True, text=True, check=False)
+        installed = {each.name: each.version for each in distributions()}
         return cls(
-            command=" ".join(["python -m", _module(), *sys.argv[1:]]),
-            commit=_commit(),
+            command=" ".join(["python -m", name, *sys.argv[1:]]),
+            commit=described.stdout.strip() or "unknown",
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             machine=_machine(),
-            versions={name: found for name in _PACKAGES if (found := _version(name))},
+            versions={each: installed[each] for each in _PACKAGES if each in installed},
             rows=rows,
         )
 
@@ -81,25 +90,18 @@ def fallen(old: Record, new: Record, *, noise: float) -> list[str]:
     found = []
     for row, values in old.rows.items():
         for name, before in values.items():
-            after = new.rows.get(row, {}).get(name)
-            if after is None:
-                found.append(f"{row}, {name}: {before}, now absent")
-                continue
-            if before == after:
-                continue
-            try:
-                (one, unit), (other, new_unit) = _number(before), _number(after)
-            except ValueError:
-                found.append(f"{row}, {name}: {before}, now {after}")
-                continue
-            if unit != new_unit:
-                found.append(f"{row}, {name}: {before}, now in another unit: {after}")
-                continue
-            if not min(one, other) > 0:
-                continue
-            change = one / other if unit in _LOWER_IS_BETTER else other / one
-            if change < 1 - noise:
-                found.append(f"{row}, {name}: {before}, now {after} ({change - 1:+.0%})")
+            after = new.rows.get(row, {}).get(name, "absent")
+            (one, unit), (other, new_unit) = _number(before), _number(after)
+            remark = ""
+            if one is not None and other is not None and unit == new_unit:
+                if not min(one, other) > 0:
+                    continue
+                change = one / other if unit in _LOWER_IS_BETTER else other / one
+                if change >= 1 - noise:
+                    continue
+                remark = f" ({change - 1:+.0%})"
+            if before != after:
+                found.append(f"{row}, {name}: {before}, now {after}{remark}")
     return found
 
 
@@ -113,22 +115,13 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
     return _TABLE.sub(table, text)
 
 
-def _number(text: str) -> tuple[float, str]:
+def _number(text: str) -> tuple[float | None, str]:
+    """Return the number of a value and its unit; None for one without a number."""
     number, _, unit = text.partition(" ")
-    return float(number), unit
-
-
-def _module() -> str:
-    specification = sys.modules["__main__"].__spec__
-    return specification.name if specification is not None else Path(sys.argv[0]).stem
-
-
-def _commit() -> str:
-    """Return the checkout's commit, marked where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    try:
+        return float(number), unit
+    except ValueError:
+        return None, text
 
 
 def _machine() -> str:
@@ -138,13 +131,6 @@ def _machine() -> str:
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return f"{len(names)} cores of {names[0] if names else platform.processor()}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,6 +36,11 @@ FAULTS = (
     ("supervisor killed", ("server.supervisor",), 9),
     ("supervisor stopped", ("server.supervisor",), 19),
 )
+_INPUTS = [
+    {"name": "INPUT_0", "datatype": "BYTES", "shape": [1, 1], "data": ["It was"]},
+    {"name": "INPUT_1", "datatype": "UINT32", "shape": [1, 1], "data": [2]},
+]
+_QUESTION = json.dumps({"inputs": _INPUTS}).encode()
 _POLL_S = 0.02
 _LIMIT_S = 120.0
 
@@ -69,37 +74,23 @@ def process(root: int, words: tuple[str, ...]) -> int:
     raise RuntimeError(f"no process of {' '.join(words)}")
 
 
-def is_ready(http_port: int) -> bool:
-    """Return whether a server at this port is ready."""
+def is_answered(url: str, body: bytes | None = None, *, timeout_s: float) -> bool:
+    """Return whether a server answers a request, with success and in time."""
     try:
-        url = f"http://127.0.0.1:{http_port}/v2/health/ready"
-        return bool(urllib.request.urlopen(url, timeout=0.5).status == 200)
-    except OSError:
-        return False
-
-
-def answers(http_port: int) -> bool:
-    """Return whether the text ensemble answers."""
-    inputs = [
-        {"name": "INPUT_0", "datatype": "BYTES", "shape": [1, 1], "data": ["It was"]},
-        {"name": "INPUT_1", "datatype": "UINT32", "shape": [1, 1], "data": [2]},
-    ]
-    url = f"http://127.0.0.1:{http_port}/v2/models/ensemble/infer"
-    body = json.dumps({"inputs": inputs}).encode()
-    try:
-        return bool(urllib.request.urlopen(url, data=body, timeout=1.0).status == 200)
+        return bool(urllib.request.urlopen(url, data=body, timeout=timeout_s).status == 200)
     except OSError:
         return False
 
 
 def since(began: float, path: Path, restarts: int) -> tuple[float, float]:
     """Return the end of readiness and the first answer of the next server, in seconds."""
-    port = json.loads(path.read_text())["http"]
+    base = f"http://127.0.0.1:{json.loads(path.read_text())['http']}/v2"
     noticed = None
     while time.monotonic() - began < _LIMIT_S:
+        is_ready = is_answered(f"{base}/health/ready", timeout_s=0.5)
         if noticed is None:
-            noticed = None if is_ready(port) else time.monotonic() - began
-        elif is_ready(port) and answers(port):
+            noticed = None if is_ready else time.monotonic() - began
+        elif is_ready and is_answered(f"{base}/models/ensemble/infer", _QUESTION, timeout_s=1.0):
             wait_for_address(path, restarts)
             return noticed, time.monotonic() - began
         time.sleep(_POLL_S)

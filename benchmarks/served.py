@@ -64,11 +64,6 @@ def build(repository: Path, engine: str, served: Mapping[str, Served]) -> Path:
     return repository
 
 
-def server(repository: Path, log_path: Path, *, is_old: bool = False) -> TritonServer:
-    """Return a server of a repository, on free ports."""
-    return TritonServer(repository, ports=FREE_PORTS, log_path=log_path, is_old=is_old)
-
-
 @contextlib.contextmanager
 def both(work_dir: Path, served: Mapping[str, Served]) -> Iterator[dict[str, TritonClient]]:
     """Serve models by both engines and yield a client of each server that started.
@@ -76,24 +71,20 @@ def both(work_dir: Path, served: Mapping[str, Served]) -> Iterator[dict[str, Tri
     The reason of one that did not start is printed; the other still answers.
     """
     with contextlib.ExitStack() as stack:
-        servers = {
-            engine: stack.enter_context(
-                server(
-                    build(work_dir / engine, engine, served),
-                    work_dir / f"{engine}.log",
-                    is_old=engine == THEIRS,
-                )
-            )
-            for engine in ENGINES
-        }
 
         def start(engine: str) -> TritonClient | None:
+            repository, log_path = work_dir / engine, work_dir / f"{engine}.log"
+            build(repository, engine, served)
+            server = TritonServer(
+                repository, ports=FREE_PORTS, log_path=log_path, is_old=engine == THEIRS
+            )
+            stack.enter_context(server)
             try:
-                servers[engine].start(timeout_s=_START_LIMIT_S)
+                server.start(timeout_s=_START_LIMIT_S)
             except ServerStartError as error:
                 print(f"{engine}: {error}", flush=True)
                 return None
-            return TritonClient(servers[engine].address("grpc"), timeout_s=_ANSWER_LIMIT_S)
+            return TritonClient(server.address("grpc"), timeout_s=_ANSWER_LIMIT_S)
 
         with ThreadPoolExecutor() as pool:
             clients = dict(zip(ENGINES, pool.map(start, ENGINES), strict=True))
@@ -108,16 +99,12 @@ def tensors(prompts: Sequence[Sequence[int]], **options: Any) -> Tensors:
         row[: len(prompt)] = prompt
     types = {"random_seed": np.uint64, "min_length": np.int32}
     kinds = {bool: bool, float: np.float32, int: np.uint32}
-    for name, value in options.items():
+    for name, value in ({"request_output_len": NEW_TOKENS} | options).items():
         if not isinstance(value, np.ndarray):
             kind = types.get(name, kinds[type(value)])
             options[name] = np.full((rows, 1), value, kind)
-    return {
-        "input_ids": ids,
-        "input_lengths": np.array([[len(prompt)] for prompt in prompts], np.uint32),
-        "request_output_len": np.full((rows, 1), NEW_TOKENS, np.uint32),
-        **options,
-    }
+    lengths = np.array([[len(prompt)] for prompt in prompts], np.uint32)
+    return {"input_ids": ids, "input_lengths": lengths, **options}
 
 
 def ask(client: TritonClient, model: str, inputs: Tensors) -> Answer:

@@ -71,12 +71,6 @@ def random_requests(
     ]
 
 
-def arrival_times(count: int, *, rate: float) -> list[float]:
-    """Return arrival times in seconds: independent, `rate` requests per second."""
-    draw = random.Random(11)
-    return list(accumulate(draw.expovariate(rate) for _ in range(count)))
-
-
 class Slipway:
     """This project's engine in this process."""
 
@@ -124,10 +118,6 @@ class Slipway:
         for future in waiting:
             future.result()
 
-    def close(self) -> None:
-        """Stop the engine."""
-        self._engine.stop()
-
 
 def _slipway(model: Model, args: argparse.Namespace) -> Slipway:
     return Slipway(
@@ -149,7 +139,7 @@ class _Vllm:
     """vLLM in this process."""
 
     def __init__(self, model: Model, args: argparse.Namespace) -> None:
-        from vllm import LLM
+        from vllm import LLM, SamplingParams
 
         llm = LLM(
             model=str(huggingface_folder(model)),
@@ -159,7 +149,8 @@ class _Vllm:
             tensor_parallel_size=args.tp,
             enable_prefix_caching=bool(args.shared),
         )
-        self._choice = {"temperature": 0} if args.top_p is None else {"top_p": args.top_p}
+        choice = {"temperature": 0} if args.top_p is None else {"top_p": args.top_p}
+        self._params = partial(SamplingParams, ignore_eos=True, detokenize=False, **choice)
         self._engine = llm.llm_engine
         self._arrived: SimpleQueue[tuple[int, Request, OnTokens | None]] = SimpleQueue()
         self._listeners: dict[str, tuple[int, OnTokens | None]] = {}
@@ -171,26 +162,17 @@ class _Vllm:
         while self._listeners or not self._arrived.empty():
             # A lock around each step would be taken again before a waiting sender gets it.
             while not self._arrived.empty():
-                self._add(*self._arrived.get())
+                number, request, on_tokens = self._arrived.get()
+                name = f"{number}-{time.perf_counter_ns()}"
+                self._listeners[name] = (number, on_tokens)
+                params = self._params(max_tokens=request.output_len)
+                self._engine.add_request(name, {"prompt_token_ids": request.prompt}, params)
             for output in self._engine.step():
                 number, listener = self._listeners[output.request_id]
                 if listener is not None:
                     listener(number, len(output.outputs[0].token_ids))
                 if output.finished:
                     del self._listeners[output.request_id]
-
-    def _add(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            max_tokens=request.output_len, ignore_eos=True, detokenize=False, **self._choice
-        )
-        name = f"{number}-{time.perf_counter_ns()}"
-        self._listeners[name] = (number, on_tokens)
-        self._engine.add_request(name, {"prompt_token_ids": request.prompt}, params)
-
-    def close(self) -> None:
-        """Do nothing: vLLM ends with the process."""
 
 
 # `submit` begins to answer a request before the next step; `wait` returns once all requests are
@@ -219,7 +201,8 @@ def arriving(
             counts[number] = tokens
             seen[number].append(time.perf_counter())
 
-    times = arrival_times(len(requests), rate=rate)
+    draw = random.Random(11)  # arrivals are independent
+    times = list(accumulate(draw.expovariate(rate) for _ in requests))
     began = time.perf_counter()
 
     def send() -> None:
@@ -254,27 +237,26 @@ def rows(server: Server, model: Model, args: argparse.Namespace) -> Iterator[tup
     yield _RATE, f"{rate:.1f} requests/s"
     rate = args.rate or rate
     for batch in args.batch:
-        one, all_tokens = (
-            draw(batch, (args.input_len,) * 2, (length,) * 2, seed=batch)
-            for length in (1, args.output_len)
-        )
+        lengths = ((1, 1), (args.output_len,) * 2)
+        one, whole = (draw(batch, (args.input_len,) * 2, each, seed=batch) for each in lengths)
         timed(server, one)
-        pairs = [(timed(server, one), timed(server, all_tokens)) for _ in range(args.repeats)]
+        pairs = [(timed(server, one), timed(server, whole)) for _ in range(args.repeats)]
         first, total = (statistics.median(values) for values in zip(*pairs, strict=True))
         step = (total - first) / (args.output_len - 1)
         yield f"batch {batch}", f"{batch * args.output_len / total:.0f} tokens/s"
         yield f"batch {batch}, first token", f"{first * 1e3:.1f} ms"
         yield f"batch {batch}, a step", f"{step * 1e3:.3f} ms"
+
+    def settled(requests: Sequence[Request]) -> float:
+        timed(server, requests)
+        return statistics.median(timed(server, requests) for _ in range(args.repeats))
+
     if args.long:
         long = draw(args.long, args.long_in, args.long_out)
-        timed(server, long)
-        seconds = statistics.median(timed(server, long) for _ in range(args.repeats))
         tokens = sum(len(request.prompt) for request in long)
-        yield f"{args.long} long prompts", f"{tokens / seconds:.0f} prompt tokens/s"
+        yield f"{args.long} long prompts", f"{tokens / settled(long):.0f} prompt tokens/s"
     for length in args.prompt:
-        one = draw(1, (length, length), (1, 1))
-        timed(server, one)
-        seconds = statistics.median(timed(server, one) for _ in range(args.repeats))
+        seconds = settled(draw(1, (length, length), (1, 1)))
         yield f"a prompt of {length}", f"{seconds * 1e3:.1f} ms"
     if args.shared:
         beginning = {"shared_len": args.shared_len}
@@ -294,22 +276,19 @@ def rows(server: Server, model: Model, args: argparse.Namespace) -> Iterator[tup
 def _contend(
     make: Callable[[Model, argparse.Namespace], Server], args: argparse.Namespace
 ) -> Iterator[tuple[str, str]]:
-    """Start a contender and yield its rows."""
+    """Start a contender, which ends with its process, and yield its rows."""
     size = SIZES.get(args.model) or Size(args.family, args.hidden, args.layers, args.heads)
     model = sized_model(size, args.work_dir, tp_size=args.tp)
     began = time.perf_counter()
     server = make(model, args)
     yield "ready after", f"{time.perf_counter() - began:.0f} s"
     yield from rows(server, model, args)
-    server.close()
 
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the rows of each contender, which has a process of its own."""
     if args.arrivals and not args.requests:
-        raise SystemExit(
-            "--arrivals: they are the mixed requests, of which --requests 0 sends none"
-        )
+        raise SystemExit("--arrivals: they are the mixed requests; --requests 0 sends none")
     contenders: dict[str, Any] = {"slipway": _slipway}
     if not args.no_vllm and importlib.util.find_spec("vllm") is not None:
         contenders = {"vLLM": _Vllm, **contenders}

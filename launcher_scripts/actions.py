@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,16 @@ def look_after(config: Config, console: Console) -> int:
             "run_dir=<folder>."
         )
         return EXIT_USAGE
-    return max(_look_into(each, config.action, console) for each in found)
-
-
-def _look_into(found: Path, action: str, console: Console) -> int:
-    records = [each for each in (read_job(found, name) for name in STAGES) if each is not None]
-    if not records:
-        console.say(f"run_dir={found} holds no jobs; give a folder with <stage>/job.json in it.")
-        return EXIT_USAGE
-    console.say(str(found))
-    return _ACTIONS[action](found, records, console)
+    status = EXIT_OK
+    for each in found:
+        records = [job for job in (read_job(each, name) for name in STAGES) if job is not None]
+        if not records:
+            console.say(f"run_dir={each} holds no jobs; give a folder with <stage>/job.json in it.")
+            status = max(status, EXIT_USAGE)
+            continue
+        console.say(str(each))
+        status = max(status, _ACTIONS[config.action](each, records, console))
+    return status
 
 
 def _compare(config: Config, console: Console) -> int:
@@ -145,7 +145,7 @@ def _status(results_dir: Path, records: list[record.JobRecord], console: Console
     ]
     console.say(console.table(("stage", "job", "state", "node", "elapsed", "exit"), rows))
     for each in records:
-        for text in filter(None, _remarks(each, results_dir)):
+        for text in filter(None, _remarks(each, results_dir / each.stage)):
             console.say(f"{each.stage}: {text}")
     for each in records:
         has_log = bool(each.log) and Path(each.log).exists()
@@ -153,12 +153,21 @@ def _status(results_dir: Path, records: list[record.JobRecord], console: Console
     return _exit_status(records)
 
 
-def _remarks(found: record.JobRecord, results_dir: Path) -> Iterator[str]:
-    """Yield why a job failed or what it is doing, and how to reach its server from here."""
+def _remarks(found: record.JobRecord, folder: Path) -> Iterator[str]:
+    """Yield why a job failed, waits or what it is doing, and how to reach its server from here."""
+    yield found.error
+    if found.is_final:
+        return
     try:
-        yield found.error or _doing(found, results_dir)
-        if not found.is_final:
-            yield forwarding_hint(results_dir / found.stage / record.RECORD_NAME)
+        if not found.error:
+            in_queue = found.cluster == _QUEUED_CLUSTER
+            if in_queue and (reason := slurm_state.waiting_for(found.job_id)):
+                waits = found.dependency and reason == "Dependency"
+                yield f"in the queue: {reason}" + (f" ({found.dependency})" if waits else "")
+            else:
+                phase = read_progress(folder / "progress.json").phase
+                yield f"{phase}; job {found.successor} follows" if found.successor else phase
+        yield forwarding_hint(folder / record.RECORD_NAME)
     except DamagedFileError as error:  # the job is as its record says
         yield str(error)
 
@@ -166,18 +175,6 @@ def _remarks(found: record.JobRecord, results_dir: Path) -> Iterator[str]:
 def _exit_status(records: Iterable[record.JobRecord]) -> int:
     bad = (record.FAILED, record.LOST, record.CANCELLED)
     return EXIT_FAILED if any(each.state in bad for each in records) else EXIT_OK
-
-
-def _doing(found: record.JobRecord, results_dir: Path) -> str:
-    """Return the progress of a job that has not ended, or its reason to wait."""
-    if found.is_final:
-        return ""
-    in_queue = found.cluster == _QUEUED_CLUSTER
-    if in_queue and (reason := slurm_state.waiting_for(found.job_id)):
-        after = f" ({found.dependency})" if found.dependency and reason == "Dependency" else ""
-        return f"in the queue: {reason}{after}"
-    phase = read_progress(results_dir / found.stage / "progress.json").phase
-    return f"{phase}; job {found.successor} follows" if found.successor else phase
 
 
 def _logs(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
@@ -253,9 +250,8 @@ def _elapsed(found: record.JobRecord) -> str:
         return "-"
     if found.seconds is not None:
         return clock(found.seconds)
-    started = datetime.fromisoformat(found.started_at)
-    ended = datetime.fromisoformat(found.ended_at) if found.ended_at else datetime.now(timezone.utc)
-    return clock((ended - started).total_seconds())
+    ended = datetime.fromisoformat(found.ended_at or record.now())
+    return clock((ended - datetime.fromisoformat(found.started_at)).total_seconds())
 
 
 def clock(seconds: float) -> str:

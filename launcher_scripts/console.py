@@ -18,12 +18,8 @@ _FRAME_S = 0.1
 # Without a terminal a line appears when the phase changes, and then at this interval.
 _SPARSE_S = 15.0
 _GREEN, _YELLOW, _RED = "32", "33", "31"
-_COLOURS = {
-    record.COMPLETED: _GREEN,
-    record.CANCELLED: _YELLOW,
-    record.FAILED: _RED,
-    record.LOST: _RED,
-}
+_COLOURS = {record.COMPLETED: _GREEN, record.CANCELLED: _YELLOW}
+_COLOURS |= {record.FAILED: _RED, record.LOST: _RED}
 
 
 class Console:
@@ -48,7 +44,9 @@ class Console:
 
     def write(self, text: str) -> None:
         """Write text as it is."""
-        self._erase()
+        if self._is_line_open:
+            self._stream.write("\r\x1b[K")
+            self._is_line_open = False
         self._stream.write(text)
         self._stream.flush()
 
@@ -96,11 +94,6 @@ class Console:
     def _columns(self) -> int:
         """Return the number of characters that fit on a line of the terminal."""
         return shutil.get_terminal_size().columns - 1
-
-    def _erase(self) -> None:
-        if self._is_line_open:
-            self._stream.write("\r\x1b[K")
-            self._is_line_open = False
 
 
 def progress_text(state: ProgressState) -> str:

@@ -48,17 +48,12 @@ exit status
 def help_text(*, everything: bool) -> str:
     """Return usage and examples; with `everything` also the files to choose and all keys."""
     usage = _USAGE.replace("PROGRAM", PROGRAM)
-    return "\n".join([usage, _groups(), _keys()]) if everything else usage
-
-
-def _groups() -> str:
-    lines = ["files to choose from (group=file; the first of conf/config.yaml is the default)"]
+    if not everything:
+        return usage
+    lines = [usage]
+    lines += ["files to choose from (group=file; the first of conf/config.yaml is the default)"]
     lines += [f"  {group:<10}{', '.join(files_of_group(group))}" for group in GROUPS]
-    return "\n".join(lines) + "\n"
-
-
-def _keys() -> str:
-    lines = ["keys (--cfg job shows their values; a list is written 'key=[a,b]')"]
+    lines += ["", "keys (--cfg job shows their values; a list is written 'key=[a,b]')"]
     section = None
     for key in KEYS.values():
         group, _, leaf = key.name.rpartition(".")

@@ -58,8 +58,14 @@ def write_job_files(job: Job, script: str, *, script_name: str) -> list[Path]:
         path for path, text in files.items() if path.exists() and path.read_bytes() != text.encode()
     ]
     if others or any((folder / name).exists() for name in _KEPT):
-        kept = [*files, *(folder / name for name in _KEPT)]
-        _keep(folder, [path for path in kept if path.exists()])
+        places = (folder / "runs" / str(number) for number in itertools.count(1))
+        kept = next(each for each in places if not each.exists())
+        kept.mkdir(parents=True)
+        for path in filter(Path.exists, [*files, *(folder / name for name in _KEPT)]):
+            if path.suffix == ".json":
+                path.rename(kept / path.name)
+            else:
+                shutil.copy2(path, kept / path.name)
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
     return list(files)
@@ -94,14 +100,3 @@ def git_revision(checkout: Path) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _keep(folder: Path, paths: Sequence[Path]) -> None:
-    places = (folder / "runs" / str(number) for number in itertools.count(1))
-    kept = next(each for each in places if not each.exists())
-    kept.mkdir(parents=True)
-    for path in paths:
-        if path.suffix == ".json":
-            path.rename(kept / path.name)
-        else:
-            shutil.copy2(path, kept / path.name)

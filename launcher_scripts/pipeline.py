@@ -100,8 +100,13 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
         for stage, needed_by in chain:
             if stage.name not in planned:
                 planned[stage.name] = _planned(stage, planned, needed_by)
+    evaluate = planned.get("evaluate")
+    if "deploy" in planned and evaluate and not (evaluate.runs or config.deploy.keep):
+        reason = "not needed: the evaluation is finished"  # the only stage that needs the server
+        planned["deploy"] = replace(
+            planned["deploy"], runs=False, state="not needed", reason=reason
+        )
     stages = [planned[name] for name in STAGES if name in planned]
-    stages = [_without_purpose(each, planned, config) for each in stages]
     to_run = [each for each in stages if each.runs]
     for each in to_run:
         problems += [*each.finding.problems, *each.stage.check()]
@@ -162,14 +167,3 @@ def _planned(stage: Stage, before: dict[str, PlannedStage], needed_by: str | Non
         reason = f"finished at {finding.marker.finished_at}"
         return PlannedStage(stage, finding, False, "finished earlier", reason, needed_by)
     return PlannedStage(stage, finding, needed_by=needed_by)
-
-
-def _without_purpose(
-    each: PlannedStage, planned: dict[str, PlannedStage], config: Config
-) -> PlannedStage:
-    """Drop the server when the only stage that needs it is finished."""
-    evaluate = planned.get("evaluate")
-    if each.name != "deploy" or evaluate is None or evaluate.runs or config.deploy.keep:
-        return each
-    reason = "not needed: the evaluation is finished"
-    return replace(each, runs=False, state="not needed", reason=reason)

@@ -92,7 +92,10 @@ class Run:
         for number, (name, job) in enumerate(self.jobs.items()):
             after = self._dependency(ids)
             ids[name] = str(_FIRST_DRY_ID + number)
-            rows.append((f"{name} ({ids[name]})", *_requested(job), after or "-"))
+            asked = job.stage.job.resources
+            gpus = "-" if asked.gpus_per_node is None else str(asked.gpus_per_node * asked.nodes)
+            time_limit = slurm_notation(asked.time_limit_min)
+            rows.append((f"{name} ({ids[name]})", str(asked.nodes), gpus, time_limit, after or "-"))
             script = self.launcher.render(job, after)
             written = job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
             for path in written:
@@ -107,9 +110,9 @@ class Run:
             return
         header = ("job", "nodes", "GPUs", "time", "depends on")
         self.console.say(self.console.table(header, rows))
-        for stage in (each.stage for each in self.planned if each.name in self.jobs):
-            for forecast in stage.forecasts():
-                self.console.say(f"{stage.name}: {forecast}")
+        for name, job in self.jobs.items():
+            for forecast in job.stage.forecasts():
+                self.console.say(f"{name}: {forecast}")
         count = "one job" if len(self.jobs) == 1 else f"{len(self.jobs)} jobs"
         self.console.say(f"\ndry run: {count} written, nothing started")
 
@@ -180,15 +183,15 @@ class Run:
 
     def records(self) -> dict[str, record.JobRecord | None]:
         """Return the records of the jobs that were submitted, by stage name."""
-        return {name: self._record(handle) for name, handle in self.handles.items()}
-
-    def _record(self, handle: JobHandle) -> record.JobRecord | None:
-        found = record.read_record(handle.job.record_path)
-        if found is None or found.job_id == handle.job_id or not self.launcher.in_foreground:
-            return found
-        # Another command has run the stage in the same folder since.
-        state = handle.poll() or found.state
-        return record.JobRecord(handle.job_id, found.stage, found.name, state)
+        found = {}
+        for name, handle in self.handles.items():
+            each = record.read_record(handle.job.record_path)
+            if each and each.job_id != handle.job_id and self.launcher.in_foreground:
+                # Another command has run the stage in the same folder since.
+                state = handle.poll() or each.state
+                each = record.JobRecord(handle.job_id, each.stage, each.name, state)
+            found[name] = each
+        return found
 
     def _submit(self, name: str) -> JobHandle:
         job = self.jobs[name]
@@ -241,10 +244,9 @@ class Run:
             state = handle.poll()
             if state is not None:
                 found = record.read_record(handle.job.record_path)
-                seconds = (
-                    f" after {found.seconds:.1f} s" if found and found.seconds is not None else ""
-                )
-                self.console.say(f"{stage.name}: {state}{seconds}")
+                took = found.seconds if found else None
+                after = "" if took is None else f" after {took:.1f} s"
+                self.console.say(f"{stage.name}: {state}{after}")
                 if state == record.COMPLETED:
                     return EXIT_OK
                 return (found.exit_code if found else None) or EXIT_FAILED
@@ -279,9 +281,8 @@ class Run:
             lines = lines[-_LOG_TAIL_LINES:]
             if all(line.strip() in cause for line in lines):
                 self.console.say(f"log: {path}")  # the log repeats only the cause
-                continue
-            self.console.say(f"last lines of {path}:")
-            self.console.say("\n".join(f"  | {line}" for line in lines))
+            else:
+                self.console.say("\n  | ".join([f"last lines of {path}:", *lines]))
 
     def _explain_failures(self) -> None:
         for handle in self.handles.values():
@@ -312,9 +313,8 @@ class Run:
                         handle.stop(0)
         for handle in handles:
             if handle.poll() is None:
-                self.console.say(
-                    f"{handle.job.stage.name}: job {handle.job_id} does not end; see action=status"
-                )
+                name, job_id = handle.job.stage.name, handle.job_id
+                self.console.say(f"{name}: job {job_id} does not end; see action=status")
 
 
 def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
@@ -349,13 +349,6 @@ def _progress_of(stage: Stage) -> ProgressState:
     with contextlib.suppress(DamagedFileError):
         return read_progress(stage.job.progress_path)
     return ProgressState()
-
-
-def _requested(job: Job) -> tuple[str, str, str]:
-    """Return the nodes, GPUs in all and time limit that a job requests."""
-    asked = job.stage.job.resources
-    gpus = "-" if asked.gpus_per_node is None else str(asked.gpus_per_node * asked.nodes)
-    return str(asked.nodes), gpus, slurm_notation(asked.time_limit_min)
 
 
 def _is_ready(handle: JobHandle) -> bool:

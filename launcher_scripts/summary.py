@@ -67,16 +67,10 @@ def _results_dir(stage: Stage) -> Path:
 
 
 def _shown_outputs(stage: Stage) -> str:
-    """Return the stage's outputs, relative to the results folder."""
-    base = _results_dir(stage)
-    paths = _shortened(stage.outputs())
-    shown = (path.relative_to(base) if path.is_relative_to(base) else path for path in paths)
+    """Return the stage's outputs, or the folder of several, relative to the results folder."""
+    base, paths = _results_dir(stage), stage.outputs()
+    levels = (0, 1) if len(paths) > 1 else ()
+    folders = ([*{path.parents[level] for path in paths}] for level in levels)
+    places = next((each for each in folders if len(each) == 1), paths)
+    shown = (path.relative_to(base) if path.is_relative_to(base) else path for path in places)
     return ", ".join(map(str, shown)) or "-"
-
-
-def _shortened(paths: Sequence[Path]) -> list[Path]:
-    """Return the common folder in place of several files in it."""
-    for level in (0, 1) if len(paths) > 1 else ():
-        if len(folders := {path.parents[level] for path in paths}) == 1:
-            return [*folders]
-    return list(paths)

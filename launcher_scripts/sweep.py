@@ -30,6 +30,10 @@ from stages.progress import write_json
 
 SUMMARY_NAME = "sweep.json"
 _RESULTS_KEY = "export.run.results_dir"
+_WORST_FIRST = (
+    *(record.FAILED, record.LOST, record.CANCELLED, record.RUNNING),
+    *(record.READY, record.SUBMITTED, record.COMPLETED),
+)
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,15 @@ class Outcome:
         """Return what the records say, for programs."""
         records = self.run.records()
         known = [each for each in records.values() if each is not None]
+        # The worst state of the jobs.
+        states = [state for state in _WORST_FIRST if state in {each.state for each in known}]
+        if not known:
+            none = {None: "not started", EXIT_OK: "finished earlier"}
+            states = [none.get(self.status, record.FAILED)]
         return {
             "values": dict(self.combination.values),
             "results_dir": str(results_dir(self.run.config)),
-            "state": _state([each.state for each in known], self.status),
+            "state": states[0],
             "exit_status": self.status,
             "seconds": sum(each.seconds or 0.0 for each in known) or None,
             "metrics": metrics(self.run.planned, records),
@@ -95,12 +104,10 @@ def combinations(overrides: Sequence[str]) -> tuple[list[Combination], list[str]
             swept[parsed.get_key_element()] = list(dict.fromkeys(parsed.sweep_string_iterator()))
         else:
             problems.append(f"{each}: list the values, as in {parsed.key_or_group}=1,2,4.")
+    chosen = [dict(zip(swept, each, strict=True)) for each in itertools.product(*swept.values())]
     return [
-        Combination(
-            dict(zip(swept, values, strict=True)),
-            (*fixed, *(f"{key}={value}" for key, value in zip(swept, values, strict=True))),
-        )
-        for values in itertools.product(*swept.values())
+        Combination(values, (*fixed, *(f"{key}={value}" for key, value in values.items())))
+        for values in chosen
     ], problems
 
 
@@ -218,13 +225,3 @@ def comparison(results: Sequence[Mapping[str, Any]], console: Console) -> str:
     ]
     keys = (key.rpartition(".")[2] for key in results[0]["values"])
     return "\n" + console.table((*keys, "state", "seconds", *names, "results"), rows)
-
-
-def _state(states: Sequence[str], status: int | None) -> str:
-    """Return the state of a pipeline: the worst state of its jobs."""
-    if not states:
-        return {None: "not started", EXIT_OK: "finished earlier"}.get(status, record.FAILED)
-    for each in (record.FAILED, record.LOST, record.CANCELLED, record.RUNNING, record.READY):
-        if each in states:
-            return each
-    return record.SUBMITTED if record.SUBMITTED in states else record.COMPLETED

@@ -1,9 +1,11 @@
 """The loop of `action=watch`: find checkpoints, start their pipelines, follow them to the end."""
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from export_scripts.files.lock import folder_lock
 from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
@@ -23,7 +25,7 @@ from launcher_scripts.invocation import prepare_run
 from launcher_scripts.launchers.slurm_state import cancel, jobs_below
 from launcher_scripts.run import Run
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
-from launcher_scripts.watch_ranking import Ranking, report_metrics
+from launcher_scripts.watch_ranking import PAGE_NAME, Ranking
 from launcher_scripts.watch_state import (
     EVALUATED,
     FAILED,
@@ -33,7 +35,6 @@ from launcher_scripts.watch_state import (
     WAITING,
     Watched,
     WatchState,
-    only_watch,
     read_state,
     write_state,
 )
@@ -70,7 +71,6 @@ class Watch:
         self._folder = Path(config.watch.output_dir)
         self.state = WatchState(str(self._run))
         self._news_at = time.time()
-        self._drawn: list[tuple[int, str, str]] = []
         self._trouble = ""  # the last with the folder of the run
 
     @property
@@ -78,24 +78,21 @@ class Watch:
         """The order of the checkpoints by their figures."""
         return Ranking(self.state, self._options, self._folder)
 
-    def _problems(self) -> list[str]:
-        """Return the problems that no checkpoint can mend."""
-        problems = problems_of_settings(self._config)
+    def _problems(self) -> Iterator[str]:
+        """Yield the problems that no checkpoint can mend."""
+        yield from problems_of_settings(self._config)
         if self._config.export.run.training_dir is None:
-            problems.append(
-                "action=watch needs the folder of the training run: set export.run.training_dir."
-            )
+            yield "action=watch needs the folder of the training run: set export.run.training_dir."
         if self._config.cluster_type not in ("local", "bcm"):
-            problems.append(
+            yield (
                 f"action=watch does not start jobs on cluster_type={self._config.cluster_type}; "
                 "use local or bcm."
             )
         if self._config.cluster_type == "local" and self._options.parallel > 1:
-            problems.append(
+            yield (
                 f"watch.parallel={self._options.parallel}: this machine takes one pipeline at a "
                 "time; use 1."
             )
-        return problems
 
     def run(self) -> int:
         """Watch until the last step, a quiet period or Ctrl-C; return the exit status.
@@ -104,14 +101,15 @@ class Watch:
             RefusedError: The configuration cannot run for any checkpoint.
             ValueError: The folder is in use, or holds the watch of another run.
         """
-        if problems := self._problems():
+        if problems := [*self._problems()]:
             raise RefusedError(problems)
         if is_dry_run(self._config):
             self._look()
             self._console.say(self.ranking.table(self._console))
             return EXIT_OK
         try:
-            with only_watch(self._folder):
+            busy = f"watch.output_dir={self._folder} is in use: another action=watch runs there"
+            with folder_lock(self._folder / ".watch.lock", busy):
                 self.state = read_state(self._folder, self._run)
                 return self._loop()
         except KeyboardInterrupt:
@@ -124,29 +122,27 @@ class Watch:
         for each in self.state.in_order:
             if each.state == RUNNING:
                 self._continue(each)
+        drawn: list[tuple[int, str, str]] = []  # what the page shows
         while True:
             self._look()
             for each in self.state.in_order:
                 if each.state == RUNNING:
                     self._follow_one(each)
-            self._start()
+            for each in self.state.in_order:
+                running = sum(one.state == RUNNING for one in self.state.watched.values())
+                if each.state == WAITING and not each.problem and running < self._options.parallel:
+                    self._start(each)
             self.ranking.keep_the_best()
             write_state(self._folder, self.state)
-            self._draw()
+            known = [(each.step, each.state, each.problem) for each in self.state.in_order]
+            if known != drawn:
+                replace_file(self._folder / PAGE_NAME, self.ranking.page())
+                drawn = known
             if self._has_ended():
                 self._console.say(self.ranking.table(self._console))
                 failed = any(each.state == FAILED for each in self.state.watched.values())
                 return EXIT_FAILED if failed else EXIT_OK
             time.sleep(self._options.poll_s)
-
-    def _draw(self) -> None:
-        """Draw the page again where a checkpoint's state has changed."""
-        known = [(each.step, each.state, each.problem) for each in self.state.in_order]
-        if known != self._drawn:
-            from launcher_scripts.watch_page import PAGE_NAME, watch_page
-
-            replace_file(self._folder / PAGE_NAME, watch_page(self.state))
-            self._drawn = known
 
     # What training has written.
 
@@ -178,7 +174,9 @@ class Watch:
     def _look_at(self, each: Watched, checkpoint: TrainedCheckpoint, now: float) -> None:
         """Find out what a checkpoint waits for; give up on it in the end."""
         each.path, each.name = str(checkpoint.path), checkpoint.name
-        size = _size(checkpoint)
+        size = ""
+        with contextlib.suppress(OSError):  # a file goes while it is looked at
+            size = " ".join(fingerprint(path)["sha256"] for path in checkpoint.files())
         if size != each.size:
             each.size, each.changed, each.refusal = size, now, ""
         wait = each.refusal
@@ -195,15 +193,7 @@ class Watch:
 
     # Pipelines.
 
-    def _start(self) -> None:
-        for each in self.state.in_order:
-            running = sum(one.state == RUNNING for one in self.state.watched.values())
-            if running >= self._options.parallel:
-                return
-            if each.state == WAITING and not each.problem:
-                self._start_one(each)
-
-    def _start_one(self, each: Watched) -> None:
+    def _start(self, each: Watched) -> None:
         results = self._folder / f"step_{each.step:07d}"
         overrides = [
             *(word for word in self._words if not word.lstrip("+").startswith(_OWN_KEYS)),
@@ -234,9 +224,8 @@ class Watch:
     def _gate_overrides(self, results: Path) -> list[str]:
         """Return the overrides by which bounds without a baseline are relative to the best."""
         bounds, _ = parse_bounds(self._config.evaluate.gate)
-        if self._config.evaluate.baseline != "none" or not any(
-            bound.is_relative for bound in bounds.values()
-        ):
+        is_relative = any(bound.is_relative for bound in bounds.values())
+        if self._config.evaluate.baseline != "none" or not is_relative:
             return []
         best = self.state.the_best
         path = str(results / "baseline.json") if best is None else best.report
@@ -290,6 +279,8 @@ class Watch:
 
     def _follow_one(self, each: Watched) -> None:
         """Read how the jobs of a checkpoint stand, and its figures once they have ended."""
+        from inference.evaluation.record import read_report
+
         folder = Path(each.results_dir)
         records = {name: read_job(folder, name) for name in each.jobs}
         if not all(found is not None and found.is_final for found in records.values()):
@@ -302,7 +293,8 @@ class Watch:
             causes = [f"{one.stage}: {one.error}" for one in records.values() if one and one.error]
             self._ended(each, causes[0] if causes else "its jobs have failed")
             return
-        each.metrics = report_metrics(each)
+        if (report := Path(each.report)).is_file():
+            each.metrics = {metric.name: metric for metric in read_report(report).metrics}
         self.ranking.judge(each, is_sound=not breaches)
         self._end(each, EVALUATED, breaches)
 
@@ -334,11 +326,3 @@ class Watch:
             return True
         idle = self._options.idle_s
         return idle is not None and time.time() - self._news_at > idle
-
-
-def _size(checkpoint: TrainedCheckpoint) -> str:
-    """Return a text that every change of a checkpoint's files alters."""
-    try:
-        return " ".join(fingerprint(path)["sha256"] for path in checkpoint.files())
-    except OSError:  # a file goes while it is looked at
-        return ""

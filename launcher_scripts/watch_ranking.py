@@ -1,4 +1,7 @@
-"""The best checkpoint of a watch: by which figure, how each compares with it, what is kept."""
+"""The best checkpoint of a watch: by which figure, how each compares with it, what is kept.
+
+Its table and its page show every checkpoint.
+"""
 
 import shutil
 from dataclasses import asdict, dataclass
@@ -10,7 +13,8 @@ from launcher_scripts.console import Console
 from launcher_scripts.watch_state import Watched, WatchState
 from stages.progress import write_json
 
-BEST_NAME = "best.json"
+BEST_NAME, PAGE_NAME = "best.json", "watch.html"
+_RELOAD_S = 60
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,8 @@ class Ranking:
         if name is None or not each.metrics:
             return
         if name not in each.metrics:
-            each.verdict = (
-                f"watch.metric={name} is not one of its figures: {', '.join(each.metrics)}"
-            )
+            known = ", ".join(each.metrics)
+            each.verdict = f"watch.metric={name} is not one of its figures: {known}"
             return
         best = self.state.the_best
         if best is not None:
@@ -57,7 +60,7 @@ class Ranking:
         rows = [
             (
                 str(each.step),
-                each.state + (", best" if each.step == self.state.best else ""),
+                self._state(each),
                 self._value(each),
                 each.verdict or each.problem or "-",
             )
@@ -66,9 +69,42 @@ class Ranking:
         name = self._metric(self.state.in_order) or "metric"
         return console.table(("step", "state", name, ""), rows)
 
+    def page(self) -> str:
+        """Return the page of the watch, which charts every metric over the steps."""
+        from markupsafe import Markup
+
+        from inference.evaluation.record import HistoryPoint
+        from inference.evaluation.report.charts import history_chart
+        from inference.evaluation.report.formatting import metric_title
+        from inference.evaluation.report.page import render_page
+
+        run, points, rows = self.state.run, [], []
+        for each in self.state.in_order:
+            step, shown = f"step {each.step}", self._state(each)
+            if each.metrics:
+                points.append(HistoryPoint(step, run, step, {}, each.metrics))
+                report = f"step_{each.step:07d}/results/evaluate/report.html"
+                shown = Markup('<a href="{}">{}</a>').format(report, shown)
+            remarks = (each.verdict or "-", each.problem or "-")
+            rows.append((str(each.step), shown, each.checkpoint.label, *remarks))
+        names = dict.fromkeys(name for point in points for name in point.metrics)
+        return render_page(
+            "page.html",
+            title=f"Checkpoints of {run}",
+            charts=[(metric_title(name), history_chart(points, name)) for name in names],
+            head=("step", "state", "checkpoint", "against the best before it", "remark"),
+            rows=rows,
+            numbers=(0,),
+            footer=f"This page loads itself again every {_RELOAD_S} seconds.",
+            reload_s=_RELOAD_S,
+        )
+
     def figure(self, each: Watched) -> str:
         """Return the name and the value of a checkpoint's figure; empty without any figure."""
         return f"{self._metric(self.state.in_order)} {self._value(each)}" if each.metrics else ""
+
+    def _state(self, each: Watched) -> str:
+        return each.state + (", best" if each.step == self.state.best else "")
 
     def _metric(self, checkpoints: list[Watched]) -> str | None:
         first = next((name for each in checkpoints for name in each.metrics), None)
@@ -77,15 +113,6 @@ class Ranking:
     def _value(self, each: Watched) -> str:
         found = each.metrics.get(str(self._metric(self.state.in_order)))
         return f"{found.value:.4g} ({found.low:.4g} to {found.high:.4g})" if found else "-"
-
-
-def report_metrics(each: Watched) -> dict[str, Metric]:
-    """Return the metrics of a checkpoint's report by name, none where it has no report."""
-    from inference.evaluation.record import read_report
-
-    report = Path(each.report)
-    found = read_report(report).metrics if report.is_file() else ()
-    return {metric.name: metric for metric in found}
 
 
 def _rank(metric: Metric) -> float:

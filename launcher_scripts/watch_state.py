@@ -1,11 +1,9 @@
 """The state of a watch, in a file that a watch started later continues from."""
 
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from export_scripts.files.lock import folder_lock
 from inference.evaluation.task import Metric
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint
 from stages.progress import DamagedFileError, read_json, write_json
@@ -126,9 +124,3 @@ def write_state(folder: Path, state: WatchState) -> None:
     """Replace the state in `folder`."""
     watched = [asdict(each) for each in state.in_order]
     write_json(folder / STATE_NAME, {"run": state.run, "best": state.best, "watched": watched})
-
-
-def only_watch(folder: Path) -> AbstractContextManager[bool]:
-    """Return a lock on `folder`, by which one watch at a time takes place there."""
-    busy = f"watch.output_dir={folder} is in use: another action=watch runs there"
-    return folder_lock(folder / ".watch.lock", busy)

@@ -63,7 +63,11 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         for each in argv
         if _NOT_UTF8.search(each)
     ]
-    words = _with_runs([*known.overrides, *found])
+    words = [*known.overrides, *found]
+    names = [each for each in words if "=" not in each]
+    if names and "action=compare" in words:  # the runs to compare
+        runs = ",".join(map(hydra_text, names))
+        words = [*(each for each in words if "=" in each), f"runs=[{runs}]"]
     extra_dir = _folder(known.config_dir)
     if extra_dir is not None and not extra_dir.is_dir():
         problems.append(f"--config-dir={extra_dir} is not a folder.")
@@ -81,15 +85,6 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         wants_help=bool(known.help) or "help" in known.overrides,
         hydra_flags=tuple(_hydra_flags(known)),
     )
-
-
-def _with_runs(words: Sequence[str]) -> list[str]:
-    """Return overrides, in which names next to `action=compare` are the runs to compare."""
-    names = [each for each in words if "=" not in each]
-    if not names or "action=compare" not in words:
-        return list(words)
-    runs = ",".join(map(hydra_text, names))
-    return [*(each for each in words if "=" in each), f"runs=[{runs}]"]
 
 
 def _hydra_flags(known: argparse.Namespace) -> Iterator[str]:

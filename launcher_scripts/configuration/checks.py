@@ -28,32 +28,27 @@ _WRITTEN = (
 )
 
 
-def problems_of_settings(config: Config) -> list[str]:
-    """Return every problem that can be found without a model or a cluster."""
-    return [*_prefix(config), *_mounts(config), *_variables(config), *_places(config)]
-
-
-def nearest_that_exists(path: Path) -> Path:
-    """Return `path`, or the nearest folder above it that exists."""
-    return next(each for each in (path, *path.parents) if os.access(each, os.F_OK))
-
-
-def _prefix(config: Config) -> Iterator[str]:
+def problems_of_settings(config: Config) -> Iterator[str]:
+    """Yield every problem that can be found without a model or a cluster."""
     prefix = config.cluster.job_name_prefix
     if not _PREFIX.fullmatch(prefix):
         yield (
             f"cluster.job_name_prefix={shortened(prefix)!r} is part of file names; use at most 64 "
             "letters, digits and . _ - : @ +."
         )
-
-
-def _mounts(config: Config) -> Iterator[str]:
     for each in config.container_mounts:
         if each is not None and not (isinstance(each, str) and _MOUNT.fullmatch(each)):
             yield (
                 f"container_mounts names {each!r}, which is not a mount; write /path, "
                 "/path:/path/in/the/container, or with flags /path:/path/in/the/container:ro."
             )
+    yield from _variables(config)
+    yield from _places(config)
+
+
+def nearest_that_exists(path: Path) -> Path:
+    """Return `path`, or the nearest folder above it that exists."""
+    return next(each for each in (path, *path.parents) if os.access(each, os.F_OK))
 
 
 def _variables(config: Config) -> Iterator[str]:
@@ -87,17 +82,12 @@ def _places(config: Config) -> Iterator[str]:
         if there in tried or any(there.is_relative_to(each) for each in refused):
             continue
         tried.add(there)
-        if objection := _objection_to_writing(there):
+        objection = "" if there.is_dir() else "is not a folder"
+        try:
+            if not objection:
+                tempfile.TemporaryFile(dir=there).close()
+        except OSError as error:
+            objection = f"cannot be written to ({error.strerror})"
+        if objection:
             refused.append(there)
             yield f"{key}={path_text}: {there} {objection}; choose a folder of yours."
-
-
-def _objection_to_writing(folder: Path) -> str:
-    """Return the reason why a folder is not writable, else an empty text."""
-    if not folder.is_dir():
-        return "is not a folder"
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as error:
-        return f"cannot be written to ({error.strerror})"

@@ -32,7 +32,7 @@ from launcher_scripts.configuration.diagnosis import (
     objection,
     unknown_keys,
 )
-from launcher_scripts.configuration.nemo_root import CONFIG_NAME, read_root
+from launcher_scripts.configuration.nemo_root import CONFIG_NAME, read_root, root_path
 from launcher_scripts.configuration.schema import GROUPS, KEYS, Config
 from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR, IS_INSTALLED
 
@@ -98,7 +98,7 @@ def compose_config(
     place would mislead.
     """
     register()
-    path = config_dir / f"{config_name.removesuffix('.yaml')}.yaml"
+    path = root_path(config_dir, config_name)
     if not path.is_file():
         text = f"configuration {path} does not exist; correct --config-path or --config-name."
         return Composition(None, problems=(text,))
@@ -106,7 +106,10 @@ def compose_config(
         root = read_root(config_dir, config_name)
     except (OSError, ValueError, yaml.YAMLError) as error:
         return Composition(None, problems=(f"{path} cannot be read: {objection(error)}.",))
-    overrides, foreign = root.without_foreign(overrides)
+    names = [each.lstrip("+~").partition("=")[0].partition(".")[0] for each in overrides]
+    # Those of other stages, which the root names, are left out with it.
+    pairs = zip(overrides, names, strict=True)
+    overrides = [each for each, name in pairs if name not in root.foreign]
     folders = [*filter(None, [extra_dir]), *root.searched]
     searched = ",".join(f"file://{each}" for each in folders)
     always = [f"hydra.searchpath=[{searched}]"] if searched else []
@@ -131,7 +134,7 @@ def compose_config(
                 problems += _override(config, each)
         resolved, more = _resolved(config)
     problems += [*unknown_keys(config), *more]
-    others = ", ".join(sorted({name.removesuffix("_config") for name in (*root.foreign, *foreign)}))
+    others = ", ".join(sorted({name.removesuffix("_config") for name in root.foreign}))
     notes = (f"{path}: not part of this pipeline: {others}",) if others else ()
     if more or not has_files:
         return Composition(None, problems=tuple(problems))
@@ -204,8 +207,9 @@ def _resolved(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
     resolved: dict[str, Any] = {}
     problems = []
     for key in KEYS.values():
-        parent, leaf = _parent(config, key.name), key.name.rpartition(".")[2]
-        if parent is None:
+        section, _, leaf = key.name.rpartition(".")
+        parent = OmegaConf.select(config, section) if section else config
+        if not isinstance(parent, DictConfig):
             continue  # the section has a value in its place, which is reported as unknown
         raw = OmegaConf.to_container(parent).get(leaf)  # type: ignore[union-attr]
         if raw == MISSING:
@@ -264,12 +268,6 @@ def _absolute(text: str, key: str) -> str:
     except RuntimeError as error:
         raise InvalidValueError(f"{key}={text}: the user does not exist; give the path.") from error
     return str(path.resolve() if ".." in path.parts else path)
-
-
-def _parent(config: DictConfig, name: str) -> DictConfig | None:
-    """Return the section of a key; None if a value takes its place."""
-    found = OmegaConf.select(config, name.rpartition(".")[0]) if "." in name else config
-    return found if isinstance(found, DictConfig) else None
 
 
 def _put(values: dict[str, Any], name: str, value: Any) -> None:

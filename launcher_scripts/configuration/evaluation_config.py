@@ -6,7 +6,7 @@ from pathlib import Path
 from export_scripts.checkpoints.hub import cached_model
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from export_scripts.triton.repository import ENSEMBLE
-from inference.evaluation.options import OPENAI, REFERENCES, EvaluateSection, EvaluationOptions
+from inference.evaluation.options import OPENAI, REFERENCES, EvaluationOptions
 from inference.evaluation.record import RunFacts
 from launcher_scripts.configuration.export_config import has_ensemble
 from launcher_scripts.configuration.schema import Config
@@ -53,12 +53,27 @@ def evaluation_config(config: Config, context: Context) -> EvaluateConfig:
             "with deploy.server=triton."
         )
     endpoint_path = Path(config.export.run.results_dir) / "deploy" / ENDPOINT_NAME
+    model, triton = config.export.model, config.export.triton_deployment
+    facts = RunFacts(
+        name=config.export.run.model_train_name,
+        checkpoint=model.checkpoint_path,
+        engine=config.deploy.engine,
+        tp_size=model.tensor_model_parallel_size,
+        pp_size=triton.pipeline_model_parallel_size,
+        weight_data_type=model.weight_data_type,
+        data_type=triton.data_type,
+        int8_mode=int(triton.int8_mode),
+        max_batch_size=triton.max_batch_size,
+        cluster=config.cluster_type,
+        command=context.command,
+        git_revision=context.git_revision,
+    )
     return EvaluateConfig(
         options=_evaluation_options(config, server),
         deploy=server,
         endpoint_path=endpoint_path if follows else None,
         stops_server=follows and not config.deploy.keep,
-        facts=_facts(config, context),
+        facts=facts,
     )
 
 
@@ -68,10 +83,16 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
     weights_dir = None if section.server else server.weights_dir
     types = [config.export.model.weight_data_type, triton.data_type]
     types += ["int8"] * (int(triton.int8_mode) > 0)
+    # Where the server will speak OpenAI's protocol, as far as is known.
+    expected = section.server if section.protocol == OPENAI else None
+    if section.server is None and server.openai.enabled:
+        expected = f"http://{server.host}:{server.openai.port}/v1"
+    max_seq_len = stated_max_seq_len(config) or DEFAULT_MAX_SEQ_LEN
+    is_known = not (section.server or server.is_from_elsewhere)
     options = EvaluationOptions(
         **vars(section),
         data_dir=Path(config.data_dir),
-        openai_url=section.harness.url or _expected_openai_url(section, server),
+        openai_url=section.harness.url or expected,
         model_name=server.model_name,
         ensemble_name=ENSEMBLE if has_ensemble(config) else None,
         tokenizer_dir=Path(section.tokenizer) if section.tokenizer else weights_dir,
@@ -79,12 +100,8 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
         source_path=find_checkpoint(cached_model(Path(config.export.model.checkpoint_path))),
         types=tuple(types),
         # NVIDIA's backend sets no bound.
-        max_seq_len=None
-        if config.deploy.engine == FASTERTRANSFORMER
-        else stated_max_seq_len(config) or DEFAULT_MAX_SEQ_LEN,
-        max_batch_size=None
-        if section.server or server.is_from_elsewhere
-        else triton.max_batch_size,
+        max_seq_len=None if config.deploy.engine == FASTERTRANSFORMER else max_seq_len,
+        max_batch_size=triton.max_batch_size if is_known else None,
         given=tuple((name, str(value)) for name, value in config.convert.given.items()),
     )
     if server.is_other_engine and section.server is None:
@@ -102,30 +119,3 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
     if (reference := section.reference) not in REFERENCES:  # a known word, or a file
         reference = str(Path(reference).expanduser().absolute())
     return replace(options, reference=reference)
-
-
-def _facts(config: Config, context: Context) -> RunFacts:
-    model, triton = config.export.model, config.export.triton_deployment
-    return RunFacts(
-        name=config.export.run.model_train_name,
-        checkpoint=model.checkpoint_path,
-        engine=config.deploy.engine,
-        tp_size=model.tensor_model_parallel_size,
-        pp_size=triton.pipeline_model_parallel_size,
-        weight_data_type=model.weight_data_type,
-        data_type=triton.data_type,
-        int8_mode=int(triton.int8_mode),
-        max_batch_size=triton.max_batch_size,
-        cluster=config.cluster_type,
-        command=context.command,
-        git_revision=context.git_revision,
-    )
-
-
-def _expected_openai_url(section: EvaluateSection, server: DeployConfig) -> str | None:
-    """Return where the server will speak OpenAI's protocol, as far as is known."""
-    if section.server is not None and section.protocol == OPENAI:
-        return section.server
-    if section.server is not None or not server.openai.enabled:
-        return None
-    return f"http://{server.host}:{server.openai.port}/v1"

@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from export_scripts.checkpoints.hub import cached_model
 from export_scripts.conversion.request import ConversionRequest
@@ -67,10 +66,16 @@ def repository_request(config: Config) -> RepositoryRequest:
     triton = config.export.triton_deployment
     names = {each.name for each in fields(RepositoryRequest)}
     values = {name: value for name, value in vars(triton).items() if name in names}
+    parameters = {}
+    for name, value in triton.parameters.items():
+        known = PARAMETERS.get(name)
+        # A truth value where one is meant is a digit.
+        is_flag = isinstance(value, bool) and (known is None or known.kind is FLAG)
+        parameters[name] = str(int(value)) if is_flag else shown(value)
     values |= {
         "int8_mode": int(triton.int8_mode),
         "enable_custom_all_reduce": int(triton.enable_custom_all_reduce),
-        "parameters": {name: _parameter(name, value) for name, value in triton.parameters.items()},
+        "parameters": parameters,
     }
     return RepositoryRequest(
         **values,
@@ -89,11 +94,3 @@ def has_ensemble(config: Config) -> bool:
 def _model_folders(config: Config) -> list[Path]:
     """Return the folders of the exported repository: the model, and those that take text."""
     return repository_models(repository_request(config), kind=config.export.run.model_type)
-
-
-def _parameter(name: str, value: Any) -> str:
-    """Return a parameter of config.pbtxt as text; a truth value where one is meant is a digit."""
-    known = PARAMETERS.get(name)
-    if isinstance(value, bool) and (known is None or known.kind is FLAG):
-        return str(int(value))
-    return shown(value)

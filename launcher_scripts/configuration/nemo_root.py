@@ -4,7 +4,6 @@ Keys that exist here are used, missing ones have the values of conf/config.yaml,
 other stages (training, fine_tuning, ...) are left out and named once.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,35 +33,31 @@ class Root:
     searched: tuple[Path, ...] = ()
     foreign: frozenset[str] = frozenset()
 
-    def without_foreign(self, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the overrides of this project, and the names of other stages in the rest."""
-        names = [each.lstrip("+~").partition("=")[0].partition(".")[0] for each in overrides]
-        own = [
-            each for each, name in zip(overrides, names, strict=True) if name not in self.foreign
-        ]
-        return own, [each for each in names if each in self.foreign]
+
+def root_path(config_dir: Path, config_name: str) -> Path:
+    """Return the file of a root, whose name may have its extension."""
+    return config_dir / f"{config_name.removesuffix('.yaml')}.yaml"
 
 
 def has_groups(config_dir: Path, config_name: str) -> bool:
     """Return whether a root chooses files; a saved configuration holds their contents instead."""
-    values = _read(_path(config_dir, config_name))
-    return values is None or "defaults" in values
+    path = root_path(config_dir, config_name)
+    return not path.is_file() or "defaults" in _read(path)
 
 
 def read_root(config_dir: Path, config_name: str) -> Root:
     """Return the root in composable form. Raises YAMLError if the file is not YAML."""
-    values = _read(_path(config_dir, config_name))
-    defaults = values.get("defaults") if values else None
+    values = _read(root_path(config_dir, config_name))
+    defaults = values.get("defaults")
     if not isinstance(defaults, list) or "schema" in defaults:
         return Root(config_name)
-    assert values is not None
     groups = {
         str(group).removeprefix("override ").split("@")[0]: choice
         for entry in defaults
         if isinstance(entry, dict)
         for group, choice in entry.items()
     }
-    ours = _read(_path(CONFIG_DIR, CONFIG_NAME)) or {}
+    ours = _read(root_path(CONFIG_DIR, CONFIG_NAME))
     known = {
         key: value
         for key, value in values.items()
@@ -84,12 +79,6 @@ def read_root(config_dir: Path, config_name: str) -> Root:
     return Root(_NODE, searched=(CONFIG_DIR,), foreign=frozenset(foreign))
 
 
-def _path(config_dir: Path, config_name: str) -> Path:
-    return config_dir / f"{config_name.removesuffix('.yaml')}.yaml"
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
+def _read(path: Path) -> dict[str, Any]:
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     return values if isinstance(values, dict) else {}

@@ -9,13 +9,7 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.configuration.time_limit import minutes
 from stages.base import Resources
-from stages.deploy_config import (
-    OPENAI,
-    PYTORCH,
-    VLLM,
-    DeployConfig,
-    is_store_url,
-)
+from stages.deploy_config import OPENAI, PYTORCH, VLLM, DeployConfig, is_store_url
 from stages.node_layout import NodeLayout, place
 
 # Clusters whose jobs run elsewhere, in an image if one is named.
@@ -37,6 +31,14 @@ def server_config(config: Config) -> DeployConfig:
     # The names of the visible GPUs, if this machine serves and has some.
     is_here = config.cluster_type == "local" and sizes.device != "cpu"
     shown = (visible_gpus() or None) if is_here else None
+    # The GPUs that the server may see. A scheduler that grants single GPUs shows only those; a node
+    # taken whole shows all.
+    visible = None  # as CUDA_VISIBLE_DEVICES is
+    if shown is not None:
+        needed = sizes.world_size * sizes.instance_count
+        visible = ",".join(shown[:needed]) if needed < len(shown) else None
+    elif placement and (config.cluster_type == "bcp" or config.cluster.exclusive):
+        visible = placement.visible_devices
     store = deploy.store
     folder = Path(deploy.repository) if deploy.repository and store is None else model_dir.parent
     name = model_dir.name
@@ -56,7 +58,7 @@ def server_config(config: Config) -> DeployConfig:
         data_type=config.export.triton_deployment.data_type,
         nodes=placement.nodes if placement else 1,
         is_mpi_step=config.cluster_type == "bcm" and config.cluster.mpi is not None,
-        visible_devices=_visible_devices(config, placement, sizes, shown),
+        visible_devices=visible,
         serves_here=config.cluster_type not in _STARTS_CONTAINERS and not is_dry_run(config),
         local_gpus=None if shown is None else len(shown),
         remarks=(placement.warning,) if placement and placement.warning else (),
@@ -115,20 +117,6 @@ def stated_max_seq_len(config: Config) -> int | None:
     return int(stated) if stated.isdigit() else None
 
 
-def _visible_devices(
-    config: Config, placement: NodeLayout | None, sizes: ModelSizes, shown: list[str] | None
-) -> str | None:
-    """Return the GPUs that the server may see; None to leave CUDA_VISIBLE_DEVICES as it is.
-
-    A scheduler that grants single GPUs shows only those; a node taken whole shows all.
-    """
-    if shown is not None:
-        needed = sizes.world_size * sizes.instance_count
-        return ",".join(shown[:needed]) if needed < len(shown) else None
-    takes_whole_nodes = config.cluster_type == "bcp" or config.cluster.exclusive
-    return placement.visible_devices if placement and takes_whole_nodes else None
-
-
 def deploy_resources(config: Config, limit_min: int) -> Resources:
     """Return the resources of the server's job. Raises ValueError if no node has them."""
     placement = _placement(config)
@@ -136,13 +124,11 @@ def deploy_resources(config: Config, limit_min: int) -> Resources:
     ranks_per_node = _served_sizes(config).world_size // nodes
     # NVIDIA's server uses all GPUs of a node; on several nodes each of our ranks is a task.
     tasks = ranks_per_node if nodes > 1 and config.deploy.engine == PYTORCH else 1
+    has_gpus = placement and config.cluster.gpus_per_node  # the cluster knows that resource
     return Resources(
         nodes=nodes,
         tasks_per_node=tasks,
-        # None on a cluster without that resource.
-        gpus_per_node=placement.gpus_per_node
-        if placement and config.cluster.gpus_per_node
-        else None,
+        gpus_per_node=placement.gpus_per_node if placement and has_gpus else None,
         cpus_per_task=config.deploy.cpus_per_task,
         mem_gb=config.deploy.mem_gb,
         time_limit_min=limit_min,

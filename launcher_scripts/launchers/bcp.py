@@ -6,19 +6,14 @@ Base Command has no queue and no job id: the command on the first replica starts
 import os
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from submitit.core.utils import pickle_load
 
 from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.launchers.base import Job, clean_environment
-from launcher_scripts.launchers.bcp_executor import (
-    MPIRUN,
-    TIMED_OUT,
-    BcpExecutor,
-    BcpJob,
-    runner,
-)
+from launcher_scripts.launchers.bcp_executor import MPIRUN, TIMED_OUT, BcpExecutor, BcpJob, runner
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher, log_of
 from stages import record
 from stages.base import Stage
@@ -26,7 +21,12 @@ from stages.job import LOG_LEVEL_VARIABLE
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 
 # Folders that each replica has to itself.
-_PRIVATE_RESULTS = Path("/results")
+_PRIVATE_RESULTS = "/results"
+# Folders that all replicas need.
+_SHARED = (
+    "base_results_dir", "export.run.results_dir", "export.triton_deployment.triton_model_dir",
+    "deploy.repository",
+)  # fmt: skip
 
 
 class BcpHandle(LocalHandle):
@@ -50,31 +50,16 @@ class BcpHandle(LocalHandle):
         state = super()._settle()
         submitted = self.submitted
         assert isinstance(submitted, BcpJob)
-        error = self._failed_task()
         if submitted.process.poll() == TIMED_OUT:
             limit_min = self.job.stage.job.resources.time_limit_min
-            error = f"the time limit of {limit_min} minutes has passed"
-        if error is None:
-            return state
-        record.update_record(
-            self.job.record_path,
-            self.job_id,
-            state=record.FAILED,
-            exit_code=1,
-            error=error,
-            ended_at=record.now(),
-        )
-        return record.FAILED
-
-    def _failed_task(self) -> str | None:
-        """Return the failure of a task other than the first."""
-        submitted = self.submitted
+            return self._end(record.FAILED, f"the time limit of {limit_min} minutes has passed")
         for number in range(1, submitted.num_tasks):
             path = submitted.task(number).paths.result_pickle
             outcome, value = pickle_load(path) if path.exists() else ("", "")
             if outcome == "error":
-                return f"rank {number} failed: {value.strip().splitlines()[-1]}"
-        return None
+                cause = value.strip().splitlines()[-1]
+                return self._end(record.FAILED, f"rank {number} failed: {cause}")
+        return state
 
 
 class BcpLauncher(LocalLauncher):
@@ -87,7 +72,15 @@ class BcpLauncher(LocalLauncher):
         """Return the problems of the stages inside this Base Command job."""
         size = os.environ.get("NGC_ARRAY_SIZE", "1")
         count = int(size) if size.isdigit() else 1
-        problems = self._private_places() if count > 1 else []
+        problems = []
+        if count > 1:
+            problems = [
+                f"{key}={path} is private to each replica; choose a folder in a workspace, such as "
+                "/mount/results."
+                for key in _SHARED
+                if (path := attrgetter(key)(self.config)) is not None
+                and Path(path).is_relative_to(_PRIVATE_RESULTS)
+            ]
         if is_dry_run(self.config):
             return problems
         problems += [
@@ -116,35 +109,18 @@ class BcpLauncher(LocalLauncher):
             bcprun=config.cluster.bcprun,
             environment=clean_environment(os.environ),
         )
-        level = os.environ.get(LOG_LEVEL_VARIABLE)
-        levels = {} if level is None else {LOG_LEVEL_VARIABLE: level}
+        exports = {**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark}
+        if (level := os.environ.get(LOG_LEVEL_VARIABLE)) is not None:
+            exports[LOG_LEVEL_VARIABLE] = level
         executor.update_parameters(
             nodes=resources.nodes,
             tasks_per_node=resources.tasks_per_node,
             timeout_min=resources.time_limit_min,
             job_id=job_id,
             log_path=str(log_of(job, job_id)),
-            exports={**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark, **levels},
+            exports=exports,
             setup=config.cluster.setup,
             no_redirect=config.bcp_no_redirect,
             arguments=config.cluster.bcprun_args,
         )
         return executor
-
-    def _private_places(self) -> list[str]:
-        """Return the problems of folders that the other replicas do not see."""
-        config = self.config
-        found = {
-            "base_results_dir": config.base_results_dir,
-            "export.run.results_dir": config.export.run.results_dir,
-            "export.triton_deployment.triton_model_dir": (
-                config.export.triton_deployment.triton_model_dir
-            ),
-            "deploy.repository": config.deploy.repository,
-        }
-        return [
-            f"{key}={path} is private to each replica; choose a folder in a workspace, such as "
-            "/mount/results."
-            for key, path in found.items()
-            if path is not None and _PRIVATE_RESULTS in (Path(path), *Path(path).parents)
-        ]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -89,12 +89,10 @@ class BcpExecutor(core.PicklingExecutor):
         folder: Path | str,
         max_num_timeout: int = 0,
         max_pickle_size_gb: float = 1.0,
-        python: str | None = None,
         bcprun: str = "bcprun",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(folder, max_num_timeout, max_pickle_size_gb)
-        self.python = python or sys.executable
         self.environment = dict(os.environ if environment is None else environment)
         self.bcprun = bcprun
 
@@ -114,7 +112,7 @@ class BcpExecutor(core.PicklingExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return shlex.join([self.python, "-u", "-m", __name__, str(self.folder)])
+        return shlex.join([sys.executable, "-u", "-m", __name__, str(self.folder)])
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         """Return the script that runs the shell line of one task as each of them.
@@ -126,6 +124,7 @@ class BcpExecutor(core.PicklingExecutor):
         program = runner(self.bcprun, self.environment) or self.bcprun
         parameters, by_mpirun = self.parameters, Path(program).name == MPIRUN
         exports = parameters.get("exports", {})
+        handed = '-x "$name"' if by_mpirun else '--env "$name=${!name}"'
         lines = [
             "#!/bin/bash",
             "",
@@ -139,11 +138,22 @@ class BcpExecutor(core.PicklingExecutor):
             "",
             "# Tasks inherit nothing: what they need is handed on.",
             "hand_on=()",
-            *_hand_on([*_PASSED_ON, *exports], by_name=by_mpirun),
+            f"for name in {' '.join(dict.fromkeys([*_PASSED_ON, *exports]))}; do",
+            f'  if [ -n "${{!name:-}}" ]; then hand_on+=({handed}); fi',
+            "done",
             "",
             "# command",
         ]
-        words = _mpirun(parameters) if by_mpirun else _bcprun(parameters, self.environment)
+        per_node = str(parameters.get("tasks_per_node", 1))
+        if by_mpirun:
+            words = [*_AS_ROOT, "-np", str(self._num_tasks()), "-npernode", per_node]
+            words += ["-x", f"{LAUNCHER_VARIABLE}=mpirun"]
+        else:
+            words = ["--nnodes", str(parameters.get("nodes", 1)), "--npernode", per_node]
+            if self.environment.get("NGC_ARRAY_TYPE", "").upper().startswith("MPI"):
+                words += ["--launcher", shlex.join([MPIRUN, *_AS_ROOT])]
+            words += ["-no_redirect"] * parameters.get("no_redirect", True)
+            words += ["--workdir", str(CHECKOUT), *parameters.get("arguments", ())]
         start = f'{shlex.join([program, *words])} "${{hand_on[@]}}"'
         tail = ["bash", "-c"] if by_mpirun else ["--cmd"]
         limit = []
@@ -191,30 +201,6 @@ def runner(bcprun: str = "bcprun", environment: Mapping[str, str] = os.environ) 
     """Return the program that starts processes on the replicas, or None."""
     path = environment.get("PATH", "")
     return next((each for each in (bcprun, MPIRUN) if shutil.which(each, path=path)), None)
-
-
-def _mpirun(parameters: Mapping[str, Any]) -> Iterator[str]:
-    per_node = parameters.get("tasks_per_node", 1)
-    yield from (*_AS_ROOT, "-np", str(parameters.get("nodes", 1) * per_node))
-    yield from ("-npernode", str(per_node), "-x", f"{LAUNCHER_VARIABLE}=mpirun")
-
-
-def _bcprun(parameters: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[str]:
-    yield from ("--nnodes", str(parameters.get("nodes", 1)))
-    yield from ("--npernode", str(parameters.get("tasks_per_node", 1)))
-    if environment.get("NGC_ARRAY_TYPE", "").upper().startswith("MPI"):
-        yield from ("--launcher", shlex.join([MPIRUN, *_AS_ROOT]))
-    if parameters.get("no_redirect", True):
-        yield "-no_redirect"
-    yield from ("--workdir", str(CHECKOUT), *parameters.get("arguments", ()))
-
-
-def _hand_on(names: Sequence[str], *, by_name: bool) -> Iterator[str]:
-    words = " ".join(dict.fromkeys(names))
-    flag = '-x "$name"' if by_name else '--env "$name=${!name}"'
-    yield f"for name in {words}; do"
-    yield f'  if [ -n "${{!name:-}}" ]; then hand_on+=({flag}); fi'
-    yield "done"
 
 
 def main(folder: Path) -> None:

@@ -85,6 +85,10 @@ class LocalHandle(JobHandle):
             state, error = record.LOST, "the job ended without a result: killed, or out of memory"
         else:
             state, error = record.FAILED, "the job failed before the stage began"
+        return self._end(state, error)
+
+    def _end(self, state: str, error: str) -> str:
+        """Record the end of a job that has not done so itself, and return its state."""
         changes = {"state": state, "ended_at": record.now(), "exit_code": 1, "error": error}
         record.update_record(self.job.record_path, self.job_id, **changes)
         return state
@@ -124,12 +128,11 @@ class LocalLauncher(Launcher):
             sys.executable, "main.py", f"--config-path={config.parent}",
             f"--config-name={config.name}", f"stages=[{job.stage.name}]",
         ]  # fmt: skip
-        exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
         lines = [
             "#!/bin/bash",
             f"# Repeats the job {job.name} ({job.stage.name}).",
             "set -euo pipefail",
-            *exports,
+            *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
             f"cd {shlex.quote(str(CHECKOUT))}",
             f"exec {shlex.join(command)}",
         ]
@@ -138,7 +141,11 @@ class LocalLauncher(Launcher):
     def submit(self, job: Job, after: str) -> LocalHandle:
         """Start the job. Its dependency must be satisfied: nothing is queued."""
         del after
-        job_id, mark = _new_id(job), uuid.uuid4().hex
+        # The start time, with a number if that exists.
+        stamp, folder = f"{datetime.now():%m%d_%H%M%S}", job.folder / "submitit"
+        names = itertools.chain([stamp], (f"{stamp}_{number}" for number in itertools.count(2)))
+        job_id = next(each for each in names if not (folder / each).exists())
+        mark = uuid.uuid4().hex
         executor = self._executor(job, job_id, mark)
         log_path = log_of(job, job_id)
         record.update_record(job.record_path, job_id, host=os.uname().nodename, log=str(log_path))
@@ -152,7 +159,7 @@ class LocalLauncher(Launcher):
         return self.handle_class(job, job_id, log_path, submitted, mark, process_id)
 
     def _executor(self, job: Job, job_id: str, mark: str) -> PicklingExecutor:
-        environment = clean_environment(os.environ) | dict(job.environment)
+        environment = clean_environment(os.environ) | job.environment
         environment |= {
             JOB_ID_VARIABLE: job_id,
             OWNER_VARIABLE: owner_of_this_process(),
@@ -211,11 +218,3 @@ class _Executor(LocalExecutor):
 def log_of(job: Job, job_id: str) -> Path:
     """Return the log of a job."""
     return job.folder / f"log-{job.name}_{job_id}.out"
-
-
-def _new_id(job: Job) -> str:
-    """Return the start time as MMDD_HHMMSS, with a suffix if that exists."""
-    stamp = datetime.now().strftime("%m%d_%H%M%S")
-    later = (f"{stamp}_{number}" for number in itertools.count(2))
-    folder = job.folder / "submitit"
-    return next(each for each in itertools.chain([stamp], later) if not (folder / each).exists())

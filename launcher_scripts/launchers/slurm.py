@@ -73,9 +73,7 @@ class SlurmLauncher(Launcher):
 
     def submit(self, job: Job, after: str) -> SlurmHandle:
         """Queue the job. Raises SubmissionError with sbatch's message."""
-        folder, text = submitit_folder(job), self.render(job, after)
-        (job_id,) = self._submit(folder, text, [job])
-        return _noted(SlurmHandle(job, job_id, log_path(job, job_id)))
+        return self.submit_array([job], after, None)[0]
 
     def fits_array(self, jobs: Sequence[Job]) -> bool:
         """Return whether jobs of several configurations request the same, and end by themselves."""
@@ -84,17 +82,16 @@ class SlurmLauncher(Launcher):
             each.stage.readiness_path() is None and shape(each) == first for each in jobs
         )
 
-    def submit_array(self, jobs: Sequence[Job], after: str, folder: Path) -> list[SlurmHandle]:
-        """Queue jobs of one shape as an array. Raises SubmissionError."""
-        text = batch_script(jobs[0], after, array=folder, size=len(jobs))
-        ids = self._submit(folder, text, jobs)
-        return [
-            _noted(SlurmHandle(job, job_id, log_path(job, job_id, folder)))
-            for job, job_id in zip(jobs, ids, strict=True)
-        ]
+    def submit_array(
+        self, jobs: Sequence[Job], after: str, folder: Path | None
+    ) -> list[SlurmHandle]:
+        """Queue jobs of one shape as an array with this folder, or a job alone without one.
 
-    def _submit(self, folder: Path, text: str, jobs: Sequence[Job]) -> list[str]:
-        executor = _Executor(folder, text)
+        Raises:
+            SubmissionError: sbatch refuses them; the message is its own.
+        """
+        text = batch_script(jobs[0], after, array=folder, size=len(jobs))
+        executor = _Executor(folder or submitit_folder(jobs[0]), text)
         # submitit counts time-outs with this number, which the script repeats.
         executor.update_parameters(time=jobs[0].stage.job.resources.time_limit_min)
         payloads = [
@@ -109,9 +106,15 @@ class SlurmLauncher(Launcher):
         try:
             # The error quotes sbatch; submitit would print the same text again.
             with redirect_stderr(io.StringIO()):
-                return [each.job_id for each in executor.submit_array(payloads)]
+                ids = [each.job_id for each in executor.submit_array(payloads)]
         except (FailedJobError, FailedSubmissionError) as error:
             raise SubmissionError(str(error).strip()) from error
+        handles = []
+        for job, job_id in zip(jobs, ids, strict=True):
+            log = log_path(job, job_id, folder)
+            record.update_record(job.record_path, job_id, log=str(log))
+            handles.append(SlurmHandle(job, job_id, log))
+        return handles
 
 
 @dataclass
@@ -170,22 +173,13 @@ class _Executor(SlurmExecutor):
         if len(delayed_submissions) == 1:
             return PicklingExecutor._internal_process_submissions(self, delayed_submissions)
         self.folder.mkdir(parents=True, exist_ok=True)
-        pickles = []
-        for number, each in enumerate(delayed_submissions):
+        pickles = [self.folder / f".{number}.pkl" for number in range(len(delayed_submissions))]
+        for path, each in zip(pickles, delayed_submissions, strict=True):
             each.set_timeout(self.parameters["time"], self.max_num_timeout)
-            path = self.folder / f".{number}.pkl"
             each.dump(path)
-            pickles.append(path)
         array: SubmittedJob[Any] = self._submit_command(self._submitit_command_str)
-        jobs: list[SubmittedJob[Any]] = []
-        for number, path in enumerate(pickles):
-            job: SlurmJob[Any] = SlurmJob(self.folder, f"{array.job_id}_{number}")
+        ids = (f"{array.job_id}_{number}" for number in range(len(pickles)))
+        jobs: list[SubmittedJob[Any]] = [SlurmJob(self.folder, each) for each in ids]
+        for path, job in zip(pickles, jobs, strict=True):
             job.paths.move_temporary_file(path, "submitted_pickle")
-            jobs.append(job)
         return jobs
-
-
-def _noted(handle: SlurmHandle) -> SlurmHandle:
-    """Write the id of a job into its record and return its handle."""
-    record.update_record(handle.job.record_path, handle.job_id, log=str(handle.log_path))
-    return handle

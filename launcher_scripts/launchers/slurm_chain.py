@@ -13,12 +13,7 @@ from dataclasses import replace
 
 from launcher_scripts.launchers.base import AFTER_END, Job, Launcher, SubmissionError
 from launcher_scripts.launchers.slurm_script import log_path
-from launcher_scripts.launchers.slurm_state import (
-    cancel,
-    our_state,
-    release,
-    slurm_state,
-)
+from launcher_scripts.launchers.slurm_state import cancel, release, slurm_state
 from stages import record
 from stages.base import Summary
 from stages.deploy import DeployStage
@@ -32,6 +27,8 @@ _HELD_ASK_S, _ASK_S = 60.0, 5.0
 _STARTS = 3  # of a job that have room before the end of its predecessor
 _LONGEST_PAUSE_S = 300.0  # before a further attempt
 _LATE_S = 300.0  # beyond deploy.ready_timeout_s: a node may fetch its container first
+# What the records of all jobs of a chain have in common.
+_SHARED = ("stage", "name", "cluster", "submitted_at", "git_revision", "config_sha256", "outputs")
 
 
 def serve_in_chain(
@@ -139,11 +136,11 @@ class _Keeper:
             if is_held and time.time() >= self._may_start_at:
                 is_held, pause_s = bool(release(self._successor)), _ASK_S
                 self._may_start_at = time.time() + pause_s  # if Slurm does not answer
-            answer = slurm_state(self._successor)
-            state = record.SUBMITTED if answer is None else our_state(answer.word)
-            if state in record.FINAL_STATES:
-                return f"has ended before it served (Slurm: {answer.word if answer else ''})"
-            if state == record.RUNNING:
+            if (answer := slurm_state(self._successor)) is None:
+                continue
+            if answer.state in record.FINAL_STATES:
+                return f"has ended before it served (Slurm: {answer.word})"
+            if answer.state == record.RUNNING:
                 runs_since = runs_since or time.time()
                 if time.time() - runs_since > ready_s:
                     cancel(self._successor)
@@ -169,18 +166,12 @@ class _Keeper:
         if found is None or found.job_id == self._id:
             return
         claimed = record.JobRecord(
+            **{name: getattr(found, name) for name in _SHARED},
             job_id=self._id,
-            stage=found.stage,
-            name=found.name,
             state=record.READY,
-            cluster=found.cluster,
             host=node_name(),
             log=str(log_path(self._job, self._id)),
-            submitted_at=found.submitted_at,
             started_at=self._started_at,
-            git_revision=found.git_revision,
-            config_sha256=found.config_sha256,
-            outputs=found.outputs,
             predecessor=self._stage.predecessor,
         )
         record.write_record(path, claimed)

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from launcher_scripts.configuration.checks import nearest_that_exists
 from launcher_scripts.configuration.schema import Config
@@ -34,12 +33,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     """Return why the stages cannot run, as far as this machine can reach the cluster."""
-    problems = [
-        *_further_options(config),
-        *_memory(config.cluster.mem),
-        *_gpus(config, stages),
-        *_images(config, stages),
-    ]
+    problems = [*_options(config), *_gpus(config, stages), *_images(config, stages)]
     if is_dry_run(config):
         return problems
     if shutil.which("sbatch") is None:
@@ -65,7 +59,7 @@ def _images_of(config: Config, stages: Sequence[Stage]) -> dict[str, str]:
     return {key: image for key, image in images.items() if image is not None}
 
 
-def _further_options(config: Config) -> Iterator[str]:
+def _options(config: Config) -> Iterator[str]:
     for name, value in config.cluster.additional_parameters.items():
         key = f"cluster.{name}"
         if not _OPTION.fullmatch(str(name)):
@@ -74,15 +68,11 @@ def _further_options(config: Config) -> Iterator[str]:
             yield f"{key}={value}: expected a single value, as sbatch takes it after --{name}=."
         if isinstance(value, str) and _CONTROL.search(value):
             yield f"{key}={value!r}: an option of sbatch is one line; remove the line break."
-
-
-def _memory(value: Any) -> Iterator[str]:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is None or (is_number and value >= 0):
-        return
-    if not (isinstance(value, str) and _MEMORY.fullmatch(value)):
+    mem = config.cluster.mem
+    is_number = isinstance(mem, (int, float)) and not isinstance(mem, bool) and mem >= 0
+    if not (mem is None or is_number or (isinstance(mem, str) and _MEMORY.fullmatch(mem))):
         yield (
-            f"cluster.mem={value} is not an amount of memory; write 0 for all of a node, a number "
+            f"cluster.mem={mem} is not an amount of memory; write 0 for all of a node, a number "
             "of GB, a text such as 500M, or null."
         )
 
@@ -131,10 +121,8 @@ def _problems_seen_from_nodes(config: Config, nodes: int) -> list[str]:
     chosen = {"partition": cluster.partition, "account": cluster.account, "qos": cluster.qos}
     flags = [f"--{name}={value}" for name, value in chosen.items() if value is not None]
     with tempfile.NamedTemporaryFile(dir=there, prefix=".probe-") as file:
-        wanted = {
-            "base_results_dir": file.name,
-            "launcher_scripts_path": str(Path(__file__).resolve()),
-        }
+        here = str(Path(__file__).resolve())
+        wanted = {"base_results_dir": file.name, "launcher_scripts_path": here}
         if Path(config.export.model.checkpoint_path).exists():
             wanted["export.model.checkpoint_path"] = config.export.model.checkpoint_path
         lines = [
@@ -146,9 +134,8 @@ def _problems_seen_from_nodes(config: Config, nodes: int) -> list[str]:
              "--time=2", "--job-name=probe", *flags, "bash", "-c", "; ".join(lines)],
             timeout_s=2.0 * _PROBE_WAIT_S,
         )  # fmt: skip
-    unseen = sorted(
-        {line.removeprefix(_UNSEEN) for line in (answer or "").splitlines() if _UNSEEN in line}
-    )
+    lines = (answer or "").splitlines()
+    unseen = sorted({line.removeprefix(_UNSEEN) for line in lines if _UNSEEN in line})
     return [
         f"{key} is not visible on the nodes; put it on a file system that they share."
         if key != "python"

@@ -3,7 +3,6 @@
 import operator
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,9 @@ def batch_script(job: Job, after: str, *, array: Path | None = None, size: int =
         options |= {"array": f"0-{size - 1}"} | _logs(log_path(job, "%A_%a", array), "%A_%a")
         job_id, folder = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", array
     flags = [flag(name, value) for name, value in sorted(options.items())]
+    step = step_of(job)
+    shown = shlex.join(step.command("STAGE", "RESULT")).replace("\n", "\\n") if step else ""
+    about_step = ["# The command stays outside and starts this step:", f"#   {shown}", ""]
     lines = [
         "#!/bin/bash",
         "",
@@ -61,7 +63,7 @@ def batch_script(job: Job, after: str, *, array: Path | None = None, size: int =
         *job.config.cluster.setup,
         "",
         *_measure_memory(job, array),
-        *_about_step(step_of(job)),
+        *(about_step if step else ()),
         "# command",
         f"exec {shlex.join([sys.executable, '-u', '-m', 'submitit.core._submit', str(folder)])}",
     ]
@@ -90,18 +92,6 @@ def _measure_memory(job: Job, array: Path | None) -> list[str]:
 
 def _needs_gpus(job: Job) -> bool:
     return job.stage.name == "deploy" or job.stage.job.resources.gpus_per_node is not None
-
-
-def _about_step(step: JobStep | None) -> list[str]:
-    """Return comments that show the reader of the script the step that the command starts."""
-    if step is None:
-        return []
-    shown = shlex.join(step.command("STAGE", "RESULT")).replace("\n", "\\n")
-    return [
-        "# The command stays outside and starts this step:",
-        f"#   {shown}",
-        "",
-    ]
 
 
 def log_path(job: Job, job_id: str, array: Path | None = None) -> Path:
@@ -216,14 +206,11 @@ def mounts(config: Config) -> list[str]:
     further = (str(each) for each in config.container_mounts if each is not None)
     wanted = [str(CHECKOUT), *own, *further]
     pairs = [each if ":" in each else f"{each}:{each}" for each in dict.fromkeys(wanted)]
-    return [pair for pair in pairs if not _lies_inside_another(pair, pairs)]
-
-
-def _lies_inside_another(pair: str, pairs: Sequence[str]) -> bool:
-    """Return whether a folder is inside a mount whose source and target agree."""
-    source, target = pair.split(":")[:2]
-    if source != target:
-        return False
-    others: Mapping[str, str] = dict(each.split(":")[:2] for each in pairs)
-    parents = (str(parent) for parent in Path(source).parents)
-    return any(others.get(parent) == parent for parent in parents)
+    halves = [each.split(":")[:2] for each in pairs]
+    # What lies inside a mount with the same source and target needs none of its own.
+    same = {source for source, target in halves if source == target}
+    return [
+        pair
+        for pair, (source, target) in zip(pairs, halves, strict=True)
+        if source != target or same.isdisjoint(map(str, Path(source).parents))
+    ]

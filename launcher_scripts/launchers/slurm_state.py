@@ -4,14 +4,21 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stages import record
 
 ASK_S = 20.0
 _UNKNOWN_JOB = "Invalid job id"
-_QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESV_DEL_HOLD")
-_RUNNING = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING")
-_CANCELLED = ("CANCELLED", "PREEMPTED", "REVOKED")
+# Slurm's states -> ours; all others are failures.
+_OURS = {
+    "": record.LOST,  # Slurm no longer knows the job
+    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD"), record.SUBMITTED),
+    **dict.fromkeys(("SUSPENDED", "RESV_DEL_HOLD"), record.SUBMITTED),
+    **dict.fromkeys(("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"), record.RUNNING),
+    **dict.fromkeys(("CANCELLED", "PREEMPTED", "REVOKED"), record.CANCELLED),
+    "COMPLETED": record.COMPLETED,
+}
 # Remedies for ends that only Slurm records.
 _REMEDIES = {
     "TIMEOUT": "its time limit has passed; raise the stage's time_limit",
@@ -34,6 +41,11 @@ class SlurmJobState:
     reason: str = ""
     exit_code: str = ""
 
+    @property
+    def state(self) -> str:
+        """The job's state in our words."""
+        return _OURS.get(self.word, record.FAILED)
+
 
 def slurm_state(job_id: str) -> SlurmJobState | None:
     """Return Slurm's description of a job, or None when Slurm is unreachable from here.
@@ -54,19 +66,6 @@ def slurm_state(job_id: str) -> SlurmJobState | None:
     return next((found for each in questions if (found := _read(ask_slurm(each)))), SlurmJobState())
 
 
-def our_state(word: str) -> str:
-    """Return our state for Slurm's; a job that Slurm no longer knows is lost."""
-    if not word:
-        return record.LOST
-    if word in _QUEUED:
-        return record.SUBMITTED
-    if word in _RUNNING:
-        return record.RUNNING
-    if word == "COMPLETED":
-        return record.COMPLETED
-    return record.CANCELLED if word in _CANCELLED else record.FAILED
-
-
 def settle(record_path: Path) -> record.JobRecord | None:
     """Return a job's record, corrected from Slurm when the job ended unnoticed.
 
@@ -79,24 +78,23 @@ def settle(record_path: Path) -> record.JobRecord | None:
     again = record.read_record(record_path)
     if answer is None or again is None or again.is_final:
         return again
-    state = our_state(answer.word)
+    state = answer.state
     if state not in record.FINAL_STATES:
         return again
     if state == record.COMPLETED and again.ended_at:
         return record.correct_record(record_path, again, state=state, exit_code=0)
+    if state == record.COMPLETED:
+        state = record.LOST
+    error = _explanation(again, answer)
     return record.correct_record(
-        record_path,
-        again,
-        state=record.LOST if state == record.COMPLETED else state,
-        ended_at=record.now(),
-        error=_explanation(again, answer),
+        record_path, again, state=state, ended_at=record.now(), error=error
     )
 
 
 def waiting_for(job_id: str) -> str:
     """Return Slurm's reason why a job is still queued; empty when it is not."""
     answer = slurm_state(job_id)
-    return answer.reason if answer is not None and answer.word in _QUEUED else ""
+    return answer.reason if answer and answer.state == record.SUBMITTED else ""
 
 
 def jobs_below(folder: Path) -> list[str]:
@@ -127,7 +125,7 @@ def _explanation(found: record.JobRecord, answer: SlurmJobState) -> str:
     """Return why a job ended that has not recorded its end."""
     if answer.reason == "DependencyNeverSatisfied":
         return f"never started: its dependency ({found.dependency}) did not succeed"
-    if answer.word in _CANCELLED:
+    if answer.state == record.CANCELLED:
         return "cancelled" if found.started_at else "cancelled before it started"
     if not answer.word:
         return "Slurm no longer knows the job, which left no result; see its log"
@@ -140,29 +138,19 @@ def _read(answer: subprocess.CompletedProcess[str] | None) -> SlurmJobState | No
     """Return the state in an answer, None when there is none in it."""
     if answer is None or answer.returncode != 0:
         return None
-    named = re.search(r"\bJobState=(\w+)", answer.stdout)
-    word = named or re.match(r"(\w+)", answer.stdout)
-    if word is None:
+    found = dict(re.findall(r"\b(JobState|Reason|ExitCode)=([\w:]+)", answer.stdout))
+    word = found.get("JobState") or re.split(r"\W", answer.stdout, maxsplit=1)[0]
+    if not word:
         return None
-    others = {
-        name: match[1] if (match := re.search(rf"\b{name}=([\w:]+)", answer.stdout)) else ""
-        for name in ("Reason", "ExitCode")
-    }
-    return SlurmJobState(word[1], others["Reason"], others["ExitCode"])
+    return SlurmJobState(word, found.get("Reason", ""), found.get("ExitCode", ""))
 
 
 def ask_slurm(
     command: list[str], *, timeout_s: float = ASK_S
 ) -> subprocess.CompletedProcess[str] | None:
     """Run a command of Slurm; return None where it is missing or does not answer."""
+    options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
     try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
+        return subprocess.run(command, **options, timeout=timeout_s, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None

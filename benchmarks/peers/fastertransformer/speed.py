@@ -16,8 +16,7 @@ import numpy as np
 
 from benchmarks.models import SIZES, sized_model
 from benchmarks.program import Cell, run
-from benchmarks.served import Served, Tensors, ask, both, tensors
-from inference.server.client import TritonClient
+from benchmarks.served import Served, both, tensors
 
 _LENGTH = 128
 
@@ -33,19 +32,6 @@ def models(work_dir: Path, names: Sequence[str], tp_size: int) -> dict[str, Serv
     return served
 
 
-def seconds(client: TritonClient, model: str, inputs: Tensors) -> float:
-    """Return the time of one answer.
-
-    Raises:
-        RuntimeError: There is none.
-    """
-    began = time.perf_counter()
-    answer = ask(client, model, inputs)
-    if isinstance(answer, str):
-        raise RuntimeError(f"{model}: {answer}")
-    return time.perf_counter() - began
-
-
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield the rates of both engines with each model and batch."""
     served = models(args.work_dir, args.models, args.tp)
@@ -57,9 +43,10 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
                 times: dict[str, list[float]] = {engine: [] for engine in clients}
                 for number in range(1 + args.repeats):
                     for engine, client in clients.items():
-                        taken = seconds(client, model, inputs)
+                        began = time.perf_counter()
+                        client.infer(model, inputs)
                         if number:  # the first answer of each warms up
-                            times[engine].append(taken)
+                            times[engine].append(time.perf_counter() - began)
                 for engine, each in times.items():
                     rate = batch * _LENGTH / statistics.median(each)
                     yield f"{model}, batch {batch}", engine, f"{rate:.0f} tokens/s"
