@@ -30,69 +30,10 @@ _SHORT = {"runtime_top_k": "--top-k", "runtime_top_p": "--top-p", "random_seed":
 _TEXT_KEYS = ("protocol", "url", "model_name")
 _SESSION_KEYS = ("sequence_id", "sequence_start", "sequence_end")
 _TLS_SCHEMES = {"https": "http", "grpcs": "grpc"}
-_NOT_FLAGS = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 after a failed request or 2 for wrong arguments."""
-    arguments = _parser().parse_args(argv)
-    return finished(arguments.run, arguments)
-
-
-def finished(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """Run a client's command and return its status; a failure is one line with status 1."""
-    from tritonclient.utils import InferenceServerException
-
-    accept_any_text()
-    try:
-        return run(arguments)
-    except (InferenceServerException, ConnectionError, socket.gaierror) as error:
-        return _failed(f"{arguments.url or 'the server'}: {_server_words(error)}")
-    except (ValueError, OSError) as error:
-        return _failed(str(error))
-    except _NobodyReadsError:
-        return 1
-    except KeyboardInterrupt:
-        return 130
-
-
-class _NobodyReadsError(Exception):
-    """Standard output was closed, as by `| head`."""
-
-
-def _server_words(error: Any) -> str:
-    text = str(error if isinstance(error, OSError) else error.message() or error)
-    if "failed to connect" in text or "Connection refused" in text:
-        return "no server answers there; is it running, and are host, port and protocol right?"
-    if isinstance(error, socket.gaierror) or "DNS resolution failed" in text:
-        return "no such host; write host:port, http://host:port or grpc://host:port"
-    return text
-
-
-def print_now(text: str = "", end: str = "\n") -> None:
-    """Write to standard output at once, so that a stream is seen as it comes."""
-    try:
-        sys.stdout.write(text + end)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The rest of the buffer must not fail again at the end of the process.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise _NobodyReadsError from None
-
-
-def _failed(message: str) -> int:
-    sys.stderr.write(f"error: {message}\n")
-    return 1
-
-
-def option_tensors() -> list[TensorSignature]:
-    """Return every optional input that a text request can carry, by its contract name."""
-    every = [tensor for model in (T5, GPT) for tensor in ensemble(model).inputs]
-    found = {tensor.name: tensor for tensor in every if tensor.optional}
-    return [tensor for name, tensor in found.items() if name not in _NOT_FLAGS]
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m inference.client", description=__doc__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     of = {name: commands.add_parser(name, help=text) for name, (_, text) in _COMMANDS.items()}
@@ -116,7 +57,58 @@ def _parser() -> argparse.ArgumentParser:
     for name, command in of.items():
         command.set_defaults(run=_COMMANDS[name][0])
         add_connection_options(command)
-    return parser
+    arguments = parser.parse_args(argv)
+    return finished(arguments.run, arguments)
+
+
+def finished(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """Run a client's command and return its status; a failure is one line with status 1."""
+    from tritonclient.utils import InferenceServerException
+
+    accept_any_text()
+    try:
+        return run(arguments)
+    except (InferenceServerException, ConnectionError, socket.gaierror) as error:
+        words = str(error if isinstance(error, OSError) else error.message() or error)
+        if "failed to connect" in words or "Connection refused" in words:
+            words = "no server answers there; is it running, and are host, port and protocol right?"
+        elif isinstance(error, socket.gaierror) or "DNS resolution failed" in words:
+            words = "no such host; write host:port, http://host:port or grpc://host:port"
+        return _failed(f"{arguments.url or 'the server'}: {words}")
+    except (ValueError, OSError) as error:
+        return _failed(str(error))
+    except _NobodyReadsError:
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+class _NobodyReadsError(Exception):
+    """Standard output was closed, as by `| head`."""
+
+
+def print_now(text: str = "", end: str = "\n") -> None:
+    """Write to standard output at once, so that a stream is seen as it comes."""
+    try:
+        sys.stdout.write(text + end)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The rest of the buffer must not fail again at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise _NobodyReadsError from None
+
+
+def _failed(message: str) -> int:
+    sys.stderr.write(f"error: {message}\n")
+    return 1
+
+
+def option_tensors() -> list[TensorSignature]:
+    """Return every optional input that a text request can carry, by its contract name."""
+    every = [tensor for model in (T5, GPT) for tensor in ensemble(model).inputs]
+    found = {tensor.name: tensor for tensor in every if tensor.optional}
+    # Prompts, lengths and words have arguments of their own.
+    return [tensor for name, tensor in found.items() if not name.startswith("INPUT_")]
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +148,10 @@ def opened_client(
     Raises ValueError for another URL, or one with another protocol than --protocol.
     """
     if (arguments.url or "").endswith(".json"):
-        arguments.url = _published(Path(arguments.url), arguments.protocol or default_protocol)
+        protocol = arguments.protocol or default_protocol
+        endpoint = published_endpoint(Path(arguments.url), protocol)
+        address = host_and_port(endpoint["host"], endpoint[protocol])
+        arguments.url = f"{protocol}{'s' if endpoint['uses_tls'] else ''}://{address}"
     scheme, _, address = (arguments.url or "").rpartition("://")
     credentials = Credentials(
         uses_tls=scheme in _TLS_SCHEMES or arguments.ca is not None,
@@ -177,13 +172,6 @@ def opened_client(
     arguments.url = address or DEFAULT_URLS[protocol]
     more |= {"timeout_s": arguments.timeout_s, "credentials": credentials}
     return TritonClient(arguments.url, protocol=protocol, **more)
-
-
-def _published(path: Path, protocol: str) -> str:
-    """Return the URL of the server whose address a deploy job has published."""
-    endpoint = published_endpoint(path, protocol)
-    tls = "s" if endpoint["uses_tls"] else ""
-    return f"{protocol}{tls}://{host_and_port(endpoint['host'], endpoint[protocol])}"
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -250,13 +238,12 @@ def _health(arguments: argparse.Namespace) -> int:
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` with `over` merged in: dictionaries merge, anything else is replaced."""
-    result = dict(base)
-    for key, value in over.items():
-        if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
-            result[key] = merged(result[key], value)
-        else:
-            result[key] = value
-    return result
+    inner = {
+        key: merged(base[key], value)
+        for key, value in over.items()
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+    }
+    return {**base, **over, **inner}
 
 
 def _request(arguments: argparse.Namespace) -> int:

@@ -17,8 +17,6 @@ from export_scripts.files.replace import read_file
 from export_scripts.values import PORT, option
 from inference.ports import DEFAULT_PORTS
 
-DEFAULT_MAX_REQUEST_MB = 128
-_MEBIBYTE = 1 << 20
 # tritonserver reads a body in pieces of some kilobytes and takes 16 bytes of stack for each.
 MOST_REQUEST_MB = 1024
 # 96 bits in hexadecimal digits are 24 characters, which cannot be guessed.
@@ -34,9 +32,7 @@ class Access:
     """
 
     max_request_mb: int = option(
-        "largest request, uncompressed, in MiB",
-        DEFAULT_MAX_REQUEST_MB,
-        within=(1, MOST_REQUEST_MB),
+        "largest request, uncompressed, in MiB", 128, within=(1, MOST_REQUEST_MB)
     )
     tls_cert: Path | None = option("certificate chain of the server, PEM", None, path=True)
     tls_key: Path | None = option("its key, PEM, of mode 600", None, path=True)
@@ -48,7 +44,7 @@ class Access:
     @property
     def max_request_bytes(self) -> int:
         """The largest request in bytes."""
-        return self.max_request_mb * _MEBIBYTE
+        return self.max_request_mb << 20
 
     def problems(self, *, prefix: str = "deploy.", joiner: str = "_") -> list[str]:
         """Return the problems of the settings, by key or option; files are read."""
@@ -198,14 +194,13 @@ def published_endpoint(path: Path, *names: str) -> dict[str, Any]:
     Raises OSError, or ValueError if the file is another.
     """
     endpoint = json_object(read_file(path), path)
-    if missing := [key for key in ("host", "uses_tls", *names) if key not in endpoint]:
-        raise ValueError(f"{path} is not the endpoint.json of a deploy job: no {missing[0]} in it.")
     kinds = {"host": str, "uses_tls": bool, "job_id": str}
+    problem = f"{path} is not the endpoint.json of a deploy job: "
     for key in ("host", "uses_tls", *names):
+        if key not in endpoint:
+            raise ValueError(f"{problem}no {key} in it.")
         if not isinstance(value := endpoint[key], kinds.get(key, (int, NoneType))):
-            raise ValueError(
-                f"{path} is not the endpoint.json of a deploy job: its {key} is {str(value)[:40]}."
-            )
+            raise ValueError(f"{problem}its {key} is {str(value)[:40]}.")
     return endpoint
 
 

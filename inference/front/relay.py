@@ -218,7 +218,16 @@ def _say(endpoint: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Pass requests on until a signal; return 0, 1 if that is impossible or 2 for wrong options."""
-    arguments = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m inference.front.relay", description=__doc__)
+    add = parser.add_argument
+    add("endpoint", type=Path, metavar="ENDPOINT.json", help="published address of the server")
+    add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    for name, port in DEFAULT_PORTS.items():
+        add(f"--{name}-port", type=_port, default=port, help="(%(default)s)")
+    add("--tls-cert", type=Path, help="certificate chain of the relay, PEM")
+    add("--tls-key", type=Path, help="its key, PEM, of mode 600")
+    add("--ca", type=Path, help="certificates to trust of a server with TLS, PEM")
+    arguments = parser.parse_args(argv)
     # The server has a limit of its own.
     access = Access(MOST_REQUEST_MB, tls_cert=arguments.tls_cert, tls_key=arguments.tls_key)
     if problems := access.problems(prefix="--", joiner="-"):
@@ -236,19 +245,6 @@ def _port(text: str) -> int:
     if not 0 <= (number := int(text)) <= PORT:
         raise argparse.ArgumentTypeError(f"{text} is not a port, which are 0 to {PORT}")
     return number
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m inference.front.relay", description=__doc__)
-    add = parser.add_argument
-    add("endpoint", type=Path, metavar="ENDPOINT.json", help="published address of the server")
-    add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
-    for name, port in DEFAULT_PORTS.items():
-        add(f"--{name}-port", type=_port, default=port, help="(%(default)s)")
-    add("--tls-cert", type=Path, help="certificate chain of the relay, PEM")
-    add("--tls-key", type=Path, help="its key, PEM, of mode 600")
-    add("--ca", type=Path, help="certificates to trust of a server with TLS, PEM")
-    return parser
 
 
 if __name__ == "__main__":

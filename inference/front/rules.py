@@ -23,7 +23,6 @@ _SHARED_MEMORY_PATHS = {
     "POST": (r"/v2/systemsharedmemory(?:/region/[^/?#%\s]+)?/(?:register|unregister)",),
 }
 READY_PATH = "/v2/health/ready"
-_HEALTH = re.compile(rf"/v2/health/live|{READY_PATH}")
 
 SERVICE = "/inference.GRPCInferenceService/"
 INFER_CALL = f"{SERVICE}ModelInfer"
@@ -61,7 +60,7 @@ def passes_grpc(call: str, *, shared_memory: bool) -> bool:
 
 def is_health(target: str) -> bool:
     """Return whether a path of HTTP or a call of gRPC asks for health, which needs no token."""
-    return target in _HEALTH_CALLS or _HEALTH.fullmatch(target) is not None
+    return target in ("/v2/health/live", READY_PATH, *_HEALTH_CALLS)
 
 
 def check_shared_memory(key: object) -> None:

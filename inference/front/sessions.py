@@ -4,6 +4,7 @@ An id reaches tritonserver as a keyed hash of it and its owner. Whoever guesses 
 session of his own, which does not exist.
 """
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -55,20 +56,15 @@ class ClientSessions:
         """
         if token_owner is not None:
             return Namespace(token_owner, self._key)
-        uid = self._user(address, port, own_port)
-        return Namespace(address if uid is None else f"{address} user {uid}", self._key)
-
-    def _user(self, address: str, port: int, own_port: int) -> int | None:
-        """Return who has opened a connection from this machine, None for other machines."""
-        try:
+        uid = None
+        with contextlib.suppress(ValueError, OSError):
             client = ipaddress.ip_address(address.partition("%")[0])
             client = getattr(client, "ipv4_mapped", None) or client
             own = ipaddress.ip_address(self._listens_at)
             if own.is_unspecified or own.version != client.version:
                 own = client  # whoever reaches his own machine does so from the address he asks
-            return _socket_user((client.packed, port), (own.packed, own_port))
-        except (ValueError, OSError):
-            return None
+            uid = _socket_user((client.packed, port), (own.packed, own_port))
+        return Namespace(address if uid is None else f"{address} user {uid}", self._key)
 
 
 def _socket_user(own: tuple[bytes, int], other: tuple[bytes, int]) -> int | None:

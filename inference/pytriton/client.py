@@ -5,9 +5,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from inference.client import add_connection_options, finished, opened_client, print_now
 from inference.pytriton.repository import MAX_BATCH_SIZE
@@ -57,7 +54,12 @@ def _ask(arguments: argparse.Namespace) -> int:
             for row in range(len(texts)):
                 print_now(f"================[ {first + row} ]================")
                 for name, value in outputs.items():
-                    print_now(f"{name}: {_shown(value[row])}")
+                    flat = value[row].reshape(-1).tolist()
+                    shown = [
+                        e.decode(errors="replace") if isinstance(e, bytes) else e for e in flat
+                    ]
+                    text = shown[0] if len(shown) == 1 else json.dumps(shown, ensure_ascii=False)
+                    print_now(f"{name}: {text}")
     return 0
 
 
@@ -73,12 +75,6 @@ def _wait_until_ready(client: TritonClient, timeout_s: float) -> None:
                 "the name it gave the model?"
             )
         time.sleep(_POLL_S)
-
-
-def _shown(value: np.ndarray[Any, Any]) -> str:
-    flat = value.reshape(-1).tolist()
-    texts = [each.decode(errors="replace") if isinstance(each, bytes) else each for each in flat]
-    return str(texts[0]) if len(texts) == 1 else json.dumps(texts, ensure_ascii=False)
 
 
 if __name__ == "__main__":

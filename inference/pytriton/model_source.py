@@ -117,21 +117,19 @@ def _download(name: ModelName, ft_dir: Path) -> Path:
         folder = Path(huggingface_hub.snapshot_download(name.repository, allow_patterns=files))
     # Refusals, lost connections, offline mode: connection errors of some versions are not OSErrors.
     except (OSError, errors.HFValidationError, getattr(errors, "HTTPError", OSError)) as error:
-        earlier = _earlier_download(name)
-        if earlier is None:
+        sought = name.file or "config.json"
+        earlier = huggingface_hub.try_to_load_from_cache(name.repository, sought)
+        if not isinstance(earlier, str):
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ValueError(_no_download(name, ft_dir, reason)) from error
-        logger.warning("%s cannot be reached; the copy in %s is used", name.repository, earlier)
-        folder = earlier
-    return _checkpoint_in(folder, name)
-
-
-def _earlier_download(name: ModelName) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    sought = name.file or "config.json"
-    found = try_to_load_from_cache(name.repository, sought)
-    return Path(found).parents[len(Path(sought).parts) - 1] if isinstance(found, str) else None
+        folder = Path(earlier).parents[len(Path(sought).parts) - 1]
+        logger.warning("%s cannot be reached; the copy in %s is used", name.repository, folder)
+    # What to convert of the repository: an archive, or the folder.
+    if name.file is not None and name.file.endswith(".nemo"):
+        return folder / name.file
+    archives = sorted(folder.glob("*.nemo"))
+    is_archive = len(archives) == 1 and not (folder / "config.json").exists()
+    return archives[0] if is_archive else folder
 
 
 def _no_download(name: ModelName, ft_dir: Path, reason: str) -> str:
@@ -170,13 +168,3 @@ def wanted_files(names: Sequence[str], name: ModelName) -> list[str]:
         f"--hf-model-name={name.text}: {name.repository} holds neither .safetensors, "
         "pytorch_model*.bin nor .nemo files"
     )
-
-
-def _checkpoint_in(folder: Path, name: ModelName) -> Path:
-    """Return what to convert of a downloaded repository: an archive, or the folder."""
-    if name.file is not None and name.file.endswith(".nemo"):
-        return folder / name.file
-    archives = sorted(folder.glob("*.nemo"))
-    if len(archives) == 1 and not (folder / "config.json").exists():
-        return archives[0]
-    return folder

@@ -29,7 +29,6 @@ Outputs = dict[str, "np.ndarray[Any, Any]"]
 PROTOCOLS = ("grpc", "http")
 DEFAULT_URLS = {name: f"localhost:{TRITON_PORTS[name]}" for name in PROTOCOLS}
 DEFAULT_IN_FLIGHT = 64
-_TEXT_INPUTS = {"prompt": "INPUT_0", "output_len": "INPUT_1"}
 # Text input, ids and lengths of the models that encode text.
 _ENCODERS = (
     ("QUERY", "INPUT_ID", "REQUEST_INPUT_LEN"),
@@ -183,7 +182,6 @@ class TritonClient:
         return getattr(self._held.client, method)(*args, **more)
 
     def _config(self, model: str) -> dict[str, Any]:
-        """Return a model's configuration as JSON, which is cached."""
         if model not in self._configs:
             more = {"as_json": True} if self._is_grpc else {}
             found = self._call("get_model_config", model, **more)
@@ -240,7 +238,7 @@ class TritonClient:
         types = self.input_types(self.ensemble_name)
         values = {_OPTION_NAMES.get(k, k): v for k, v in (options or {}).items() if v is not None}
         if unknown := sorted(set(values) - set(types)):
-            taken = ", ".join(sorted(set(types) - {*_TEXT_INPUTS.values()}))
+            taken = ", ".join(sorted(set(types) - {"INPUT_0", "INPUT_1"}))
             raise ValueError(
                 f"{self.ensemble_name} takes no {', '.join(unknown)}; its options are: {taken}."
             )
@@ -261,18 +259,11 @@ class TritonClient:
 
         Prompts are sent `rows_per_request` at a time, many requests in flight.
         """
-        groups = [
-            prompts[start : start + rows_per_request]
-            for start in range(0, len(prompts), rows_per_request)
-        ]
-        futures = [
-            self.infer_async(
-                self.ensemble_name,
-                self.text_request(group, output_len=output_len, options=options),
-                outputs=["OUTPUT_0"],
-            )
-            for group in groups
-        ]
+        futures = []
+        for first in range(0, len(prompts), rows_per_request):
+            group = prompts[first : first + rows_per_request]
+            inputs = self.text_request(group, output_len=output_len, options=options)
+            futures.append(self.infer_async(self.ensemble_name, inputs, outputs=["OUTPUT_0"]))
         return [row for future in futures for row in as_texts(future.result()["OUTPUT_0"])]
 
     def stream_text(

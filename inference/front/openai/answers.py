@@ -3,8 +3,8 @@
 # Shapes: A answer, L prompt and answer, W best tokens of a place
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ from inference.front.openai.codec import WINDOW, Codec
 _MOST_PENDING = 16  # tokens that are held back for a character that does not end
 Array = np.ndarray[Any, np.dtype[Any]]
 Place = tuple[float | None, tuple[tuple[int, float], ...]]
-FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -49,73 +48,74 @@ class ScoredToken:
     names: tuple[tuple[str, float], ...]  # of the best tokens
 
 
+@dataclass(eq=False)
 class Answer:
-    """One choice, which grows with each frame of the model.
+    """One choice, which grows with each frame of the model and follows the tokens of `prompt`."""
 
-    It follows the tokens of `prompt`, and ends after `limit` tokens, at one of the texts in `stops`
-    or of the tokens in `end_ids`. `best` is the number of best tokens to report in each place, None
-    to report none.
+    codec: Codec
+    prompt: Sequence[int]
+    limit: int  # tokens after which it ends
+    stops: Sequence[str] = ()  # texts at which it ends
+    end_ids: frozenset[int] = frozenset()  # tokens at which it ends
+    best: int | None = None  # number of best tokens to report in each place, None to report none
+    text: str = field(default="", init=False)  # without what could become one of the stops
+    tokens: int = field(default=0, init=False)  # that count, the end token included
+    finish_reason: Literal["stop", "length", None] = field(default=None, init=False)
+    scored: list[ScoredToken] = field(default_factory=list, init=False)
+    cum_log_prob: float = field(default=0.0, init=False)
+    has_begun: bool = field(default=False, init=False)  # a chunk of it was sent
 
-    Attributes:
-        text: what may be sent; what could become one of the stops is held back.
-        tokens: number of generated tokens that count, the end token included.
-        finish_reason: None while it grows.
-        has_begun: whether a chunk of it was sent.
-    """
-
-    def __init__(
-        self,
-        codec: Codec,
-        prompt: Sequence[int],
-        limit: int,
-        stops: Sequence[str] = (),
-        end_ids: frozenset[int] = frozenset(),
-        best: int | None = None,
-    ) -> None:
-        self._codec, self._prompt, self._limit, self._best = codec, prompt, limit, best
-        self._stops, self._end_ids = stops, end_ids
-        self._longest_stop = max(map(len, stops), default=0)
+    def __post_init__(self) -> None:
+        self._longest_stop = max(map(len, self.stops), default=0)
         self._whole = ""  # with what is held back
         self._decoded = 0  # number of tokens whose text it has
         self._ids: list[int] = []  # without the end token
-        self.text = ""
-        self.tokens = 0
-        self.finish_reason: FinishReason | None = None
-        self.scored: list[ScoredToken] = []
-        self.cum_log_prob = 0.0
-        self.has_begun = self._is_sent = False
+        self._is_sent = False
         self._sent_characters = self._sent_tokens = 0
 
     def update(self, candidate: Candidate, *, final: bool) -> None:
         """Take in what the model has generated so far, or, if `final`, in all."""
         if self.finish_reason is not None:
             return
-        new = candidate.ids[self.tokens : self._limit]
-        end = next((number for number, each in enumerate(new) if each in self._end_ids), None)
+        new = candidate.ids[self.tokens : self.limit]
+        end = next((number for number, each in enumerate(new) if each in self.end_ids), None)
         is_ended, shown = end is not None, new[:end]
         self._ids += shown
         self.tokens += len(shown) + is_ended
         self.cum_log_prob = candidate.cum_log_prob
-        more = not (final or is_ended or self.tokens == self._limit)
-        if self._best is not None:
-            self._score(candidate, new[: len(shown) + is_ended])
+        more = not (final or is_ended or self.tokens == self.limit)
+        if self.best is not None:
+            first = len(self.prompt) + len(self.scored)
+            counted = new[: len(shown) + is_ended]
+            self.scored += scored_tokens(
+                self.codec,
+                [*self.prompt[-WINDOW:], *(token.index for token in self.scored[-WINDOW:])],
+                counted,
+                (candidate.place(first + n, best=self.best) for n in range(len(counted))),
+                at=self.scored[-1].last if self.scored else 0,
+                shown=self.end_ids,
+            )
         searched = max(len(self._whole) - self._longest_stop + 1, 0)
         self._whole += self._new_text(more=more)
         text = self._whole
-        found = ((at, len(s)) for s in self._stops if (at := text.find(s, searched)) >= 0)
+        found = ((at, len(s)) for s in self.stops if (at := text.find(s, searched)) >= 0)
         stop, length = min(found, default=(None, 0))
         if stop is not None:
             self.text = text[:stop]
             self.scored = [token for token in self.scored if token.first < stop]
-            self.tokens = self._tokens_of(stop + length)
+            self.tokens = bisect_left(
+                range(len(self._ids)),
+                stop + length,
+                key=lambda count: len(self.codec.text_after(self.prompt, self._ids[:count])),
+            )
             self.finish_reason = "stop"
         elif more:
-            held_back = max((_beginning(text, stop) for stop in self._stops), default=0)
+            held_back = max((_beginning(text, stop) for stop in self.stops), default=0)
             self.text = text[: len(text) - held_back]
         else:
             self.text = text
             # The model ends short of the limit only at an end token or a stop word.
-            is_short = is_ended or self.tokens < self._limit
+            is_short = is_ended or self.tokens < self.limit
             self.finish_reason = "stop" if is_short else "length"
 
     def unsent(self) -> tuple[str, list[ScoredToken]] | None:
@@ -142,61 +142,35 @@ class Answer:
         if not (pending := self._ids[self._decoded :]):
             return ""
         start = max(self._decoded - WINDOW, 0)
-        before = [*self._prompt[-WINDOW:], *self._ids[start : self._decoded]]
-        text = self._codec.text_after(before, pending)
+        before = [*self.prompt[-WINDOW:], *self._ids[start : self._decoded]]
+        text = self.codec.text_after(before, pending)
         if more and text.endswith(REPLACEMENT) and len(pending) < _MOST_PENDING:
             return ""
         self._decoded = len(self._ids)
         return text
 
-    def _score(self, candidate: Candidate, new: Sequence[int]) -> None:
-        assert self._best is not None
-        count = len(self.scored)
-        before = [*self._prompt[-WINDOW:], *(token.index for token in self.scored[-WINDOW:])]
-        at = self.scored[-1].last if self.scored else 0
-        for number, index in enumerate(new, count):
-            place = candidate.place(len(self._prompt) + number, best=self._best)
-            token = scored_token(self._codec, before, index, place, at, shown=self._end_ids)
-            self.scored.append(token)
-            before.append(index)
-            at = token.last
 
-    def _tokens_of(self, length: int) -> int:
-        def reaches(count: int) -> bool:
-            return len(self._codec.text_after(self._prompt, self._ids[:count])) >= length
-
-        return bisect_left(range(len(self._ids)), True, key=reaches)
-
-
-def scored_token(
+def scored_tokens(
     codec: Codec,
     before: Sequence[int],
-    index: int,
-    place: Place,
-    at: int,
+    ids: Iterable[int],
+    places: Iterable[Place],
     *,
+    at: int = 0,
     shown: frozenset[int] = frozenset(),
-) -> ScoredToken:
-    """Return a token that begins at character `at`; those in `shown` add nothing to the text."""
-    piece = codec.piece(before, index)
-    log_prob, top = place
-    names = tuple((codec.name(before, each), score) for each, score in top)
-    last = at if index in shown else at + len(piece)
-    return ScoredToken(index, piece, at, last, log_prob, names)
+) -> Iterator[ScoredToken]:
+    """Yield the tokens `ids` with the scores of their places; they follow the tokens `before`.
 
-
-def score_prompt(
-    codec: Codec, prompt: Sequence[int], candidate: Candidate, best: int
-) -> list[ScoredToken]:
-    """Return the tokens of a prompt with their scores; the first has none."""
-    found: list[ScoredToken] = []
-    for number, index in enumerate(prompt):
-        place = candidate.place(number, best=best) if number else (None, ())
-        at = found[-1].last if found else 0
-        found.append(
-            scored_token(codec, prompt[max(number - WINDOW, 0) : number], index, place, at)
-        )
-    return found
+    The first begins at character `at`; those in `shown` add nothing to the text.
+    """
+    before = list(before[-WINDOW:])
+    for index, (log_prob, top) in zip(ids, places, strict=True):
+        piece = codec.piece(before, index)
+        names = tuple((codec.name(before, each), score) for each, score in top)
+        last = at if index in shown else at + len(piece)
+        yield ScoredToken(index, piece, at, last, log_prob, names)
+        before.append(index)
+        at = last
 
 
 def completion_log_probs(tokens: Sequence[ScoredToken], *, offset: int = 0) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError
+from jinja2 import TemplateError
 from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -28,7 +28,6 @@ from inference.front.guard import RejectedError
 # four bytes, each perhaps a token, and SentencePiece looks at the token before.
 WINDOW = 8
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-_DEFAULT = "default"
 
 
 class Codec:
@@ -48,7 +47,7 @@ class Codec:
         suffix: Sequence[int] = (),
     ) -> None:
         """Take what a served model was exported with; `suffix` has tokens after every prompt."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._template = template
         self._suffix = tuple(suffix)
         self.end_ids = frozenset(end_ids)
@@ -58,7 +57,7 @@ class Codec:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a prompt, with the markers that the model expects around it."""
-        return (*self._tokenizer.encode(text, special=True), *self._suffix)
+        return (*self.tokenizer.encode(text, special=True), *self._suffix)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the tokens of a conversation, which the template may refuse, or none is there."""
@@ -68,56 +67,45 @@ class Codec:
                 code="no_chat_template",
             )
         # A template writes every marker itself.
-        return tuple(self._tokenizer.encode(self._template.render(messages)))
+        return tuple(self.tokenizer.encode(self._template.render(messages)))
 
     def description(self) -> dict[str, str | None]:
         """Return the tokens that mark the end and the beginning of a text, and the template."""
-        end, prefix = sorted(self.end_ids)[:1], self._tokenizer.prefix_ids
+        end, prefix = sorted(self.end_ids)[:1], self.tokenizer.prefix_ids
         return {
-            "eos_token": self._tokenizer.decode(end) if end else None,
-            "bos_token": self._tokenizer.decode(prefix[:1]) if prefix else None,
+            "eos_token": self.tokenizer.decode(end) if end else None,
+            "bos_token": self.tokenizer.decode(prefix[:1]) if prefix else None,
             "chat_template": None if self._template is None else self._template.source,
         }
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of a text; that of the end token, spelled, is the end token."""
         end = sorted(self.end_ids)[:1]
-        if end and text == self._tokenizer.decode(end):
+        if end and text == self.tokenizer.decode(end):
             return end
-        return list(self.encode(text)) if special else self._tokenizer.encode(text)
-
-    def single_token(self, word: str) -> list[int]:
-        """Return the tokens that are a word by themselves."""
-        return [ids[0] for ids in self._tokenizer.word_forms(word) if len(ids) == 1]
+        return list(self.encode(text)) if special else self.tokenizer.encode(text)
 
     def text_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
         """Return the text that `ids` add to that of `before`."""
-        special = self._tokenizer.special_ids
+        special = self.tokenizer.special_ids
         shown = [index for index in ids if index not in special and index not in self.end_ids]
-        window = [index for index in before[-WINDOW:] if index not in special]
-        start = self._tokenizer.decode(window)
-        whole = self._tokenizer.decode([*window, *shown])
-        if whole.startswith(start):
-            return whole[len(start) :]
-        return self._tokenizer.decode(shown)
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Return the text of a prompt that was given as tokens."""
-        return self._tokenizer.decode(ids)
+        return self._added([index for index in before[-WINDOW:] if index not in special], shown)
 
     def piece(self, before: Sequence[int], token: int) -> str:
         """Return what a token adds to a text; markers as they are spelled.
 
         A token that leaves a character incomplete adds nothing, the one that completes it all.
         """
-        window = list(before[-WINDOW:])
-        start = self._tokenizer.decode(window, partial=True)
-        whole = self._tokenizer.decode([*window, token], partial=True)
-        return whole[len(start) :] if whole.startswith(start) else self._tokenizer.decode([token])
+        return self._added(list(before[-WINDOW:]), [token], partial=True)
+
+    def _added(self, window: list[int], ids: list[int], *, partial: bool = False) -> str:
+        start = self.tokenizer.decode(window, partial=partial)
+        whole = self.tokenizer.decode([*window, *ids], partial=partial)
+        return whole[len(start) :] if whole.startswith(start) else self.tokenizer.decode(ids)
 
     def name(self, before: Sequence[int], token: int) -> str:
         """Return what an alternative token would add, by itself where that is nothing."""
-        return self.piece(before, token) or self._tokenizer.decode([token])
+        return self.piece(before, token) or self.tokenizer.decode([token])
 
 
 @dataclass(frozen=True)
@@ -133,6 +121,10 @@ class CodecFiles:
     def codec(self) -> Codec:
         """Return the codec. Raises ValueError if a file cannot be read."""
         return _codec(self)
+
+    def load(self) -> None:
+        """Read the files before the first request."""
+        self.codec()
 
 
 @functools.lru_cache(maxsize=2)  # that of a server that ends, and of its successor
@@ -153,7 +145,21 @@ class ChatTemplate:
         self.source = source
         self.end_token = tokens.get("eos_token", "")
         self._tokens = dict(tokens)
-        self._template = _compiled(source)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
+            optimized=False,  # which would compute constants, however large, while it compiles
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {
+            "raise_exception": _raise,
+            "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+        }
+        try:
+            self._template = environment.from_string(source)
+        except (TemplateError, RecursionError) as error:
+            raise ValueError(str(error)) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the prompt for the answer to a conversation, unless the template refuses it."""
@@ -180,48 +186,28 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     try:
         if path.is_file():
             settings = tokenizer_settings(path)
-        source = own.read_text(encoding="utf-8") if own.is_file() else _source(settings)
+        source = settings.get("chat_template")
+        if own.is_file():
+            source = own.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(f"the tokenizer's settings in {folder} cannot be read: {error}") from error
-    if source is None:
+    if isinstance(source, list):  # of several templates the one called default
+        named = (
+            each for each in source if isinstance(each, dict) and each.get("name") == "default"
+        )
+        source = next(named, {}).get("template")
+    if not isinstance(source, str):
         return None
-    tokens = {name: _text_of(settings.get(name)) for name in _SPECIAL_TOKENS}
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        token = settings.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text:
+            tokens[name] = text
     try:
-        return ChatTemplate(source, {name: text for name, text in tokens.items() if text})
+        return ChatTemplate(source, tokens)
     except ValueError as error:
         raise ValueError(f"the chat template in {folder} is not one: {error}") from error
-
-
-def _source(settings: Mapping[str, Any]) -> str | None:
-    """Return the template in a tokenizer's settings: the only one, or the one called default."""
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        named = [each for each in found if isinstance(each, dict) and each.get("name") == _DEFAULT]
-        found = named[0].get("template") if named else None
-    return found if isinstance(found, str) else None
-
-
-def _text_of(token: Any) -> str:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
-
-
-def _compiled(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _Generation],
-        optimized=False,  # which would compute constants, however large, while it compiles
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
-    }
-    try:
-        return environment.from_string(source)
-    except (TemplateError, RecursionError) as error:
-        raise ValueError(str(error)) from error
 
 
 class _Generation(Extension):

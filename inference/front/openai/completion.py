@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from inference.front.openai.answers import (
@@ -13,7 +14,7 @@ from inference.front.openai.answers import (
     ScoredToken,
     chat_log_probs,
     completion_log_probs,
-    score_prompt,
+    scored_tokens,
 )
 from inference.front.openai.codec import Codec
 from inference.front.openai.prepare import PreparedRequest, Prompt, generation_jobs
@@ -44,22 +45,19 @@ class CompletionRun:
 
     def __init__(self, model: TritonModel, codec: Codec, request: PreparedRequest) -> None:
         self._model, self._codec, self._request = model, codec, request
-        self._runs = [self._begun(number, each) for number, each in enumerate(request.prompts)]
-
-    def _begun(self, number: int, prompt: Prompt) -> PromptRun:
-        facts, request = self._model.facts, self._request
-        answers = [
-            Answer(
-                self._codec,
-                () if facts.encoder_decoder else prompt.ids,
-                facts.room(len(prompt.ids)) if request.limit is None else request.limit,
+        self._runs: list[PromptRun] = []
+        for number, prompt in enumerate(request.prompts):
+            begin = partial(
+                Answer,
+                codec,
+                () if model.facts.encoder_decoder else prompt.ids,
+                model.facts.room(len(prompt.ids)) if request.limit is None else request.limit,
                 request.sampling.stop,
-                self._codec.end_ids | request.end_ids,
+                codec.end_ids | request.end_ids,
                 request.best,
             )
-            for _ in range(request.candidates)
-        ]
-        return PromptRun(number, prompt, answers)
+            answers = [begin() for _ in range(request.candidates)]
+            self._runs.append(PromptRun(number, prompt, answers))
 
     @property
     def usage(self) -> dict[str, int]:
@@ -79,7 +77,12 @@ class CompletionRun:
         ) as frames:
             async for _ in frames:
                 pass
-        kept = ((run, answer) for run in self._runs for answer in self._best(run.answers))
+        kept: list[tuple[PromptRun, Answer]] = []
+        for run in self._runs:
+            best = list(run.answers)
+            if len(best) > self._request.sampling.n:  # the likeliest, by the mean over their tokens
+                best.sort(key=lambda each: -each.cum_log_prob / max(each.tokens, 1))
+            kept += ((run, answer) for answer in best[: self._request.sampling.n])
         return (self._choice(number, *each) for number, each in enumerate(kept))
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -161,7 +164,10 @@ class CompletionRun:
 
         def take() -> None:
             if self._request.echo and best is not None and not run.scored:
-                run.scored = score_prompt(self._codec, run.prompt.ids, candidates[0], best)
+                ids, first = run.prompt.ids, candidates[0]
+                # The first token of a text has no scores.
+                places = (first.place(n, best=best) if n else (None, ()) for n in range(len(ids)))
+                run.scored = [*scored_tokens(self._codec, (), ids, places)]
             for place, candidate in zip(answers, candidates, strict=True):
                 run.answers[place].update(candidate, final=final)
 
@@ -174,14 +180,6 @@ class CompletionRun:
         else:
             take()
 
-    def _best(self, answers: Sequence[Answer]) -> Sequence[Answer]:
-        """Return the likeliest answers of a prompt, by the mean over their tokens."""
-        count = self._request.sampling.n
-        if len(answers) == count:
-            return answers
-        ranked = sorted(answers, key=lambda each: -each.cum_log_prob / max(each.tokens, 1))
-        return ranked[:count]
-
     def _chunk(self, run: PromptRun, place: int) -> dict[str, Any] | None:
         """Return what a choice has that was not sent yet, None if there is nothing."""
         answer = run.answers[place]
@@ -189,17 +187,16 @@ class CompletionRun:
         if (new := answer.unsent()) is None:
             return None
         number = run.number * self._request.sampling.n + place
-        if not self._request.is_chat:
-            return self._part(number, run, answer, *new, is_first=is_first)
-        delta = ({"role": "assistant"} if is_first else {}) | {"content": new[0]}
-        return self._part(number, run, answer, *new) | {"delta": delta}
+        part = self._part(number, run, answer, *new, is_first=is_first)
+        if self._request.is_chat:
+            part["delta"] = ({"role": "assistant"} if is_first else {}) | {"content": new[0]}
+        return part
 
     def _choice(self, number: int, run: PromptRun, answer: Answer) -> dict[str, Any]:
-        choice = self._part(number, run, answer, answer.text, answer.scored)
-        if not self._request.is_chat:
-            return choice
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        return choice | {"message": message}
+        part = self._part(number, run, answer, answer.text, answer.scored)
+        if self._request.is_chat:
+            part["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
+        return part
 
     def _part(
         self,

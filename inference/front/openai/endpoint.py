@@ -15,27 +15,24 @@ from typing import Any
 from aiohttp import web
 
 from inference.front.guard import Guard, RejectedError, refusal
-from inference.front.openai.answers import Array
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun
 from inference.front.openai.prepare import (
     detokenize,
-    load_codec,
     model_facts,
     prepare_chat,
     prepare_completion,
     prepare_embeddings,
     tokenize,
 )
-from inference.front.openai.requests import EmbeddingRequest
-from inference.front.openai.served import TritonModel, is_ready, served_models, until_ready
+from inference.front.openai.served import TritonModel, is_ready, served_models
 from inference.front.strict_json import MOST_JSON_BYTES
 from inference.front.upstream import FrontContext, Upstream
 from inference.front.workers import Workers
 
 HEALTH_PATH = "/health"
 _MODELS_PATH = "/v1/models"
-_OWNER = "slipway"
+_POLL_S = 0.2
 _EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
 # What reads a request, what its id begins with, and the kinds of a whole answer and of a chunk.
@@ -80,8 +77,8 @@ class OpenAIEndpoint:
             ("POST", "/v1/embeddings"): self._embeddings,
             # As vLLM has them; lm-evaluation-harness then needs no tokenizer of its own.
             ("GET", "/tokenizer_info"): self._tokenizer_info,
-            ("POST", "/tokenize"): self._tokenize,
-            ("POST", "/detokenize"): self._detokenize,
+            ("POST", "/tokenize"): partial(self._converted, tokenize),
+            ("POST", "/detokenize"): partial(self._converted, detokenize),
         }
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -117,8 +114,7 @@ class OpenAIEndpoint:
         except ConnectionError:  # the client has left, in the middle of its body or of a stream
             raise
         except Exception as error:
-            refused = _for_clients(error)
-            return refusal(refused, _error_body(refused))
+            return refusal(*_refused(error))
 
     def _handler(self, request: web.BaseRequest) -> Callable[[web.BaseRequest], Answer]:
         method, path = request.method, request.path
@@ -146,7 +142,7 @@ class OpenAIEndpoint:
         return web.json_response(self._described(name))
 
     def _described(self, name: str) -> dict[str, Any]:
-        about = {"id": name, "object": "model", "created": self._created, "owned_by": _OWNER}
+        about = {"id": name, "object": "model", "created": self._created, "owned_by": "slipway"}
         return about | {"max_model_len": self._models[name].facts.context_len}
 
     async def _generated(
@@ -179,9 +175,15 @@ class OpenAIEndpoint:
         count = sum(map(len, rows))
 
         def body() -> bytes:
+            if asked.encoding_format == "float":
+                written = vectors.tolist()
+            else:
+                written = [
+                    base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors
+                ]
             data = [
-                {"object": "embedding", "index": number, "embedding": _written(asked, vector)}
-                for number, vector in enumerate(vectors)
+                {"object": "embedding", "index": number, "embedding": each}
+                for number, each in enumerate(written)
             ]
             usage = {"prompt_tokens": count, "total_tokens": count}
             answer = {"object": "list", "data": data, "model": asked.model, "usage": usage}
@@ -196,41 +198,28 @@ class OpenAIEndpoint:
     async def _tokenizer_info(self, _: web.BaseRequest) -> web.Response:
         return web.json_response(self._codec.description())
 
-    async def _tokenize(self, request: web.BaseRequest) -> web.Response:
-        tokens = await self._read(request, tokenize)
-        return web.json_response({"tokens": tokens, "count": len(tokens)})
-
-    async def _detokenize(self, request: web.BaseRequest) -> web.Response:
-        return web.json_response({"prompt": await self._read(request, detokenize)})
+    async def _converted(
+        self, work: Callable[[CodecFiles, bytes], Any], request: web.BaseRequest
+    ) -> web.Response:
+        return web.json_response(await self._read(request, work))
 
 
-def _written(asked: EmbeddingRequest, vector: Array) -> str | list[float]:
-    if asked.encoding_format == "float":
-        return [float(each) for each in vector]
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-
-
-def _for_clients(error: Exception) -> RejectedError:
-    """Return the error that a client gets; that of this program is for the log alone."""
-    if isinstance(error, RejectedError):
-        return error
-    logger.error("a request failed", exc_info=error)
-    return RejectedError("the endpoint failed; its log says why", HTTPStatus.INTERNAL_SERVER_ERROR)
-
-
-def _error_body(error: RejectedError) -> dict[str, Any]:
-    """Return an error as OpenAI's API sends it."""
+def _refused(error: Exception) -> tuple[RejectedError, dict[str, Any]]:
+    """Return the error that a client gets, and the same as OpenAI's API sends it."""
+    if not isinstance(error, RejectedError):  # of this program, for the log alone
+        logger.error("a request failed", exc_info=error)
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        error = RejectedError("the endpoint failed; its log says why", status)
     # LiteLLM knows a wrong key by the code and the first words.
     is_key = error.status == HTTPStatus.UNAUTHORIZED
     is_server = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-    return {
-        "error": {
-            "message": ("Incorrect API key provided, or none: " if is_key else "") + str(error),
-            "type": "server_error" if is_server else "invalid_request_error",
-            "param": error.param,
-            "code": "invalid_api_key" if is_key else error.code,
-        }
+    body = {
+        "message": ("Incorrect API key provided, or none: " if is_key else "") + str(error),
+        "type": "server_error" if is_server else "invalid_request_error",
+        "param": error.param,
+        "code": "invalid_api_key" if is_key else error.code,
     }
+    return error, {"error": body}
 
 
 def _opened(about: Mapping[str, Any]) -> bytes:
@@ -259,7 +248,7 @@ async def _streamed(
     except Exception as error:
         if response is None or isinstance(error, ConnectionError):
             raise
-        body = json.dumps(_error_body(_for_clients(error))).encode()
+        body = json.dumps(_refused(error)[1]).encode()
         await response.write(b"data: " + body + b"\n\n")
         await response.write_eof()
         return response
@@ -279,7 +268,8 @@ async def open_endpoint(
     Raises ValueError if it has no text model, or no tokenizer that can be read here.
     """
     channel, repository = upstream.channel, upstream.repository
-    await until_ready(channel)
+    while not await is_ready(channel, ()):
+        await asyncio.sleep(_POLL_S)
     await upstream.streams.open(upstream.sockets.folder)
     models, text_model, parameters = await served_models(upstream, context.cancellations)
     if not models:
@@ -302,11 +292,10 @@ async def open_endpoint(
         suffix=end_ids if parameters.get("append_end_id") == "1" else (),
         changed_ns=max((path.stat().st_mtime_ns for path in tokenizer.iterdir()), default=0),
     )
-    load_codec(texts)
-    await context.workers.start(partial(load_codec, texts))
-    named = {model.facts.name: model for model in models}
+    texts.load()
+    await context.workers.start(texts.load)
 
     async def answers() -> bool:
-        return context.is_ready() and await is_ready(channel, tuple(named))
+        return context.is_ready() and await is_ready(channel, tuple(models))
 
-    return OpenAIEndpoint(named, texts, guard, context.workers, is_ready=answers)
+    return OpenAIEndpoint(models, texts, guard, context.workers, is_ready=answers)

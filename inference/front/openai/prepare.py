@@ -87,11 +87,6 @@ class PreparedRequest:
     is_chat: bool = False
 
 
-def load_codec(texts: CodecFiles) -> None:
-    """Read the files of a codec before the first request."""
-    texts.codec()
-
-
 def prepare_completion(
     texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> PreparedRequest:
@@ -104,7 +99,9 @@ def prepare_completion(
         if isinstance(given, str):
             prompts.append(Prompt(array("I", codec.encode(given)), given if shows_text else ""))
         else:
-            prompts.append(Prompt(array("I", given), codec.text(given) if shows_text else ""))
+            prompts.append(
+                Prompt(array("I", given), codec.tokenizer.decode(given) if shows_text else "")
+            )
     prepared = PreparedRequest(
         request.model_copy(update={"prompt": ()}),  # which need not come back
         tuple(prompts),
@@ -157,15 +154,17 @@ def prepare_embeddings(
     return request.model_copy(update={"input": ()}), rows
 
 
-def tokenize(texts: CodecFiles, data: bytes) -> list[int]:
-    """Return the tokens of a text, as a body of /tokenize asks. Raises RejectedError."""
+def tokenize(texts: CodecFiles, data: bytes) -> dict[str, Any]:
+    """Return the answer to a body of /tokenize: the tokens of a text. Raises RejectedError."""
     request = read_request(TokenizeRequest, parse_json(data))
-    return texts.codec().tokenize(request.prompt, special=request.add_special_tokens)
+    tokens = texts.codec().tokenize(request.prompt, special=request.add_special_tokens)
+    return {"tokens": tokens, "count": len(tokens)}
 
 
-def detokenize(texts: CodecFiles, data: bytes) -> str:
-    """Return the text of tokens, as a body of /detokenize asks. Raises RejectedError."""
-    return texts.codec().text(read_request(DetokenizeRequest, parse_json(data)).tokens)
+def detokenize(texts: CodecFiles, data: bytes) -> dict[str, Any]:
+    """Return the answer to a body of /detokenize: the text of tokens. Raises RejectedError."""
+    request = read_request(DetokenizeRequest, parse_json(data))
+    return {"prompt": texts.codec().tokenizer.decode(request.tokens)}
 
 
 def model_facts(models: Mapping[str, Any], name: str) -> Any:
@@ -182,7 +181,8 @@ def model_facts(models: Mapping[str, Any], name: str) -> Any:
 
 
 def _single_tokens(codec: Codec, request: Sampling) -> tuple[int, ...]:
-    return tuple(token for stop in request.stop for token in codec.single_token(stop))
+    forms = (ids for stop in request.stop for ids in codec.tokenizer.word_forms(stop))
+    return tuple(ids[0] for ids in forms if len(ids) == 1)
 
 
 def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
@@ -239,18 +239,16 @@ def generation_jobs(
     """Yield the tensors of each job of one prompt: no more rows than a request of the model has."""
     sampling = request.sampling
     seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    lengths = ("input_lengths", "request_output_len")
+    input_name, output_name = ("input_lengths", "request_output_len")
     if facts.encoder_decoder:
-        lengths = ("sequence_length", "max_output_len")
-    sizes = (len(prompt), _output_len(facts, request, len(prompt)))
+        input_name, output_name = ("sequence_length", "max_output_len")
+    output_len = _output_len(facts, request, len(prompt))
     for first in range(0, request.candidates, facts.max_rows):
         count = min(facts.max_rows, request.candidates - first)
         yield {
             "input_ids": np.tile(np.array(prompt, np.uint32), (count, 1)),  # (n, S)
-            **{
-                name: _column(size, np.uint32, count)
-                for name, size in zip(lengths, sizes, strict=True)
-            },
+            input_name: _column(len(prompt), np.uint32, count),
+            output_name: _column(output_len, np.uint32, count),
             **_options(request, count=count, seed=seed + first * _SEED_STEP),
         }
 

@@ -146,10 +146,6 @@ class _Record(BaseModel):
         is_object = isinstance(value, dict)
         return {k: v for k, v in value.items() if v is not None} if is_object else value
 
-    def problems(self) -> dict[str, str]:
-        """Return the fields that do not go together, and why."""
-        return {}
-
 
 class StreamOptions(_Record):
     """Options of a stream."""
@@ -191,7 +187,7 @@ class Sampling(_Record):
 
     def problems(self) -> dict[str, str]:
         """Return the fields that do not go together, and why."""
-        found = super().problems()
+        found: dict[str, str] = {}
         if self.stream_options != StreamOptions() and not self.stream:
             found["stream_options"] = "needs stream=true"
         if self.presence_penalty and self.repetition_penalty != 1:
@@ -296,7 +292,7 @@ def read_request(kind: type[_T], body: Mapping[str, Any]) -> _T:
     code = "invalid_value"
     try:
         request = kind.model_validate(values)
-        problems = request.problems()
+        problems = request.problems() if isinstance(request, Sampling) else {}
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
         found.sort(key=lambda each: each["type"] != "extra_forbidden")  # they come last

@@ -25,7 +25,6 @@ from inference.streams import STREAM_PARAMETER
 _TEXT_MODELS = ("preprocessing", "tokenizer")  # of models that generate, and of encoders
 _HIDDEN = "output_hidden_state"
 _READY_TIMEOUT_S = 2.0
-_POLL_S = 0.2
 _OPENING_S = 30.0  # a machine that has just loaded models may be slow
 _DEFAULT_CONTEXT = 4096  # of the engine, where neither model nor parameters say
 # Refusals of a request by the server; of others the cause is the server itself.
@@ -153,16 +152,14 @@ def infer_request(model: str, tensors: Mapping[str, Array], wanted: Sequence[str
 
 def output_arrays(answer: Any) -> dict[str, Array]:
     """Return the outputs of a ModelInferResponse, which are not texts, by name."""
-    pairs = zip(answer.outputs, answer.raw_output_contents, strict=True)
-    return {
-        output.name: _array(raw, output.datatype).reshape(output.shape) for output, raw in pairs
-    }
-
-
-def _array(raw: bytes, datatype: str) -> Array:
-    if datatype == "BF16":  # the upper half of an FP32
-        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(raw, triton_to_np_dtype(datatype))
+    found: dict[str, Array] = {}
+    for output, raw in zip(answer.outputs, answer.raw_output_contents, strict=True):
+        if output.datatype == "BF16":  # the upper half of an FP32
+            value = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            value = np.frombuffer(raw, triton_to_np_dtype(output.datatype))
+        found[output.name] = value.reshape(output.shape)
+    return found
 
 
 def _means(reply: bytes, lengths: Array) -> Array:
@@ -179,12 +176,6 @@ async def _ask(
     return getattr(schema, f"{call}Response").FromString(reply)
 
 
-async def until_ready(channel: grpc.aio.Channel) -> None:
-    """Return once a server is ready."""
-    while not await is_ready(channel, ()):
-        await asyncio.sleep(_POLL_S)
-
-
 async def is_ready(channel: grpc.aio.Channel, models: Sequence[str]) -> bool:
     """Return whether a server says that it would answer requests to some models now."""
     asked = [_ask(channel, "ModelReady", name=name) for name in models]
@@ -197,7 +188,7 @@ async def is_ready(channel: grpc.aio.Channel, models: Sequence[str]) -> bool:
 
 async def served_models(
     upstream: Upstream, cancellations: Cancellations
-) -> tuple[list[TritonModel], str, dict[str, str]]:
+) -> tuple[dict[str, TritonModel], str, dict[str, str]]:
     """Return the models that complete or encode token ids, without sessions, and a text model.
 
     The server is ready. Of the model that encodes texts the name, or "", and the parameters are
@@ -205,7 +196,7 @@ async def served_models(
     """
     channel = upstream.channel
     index = await _ask(channel, "RepositoryIndex", timeout_s=_OPENING_S)
-    found: list[TritonModel] = []
+    found: dict[str, TritonModel] = {}
     texts: dict[str, dict[str, str]] = {}
     for name in sorted({model.name for model in index.models}):
         reply = await _ask(channel, "ModelConfig", timeout_s=_OPENING_S, name=name)
@@ -229,7 +220,7 @@ async def served_models(
             streams=config.model_transaction_policy.decoupled,
             encodes=encodes,
         )
-        found.append(TritonModel(upstream, facts, cancellations))
+        found[name] = TritonModel(upstream, facts, cancellations)
     text_model = next((name for name in _TEXT_MODELS if name in texts), "")
     return found, text_model, texts.get(text_model, {})
 

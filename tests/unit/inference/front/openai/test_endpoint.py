@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import json
 import re
 import time
@@ -20,7 +19,6 @@ from inference.front.access import Access, OpenAIOptions
 from inference.front.guard import RejectedError
 from inference.front.openai.answers import Answer, Candidate
 from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
-from inference.front.openai.prepare import load_codec
 from inference.front.openai.served import pass_on
 from inference.front.workers import Workers
 from tests.unit.inference.front.openai.fake_backend import (
@@ -463,7 +461,7 @@ def test_six_chats_without_an_end_put_nobody_to_sleep(source: str, said: str) ->
     texts, workers = EndlessTexts(source=source), Workers(work_s=1.0)
 
     async def check(client: aiohttp.ClientSession) -> None:
-        await workers.start(functools.partial(load_codec, texts))
+        await workers.start(texts.load)
         chat = {"model": "letters", "messages": TALK}
         asked = [asyncio.ensure_future(refused(client, 400, chat, CHAT)) for _ in range(6)]
         await asyncio.sleep(0.2)
