@@ -94,8 +94,17 @@ class KVCache:
         self.shape, self.dtype, self.device = shape, dtype, device
         self._prefixes = prefixes
         # One more block, for tokens that pad a step of fixed size.
-        sizes = (shape.num_layer, shape.blocks + 1, 2, shape.kv_head_num, shape.block_tokens)
-        self._data = _zeros((*sizes, shape.size_per_head), dtype, device)
+        heads, size = shape.kv_head_num, shape.size_per_head
+        sizes = (shape.num_layer, shape.blocks + 1, 2, heads, shape.block_tokens, size)
+        # Zeros, not uninitialized memory: a masked NaN would still spoil its row. On CPU the pages
+        # are the system's own zeros, taken when first written.
+        if device.type == "cpu":
+            count = math.prod(sizes)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+            self._data = torch.frombuffer(memory, dtype=dtype, count=count).view(sizes)
+        else:
+            self._data = torch.zeros(sizes, dtype=dtype, device=device)
         self._layers = list(self._data.unbind(0))  # each (blocks, 2, H, S, D)
         self._rows = [layer.view(-1, shape.size_per_head) for layer in self._layers]
         every = shape.slots * shape.parts + 1
@@ -179,7 +188,9 @@ class KVCache:
         self._store([move[1:] for move in copies], values)
         for source, target, start, stop in moves:
             if source < WIPE:
-                self._store_prefix(WIPE - 1 - source, (target, start, stop))
+                part = self._prefixes[WIPE - 1 - source][:, :, :, start:stop].to(self.dtype)
+                part = part if self.shape.is_whole else part.permute(3, 0, 1, 2, 4)
+                self._store([(target, start, stop)], [part])
         kept = [move[1:] for move in moves if move[0] == move[1]]
         values = self._load(kept)
         self._store([(slot, 0, stop - start) for slot, start, stop in kept], values)
@@ -226,11 +237,6 @@ class KVCache:
             zero = torch.zeros((), dtype=self.dtype, device=self.device)
             self._data[:, blocks, :, :, places] = zero if values is None else values[0]
 
-    def _store_prefix(self, task_id: int, span: Span) -> None:
-        """Store a part of the loaded prefix of a prompt task."""
-        values = self._prefixes[task_id][:, :, :, span[1] : span[2]].to(self.dtype)
-        self._store([span], [values if self.shape.is_whole else values.permute(3, 0, 1, 2, 4)])
-
     def _cells(self, spans: Sequence[Span]) -> torch.Tensor:
         """Return the block of each token and its place there, (2, n)."""
         tokens = [np.arange(start, stop) for _, start, stop in spans]
@@ -246,15 +252,3 @@ def on_device(values: Array, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros, not uninitialized memory: a masked NaN would still spoil its row.
-
-    On CPU the pages are the system's own zeros, taken when first written.
-    """
-    if device.type != "cpu":
-        return torch.zeros(sizes, dtype=dtype, device=device)
-    count = math.prod(sizes)
-    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(sizes)

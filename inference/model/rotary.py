@@ -46,15 +46,13 @@ class Angles:
         """Return x (N, H, D) with the first R dimensions of each head rotated."""
         width = self.cos.shape[-1]
         part = x[..., :width]
-        rotated = part * self.cos + self._rotate_half(part) * self.sin
+        if self.interleaved:  # every pair (a, b) turned into (-b, a)
+            turned = torch.stack((-part[..., 1::2], part[..., ::2]), dim=-1).flatten(-2)
+        else:
+            first, second = part.chunk(2, dim=-1)
+            turned = torch.cat((-second, first), dim=-1)
+        rotated = part * self.cos + turned * self.sin
         return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
-
-    def _rotate_half(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x with every pair (a, b) turned into (-b, a)."""
-        if self.interleaved:
-            return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((-second, first), dim=-1)
 
 
 class RotaryTable:  # hashed by identity: a key of a step's angles

@@ -32,21 +32,17 @@ def make_gemm(
     otherwise they have the weight's type. Outputs before `first_activated` are not activated, which
     only other devices can do.
     """
-    on_cpu = weight.device.type == "cpu"
-    if not on_cpu:
+    if weight.device.type != "cpu":
         return _gpu_gemm(weight, bias, activation, first_activated, options)
     assert not first_activated, "products on CPU activate all outputs"
-    if not weight.numel():
-        return _PlainGemm(weight, bias, activation)
-    if options.int8:
-        if gemm_cpu.has_fbgemm_int8():
-            return gemm_cpu.FbgemmInt8Gemm(weight, bias, activation)
-        return Int8Gemm(weight, bias, activation)
-    if weight.dtype == torch.float16:
-        return gemm_cpu.HalfGemm(weight, bias, activation)
-    if gemm_cpu.has_onednn(weight.dtype):
-        return gemm_cpu.OneDnnGemm(weight, bias, activation)
-    return _PlainGemm(weight, bias, activation)
+    kind: Callable[..., Gemm] = _PlainGemm
+    if weight.numel() and options.int8:
+        kind = gemm_cpu.FbgemmInt8Gemm if gemm_cpu.has_fbgemm_int8() else Int8Gemm
+    elif weight.numel() and weight.dtype == torch.float16:
+        kind = gemm_cpu.HalfGemm
+    elif weight.numel() and gemm_cpu.has_onednn(weight.dtype):
+        kind = gemm_cpu.OneDnnGemm
+    return kind(weight, bias, activation)
 
 
 def make_gated_gemm(

@@ -4,6 +4,7 @@ Groups are made directly on a store, which allows several engines in one process
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
@@ -30,16 +31,16 @@ _PACKET = 4096
 _LENGTH_BYTES = 4
 
 
+@dataclass(frozen=True)
 class Sending:
     """A tensor being sent, kept until it is complete."""
 
-    def __init__(self, work: Work, x: torch.Tensor) -> None:
-        self._work = work
-        self._x = x
+    work: Work
+    x: torch.Tensor
 
     def wait(self) -> None:
         """Return once the tensor is sent."""
-        self._work.wait()
+        self.work.wait()
 
 
 def _nccl(store: Store, place: int, size: int, timeout: timedelta) -> ProcessGroup:
@@ -208,30 +209,23 @@ class RankGroups:
         """Send a message from rank 0 to every rank."""
         whole = bytearray(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
         rest = whole[_PACKET:]
-        self._broadcast(torch.frombuffer(whole[:_PACKET].ljust(_PACKET), dtype=torch.uint8))
+        self.share(torch.frombuffer(whole[:_PACKET].ljust(_PACKET), dtype=torch.uint8))
         if rest:
-            self._broadcast(torch.frombuffer(rest, dtype=torch.uint8))
+            self.share(torch.frombuffer(rest, dtype=torch.uint8))
 
     def receive_message(self) -> bytes:
         """Return the next message of rank 0."""
-        packet = torch.empty(_PACKET, dtype=torch.uint8)
-        self._broadcast(packet)
-        whole = packet.numpy().tobytes()
+        whole = self.share(torch.empty(_PACKET, dtype=torch.uint8)).numpy().tobytes()
         end = _LENGTH_BYTES + int.from_bytes(whole[:_LENGTH_BYTES], "little")
         if end > _PACKET:
-            rest = torch.empty(end - _PACKET, dtype=torch.uint8)
-            self._broadcast(rest)
-            whole += rest.numpy().tobytes()
+            whole += self.share(torch.empty(end - _PACKET, dtype=torch.uint8)).numpy().tobytes()
         return whole[_LENGTH_BYTES:end]
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
         """Broadcast rank 0's CPU tensor; the other ranks pass one of its shape."""
-        self._broadcast(x)
+        self._control.broadcast([x]).wait()
         return x
 
     def meet(self) -> None:
         """Return once every rank has called this."""
         self._control.barrier().wait()
-
-    def _broadcast(self, x: torch.Tensor) -> None:
-        self._control.broadcast([x]).wait()

@@ -16,9 +16,7 @@ from export_scripts.tables import text_table
 if TYPE_CHECKING:
     from inference.parity.activations import ActivationDifference
     from inference.parity.comparison import ParityReport
-    from inference.parity.weights import FileDifference
 
-_EQUAL, _DEVIATES, _BAD_INPUT = 0, 1, 2
 _MOST_LISTED = 20
 
 
@@ -102,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         for line in str(error).split("\n"):
             complain(f"error: {line}")
-        return _BAD_INPUT
-    return _EQUAL if report.equal else _DEVIATES
+        return 2
+    return 0 if report.equal else 1
 
 
 def parity_text(report: ParityReport) -> str:
@@ -128,26 +126,18 @@ def _weights(report: ParityReport) -> Iterator[str]:
         yield f"weights  {counted}; {differing} not as the converter would write them:"
     else:
         yield f"weights  {counted}, as the converter would write them"
-    yield from _listed([_file_line(each) for each in weights.differences])
-    yield from _listed([f"{name} is missing" for name in weights.missing])
-    yield from _listed(
-        [f"{name} is not of this source; not compared" for name in weights.not_compared]
-    )
-    yield from _listed([f"config.ini: {setting}" for setting in weights.settings])
-
-
-def _file_line(each: FileDifference) -> str:
-    return (
+    files = [
         f"{each.where}: {each.file}: {each.differing:,} of {each.values:,} values differ, by up to "
         f"{each.max_abs:.3g}"
-    )
-
-
-def _listed(lines: Sequence[str]) -> Iterator[str]:
-    for line in lines[:_MOST_LISTED]:
-        yield f"         {line}"
-    if len(lines) > _MOST_LISTED:
-        yield f"         ... and {len(lines) - _MOST_LISTED} more like these"
+        for each in weights.differences
+    ]
+    missing = [f"{name} is missing" for name in weights.missing]
+    others = [f"{name} is not of this source; not compared" for name in weights.not_compared]
+    settings = [f"config.ini: {setting}" for setting in weights.settings]
+    for lines in (files, missing, others, settings):
+        if len(lines) > _MOST_LISTED:
+            lines[_MOST_LISTED:] = [f"... and {len(lines) - _MOST_LISTED} more like these"]
+        yield from (f"         {line}" for line in lines)
 
 
 def _table(rows: Sequence[ActivationDifference]) -> str:

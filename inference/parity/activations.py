@@ -159,27 +159,24 @@ def compare_activations(
     Raises:
         ValueError: the two models do not compute the same things.
     """
-    if problems := _shape_problems(source, shards):
-        raise ValueError("\n".join(problems))
-    found = []
-    for place, expected in source.items():
-        errors = size_of_errors(expected, shards[place], largest=float(expected.abs().max()))
-        found.append(ActivationDifference(place, *errors, tolerance))
-    return tuple(found)
-
-
-def _shape_problems(source: Activations, shards: Activations) -> list[str]:
     problems = [
         f"{place} is computed by the {owner} only"
         for owner, ours, theirs in (("source", source, shards), ("folder's model", shards, source))
         for place in ours
         if place not in theirs
     ]
-    return problems + [
+    problems += [
         f"{place}: the source gives {list(expected.shape)}, the folder {list(shards[place].shape)}"
         for place, expected in source.items()
         if place in shards and shards[place].shape != expected.shape
     ]
+    if problems:
+        raise ValueError("\n".join(problems))
+    found = []
+    for place, expected in source.items():
+        errors = size_of_errors(expected, shards[place], largest=float(expected.abs().max()))
+        found.append(ActivationDifference(place, *errors, tolerance))
+    return tuple(found)
 
 
 def size_of_errors(

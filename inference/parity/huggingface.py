@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,48 +23,21 @@ from inference.parity.activations import ModelInputs, NoLibraryError, Place, Sou
 _ANSWER_TOKENS = 6
 
 
-@dataclass(frozen=True)
-class _Stack:
-    """The modules of a stack, as the layout names them.
-
-    Attributes:
-        layer: prefix of a layer's modules.
-        parts: part -> output projection, within a layer.
-        final_norm: norm after the last layer; absent in some models.
-        name: which stack it is, of several.
-    """
-
-    layer: str
-    parts: Mapping[str, str]
-    final_norm: str = ""
-    name: str = ""
-
-
-_STACKS = (
-    _Stack(
-        "model.layers.{}.",
-        {"attention": "attention.dense", "mlp": "mlp.dense_4h_to_h"},
-        "model.final_layernorm",
-    ),
-    _Stack(
-        "encoder.block.{}.layer.",
-        {"attention": "0.SelfAttention.o", "mlp": "1.DenseReluDense.wo"},
-        "encoder.final_layer_norm",
-        "encoder",
-    ),
-    _Stack(
-        "decoder.block.{}.layer.",
-        {
-            "attention": "0.SelfAttention.o",
-            "cross attention": "1.EncDecAttention.o",
-            "mlp": "2.DenseReluDense.wo",
-        },
-        "decoder.final_layer_norm",
-        "decoder",
-    ),
-    _Stack(
-        "model.encoder.layer.{}.", {"attention": "attention.output.dense", "mlp": "output.dense"}
-    ),
+# The stacks of the layouts: the name of one of several, the prefix of a layer's modules, within it
+# the output projection of each part, and the norm after the last layer, which some models lack.
+_DENSE = {"attention": "attention.dense", "mlp": "mlp.dense_4h_to_h"}
+_BERT = {"attention": "attention.output.dense", "mlp": "output.dense"}
+_ENCODER = {"attention": "0.SelfAttention.o", "mlp": "1.DenseReluDense.wo"}
+_DECODER = {
+    "attention": "0.SelfAttention.o",
+    "cross attention": "1.EncDecAttention.o",
+    "mlp": "2.DenseReluDense.wo",
+}
+_STACKS: Sequence[tuple[str, str, Mapping[str, str], str]] = (
+    ("", "model.layers.{}.", _DENSE, "model.final_layernorm"),
+    ("encoder ", "encoder.block.{}.layer.", _ENCODER, "encoder.final_layer_norm"),
+    ("decoder ", "decoder.block.{}.layer.", _DECODER, "decoder.final_layer_norm"),
+    ("", "model.encoder.layer.{}.", _BERT, ""),
 )
 
 
@@ -103,7 +76,7 @@ class HuggingFaceSource(Source):
 
     def compute(self, inputs: ModelInputs, noted: dict[Place, torch.Tensor]) -> None:
         """Note what every layer computes."""
-        handles = [handle for stack in _STACKS for handle in self._watch(stack, noted)]
+        handles = [handle for stack in _STACKS for handle in self._watch(*stack, noted)]
         ids = {"input_ids": torch.tensor([inputs.ids])}
         if inputs.decoder_ids:
             ids["decoder_input_ids"] = torch.tensor([inputs.decoder_ids])
@@ -118,19 +91,26 @@ class HuggingFaceSource(Source):
         if isinstance(self.architecture, DecoderArchitecture):
             self._move_biases(self.architecture, noted)
 
-    def _watch(self, stack: _Stack, noted: dict[Place, torch.Tensor]) -> list[Any]:
+    def _watch(
+        self,
+        stack: str,
+        prefix: str,
+        parts: Mapping[str, str],
+        final_norm: str,
+        noted: dict[Place, torch.Tensor],
+    ) -> list[Any]:
         """Watch the layers of a stack, if the model has it."""
-        mlp = self.modules.get(stack.layer.format(0) + stack.parts["mlp"])
+        mlp = self.modules.get(prefix.format(0) + parts["mlp"])
         if mlp is None:
             return []
         first, _, _ = mlp.partition(".0.")
         layers = [
-            (layer, {part: self._module(stack.layer.format(number) + name)
-                     for part, name in stack.parts.items()})
+            (layer, {part: self._module(prefix.format(number) + name)
+                     for part, name in parts.items()})
             for number, layer in enumerate(self.model.get_submodule(first))
         ]  # fmt: skip
-        norm = self._module(stack.final_norm) if stack.final_norm in self.modules else None
-        return watch_layers(layers, norm, noted, f"{stack.name} " if stack.name else "")
+        norm = self._module(final_norm) if final_norm in self.modules else None
+        return watch_layers(layers, norm, noted, stack)
 
     def _module(self, ours: str) -> Any:
         return self.model.get_submodule(self.modules[ours])
