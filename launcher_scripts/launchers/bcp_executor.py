@@ -89,10 +89,12 @@ class BcpExecutor(core.PicklingExecutor):
         folder: Path | str,
         max_num_timeout: int = 0,
         max_pickle_size_gb: float = 1.0,
+        python: str | None = None,
         bcprun: str = "bcprun",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(folder, max_num_timeout, max_pickle_size_gb)
+        self.python = python or sys.executable
         self.environment = dict(os.environ if environment is None else environment)
         self.bcprun = bcprun
 
@@ -112,7 +114,7 @@ class BcpExecutor(core.PicklingExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return shlex.join([sys.executable, "-u", "-m", __name__, str(self.folder)])
+        return shlex.join([self.python, "-u", "-m", __name__, str(self.folder)])
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         """Return the script that runs the shell line of one task as each of them.
