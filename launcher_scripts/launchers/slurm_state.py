@@ -138,7 +138,8 @@ def _read(answer: subprocess.CompletedProcess[str] | None) -> SlurmJobState | No
     """Return the state in an answer, None when there is none in it."""
     if answer is None or answer.returncode != 0:
         return None
-    found = dict(re.findall(r"\b(JobState|Reason|ExitCode)=([\w:]+)", answer.stdout))
+    fields = re.findall(r"\b(JobState|Reason|ExitCode)=([\w:]+)", answer.stdout)
+    found = dict(reversed(fields))  # the first of each: a command or a comment may hold others
     word = found.get("JobState") or re.split(r"\W", answer.stdout, maxsplit=1)[0]
     if not word:
         return None

@@ -93,3 +93,9 @@ def test_queued_job_shows_its_reason_to_wait(folder: Path) -> None:
     assert waiting_for("12") == "Resources"
     program(folder, "squeue", "echo JobState=RUNNING Reason=None")
     assert waiting_for("12") == ""
+
+
+def test_words_of_a_job_are_not_its_state(folder: Path) -> None:
+    answer = "JobState=PENDING Reason=Priority Command=/x Comment=JobState=FAILED,Reason=none"
+    program(folder, "squeue", f"echo {answer}")
+    assert waiting_for("12") == "Priority"
