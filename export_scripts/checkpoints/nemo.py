@@ -240,7 +240,8 @@ def _last_name(
         return next(iter(found))
     steps = {}
     for name, region in found.items():
-        step = trees(region).get("global_step") if _step_told(name) is None else _step_told(name)
+        step = _step_told(name)
+        step = trees(region).get("global_step") if step is None else step
         steps[name] = step if isinstance(step, int) else -1
     newest = max(steps, key=lambda name: (steps[name], name))
     others = ", ".join(f"{name} of step {step}" for name, step in steps.items() if name != newest)
