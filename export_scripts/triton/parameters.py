@@ -51,7 +51,9 @@ def whole(low: int, high: int) -> Kind:
     """A whole number within a range, in digits alone."""
 
     def read(text: str) -> int:
-        return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else low - 1
+        if not (text.isascii() and text.isdigit() and len(text) <= 20):
+            raise ValueError(text)
+        return int(text)
 
     return Kind(f"a whole number from {low} to {high}", read, lambda n: low <= n <= high)
 
