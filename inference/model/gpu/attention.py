@@ -4,8 +4,7 @@ A launch serves the sequences of a step together, whatever their lengths: in eac
 the new keys and values and rotates the queries, one attends for prompts (flash attention), one for
 single tokens (flash decoding). The last divides all cached tokens evenly among its programs: none
 waits for the longest sequence. In a step of single tokens alone it also rotates and stores the new
-keys and values. Few sequences whose heads share no keys take a kernel of their own, because at
-batch 1 a step is bound by launches, not by bandwidth.
+keys and values.
 
 Import this module only where Triton is installed.
 """
@@ -21,7 +20,6 @@ import torch
 import triton
 
 from inference.model.gpu.attention_kernels import (
-    attend_one_token,
     flash_attend_prompts,
     flash_decode_evenly,
     flash_decode_grouped,
@@ -39,17 +37,6 @@ from inference.parallel.launch_cuda import (
     tile_descriptor,
 )
 
-# Cached values of one head that a program of `attend_one_token` holds at once; more do not fit its
-# registers.
-_HELD_VALUES = 8192
-# The same where each multiprocessor has one program or none: most contexts then are read in one
-# piece, before the kernel waits, and need not be put together. A step of GPT-2 350M takes 0.44 ms
-# with this, 0.47 without.
-_HELD_VALUES_OF_FEW = 16384
-# Programs that fill a GPU: a head's tokens are divided until there are so many. At 256 tokens
-# GPT-J-6B's attention takes 21 us in one part, 11 us in 4 and 8 us in 8 or 16.
-_PROGRAMS = 512
-_MOST_PARTS = 64
 # Query rows of a tile, (token, head of the group) each: what a tensor core multiplies at least.
 LEAST_ROWS = 16
 # Ways of reading the cache for prompts, by head size, in tiles of 64 query rows. Causal attention
@@ -78,16 +65,15 @@ _DECODE_TILE: dict[str, int] = {
 _MANY_DECODE_TILE = _DECODE_TILE | {"TOKENS": 32, "programs": 6, "maxnreg": 168}
 _OTHER_SHARED_BYTES = 2048  # barriers, and what reductions exchange
 _JOINED_VALUES = (8192, 4096)  # of parts that a program joins at once; fewer with `maxnreg`
-# Cached values that a program of `flash_decode_evenly` reads at once, and programs of a
-# multiprocessor. A program is one warp, which has no other to wait for. 256 sequences of GPT-J-6B,
-# of 32 to 700 tokens, take 386 us of a layer, and 495 with one program for each head; reading takes
-# 356.
+# The same where they share none: cached values that a program of `flash_decode_evenly` reads at
+# once. A program is one warp, which has no other to wait for; all must fit the 65,536 registers of
+# a multiprocessor. 256 sequences of GPT-J-6B, of 32 to 700 tokens, take 386 us of a layer, and 495
+# with one program for each head; reading takes 356. One sequence of 300 tokens with 16 heads of 256
+# takes 8 us on an H100, and 14 where its parts are joined one by one.
 _EVEN_VALUES = 1024
-_EVEN_PROGRAMS = 12
-_EVEN_REGISTERS = 168  # of a thread; all programs must fit the 65,536 of a multiprocessor
-# Values of all queries from which on even shares are faster than `attend_one_token`.
-_LEAST_EVEN = 16384
-_LEAST_EVEN_ROWS = 256  # one kernel serves all steps of fewer
+_EVEN_TILE: dict[str, int] = {"MOST_PARTS": 64, "programs": 12, "num_warps": 1, "maxnreg": 168}
+_EVEN_JOINED_VALUES = 2048
+_LEAST_SEQUENCES = 256  # one kernel serves all steps of fewer
 
 
 @dataclass(frozen=True)
@@ -133,13 +119,7 @@ class PagedAttention:
         count, H, D = query.shape
         y = query.new_empty(count, H * D) if out is None else out
         launch = _Launch(self, query, layer, angles, y)
-        if self.single and not self.rules.batch_invariant:
-            evenly = launch.can_share and query.numel() >= _LEAST_EVEN
-            one_each = self.cache.shape.kv_head_num == H
-            if one_each and not evenly and count * H <= _most_programs(D):
-                launch.one_token_each(new)
-                return y
-        elif new is not None:
+        if new is not None and (not self.single or self.rules.batch_invariant):
             launch.store(new)
             launch, new = replace(launch, angles=None), None
         if self.prompts is not None:
@@ -147,10 +127,8 @@ class PagedAttention:
         for tiles in self.tiles:
             if tiles.size > 1 or self.rules.batch_invariant:
                 launch.attend_prompts(tiles)
-            elif launch.can_share:
-                launch.attend_evenly(tiles, new)
             else:
-                launch.decode_grouped(tiles, new)
+                launch.decode(tiles, new)
         return y
 
 
@@ -268,99 +246,39 @@ class _Launch:
             return False, keys
         return True, tile_descriptor(self.cache.rows(self.layer), tokens, width)
 
-    def decode_grouped(self, tiles: Tiles, new: torch.Tensor | None) -> None:
+    def decode(self, tiles: Tiles, new: torch.Tensor | None) -> None:
         """Attend for tiles of one token each; new keys and values, if any, are stored first."""
         constants = self._constants()
-        K, device, width = self.cache.shape.kv_head_num, self.query.device, constants["WIDTH"]
-        count, group = len(tiles.slots), self.query.shape[1] // K
-        heads = triton.next_power_of_2(group)
-        processors = multiprocessors(device)
-        many = count * K >= processors * _DECODE_TILE["programs"]
-        options = dict(_decode_options(width, self.query.dtype.itemsize, many=many))
+        count, H, K = len(tiles.slots), self.query.shape[1], self.cache.shape.kv_head_num
+        device, width, item_bytes = self.query.device, constants["WIDTH"], self.query.itemsize
+        processors, heads = multiprocessors(device), triton.next_power_of_2(H // K)
+        kernel: Any = flash_decode_evenly
+        described: list[Any] = []
+        if H == K and item_bytes == 2:
+            joined = _EVEN_JOINED_VALUES
+            options = _EVEN_TILE | {"H": H, "TOKENS": _EVEN_VALUES // width}
+        else:
+            kernel = flash_decode_grouped
+            many = count * K >= processors * _DECODE_TILE["programs"]
+            options = dict(_decode_options(width, item_bytes, many=many))
+            joined = _JOINED_VALUES["maxnreg" in options]
+            options["TMA"], *described = self._cache_rows(options["TOKENS"], width)
+            options |= {"G": H // K, "K": K, "GROUP": max(LEAST_ROWS, heads), "HEADS": heads}
         programs = processors * options.pop("programs")
         mixed = torch.empty(programs, 2, heads, width, device=device)
         sums = torch.empty(programs, 2, 2, heads, device=device)
-        described, cache = self._cache_rows(options["TOKENS"], width)
         bias, choices = self._bias()
         keys, values = self._new_or_any(new)
-        flash_decode_grouped[(programs,)](
-            *(self.query, keys, values, self.query.stride(0), *self._angles()),
-            *(cache, *self._stored(), tiles.slots, tiles.places, tiles.rows, tiles.counts, count),
+        kernel[(programs,)](
+            *(self.query, keys, values, self.query.stride(0), *self._angles(), *described),
+            *(*self._stored(), tiles.slots, tiles.places, tiles.rows, tiles.counts, count),
             *(bias, mixed, sums, _tickets(device, triton.next_power_of_2(count * K))),
             *(self.y, self.y.stride(0), self._factor),
-            G=group,
-            K=K,
-            GROUP=max(LEAST_ROWS, heads),
-            HEADS=heads,
-            JOINED=max(_JOINED_VALUES["maxnreg" in options] // (heads * width), 1),
-            ROWS=max(triton.next_power_of_2(count), _LEAST_EVEN_ROWS),
+            JOINED=max(joined // (heads * width), 1),
+            ROWS=max(triton.next_power_of_2(count), _LEAST_SEQUENCES),
             NEW=new is not None,
             FIXED=self.step.single,
-            TMA=described,
             **options,
-            **choices,
-            **constants,
-        )
-
-    @property
-    def can_share(self) -> bool:
-        """Whether `flash_decode_evenly` serves single tokens of this layer.
-
-        It reads the keys and values of each query head; those that share them are left to
-        `flash_decode_grouped`.
-        """
-        one_each = self.query.shape[1] == self.cache.shape.kv_head_num
-        invariant = self.step.rules.batch_invariant
-        return one_each and self.query.dtype.itemsize == 2 and not invariant
-
-    def attend_evenly(self, tiles: Tiles, new: torch.Tensor | None) -> None:
-        """Attend for tiles of one token each; new keys and values, if any, are stored first."""
-        constants = self._constants()
-        _, H, D = self.query.shape
-        count, device = len(tiles.slots), self.query.device
-        programs = multiprocessors(device) * _EVEN_PROGRAMS
-        mixed = torch.empty(programs, 2, D, device=device)
-        sums = torch.empty(programs, 2, 2, device=device)
-        tickets = _tickets(device, triton.next_power_of_2(count * H))
-        bias, choices = self._bias()
-        keys, values = self._new_or_any(new)
-        flash_decode_evenly[(programs,)](
-            *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
-            *(tiles.slots, tiles.places, tiles.rows, tiles.counts, count),
-            *(bias, mixed, sums, tickets),
-            *(self.y, self.y.stride(0), self._factor),
-            H=H,
-            TOKENS=_EVEN_VALUES // constants["WIDTH"],
-            ROWS=max(triton.next_power_of_2(count), _LEAST_EVEN_ROWS),
-            NEW=new is not None,
-            FIXED=self.step.single,
-            num_warps=1,
-            maxnreg=_EVEN_REGISTERS,
-            **choices,
-            **constants,
-        )
-
-    def one_token_each(self, new: torch.Tensor | None) -> None:
-        """Do all of it in one kernel, for few sequences of one new token each."""
-        constants = self._constants()
-        count, H, D = self.query.shape
-        few = count * H <= multiprocessors(self.query.device)
-        tokens = max(16, (_HELD_VALUES_OF_FEW if few else _HELD_VALUES) // constants["WIDTH"])
-        parts = _parts(self.cache.shape.max_len, tokens, count * H)
-        mixed = torch.empty(count * H, parts, D, device=self.query.device)
-        sums = torch.empty(count * H, parts, 2, device=self.query.device)
-        tickets = _tickets(self.query.device, triton.next_power_of_2(count * H))
-        bias, choices = self._bias()
-        keys, values = self._new_or_any(new)
-        attend_one_token[(count, H, parts)](
-            *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
-            *(self.step.slots, self.step.places, bias, mixed, sums, tickets),
-            *(self.y, self.y.stride(0), self._factor),
-            H=H,
-            TOKENS=tokens,
-            PARTS=parts,
-            NEW=new is not None,
-            num_warps=8 if few else 4,
             **choices,
             **constants,
         )
@@ -370,17 +288,6 @@ class _Launch:
 def _tickets(device: torch.device, count: int) -> torch.Tensor:
     """Return zeros, one for each token's head; every kernel leaves them zero."""
     return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-def _most_programs(head_size: int) -> int:
-    """Return the most pairs of a sequence and a head for which `attend_one_token` is faster."""
-    return 1024 if head_size <= 64 else _PROGRAMS - 1
-
-
-def _parts(length: int, tokens: int, programs: int) -> int:
-    """Return the number of programs that share a head's tokens, a power of two."""
-    most = min(-(-length // tokens), max(_PROGRAMS // programs, 1), _MOST_PARTS)
-    return 1 << (max(most, 1).bit_length() - 1)
 
 
 def _prompt_options(rows: int, width: int, item_bytes: int) -> dict[str, int]:

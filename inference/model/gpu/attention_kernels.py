@@ -321,8 +321,142 @@ def flash_attend_prompts(
     tl.store(at, (mixed / total[:, None]).to(y_at.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _even_shares(
+    places_at,
+    counts_at,
+    count,
+    heads: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    NEW: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Return where each single token's tiles of cached tokens end, and how many a program takes.
+
+    The heads of all tokens lie end to end; (ROWS,) ends. Programs take equal shares of neighbouring
+    tiles, and about MOST_PARTS share a head at the most.
+    """
+    rows = tl.arange(0, ROWS)
+    there = (rows < count) & (tl.load(counts_at + rows, mask=rows < count, other=0) > 0)
+    places = tl.load(places_at + rows, mask=there, other=0).to(tl.int32)
+    read = places if NEW else places + 1
+    if WINDOW > 0:
+        read -= tl.maximum(0, places + 1 - WINDOW) // TOKENS * TOKENS
+    tiles = tl.where(there, tl.maximum(tl.cdiv(read, TOKENS), 1), 0)
+    ends = tl.cumsum(tiles, 0) * heads
+    share = tl.cdiv(tl.max(ends, 0), tl.num_programs(0))
+    return ends, tl.maximum(share, tl.cdiv(tl.max(tiles, 0), MOST_PARTS))
+
+
+@triton.jit
+def _head_of(tile, ends, heads: tl.constexpr):
+    """Return the token and the head that a tile is of, and the head's first and end tile."""
+    nth_row = tl.sum((ends <= tile).to(tl.int32), 0)
+    row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
+    row_end = tl.min(tl.where(ends > tile, ends, tl.max(ends, 0)), 0)
+    head_tiles = (row_end - row_begin) // heads
+    head = (tile - row_begin) // head_tiles
+    head_begin = row_begin + head * head_tiles
+    return nth_row, head, head_begin, head_begin + head_tiles
+
+
+@triton.jit
+def _tokens_of(
+    tile,
+    last_tile,
+    head_begin,
+    head_end,
+    place,
+    TOKENS: tl.constexpr,
+    NEW: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Return the first of the cached tokens that a program reads of a head, and where they end."""
+    cached = place if NEW else place + 1  # tokens that come from the cache
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(0, place + 1 - WINDOW) // TOKENS * TOKENS
+    begin = first + (tile - head_begin) * TOKENS
+    stop = tl.minimum(first + (tl.minimum(last_tile, head_end) - head_begin) * TOKENS, cached)
+    return begin, stop
+
+
+@triton.jit
+def _leave_head(
+    largest,
+    total,
+    mixed,
+    tile,
+    head_begin,
+    head_end,
+    share,
+    parts_at,
+    sums_at,
+    ticket_at,
+    target_at,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,  # a power of two, at least G
+    JOINED: tl.constexpr,  # parts that are read at once
+):
+    """Store G query heads' results; of a head in parts, this part: who stores the last joins all.
+
+    The state is that of `_attend_keys`, of GROUP rows.
+    """
+    program = tl.program_id(0)
+    d = tl.arange(0, WIDTH)
+    g = tl.arange(0, GROUP)
+    inside = (g < G)[:, None] & (d < D)[None, :]
+    first_program = head_begin // share
+    parts = (head_end - 1) // share - first_program + 1
+    if parts == 1:
+        y = (mixed / total[:, None]).to(target_at.dtype.element_ty)
+        tl.store(target_at + g[:, None] * D + d[None, :], y, mask=inside)
+    else:
+        # A program has at most two heads that it shares: that of its first tile, and a later.
+        mine = 2 * program + (tile == head_begin).to(tl.int32)
+        cell = mine * (HEADS * WIDTH) + g[:, None] * WIDTH + d[None, :]
+        tl.store(parts_at + cell, mixed, mask=inside)
+        tl.store(sums_at + mine * (2 * HEADS) + g, largest, mask=g < G)
+        tl.store(sums_at + mine * (2 * HEADS) + HEADS + g, total, mask=g < G)
+        tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
+        if tl.atomic_add(ticket_at, 1) == parts - 1:
+            tl.debug_barrier()
+            h = tl.arange(0, HEADS)
+            best = tl.full((HEADS,), -1e30, tl.float32)
+            all_total = tl.zeros((HEADS,), tl.float32)
+            all_mixed = tl.zeros((HEADS, WIDTH), tl.float32)
+            for first_part in range(0, parts, JOINED):
+                nth = first_part + tl.arange(0, JOINED)
+                other = 2 * (first_program + nth) + (nth == 0).to(tl.int32)
+                known = (nth < parts)[:, None] & (h < G)[None, :]
+                sum_at = sums_at + other[:, None] * (2 * HEADS) + h[None, :]
+                place_at = other[:, None, None] * (HEADS * WIDTH) + h[None, :, None] * WIDTH
+                each = tl.load(
+                    parts_at + place_at + d[None, None, :],
+                    mask=known[:, :, None] & (d < D)[None, None, :],
+                    other=0.0,
+                )
+                bests = tl.load(sum_at, mask=known, other=-1e30)
+                totals = tl.load(sum_at + HEADS, mask=known, other=0.0)
+                new_best = tl.maximum(best, tl.max(bests, 0))
+                shrink = tl.exp2(best - new_best)
+                grow = tl.exp2(bests - new_best[None, :])
+                all_total = all_total * shrink + tl.sum(totals * grow, 0)
+                all_mixed = all_mixed * shrink[:, None] + tl.sum(each * grow[:, :, None], 0)
+                best = new_best
+            y = (all_mixed / all_total[:, None]).to(target_at.dtype.element_ty)
+            within = (h < G)[:, None] & (d < D)[None, :]
+            tl.store(target_at + h[:, None] * D + d[None, :], y, mask=within)
+            tl.store(ticket_at, 0)
+
+
 @triton.jit(do_not_specialize=["count"])
-def flash_decode_grouped(  # noqa: C901 - constants choose
+def flash_decode_grouped(
     query_at,
     key_at,
     value_at,
@@ -358,8 +492,8 @@ def flash_decode_grouped(  # noqa: C901 - constants choose
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,  # a power of two, at least `count`
     MOST_PARTS: tl.constexpr,  # of a head, about
-    HEADS: tl.constexpr,  # a power of two, at least G
-    JOINED: tl.constexpr,  # parts that are read at once
+    HEADS: tl.constexpr,
+    JOINED: tl.constexpr,
     TMA: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NEW: tl.constexpr,  # whether the new key and value are stored and seen
@@ -378,43 +512,21 @@ def flash_decode_grouped(  # noqa: C901 - constants choose
     let_next_begin(EARLY)
     if not FIXED:
         wait_for_earlier(EARLY)
-    program = tl.program_id(0)
     d = tl.arange(0, WIDTH)
     g = tl.arange(0, GROUP)
-    rows = tl.arange(0, ROWS)
-    there = (rows < count) & (tl.load(counts_at + rows, mask=rows < count, other=0) > 0)
-    places = tl.load(places_at + rows, mask=there, other=0).to(tl.int32)
-    read = places if NEW else places + 1
-    if WINDOW > 0:
-        read -= tl.maximum(0, places + 1 - WINDOW) // TOKENS * TOKENS
-    tiles = tl.where(there, tl.maximum(tl.cdiv(read, TOKENS), 1), 0)
-    ends = tl.cumsum(tiles, 0) * K  # of each token's tiles
-    all_tiles = tl.max(ends, 0)
-    share = tl.cdiv(all_tiles, tl.num_programs(0))
-    share = tl.maximum(share, tl.cdiv(tl.max(tiles, 0), MOST_PARTS))
-    tile = program * share
-    last_tile = tl.minimum(tile + share, all_tiles)
+    ends, share = _even_shares(
+        places_at, counts_at, count, K, TOKENS, ROWS, MOST_PARTS, NEW, WINDOW
+    )
+    tile = tl.program_id(0) * share
+    last_tile = tl.minimum(tile + share, tl.max(ends, 0))
     if FIXED:
         wait_for_earlier(EARLY)
     while tile < last_tile:
-        nth_row = tl.sum((ends <= tile).to(tl.int32), 0)
-        row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
-        row_end = tl.min(tl.where(ends > tile, ends, all_tiles), 0)
-        head_tiles = (row_end - row_begin) // K
-        kv_head = (tile - row_begin) // head_tiles
-        head_begin = row_begin + kv_head * head_tiles
-        head_end = head_begin + head_tiles
-        first_program = head_begin // share
-        parts = (head_end - 1) // share - first_program + 1
+        nth_row, kv_head, head_begin, head_end = _head_of(tile, ends, K)
         row = tl.load(rows_at + nth_row).to(tl.int64)
         slot = tl.load(slots_at + nth_row)
         place = tl.load(places_at + nth_row).to(tl.int32)  # of the query
-        cached = place if NEW else place + 1  # tokens that come from the cache
-        first = 0
-        if WINDOW > 0:
-            first = tl.maximum(0, place + 1 - WINDOW) // TOKENS * TOKENS
-        begin = first + (tile - head_begin) * TOKENS
-        stop = tl.minimum(first + (tl.minimum(last_tile, head_end) - head_begin) * TOKENS, cached)
+        begin, stop = _tokens_of(tile, last_tile, head_begin, head_end, place, TOKENS, NEW, WINDOW)
         table_at = tables_at + slot * table_width
         head = kv_head * G + g
         inside = (g < G)[:, None] & (d < D)[None, :]
@@ -459,48 +571,11 @@ def flash_decode_grouped(  # noqa: C901 - constants choose
                 *(tl.minimum(head, K * G - 1), slope, scale),
                 *(K, D, WIDTH, BLOCK, TOKENS, TMA, WINDOW, SOFTCAP, HAS_SLOPES, TABLE, True),
             )
-        target_at = y_at + row * y_stride + kv_head * G * D
-        if parts == 1:
-            y = (mixed / total[:, None]).to(y_at.dtype.element_ty)
-            tl.store(target_at + g[:, None] * D + d[None, :], y, mask=inside)
-        else:
-            # A program has at most two heads that it shares: that of its first tile, and a later.
-            mine = 2 * program + (tile == head_begin).to(tl.int32)
-            cell = mine * (HEADS * WIDTH) + g[:, None] * WIDTH + d[None, :]
-            tl.store(parts_at + cell, mixed, mask=inside)
-            tl.store(sums_at + mine * (2 * HEADS) + g, largest, mask=g < G)
-            tl.store(sums_at + mine * (2 * HEADS) + HEADS + g, total, mask=g < G)
-            tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
-            if tl.atomic_add(tickets_at + nth_row * K + kv_head, 1) == parts - 1:
-                tl.debug_barrier()
-                h = tl.arange(0, HEADS)
-                best = tl.full((HEADS,), -1e30, tl.float32)
-                all_total = tl.zeros((HEADS,), tl.float32)
-                all_mixed = tl.zeros((HEADS, WIDTH), tl.float32)
-                for first_part in range(0, parts, JOINED):
-                    nth = first_part + tl.arange(0, JOINED)
-                    other = 2 * (first_program + nth) + (nth == 0).to(tl.int32)
-                    known = (nth < parts)[:, None] & (h < G)[None, :]
-                    sum_at = sums_at + other[:, None] * (2 * HEADS) + h[None, :]
-                    place_at = other[:, None, None] * (HEADS * WIDTH) + h[None, :, None] * WIDTH
-                    each = tl.load(
-                        parts_at + place_at + d[None, None, :],
-                        mask=known[:, :, None] & (d < D)[None, None, :],
-                        other=0.0,
-                    )
-                    bests = tl.load(sum_at, mask=known, other=-1e30)
-                    totals = tl.load(sum_at + HEADS, mask=known, other=0.0)
-                    new_best = tl.maximum(best, tl.max(bests, 0))
-                    shrink_all = tl.exp2(best - new_best)
-                    grow = tl.exp2(bests - new_best[None, :])
-                    all_total = all_total * shrink_all + tl.sum(totals * grow, 0)
-                    all_mixed = all_mixed * shrink_all[:, None]
-                    all_mixed += tl.sum(each * grow[:, :, None], 0)
-                    best = new_best
-                all_y = (all_mixed / all_total[:, None]).to(y_at.dtype.element_ty)
-                within = (h < G)[:, None] & (d < D)[None, :]
-                tl.store(target_at + h[:, None] * D + d[None, :], all_y, mask=within)
-                tl.store(tickets_at + nth_row * K + kv_head, 0)
+        _leave_head(
+            *(largest, total, mixed, tile, head_begin, head_end, share, parts_at, sums_at),
+            *(tickets_at + nth_row * K + kv_head, y_at + row * y_stride + kv_head * G * D),
+            *(G, D, GROUP, WIDTH, HEADS, JOINED),
+        )
         tile = tl.minimum(last_tile, head_end)
 
 
@@ -516,156 +591,8 @@ def _cached(
     return keys, tl.load(values_at + cell, mask=inside, other=0.0)
 
 
-@triton.jit
-def _scores(
-    query,
-    keys,
-    token,
-    place,
-    stop,
-    bias_at,
-    slope,
-    head,
-    SOFTCAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    TABLE: tl.constexpr,
-):
-    """Return one query's scores of cached tokens, with the bias of their distance, in fp32."""
-    score = _capped(tl.sum(keys.to(tl.float32) * query[None, :], 1), SOFTCAP)
-    if HAS_SLOPES:
-        score -= slope * (place - token).to(tl.float32)
-    if TABLE > 0:
-        distance = tl.minimum(place - token, TABLE - 1)
-        bias = tl.load(bias_at + head * TABLE + distance, mask=token < stop, other=0.0)
-        score += bias.to(tl.float32)
-    return score
-
-
-@triton.jit
-def attend_one_token(
-    query_at,
-    key_at,
-    value_at,
-    token_stride,
-    cos_at,
-    sin_at,
-    keys_at,
-    values_at,
-    block_stride,
-    head_stride,
-    tables_at,
-    table_width,
-    slots_at,
-    places_at,
-    bias_at,
-    parts_at,
-    sums_at,
-    tickets_at,
-    y_at,
-    y_stride,
-    scale,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,  # most programs that share a head's tokens
-    INTERLEAVED: tl.constexpr,
-    NEW: tl.constexpr,  # whether a new key and value are stored and seen
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    TABLE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """One part of one head's tokens; the last part that ends puts all of them together."""
-    let_next_begin(EARLY)
-    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    d = tl.arange(0, WIDTH)
-    slot = tl.load(slots_at + row)
-    place = tl.load(places_at + row)  # of the query
-    cached = place if NEW else place + 1  # tokens that come from the cache
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(0, place + 1 - WINDOW)
-    tiles = tl.cdiv(cached - first, TOKENS)
-    share = tl.cdiv(tiles, PARTS)  # tiles of a part
-    parts = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
-    if part < parts:
-        begin = first + part * share * TOKENS
-        stop = tl.minimum(begin + share * TOKENS, cached)
-        table_at = tables_at + slot * table_width
-        keys_at += head * head_stride
-        values_at += head * head_stride
-        token = begin + tl.arange(0, TOKENS)
-        keys, values = _cached(keys_at, values_at, table_at, token, stop, d, block_stride, D, BLOCK)
-        wait_for_earlier(EARLY)
-        cos_at += row * R
-        sin_at += row * R
-        at = query_at + row * token_stride + head * D
-        query = _turned(at, d < D, cos_at, sin_at, d, R, INTERLEAVED).to(tl.float32) * scale
-        slope = 0.0
-        if HAS_SLOPES:
-            slope = tl.load(bias_at + head)
-        largest, total = -1e30, 0.0
-        mixed = tl.zeros((WIDTH,), tl.float32)
-        if NEW:  # noqa: SIM102 - known when the kernel is compiled
-            if part == 0:
-                own = row * token_stride + head * D
-                key, value = _cache_new(
-                    *(key_at + own, value_at + own, cos_at, sin_at, keys_at, values_at, table_at),
-                    *(place, d, block_stride, D, R, BLOCK, INTERLEAVED),
-                )
-                largest = _capped(tl.sum(query * key.to(tl.float32), 0), SOFTCAP)
-                if TABLE > 0:
-                    largest += tl.load(bias_at + head * TABLE).to(tl.float32)
-                total = 1.0
-                mixed = value.to(tl.float32)
-        for start in range(begin, stop, TOKENS):
-            if start > begin:
-                token = start + tl.arange(0, TOKENS)
-                keys, values = _cached(
-                    keys_at, values_at, table_at, token, stop, d, block_stride, D, BLOCK
-                )
-            score = _scores(
-                *(query, keys, token, place, stop, bias_at, slope, head),
-                *(SOFTCAP, HAS_SLOPES, TABLE),
-            )
-            score = tl.where(token < stop, score, -1e30)
-            new_largest = tl.maximum(largest, tl.max(score, 0))
-            shrink = tl.exp(largest - new_largest)
-            weight = tl.exp(score - new_largest)
-            total = total * shrink + tl.sum(weight, 0)
-            mixed = mixed * shrink + tl.sum(weight[:, None] * values.to(tl.float32), 0)
-            largest = new_largest
-        y_at += row * y_stride + head * D
-        if parts == 1:
-            tl.store(y_at + d, (mixed / total).to(y_at.dtype.element_ty), mask=d < D)
-        else:
-            mine = (row * H + head) * PARTS
-            tl.store(parts_at + (mine + part) * D + d, mixed, mask=d < D)
-            tl.store(sums_at + (mine + part) * 2, largest)
-            tl.store(sums_at + (mine + part) * 2 + 1, total)
-            tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
-            if tl.atomic_add(tickets_at + row * H + head, 1) == parts - 1:
-                tl.debug_barrier()
-                every = tl.arange(0, PARTS)
-                best = tl.load(sums_at + (mine + every) * 2, mask=every < parts, other=-1e30)
-                sums = tl.load(sums_at + (mine + every) * 2 + 1, mask=every < parts, other=0.0)
-                weights = tl.exp(best - tl.max(best, 0))
-                all_mixed = tl.load(
-                    parts_at + (mine + every)[:, None] * D + d[None, :],
-                    mask=(every < parts)[:, None] & (d < D)[None, :],
-                    other=0.0,
-                )
-                y = tl.sum(all_mixed * weights[:, None], 0) / tl.sum(sums * weights, 0)
-                tl.store(y_at + d, y.to(y_at.dtype.element_ty), mask=d < D)
-                tl.store(tickets_at + row * H + head, 0)
-
-
 @triton.jit(do_not_specialize=["count"])
-def flash_decode_evenly(  # noqa: C901 - constants choose
+def flash_decode_evenly(
     query_at,
     key_at,
     value_at,
@@ -697,6 +624,8 @@ def flash_decode_evenly(  # noqa: C901 - constants choose
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,  # a power of two, at least `count`
+    MOST_PARTS: tl.constexpr,
+    JOINED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NEW: tl.constexpr,  # whether a new key and value are stored and seen
     FIXED: tl.constexpr,  # see `PagedAttention`
@@ -715,40 +644,19 @@ def flash_decode_evenly(  # noqa: C901 - constants choose
     let_next_begin(EARLY)
     if not FIXED:
         wait_for_earlier(EARLY)
-    program = tl.program_id(0)
     d = tl.arange(0, WIDTH)
     nth = tl.arange(0, TOKENS)
-    rows = tl.arange(0, ROWS)
-    there = (rows < count) & (tl.load(counts_at + rows, mask=rows < count, other=0) > 0)
-    places = tl.load(places_at + rows, mask=there, other=0).to(tl.int32)
-    read = places if NEW else places + 1
-    if WINDOW > 0:
-        read -= tl.maximum(0, places + 1 - WINDOW) // TOKENS * TOKENS
-    tiles = tl.where(there, tl.maximum(tl.cdiv(read, TOKENS), 1), 0) * H
-    ends = tl.cumsum(tiles, 0)  # of each token's tiles
-    all_tiles = tl.max(ends, 0)
-    share = tl.cdiv(all_tiles, tl.num_programs(0))
-    tile = program * share
-    last_tile = tl.minimum(tile + share, all_tiles)
+    ends, share = _even_shares(
+        places_at, counts_at, count, H, TOKENS, ROWS, MOST_PARTS, NEW, WINDOW
+    )
+    tile = tl.program_id(0) * share
+    last_tile = tl.minimum(tile + share, tl.max(ends, 0))
     while tile < last_tile:
-        nth_row = tl.sum((ends <= tile).to(tl.int32), 0)
-        row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
-        row_end = tl.min(tl.where(ends > tile, ends, all_tiles), 0)
-        head_tiles = (row_end - row_begin) // H
-        head = (tile - row_begin) // head_tiles
-        head_begin = row_begin + head * head_tiles
-        head_end = head_begin + head_tiles
-        first_program = head_begin // share
-        parts = (head_end - 1) // share - first_program + 1
+        nth_row, head, head_begin, head_end = _head_of(tile, ends, H)
         row = tl.load(rows_at + nth_row).to(tl.int64)
         slot = tl.load(slots_at + nth_row)
         place = tl.load(places_at + nth_row).to(tl.int32)  # of the query
-        cached = place if NEW else place + 1  # tokens that come from the cache
-        first = 0
-        if WINDOW > 0:
-            first = tl.maximum(0, place + 1 - WINDOW) // TOKENS * TOKENS
-        begin = first + (tile - head_begin) * TOKENS
-        stop = tl.minimum(first + (tl.minimum(last_tile, head_end) - head_begin) * TOKENS, cached)
+        begin, stop = _tokens_of(tile, last_tile, head_begin, head_end, place, TOKENS, NEW, WINDOW)
         table_at = tables_at + slot * table_width
         head_keys_at = keys_at + head * head_stride
         head_values_at = values_at + head * head_stride
@@ -779,7 +687,7 @@ def flash_decode_evenly(  # noqa: C901 - constants choose
                 score = _capped(tl.sum(query * key.to(tl.float32), 0), SOFTCAP)
                 if TABLE > 0:
                     score += tl.load(bias_at + head * TABLE).to(tl.float32)
-                largest = tl.where(nth == 0, score, largest)
+                largest = tl.where(nth == 0, score * _LOG2_E, largest)
                 total = tl.where(nth == 0, 1.0, total)
                 mixed = tl.where((nth == 0)[:, None], value.to(tl.float32)[None, :], mixed)
         for start in range(begin, stop, TOKENS):
@@ -795,50 +703,30 @@ def flash_decode_evenly(  # noqa: C901 - constants choose
                 D,
                 BLOCK,
             )
-            score = _scores(
-                *(query, keys, token, place, stop, bias_at, slope, head),
-                *(SOFTCAP, HAS_SLOPES, TABLE),
-            )
+            score = _capped(tl.sum(keys.to(tl.float32) * query[None, :], 1), SOFTCAP)
+            if HAS_SLOPES:
+                score -= slope * (place - token).to(tl.float32)
+            if TABLE > 0:
+                entry = head * TABLE + tl.minimum(place - token, TABLE - 1)
+                bias = tl.load(bias_at + entry, mask=token < stop, other=0.0)
+                score += bias.to(tl.float32)
             seen = token < stop
             if WINDOW > 0:
                 seen &= place - token < WINDOW
-            new_largest = tl.maximum(largest, tl.where(seen, score, -1e30))
-            shrink = tl.exp(largest - new_largest)
-            weight = tl.where(seen, tl.exp(score - new_largest), 0.0)
+            new_largest = tl.maximum(largest, tl.where(seen, score * _LOG2_E, -1e30))
+            shrink = tl.exp2(largest - new_largest)
+            weight = tl.where(seen, tl.exp2(score * _LOG2_E - new_largest), 0.0)
             total = total * shrink + weight
             mixed = mixed * shrink[:, None] + weight[:, None] * values.to(tl.float32)
             largest = new_largest
             keys, values = next_keys, next_values
-        best = tl.max(largest, 0)
-        factor = tl.exp(largest - best)
-        one_total = tl.sum(total * factor, 0)
-        one_mixed = tl.sum(mixed * factor[:, None], 0)
-        target_at = y_at + row * y_stride + head * D
-        if parts == 1:
-            tl.store(target_at + d, (one_mixed / one_total).to(y_at.dtype.element_ty), mask=d < D)
-        else:
-            # A program has at most two heads that it shares: that of its first tile, and a later.
-            mine = 2 * program + (tile == head_begin).to(tl.int32)
-            tl.store(parts_at + mine * D + d, one_mixed, mask=d < D)
-            tl.store(sums_at + mine * 2, best)
-            tl.store(sums_at + mine * 2 + 1, one_total)
-            tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
-            if tl.atomic_add(tickets_at + nth_row * H + head, 1) == parts - 1:
-                tl.debug_barrier()
-                mine = 2 * first_program + 1
-                best = tl.load(sums_at + mine * 2)
-                one_total = tl.load(sums_at + mine * 2 + 1)
-                one_mixed = tl.load(parts_at + mine * D + d, mask=d < D, other=0.0)
-                for other in range(first_program + 1, first_program + parts):
-                    others_best = tl.load(sums_at + other * 4)
-                    new_best = tl.maximum(best, others_best)
-                    shrink, grow = tl.exp(best - new_best), tl.exp(others_best - new_best)
-                    one_total = one_total * shrink + tl.load(sums_at + other * 4 + 1) * grow
-                    part = tl.load(parts_at + 2 * other * D + d, mask=d < D, other=0.0)
-                    one_mixed = one_mixed * shrink + part * grow
-                    best = new_best
-                tl.store(
-                    target_at + d, (one_mixed / one_total).to(y_at.dtype.element_ty), mask=d < D
-                )
-                tl.store(tickets_at + nth_row * H + head, 0)
+        best = tl.max(largest, 0, keep_dims=True)
+        factor = tl.exp2(largest - best)
+        total = tl.sum(total * factor, 0, keep_dims=True)
+        mixed = tl.sum(mixed * factor[:, None], 0, keep_dims=True)
+        _leave_head(
+            *(best, total, mixed, tile, head_begin, head_end, share, parts_at, sums_at),
+            *(tickets_at + nth_row * H + head, y_at + row * y_stride + head * D),
+            *(1, D, 1, WIDTH, 1, JOINED),
+        )
         tile = tl.minimum(last_tile, head_end)
