@@ -86,7 +86,7 @@ class Window:
 
     default: int | None = None  # of the library for sliding_window; null is none
     has_switch: bool = False  # whether use_sliding_window decides
-    # Whether each layer has it, without layer_types; None: all, and layer_types is not written.
+    # Whether each layer has it, without layer_types; None: all, whatever layer_types says.
     slides: Callable[[Settings, Mapping[str, Any]], Sequence[bool]] | None = None
 
     def read(self, settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,6 +110,11 @@ class Window:
                 f"{_SLIDING}"
             )
         layers = chosen_layers([kind == _SLIDING for kind in kinds])
+        if size is not None and layers is not None and not self.slides:
+            settings.note(
+                "layer_types: not all layers have the sliding window, which they have in "
+                "transformers' model of this type"
+            )
         if size is None or layers == ():
             return {}
         return {"sliding_window": size, "sliding_layers": layers}
