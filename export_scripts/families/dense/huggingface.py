@@ -9,7 +9,8 @@ from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, Setting, key
 from export_scripts.families.mapping.names import Names, in_layers
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
-from export_scripts.families.mapping.settings import Settings
+from export_scripts.families.mapping.settings import Settings, half_precision_warnings
+from export_scripts.families.mapping.source_mapping import Facts
 
 SIZES = (
     key("head_num", "num_attention_heads"),
@@ -147,7 +148,8 @@ class DenseDecoder(HuggingFaceDecoder):
     rotary_fraction: float | None = None
     window: Window | None = None  # None: no layer has one
     ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
-    warns_of_fp16: bool = True
+    # One trained in bf16 may overflow in fp16.
+    warnings: Callable[[Facts, Any], list[str]] = half_precision_warnings
 
     def derived(self, settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
         """Return sizes of heads, the activation, rotary positions and a sliding window."""

@@ -16,7 +16,6 @@ from export_scripts.families.mapping.settings import (
     ALL_ACTIVATIONS,
     REQUIRED,
     Settings,
-    half_precision_warnings,
     huggingface_settings,
     model_name,
 )
@@ -128,7 +127,6 @@ class HuggingFaceDecoder:
     prefix: str = "model."  # of names in a model saved without its head
     accepts: tuple[str, ...] = ()  # added archives, next to prompts
     warnings: Callable[[Facts, Any], list[str]] = lambda *_: []  # of a model that converts
-    warns_of_fp16: bool = False  # whether one trained in bf16 may overflow in fp16
 
     @property
     def embedding(self) -> str:
@@ -210,7 +208,6 @@ class HuggingFaceDecoder:
 
     def mapping(self) -> SourceMapping:
         """Return the mapping from and to Hugging Face folders."""
-        of_fp16 = half_precision_warnings if self.warns_of_fp16 else lambda *_: []
         takes_prompts = any(spec.name == PROMPT_TABLE for spec in self.family.layout)
         return SourceMapping(
             name=f"huggingface-{self.name or self.model_type}",
@@ -227,9 +224,6 @@ class HuggingFaceDecoder:
             ),
             prefix=self.prefix,
             accepts=(*self.accepts, *(("prompt",) if takes_prompts else ())),
-            warnings=lambda facts, config: [
-                *self.warnings(facts, config),
-                *of_fp16(facts, config, self.embedding),
-            ],
+            warnings=self.warnings,
             positions=self.positions,
         )
