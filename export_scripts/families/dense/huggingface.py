@@ -148,6 +148,7 @@ class DenseDecoder(HuggingFaceDecoder):
     rotary_fraction: float | None = None
     window: Window | None = None  # None: no layer has one
     ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
+    accepts: tuple[str, ...] = ()
     # One trained in bf16 may overflow in fp16.
     warnings: Callable[[Facts, Any], list[str]] = half_precision_warnings
 

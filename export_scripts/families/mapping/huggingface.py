@@ -9,7 +9,7 @@ from typing import Any
 
 from export_scripts.families.layout.architecture import activation_choice
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.decoder import HEAD, PROMPT_TABLE
+from export_scripts.families.layout.decoder import HEAD
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.names import Names, named_sources
 from export_scripts.families.mapping.settings import (
@@ -125,7 +125,7 @@ class HuggingFaceDecoder:
     positions: str | None = None  # key of the longest sequence, where the config has none
     ignored: tuple[str, ...] = ()  # patterns of source tensors without anything to convert
     prefix: str = "model."  # of names in a model saved without its head
-    accepts: tuple[str, ...] = ()  # added archives, next to prompts
+    accepts: tuple[str, ...] = ("prompt",)  # added archives
     warnings: Callable[[Facts, Any], list[str]] = lambda *_: []  # of a model that converts
 
     @property
@@ -208,7 +208,6 @@ class HuggingFaceDecoder:
 
     def mapping(self) -> SourceMapping:
         """Return the mapping from and to Hugging Face folders."""
-        takes_prompts = any(spec.name == PROMPT_TABLE for spec in self.family.layout)
         return SourceMapping(
             name=f"huggingface-{self.name or self.model_type}",
             title=f"Hugging Face {self.title}",
@@ -223,7 +222,7 @@ class HuggingFaceDecoder:
                 self.heads if not self.stores_head and config.tie_word_embeddings else ()
             ),
             prefix=self.prefix,
-            accepts=(*self.accepts, *(("prompt",) if takes_prompts else ())),
+            accepts=self.accepts,
             warnings=self.warnings,
             positions=self.positions,
         )
