@@ -201,7 +201,7 @@ GPTNEOX_HUGGINGFACE = HuggingFaceDecoder(
     positions="max_position_embeddings",
     ignored=("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq"),
     prefix="gpt_neox.",
-    warns_of_fp16=True,
+    warnings=half_precision_warnings,
 ).mapping()
 
 
@@ -323,7 +323,7 @@ def _eleuther_warnings(facts: Facts, config: GPTNeoXConfig) -> list[str]:
             "configs/*.yml does not set gpt-j-residual; the parallel residual of GPT-NeoX-20B is "
             "assumed (--set use_gptj_residual=0 for the other)"
         )
-    return assumed + half_precision_warnings(facts, config, _WTE)
+    return assumed + half_precision_warnings(facts, config)
 
 
 GPTNEOX_ELEUTHER = SourceMapping(

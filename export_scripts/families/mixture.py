@@ -101,7 +101,7 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
         window=Window(),
         bos=1,
         eos=2,
-        warns_of_fp16=False,
+        warnings=lambda *_: [],
     ).mapping(),
     DenseDecoder(
         model_type="qwen3_moe",
@@ -122,7 +122,7 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         },
-        warns_of_fp16=False,
+        warnings=lambda *_: [],
     ).mapping(),
 )
 

@@ -166,7 +166,7 @@ def _config(traits: MegatronTraits, state: Mapping[str, torch.Tensor]) -> dict[s
         "num_query_groups": traits.query_groups,
         "kv_channels": traits.size_per_head,
         "ffn_hidden_size": traits.inter_size,
-        "layernorm_epsilon": traits.norm_eps,
+        "layernorm_epsilon": traits.layernorm_eps,
         "normalization": "RMSNorm" if traits.normalization.startswith("rmsnorm") else "LayerNorm",
         "gated_linear_unit": traits.gated,
         "activation_func": activations[traits.activation],
@@ -188,7 +188,7 @@ def _model(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, Any]:
     scaled = source.get("scale_positional_embedding") or source.get("use_rope_scaling")
     return {
         "vocab_size": config.vocab_size,
-        "max_sequence_length": traits.max_positions,
+        "max_sequence_length": traits.max_pos_seq_len,
         "position_embedding_type": traits.position,
         "share_embeddings_and_output_weights": config.tie_word_embeddings,
         "rotary_percent": traits.rotary_fraction,

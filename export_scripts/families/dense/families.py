@@ -34,15 +34,6 @@ def _window_left_out(facts: Facts, _: DenseConfig) -> list[str]:
     return [f"config.json: sliding_window = {window} is left out: a Llama has none in transformers"]
 
 
-def _check_mistral(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
-    if values.get("sliding_layers") is not None:
-        settings.note(
-            "only some layers have a sliding window; a Mistral has one in all "
-            "layers in transformers"
-        )
-    return {}
-
-
 def _from_max_window_layers(settings: Settings, values: Mapping[str, Any]) -> list[bool]:
     full = settings.integer("max_window_layers", default=28, least=0)
     return [number >= full for number in range(values["num_layer"])]
@@ -174,18 +165,16 @@ DENSE_HUGGINGFACE = (
         keys=llama_keys(*BIAS_KEYS),
         bos=1,
         eos=2,
-        warnings=_window_left_out,
-        warns_of_fp16=False,  # served in fp16 everywhere
+        warnings=_window_left_out,  # not of fp16, in which Llamas are served everywhere
     ).mapping(),
     DenseDecoder(
         model_type="mistral",
         model="MistralForCausalLM",
         title="Mistral",
         window=Window(4096),
-        read=_check_mistral,
         bos=1,
         eos=2,
-        warns_of_fp16=False,  # served in fp16 everywhere
+        warnings=lambda *_: [],  # served in fp16 everywhere
     ).mapping(),
     DenseDecoder(
         model_type="qwen2",

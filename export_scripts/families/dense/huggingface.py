@@ -9,7 +9,8 @@ from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, Setting, key
 from export_scripts.families.mapping.names import Names, in_layers
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
-from export_scripts.families.mapping.settings import Settings
+from export_scripts.families.mapping.settings import Settings, half_precision_warnings
+from export_scripts.families.mapping.source_mapping import Facts
 
 SIZES = (
     key("head_num", "num_attention_heads"),
@@ -86,7 +87,7 @@ class Window:
 
     default: int | None = None  # of the library for sliding_window; null is none
     has_switch: bool = False  # whether use_sliding_window decides
-    # Whether each layer has it, without layer_types; None: all, and layer_types is not written.
+    # Whether each layer has it, without layer_types; None: all, whatever layer_types says.
     slides: Callable[[Settings, Mapping[str, Any]], Sequence[bool]] | None = None
 
     def read(self, settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,6 +111,11 @@ class Window:
                 f"{_SLIDING}"
             )
         layers = chosen_layers([kind == _SLIDING for kind in kinds])
+        if size is not None and layers is not None and not self.slides:
+            settings.note(
+                "layer_types: not all layers have the sliding window, which they have in "
+                "transformers' model of this type"
+            )
         if size is None or layers == ():
             return {}
         return {"sliding_window": size, "sliding_layers": layers}
@@ -142,7 +148,9 @@ class DenseDecoder(HuggingFaceDecoder):
     rotary_fraction: float | None = None
     window: Window | None = None  # None: no layer has one
     ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
-    warns_of_fp16: bool = True
+    accepts: tuple[str, ...] = ()
+    # One trained in bf16 may overflow in fp16.
+    warnings: Callable[[Facts, Any], list[str]] = half_precision_warnings
 
     def derived(self, settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
         """Return sizes of heads, the activation, rotary positions and a sliding window."""

@@ -335,7 +335,7 @@ _OPT = HuggingFaceDecoder(
     bos=2,
     eos=2,
     ignored=("*decoder.version",),
-    accepts=("activation_ranges",),
+    accepts=("activation_ranges", "prompt"),
 )
 
 OPT_HUGGINGFACE = _OPT.mapping()

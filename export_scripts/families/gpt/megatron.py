@@ -3,7 +3,6 @@
 Names of the latter: NVIDIA/Megatron-LM, megatron/core/models/gpt/gpt_model.py and its layer specs.
 """
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,6 @@ from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
 from export_scripts.families.mapping.megatron_traits import (
     MegatronTraits,
     foreign_settings,
-    traits_of,
     unknown_model,
 )
 from export_scripts.families.mapping.names import (
@@ -75,14 +73,15 @@ def common_fields(
         ValueError: The special tokens are unknown.
     """
     start_id, end_id = start_and_end(facts)
-    names = ("head_num", "size_per_head", "inter_size", "num_layer", "exact_gelu")
+    names = (
+        "head_num", "size_per_head", "inter_size", "num_layer", "max_pos_seq_len", "layernorm_eps",
+        "exact_gelu",
+    )  # fmt: skip
     return {
         **{name: getattr(traits, name) for name in names},
-        "max_pos_seq_len": traits.max_positions,
         "vocab_size": vocab_size,
         "start_id": start_id,
         "end_id": end_id,
-        "layernorm_eps": traits.norm_eps,
         "tie_word_embeddings": tied,
     }
 
@@ -93,15 +92,14 @@ def gpt_config(facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: b
     Raises:
         ValueError: The special tokens are unknown, or an added archive contradicts itself.
     """
-    adapter_size = int(traits.source.get("project_size") or 0)
     return traits.settings.built(
         GPTConfig,
         facts,
         model_name="gpt",
         **common_fields(facts, traits, vocab_size=vocab_size, tied=tied),
         activation_type=_ACTIVATIONS[traits.activation],
-        has_adapters=adapter_size > 0,
-        adapter_inter_size=adapter_size,
+        has_adapters=traits.adapter_inter_size > 0,
+        adapter_inter_size=traits.adapter_inter_size,
     )
 
 
@@ -198,11 +196,11 @@ def _traits(facts: Facts) -> MegatronTraits:
     """Return the traits; of Megatron-LM's version 0 from the tensors and the user."""
     source_format = facts.reader.format
     if source_format == "nemo" or facts.config.get("num_layers") is not None:
-        return traits_of(source_format, facts.config)
+        return MegatronTraits(source_format, facts.config)
     layer = f"{_stack(facts)}layers."
     keys = facts.keys()
     numbers = [int(m[1]) for k in keys if (m := re.match(rf"{layer}(\d+)\.", k))]
-    return traits_of(
+    return MegatronTraits(
         source_format,
         {
             "num_attention_heads": facts.given_int("head_num"),
@@ -226,9 +224,8 @@ def _reasons(facts: Facts) -> list[str]:
     traits = _traits(facts)
     if facts.reader.format == "megatron" and not traits.head_num:
         reasons.append("the checkpoint does not state its number of heads: state --set head_num=..")
-        traits = dataclasses.replace(
-            traits, head_num=1, query_groups=1, size_per_head=traits.hidden
-        )
+        traits.head_num = traits.query_groups = 1
+        traits.size_per_head = traits.hidden
     if _order(facts) is None:
         known = ", ".join(map(str, _QKV_ORDER))
         version = facts.config["checkpoint_version"]
@@ -321,7 +318,7 @@ def core_traits(facts: Facts) -> MegatronTraits:
     if facts.reader.is_distributed:
         # Layers are numbered over all pipeline stages.
         config = {**config, "virtual_pipeline_model_parallel_size": None}
-    return traits_of(facts.reader.format, config)
+    return MegatronTraits(facts.reader.format, config)
 
 
 def core_is_tied(facts: Facts) -> bool:

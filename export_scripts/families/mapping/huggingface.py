@@ -9,14 +9,13 @@ from typing import Any
 
 from export_scripts.families.layout.architecture import activation_choice
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.decoder import HEAD, PROMPT_TABLE
+from export_scripts.families.layout.decoder import HEAD
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.names import Names, named_sources
 from export_scripts.families.mapping.settings import (
     ALL_ACTIVATIONS,
     REQUIRED,
     Settings,
-    half_precision_warnings,
     huggingface_settings,
     model_name,
 )
@@ -126,9 +125,8 @@ class HuggingFaceDecoder:
     positions: str | None = None  # key of the longest sequence, where the config has none
     ignored: tuple[str, ...] = ()  # patterns of source tensors without anything to convert
     prefix: str = "model."  # of names in a model saved without its head
-    accepts: tuple[str, ...] = ()  # added archives, next to prompts
+    accepts: tuple[str, ...] = ("prompt",)  # added archives
     warnings: Callable[[Facts, Any], list[str]] = lambda *_: []  # of a model that converts
-    warns_of_fp16: bool = False  # whether one trained in bf16 may overflow in fp16
 
     @property
     def embedding(self) -> str:
@@ -210,8 +208,6 @@ class HuggingFaceDecoder:
 
     def mapping(self) -> SourceMapping:
         """Return the mapping from and to Hugging Face folders."""
-        of_fp16 = half_precision_warnings if self.warns_of_fp16 else lambda *_: []
-        takes_prompts = any(spec.name == PROMPT_TABLE for spec in self.family.layout)
         return SourceMapping(
             name=f"huggingface-{self.name or self.model_type}",
             title=f"Hugging Face {self.title}",
@@ -226,10 +222,7 @@ class HuggingFaceDecoder:
                 self.heads if not self.stores_head and config.tie_word_embeddings else ()
             ),
             prefix=self.prefix,
-            accepts=(*self.accepts, *(("prompt",) if takes_prompts else ())),
-            warnings=lambda facts, config: [
-                *self.warnings(facts, config),
-                *of_fp16(facts, config, self.embedding),
-            ],
+            accepts=self.accepts,
+            warnings=self.warnings,
             positions=self.positions,
         )

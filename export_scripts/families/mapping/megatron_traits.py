@@ -8,7 +8,6 @@ megatron/core/transformer/transformer_config.py.
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.families.mapping.settings import Settings
@@ -25,40 +24,6 @@ _PLAIN = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class MegatronTraits:
-    """Traits of a Megatron-style decoder; sizes are 0 if the source does not state them."""
-
-    head_num: int
-    hidden: int
-    inter_size: int
-    num_layer: int
-    max_positions: int
-    size_per_head: int
-    query_groups: int
-    norm_eps: float
-    position: str  # learned_absolute, rope, alibi, ...
-    normalization: str  # layernorm, layernorm1p, rmsnorm, ...
-    activation: str  # gelu, relu, silu, or the source's own word
-    gated: bool
-    fused_gelu: bool  # one kernel adds the bias and computes gelu, in its tanh form
-    exact_gelu: bool  # gelu by erf
-    bias: bool
-    tied: bool
-    expert_num: int
-    rotary_base: float
-    rotary_local_base: float | None  # of layers with a window, if another
-    rotary_fraction: float
-    rotary_interpolation: float
-    settings: Settings  # in which a family reads what it alone has
-
-    @property
-    def source(self) -> Mapping[str, Any]:
-        """The configuration."""
-        return self.settings.source
-
-
-_LEARNED = "learned_absolute"
 _ZERO_CENTRED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 # YAML takes 1e-5, without a point, for text.
 _EXPONENT = re.compile(r"\d+(\.\d+)?e[+-]?\d+", re.IGNORECASE)
@@ -74,68 +39,70 @@ def megatron_settings(config: Mapping[str, Any], label: str) -> Settings:
     return Settings({**config, **numbers}, label)
 
 
-def traits_of(source_format: str, config: Mapping[str, Any]) -> MegatronTraits:
-    """Return the traits that the configuration of a format states; no key means two things.
+class MegatronTraits:
+    """Traits of a Megatron-style decoder in the configuration of a format; no key means two things.
+
+    Sizes are 0 if the source does not state them.
 
     Raises:
         CheckpointMismatchError: Sizes or numbers are malformed; all are listed.
     """
-    label, positions, activation_of = _FORMATS[source_format]
-    if source_format in _SCALED:
-        config = {**config, "use_rope_scaling": bool(config.get(_SCALED[source_format]))}
-        bases = config.get("rotary_base")
-        if isinstance(bases, list) and len(bases) == 2:  # of layers with a window, and the others
-            config = {**config, "rotary_local_base": bases[0], "rotary_base": bases[1]}
-    settings = megatron_settings(config, label)
 
-    def size(*keys: str, default: int = 0) -> int:
-        return settings.integer(_stated(config, *keys), default=default, least=0)
+    def __init__(self, source_format: str, config: Mapping[str, Any]) -> None:
+        label, positions, activation_of = _FORMATS[source_format]
+        if source_format in _SCALED:
+            config = {**config, "use_rope_scaling": bool(config.get(_SCALED[source_format]))}
+            bases = config.get("rotary_base")
+            if isinstance(bases, list) and len(bases) == 2:  # of layers with a window, and others
+                config = {**config, "rotary_local_base": bases[0], "rotary_base": bases[1]}
+        settings = megatron_settings(config, label)
+        self.settings = settings  # in which a family reads what it alone has
+        self.source = settings.source  # the configuration
 
-    def number(*keys: str, default: float) -> float:
-        return settings.number(_stated(config, *keys), default=default)
+        def size(*keys: str, default: int = 0) -> int:
+            return settings.integer(_stated(config, *keys), default=default, least=0)
 
-    heads, hidden = size("num_attention_heads"), size("hidden_size")
-    rotates = config.get("use_rotary_position_embeddings")
-    # Megatron-LM states a number of groups even where no heads share one.
-    is_grouped = config.get("group_query_attention", True)
-    size("project_size")
-    # Megatron-DeepSpeed lists the experts of each layer.
-    experts = _first(config, "num_moe_experts", "num_experts")
-    if isinstance(experts, list) and not all(type(each) is int for each in experts):
-        settings.note(f"number of experts = {experts!r:.100}: expected one for each layer")
-        experts = []
-    activation, gated, fused, by_erf = activation_of(config)
-    traits = MegatronTraits(
-        head_num=heads,
-        hidden=hidden,
-        inter_size=size("ffn_hidden_size", default=4 * hidden),
-        num_layer=size("num_layers"),
-        max_positions=size(*positions),
-        size_per_head=size("kv_channels", default=hidden // heads if heads else 0),
-        query_groups=(size("num_query_groups") if is_grouped else 0) or heads,
-        norm_eps=number("layernorm_epsilon", "norm_epsilon", default=1e-5),
-        position="rope" if rotates else str(_first(config, "position_embedding_type") or _LEARNED),
-        normalization=_normalization(config),
-        activation=activation,
-        gated=gated,
-        fused_gelu=fused,
-        exact_gelu=by_erf and not fused,
-        bias=bool(_first(config, "bias", "add_bias_linear", default=True)),
-        tied=bool(_first(config, "share_embeddings_and_output_weights", default=True))
-        and not config.get("untie_embeddings_and_output_weights"),
-        expert_num=max(experts, default=1)
-        if isinstance(experts, list)
-        else size("num_moe_experts", "num_experts", default=1),
-        rotary_base=number("rotary_base", default=10000),
-        rotary_local_base=settings.optional("rotary_local_base"),
-        rotary_fraction=number("rotary_percentage", "rotary_percent", default=1.0),
-        rotary_interpolation=number(
+        def number(*keys: str, default: float) -> float:
+            return settings.number(_stated(config, *keys), default=default)
+
+        self.head_num = heads = size("num_attention_heads")
+        self.hidden = hidden = size("hidden_size")
+        self.inter_size = size("ffn_hidden_size", default=4 * hidden)
+        self.num_layer = size("num_layers")
+        self.max_pos_seq_len = size(*positions)
+        self.size_per_head = size("kv_channels", default=hidden // heads if heads else 0)
+        # Megatron-LM states a number of groups even where no heads share one.
+        is_grouped = config.get("group_query_attention", True)
+        self.query_groups = (size("num_query_groups") if is_grouped else 0) or heads
+        self.adapter_inter_size = size("project_size")
+        self.layernorm_eps = number("layernorm_epsilon", "norm_epsilon", default=1e-5)
+        # learned_absolute, rope, alibi, ...
+        self.position = str(config.get("position_embedding_type") or "learned_absolute")
+        if config.get("use_rotary_position_embeddings"):
+            self.position = "rope"
+        self.normalization = _normalization(config)  # layernorm, layernorm1p, rmsnorm, ...
+        # The activation is gelu, relu, silu, or the source's own word. One kernel may add the bias
+        # and compute gelu, in its tanh form.
+        self.activation, self.gated, self.fused_gelu, by_erf = activation_of(config)
+        self.exact_gelu = by_erf and not self.fused_gelu
+        self.bias = bool(_first(config, "bias", "add_bias_linear", default=True))
+        is_shared = _first(config, "share_embeddings_and_output_weights", default=True)
+        self.tied = bool(is_shared) and not config.get("untie_embeddings_and_output_weights")
+        # Megatron-DeepSpeed lists the experts of each layer.
+        experts = _first(config, "num_moe_experts", "num_experts")
+        if not isinstance(experts, list):
+            experts = [size("num_moe_experts", "num_experts", default=1)]
+        elif not all(type(each) is int for each in experts):
+            settings.note(f"number of experts = {experts!r:.100}: expected one for each layer")
+            experts = []
+        self.expert_num = max(experts, default=1)
+        self.rotary_base = number("rotary_base", default=10000)
+        self.rotary_local_base = settings.optional("rotary_local_base")  # of layers with a window
+        self.rotary_fraction = number("rotary_percentage", "rotary_percent", default=1.0)
+        self.rotary_interpolation = number(
             "seq_len_interpolation_factor", "rotary_seq_len_interpolation_factor", default=1.0
-        ),
-        settings=settings,
-    )
-    settings.finish()
-    return traits
+        )
+        settings.finish()
 
 
 def _stated(config: Mapping[str, Any], *keys: str) -> str:
@@ -280,7 +247,7 @@ def foreign_settings(traits: MegatronTraits, *, held: Collection[str] = ()) -> l
         "hidden_size": traits.hidden,
         "num_layers": traits.num_layer,
         "ffn_hidden_size": traits.inter_size,
-        "max_position_embeddings": traits.max_positions,
+        "max_position_embeddings": traits.max_pos_seq_len,
     }
     reasons = [
         f"{key} = {source.get(key)!r}: a folder needs {key}"

@@ -259,10 +259,10 @@ def model_name(source: Mapping[str, Any], family: str) -> str:
     return name.encode()[:_MOST_NAME_BYTES].decode(errors="ignore").strip() or family
 
 
-def half_precision_warnings(facts: Facts, config: FTConfig, embedding: str) -> list[str]:
-    """Return a warning when weights trained in bf16, as `embedding`, are to compute in fp16."""
+def half_precision_warnings(facts: Facts, config: FTConfig) -> list[str]:
+    """Return a warning when weights trained in bf16 are to compute in fp16."""
     stated = str(facts.config.get("dtype") or facts.config.get("torch_dtype") or "")
-    stored = [piece.dtype for piece in facts.pieces(embedding)] if facts.has(embedding) else []
+    stored = {piece.dtype for pieces in facts.reader.tensors.values() for piece in pieces}
     if config.weight_data_type != "fp16" or not ("bfloat16" in stated or "bf16" in stored):
         return []
     return [

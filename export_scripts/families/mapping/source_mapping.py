@@ -5,13 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from export_scripts.checkpoints.base import (
-    CheckpointReader,
-    FileMaps,
-    Piece,
-    Region,
-    same_values,
-)
+from export_scripts.checkpoints.base import CheckpointReader, FileMaps, Piece, Region, same_values
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig

@@ -18,7 +18,7 @@ from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Se
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource
 from export_scripts.families.t5.layout import (
-    DECODER,
+    DECODER_SELF,
     HEAD,
     LAYOUT,
     T5,
@@ -180,8 +180,7 @@ def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
             for mlp, _, name in [module.rpartition(".")]
             if name in gates
         }
-    attention = DECODER + "layer.0.SelfAttention"
-    names[f"{attention}.qkv"] = tuple(f"{attention}.{part}" for part in "qkv")
+    names[f"{DECODER_SELF}.qkv"] = tuple(f"{DECODER_SELF}.{part}" for part in "qkv")
     # One that is not stored is reported as missing.
     has_own_head = facts.has(HEAD) or facts.config.get("tie_word_embeddings") is False
     return {

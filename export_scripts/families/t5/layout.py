@@ -232,6 +232,9 @@ _DECODER_KEYS = ("num_layers", "decoder_start_token_id", "eos_token_id", "weight
 
 ENCODER = "encoder.block.{encoder_layer}."
 DECODER = "decoder.block.{decoder_layer}."
+ENCODER_SELF = ENCODER + "layer.0.SelfAttention"
+DECODER_SELF = DECODER + "layer.0.SelfAttention"
+CROSS = DECODER + "layer.1.EncDecAttention"
 # Config fields that must be true for a tensor to exist; joined with +.
 _BIAS = ("t5_with_bias",)
 _HAS_DECODER = ("num_decoder_layers",)
@@ -294,27 +297,25 @@ def _relative_bias(side: str, when: When) -> WeightSpec:
     return WeightSpec(name, ("num_heads", "positions"), split=0, when=when)
 
 
-_SELF = DECODER + "layer.0.SelfAttention"
-
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("shared.weight_T", ("vocab_size", "d_model")),
     WeightSpec("shared.ape", ("positions", "d_model"), when=("not is_relative",)),
     _relative_bias("encoder", _RELATIVE),
     *_norm(ENCODER + "layer.0.layer_norm"),
-    *_attention(ENCODER + "layer.0.SelfAttention"),
+    *_attention(ENCODER_SELF),
     *_norm(ENCODER + "layer.1.layer_norm"),
     *_mlp(ENCODER + "layer.1.DenseReluDense"),
     *_adapters(ENCODER),
     *_norm("encoder.final_layer_norm"),
     _relative_bias("decoder", _RELATIVE + _HAS_DECODER),
     *_norm(DECODER + "layer.0.layer_norm"),
-    WeightSpec(f"{_SELF}.qkv.weight", ("d_model", 3, "inner"), split=2),
-    WeightSpec(f"{_SELF}.qkv.bias", (3, "inner"), split=1, when=_BIAS),
-    *WeightSpec.row(f"{_SELF}.o", "inner", "d_model", bias=_BIAS),
-    _ia3(f"{_SELF}.k", "inner"),
-    _ia3(f"{_SELF}.v", "inner"),
+    WeightSpec(f"{DECODER_SELF}.qkv.weight", ("d_model", 3, "inner"), split=2),
+    WeightSpec(f"{DECODER_SELF}.qkv.bias", (3, "inner"), split=1, when=_BIAS),
+    *WeightSpec.row(f"{DECODER_SELF}.o", "inner", "d_model", bias=_BIAS),
+    _ia3(f"{DECODER_SELF}.k", "inner"),
+    _ia3(f"{DECODER_SELF}.v", "inner"),
     *_norm(DECODER + "layer.1.layer_norm"),
-    *_attention(DECODER + "layer.1.EncDecAttention"),
+    *_attention(CROSS),
     *_norm(DECODER + "layer.2.layer_norm"),
     *_mlp(DECODER + "layer.2.DenseReluDense"),
     *_adapters(DECODER),

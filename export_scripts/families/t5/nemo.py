@@ -8,7 +8,6 @@ t5_with_bias alone; other behaviour of a model is folded into its weights.
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.families.mapping.megatron_traits import (
@@ -22,16 +21,14 @@ from export_scripts.families.mapping.megatron_traits import (
 from export_scripts.families.mapping.names import completed, named_sources
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import (
-    Copy,
-    TensorSource,
-    split_qkv,
-    transposed,
-)
+from export_scripts.families.mapping.sources import Copy, TensorSource, split_qkv, transposed
 from export_scripts.families.mapping.tensors import constant
 from export_scripts.families.t5.layout import (
+    CROSS,
     DECODER,
+    DECODER_SELF,
     ENCODER,
+    ENCODER_SELF,
     FT_MAX_DISTANCE,
     FT_NORM_EPS,
     HEAD,
@@ -88,76 +85,65 @@ _COMMON = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Traits:
-    """Traits of a NeMo T5, common to both stacks."""
-
-    encoder: Settings
-    decoder: Settings
-    fields: Mapping[str, Any]  # of the config; sizes are 0 if absent
-    words: Mapping[str, str]  # by the keys of _WORDS, as the source has them
-    stages: tuple[int, int]  # of the pipeline: in all, and before the decoder
-    bias: bool  # of the linears
-    query_factor: float  # corrects FT's scaling of scores by t5_with_bias alone
-
-
-def _traits(config: Mapping[str, Any]) -> _Traits:
-    """Return the traits in a NeMo model_config, flat or with a section per stack.
+    """Traits of a NeMo T5, whose model_config is flat or has a section per stack.
 
     Raises:
         CheckpointMismatchError: Sizes or numbers are malformed; all are listed.
     """
-    flat = {k: v for k, v in config.items() if k not in ("encoder", "decoder")}
-    sides = {}
-    for name in ("encoder", "decoder"):
-        own = config.get(name)
-        own = own if isinstance(own, Mapping) else {}
-        sides[name] = megatron_settings({**flat, **own}, f"model_config.yaml, {name}")
-    encoder, decoder = sides["encoder"], sides["decoder"]
-    fields: dict[str, Any] = {
-        field: encoder.integer(name, default=0, least=0) for name, field in _SIZES.items()
-    }
-    depths = {name: decoder.integer(name, default=0, least=0) for name in _SIZES}
-    words = {
-        key: str(encoder.value(key, default=usual)).lower() for key, (usual, _) in _WORDS.items()
-    }
-    heads, hidden = fields["num_heads"], fields["d_model"]
-    size_per_head = encoder.integer("kv_channels", default=hidden // heads if heads else 1)
-    distance = encoder.integer("relative_attention_max_distance", default=FT_MAX_DISTANCE)
-    buckets = encoder.integer("relative_attention_num_buckets", default=32)
-    rows = encoder.integer("max_position_embeddings", default=0, least=0)
-    is_relative = words["position_embedding_type"] == "relative"
-    # Biases, LayerNorm and scaled attention, or none of them.
-    with_bias = words["normalization"] != "rmsnorm"
-    fields |= {
-        "d_kv": size_per_head,
-        "num_decoder_layers": depths["num_layers"],
-        "feed_forward_proj": _ACTIVATIONS.get(words["activation"]),
-        # Every archive of NeMo states whether its activation is fused.
-        "exact_gelu": nemo_gelu_is_exact(encoder.source)
-        and not nemo_fuses_activation(encoder.source),
-        "relative_attention_num_buckets_or_max_pos_seq_len": buckets if is_relative else rows,
-        "relative_attention_max_distance": distance,
-        "layer_norm_epsilon": encoder.number("layernorm_epsilon", default=FT_NORM_EPS),
-        "t5_with_bias": with_bias,
-        "position_embedding_type": _POSITION_KINDS.get(words["position_embedding_type"]),
-    }
-    root = math.sqrt(size_per_head)
-    is_scaled = bool(encoder.value("normalize_attention_scores", default=True))
-    traits = _Traits(
-        **sides,
-        fields=fields,
-        words=words,
-        stages=(
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        flat = {key: value for key, value in config.items() if key not in ("encoder", "decoder")}
+
+        def side(name: str) -> Settings:
+            own = config.get(name)
+            own = own if isinstance(own, Mapping) else {}
+            return megatron_settings({**flat, **own}, f"model_config.yaml, {name}")
+
+        self.encoder, self.decoder = encoder, decoder = side("encoder"), side("decoder")
+        # Fields of the config; sizes are 0 if absent.
+        self.fields: dict[str, Any] = {
+            field: encoder.integer(name, default=0, least=0) for name, field in _SIZES.items()
+        }
+        depths = {name: decoder.integer(name, default=0, least=0) for name in _SIZES}
+        # By the keys of _WORDS, as the source has them.
+        self.words = {
+            key: str(encoder.value(key, default=usual)).lower()
+            for key, (usual, _) in _WORDS.items()
+        }
+        heads, hidden = self.fields["num_heads"], self.fields["d_model"]
+        size_per_head = encoder.integer("kv_channels", default=hidden // heads if heads else 1)
+        distance = encoder.integer("relative_attention_max_distance", default=FT_MAX_DISTANCE)
+        buckets = encoder.integer("relative_attention_num_buckets", default=32)
+        rows = encoder.integer("max_position_embeddings", default=0, least=0)
+        is_relative = self.words["position_embedding_type"] == "relative"
+        # Biases, LayerNorm and scaled attention, or none of them.
+        with_bias = self.words["normalization"] != "rmsnorm"
+        self.fields |= {
+            "d_kv": size_per_head,
+            "num_decoder_layers": depths["num_layers"],
+            "feed_forward_proj": _ACTIVATIONS.get(self.words["activation"]),
+            # Every archive of NeMo states whether its activation is fused.
+            "exact_gelu": nemo_gelu_is_exact(encoder.source)
+            and not nemo_fuses_activation(encoder.source),
+            "relative_attention_num_buckets_or_max_pos_seq_len": buckets if is_relative else rows,
+            "relative_attention_max_distance": distance,
+            "layer_norm_epsilon": encoder.number("layernorm_epsilon", default=FT_NORM_EPS),
+            "t5_with_bias": with_bias,
+            "position_embedding_type": _POSITION_KINDS.get(self.words["position_embedding_type"]),
+        }
+        # Stages of the pipeline: in all, and before the decoder.
+        self.stages = (
             encoder.integer("pipeline_model_parallel_size", default=1),
             encoder.integer("pipeline_model_parallel_split_rank", default=0, least=0),
-        ),
-        bias=bool(encoder.value("bias", default=True)),
-        query_factor=1.0 if is_scaled == with_bias else root if with_bias else 1 / root,
-    )
-    encoder.problems += decoder.problems
-    encoder.finish()
-    return traits
+        )
+        self.bias = bool(encoder.value("bias", default=True))  # of the linears
+        # Corrects FT's scaling of scores by t5_with_bias alone.
+        root = math.sqrt(size_per_head)
+        is_scaled = bool(encoder.value("normalize_attention_scores", default=True))
+        self.query_factor = 1.0 if is_scaled == with_bias else root if with_bias else 1 / root
+        encoder.problems += decoder.problems
+        encoder.finish()
 
 
 def _beyond_layout(traits: _Traits) -> list[str]:
@@ -221,7 +207,7 @@ _COPIES = {
 
 
 def _reasons(facts: Facts) -> list[str]:
-    traits = _traits(facts.config)
+    traits = _Traits(facts.config)
     reasons = _beyond_layout(traits)
     reasons += [
         f"{copy} differs from {whole}: FT's T5 has one table for both stacks"
@@ -244,7 +230,7 @@ def _reasons(facts: Facts) -> list[str]:
 
 def _config(facts: Facts) -> T5Config:
     start_id, end_id, pad_id = _special_ids(facts)
-    traits = _traits(facts.config)
+    traits = _Traits(facts.config)
     adapter: dict[str, Any] = {}
     if facts.adapters:
         width = int(tuning_kind(facts.adapters[0])["adapter_dim"])
@@ -286,7 +272,6 @@ def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
 
 
 _QKV, _KEY_VALUE = "self_attention.query_key_value", "inter_attention.key_value"
-_CROSS = DECODER + "layer.1.EncDecAttention"
 _RELATIVE = _ROOT + "{side}_relative_position_embedding.relative_position_embedding.weight"
 
 # Modules of a layer in the layout and in NeMo whose tensors are transposed or copied; {mlp} is the
@@ -302,7 +287,7 @@ _LAYER_NAMES = {
 _NAMES = {
     "encoder.final_layer_norm": _E + "final_layernorm",
     "decoder.final_layer_norm": _D + "final_layernorm",
-    _CROSS + ".o": _DLAYER + "inter_attention.dense",
+    CROSS + ".o": _DLAYER + "inter_attention.dense",
     DECODER + "layer.2.layer_norm": _DLAYER + "post_inter_attention_layernorm",
     **{
         ours + name.replace("{mlp}", mlp): theirs + module
@@ -313,16 +298,15 @@ _NAMES = {
 
 
 def _attention(order: str) -> dict[str, TensorSource]:
-    encoder, decoder = ENCODER + "layer.0.SelfAttention", DECODER + "layer.0.SelfAttention"
     # Module of the layout -> module of NeMo, its parts, and the one to take of them.
     parts: dict[str, tuple[str, int, int | None]] = {
-        f"{encoder}.q": (_ELAYER + _QKV, 3, 0),
-        f"{encoder}.k": (_ELAYER + _QKV, 3, 1),
-        f"{encoder}.v": (_ELAYER + _QKV, 3, 2),
-        f"{decoder}.qkv": (_DLAYER + _QKV, 3, None),
-        f"{_CROSS}.q": (_DLAYER + "inter_attention.query", 1, 0),
-        f"{_CROSS}.k": (_DLAYER + _KEY_VALUE, 2, 0),
-        f"{_CROSS}.v": (_DLAYER + _KEY_VALUE, 2, 1),
+        f"{ENCODER_SELF}.q": (_ELAYER + _QKV, 3, 0),
+        f"{ENCODER_SELF}.k": (_ELAYER + _QKV, 3, 1),
+        f"{ENCODER_SELF}.v": (_ELAYER + _QKV, 3, 2),
+        f"{DECODER_SELF}.qkv": (_DLAYER + _QKV, 3, None),
+        f"{CROSS}.q": (_DLAYER + "inter_attention.query", 1, 0),
+        f"{CROSS}.k": (_DLAYER + _KEY_VALUE, 2, 0),
+        f"{CROSS}.v": (_DLAYER + _KEY_VALUE, 2, 1),
     }
     return {
         **{
@@ -340,7 +324,7 @@ def _attention(order: str) -> dict[str, TensorSource]:
 
 
 def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
-    traits = _traits(facts.config)
+    traits = _Traits(facts.config)
     table: dict[str, TensorSource] = {
         "shared.weight_T": Copy(_EMBEDDING, cut=0),
         "shared.ape": Copy(_POSITIONS),
@@ -368,12 +352,11 @@ def _weights(facts: Facts, _: T5Config) -> Mapping[str, TensorSource]:
 
 def _scale_queries(table: dict[str, TensorSource], factor: float) -> None:
     """Multiply the rest of FT's scaling of scores into the queries."""
-    encoder, decoder = ENCODER + "layer.0.SelfAttention", DECODER + "layer.0.SelfAttention"
     first = constant([factor, 1.0, 1.0]).reshape(3, 1, 1)  # of (..., 3, heads, size)
     for kind in ("weight", "bias"):
-        for module in (f"{encoder}.q", f"{_CROSS}.q"):
+        for module in (f"{ENCODER_SELF}.q", f"{CROSS}.q"):
             scale(table, f"{module}.{kind}", lambda _: factor)
-        scale(table, f"{decoder}.qkv.{kind}", lambda _: first)
+        scale(table, f"{DECODER_SELF}.qkv.{kind}", lambda _: first)
 
 
 T5_NEMO = SourceMapping(

@@ -17,7 +17,7 @@ from export_scripts.families.mapping.sources import (
     transposed,
 )
 from export_scripts.families.mapping.tensors import Tensor, constant, float32, stacked
-from export_scripts.families.t5.layout import DECODER, ENCODER
+from export_scripts.families.t5.layout import DECODER, DECODER_SELF, ENCODER
 
 # A layer's adapters, as `added_tensors` names them.
 _ADAPTERS = {
@@ -138,7 +138,7 @@ def ia3_in_place(table: dict[str, TensorSource]) -> None:
                 scale(table, f"{stem}.bias", _heads, key)
     pair = [_scaler(0, "decoder", kind) for kind in ("key", "value")]
     for kind in ("weight", "bias"):
-        scale(table, f"{DECODER}layer.0.SelfAttention.qkv.{kind}", _fused, *pair)
+        scale(table, f"{DECODER_SELF}.qkv.{kind}", _fused, *pair)
 
 
 def scale(

@@ -150,10 +150,18 @@ def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
             {"model_type": "qwen2", "layer_types": ["full_attention", "linear_attention"]},
             "linear_attention cannot be represented",
         ),
-        (
-            {"model_type": "mistral", "sliding_window": 8,
-             "layer_types": ["full_attention", "sliding_attention"]},
-            "only some layers have a sliding window",
+        *(
+            (
+                {"model_type": model, "sliding_window": 8,
+                 "layer_types": [f"{first}_attention", f"{second}_attention"]},
+                "not all layers have the sliding window",
+            )
+            for model, first, second in (
+                ("mistral", "full", "sliding"),
+                ("mistral", "full", "full"),
+                ("phi3", "sliding", "full"),
+                ("starcoder2", "full", "full"),
+            )
         ),
         (
             {"rotary_pct": 0.5, "partial_rotary_factor": 1.0},
