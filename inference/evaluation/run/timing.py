@@ -18,6 +18,7 @@ _HISTOGRAM_BINS = 40
 # The requests of a TextGenerator, and the tokens of an answer to each.
 _REQUESTS: Mapping[str, Callable[[Any], int]] = {
     "complete_text": lambda completion: completion.generated,
+    "complete_with_words": lambda completion: completion.generated,
     "complete_in_steps": lambda answer: len(answer[0]),
     "complete_ids": len,
     "complete_rows": lambda answers: sum(map(len, answers)),
