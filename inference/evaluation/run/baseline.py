@@ -120,7 +120,7 @@ class Baseline:
         if run.task.name not in self.scores:
             return {}
         both = [(each, self.values(each)) for each in run.predictions]
-        found = {metric.name: pairs_of(metric, both) for metric in run.metrics}
+        found = {metric.name: pairs_of(metric, both) for metric in run.report.metrics}
         return {name: each for name, each in found.items() if each and name in self.metrics}
 
 

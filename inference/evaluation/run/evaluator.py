@@ -16,7 +16,7 @@ from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import apply_gate
 from inference.evaluation.options import OPENAI, Bound, EvaluationOptions
-from inference.evaluation.record import LatencyPoint, Report, RunFacts, StageTiming, TaskReport
+from inference.evaluation.record import LatencyPoint, Report, RunFacts, StageTiming
 from inference.evaluation.report.files import (
     FILE_NAMES,
     JUNIT,
@@ -107,13 +107,14 @@ def evaluate(
         if options.reference == "huggingface":
             prepared = with_source(options, prepared, progress)
     seconds = time.perf_counter() - start
+    runs = list(map(partial(_completed, options, baseline), runs, prepared, repeats))
     letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(3))
     report = Report(
         run_id=f"{facts.name}_{started_at:%Y-%m-%d_%H-%M-%S}_{letters}",
         run=_with_own_facts(facts, options.weights_dir, seconds),
         started_at=started_at.isoformat(timespec="seconds"),
         seconds=seconds,
-        tasks=tuple(map(partial(_task_report, options), runs, prepared, repeats)),
+        tasks=tuple(run.report for run in runs),
         latency=latency,
         bounds=bounds,
         environment=describe_environment(),
@@ -122,33 +123,12 @@ def evaluate(
     report = _gated(report, options, baseline, runs, moved)
     if store is not None:
         report = replace(report, history=comparable_history(earlier, report))
-    _publish(options, report, runs, prepared, baseline)
-    return report
-
-
-def _publish(
-    options: EvaluationOptions,
-    report: Report,
-    runs: Sequence[TaskRun],
-    prepared: Sequence[Prepared],
-    baseline: Baseline | None,
-) -> None:
-    predictions = [
-        replace(
-            each,
-            reference={} if own.reference is None else own.reference.values(each),
-            baseline={} if baseline is None else baseline.values(each),
-        )
-        for run, own in zip(runs, prepared, strict=True)
-        for each in run.predictions
-    ]
-    output_dir = Path(options.output_dir)
-    write_report(output_dir, report, predictions)
-    if options.history_dir is not None:
-        append_run(Path(options.history_dir), report, output_dir)
+    write_report(output_dir, report, [each for run in runs for each in run.predictions])
+    if store is not None:
+        append_run(Path(store), report, output_dir)
     for tracker in options.trackers:
-        folder = Path(options.history_dir or output_dir)
-        track(tracker, report, output_dir, folder=folder)
+        track(tracker, report, output_dir, folder=Path(store or output_dir))
+    return report
 
 
 @contextmanager
@@ -187,26 +167,35 @@ def _latency(
     )
 
 
-def _task_report(
-    options: EvaluationOptions, run: TaskRun, prepared: Prepared, repeat: Movement
-) -> TaskReport:
+def _completed(
+    options: EvaluationOptions,
+    baseline: Baseline | None,
+    run: TaskRun,
+    prepared: Prepared,
+    repeat: Movement,
+) -> TaskRun:
+    """Return a run with the way it was asked, and its reference and baseline next to its own."""
     reference = prepared.reference
     text_model = options.ensemble_name or options.model_name
     protocol = "gRPC" if options.protocol == "grpc" else "HTTP"
     through = f"text through {text_model}, token ids through {options.model_name}, over {protocol}"
     if options.protocol == OPENAI:
         through = f"completions of {options.model or 'the only model'}, over OpenAI's protocol"
-    return TaskReport(
-        name=run.task.name,
-        version=run.task.version,
-        dataset=run.dataset,
-        metrics=run.metrics,
-        seconds=run.requests.seconds,
-        requests=run.requests,
+    report = replace(
+        run.report,
         through=through,
         note="; ".join(filter(None, (prepared.note, *options.left_out, repeat.text))),
         reference=None if reference is None else compare_with_reference(run, reference),
     )
+    predictions = tuple(
+        replace(
+            each,
+            reference={} if reference is None else reference.values(each),
+            baseline={} if baseline is None else baseline.values(each),
+        )
+        for each in run.predictions
+    )
+    return replace(run, report=report, predictions=predictions)
 
 
 def _gated(
@@ -234,11 +223,11 @@ def _gated(
         moved=moved,
         advisory={
             metric.name
-            for run in runs
-            if run.task.name in options.advisory
-            for metric in run.metrics
+            for task in report.tasks
+            if task.name in options.advisory
+            for metric in task.metrics
         },
-        remedies={metric.name: run.task.remedy() for run in runs for metric in run.metrics},
+        remedies={metric.name: run.task.remedy() for run in runs for metric in run.report.metrics},
     )
     report = replace(report, gate=gate)
     if updated is not None and gate.passed:

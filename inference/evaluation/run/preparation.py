@@ -109,7 +109,9 @@ def with_source(
             progress=progress,
             phase=f"{each.task.name} by transformers",
         )
-        reference = reference_of(run, run.predictions, source=model.source, same_samples=True)
+        reference = reference_of(
+            run.report, run.predictions, source=model.source, same_samples=True
+        )
         found.append(replace(each, reference=reference))
     return found
 

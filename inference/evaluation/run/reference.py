@@ -101,11 +101,7 @@ def read_reference(path: Path, *, task: str) -> Reference:
 
 
 def reference_of(
-    task: TaskReport | TaskRun,
-    predictions: Sequence[Prediction],
-    *,
-    source: str,
-    same_samples: bool = False,
+    task: TaskReport, predictions: Sequence[Prediction], *, source: str, same_samples: bool = False
 ) -> Reference:
     """Return a finished task as the reference of others."""
     return Reference(
@@ -125,23 +121,24 @@ def compare_with_reference(run: TaskRun, reference: Reference) -> ReferenceCompa
     rule, where it has all samples of this run; its figures over the whole set are comparable only
     when this run asked the whole set.
     """
+    metrics = run.report.metrics
     found = [(each, reference.values(each)) for each in run.predictions]
     known = [
         metric.name
-        for metric in run.metrics
+        for metric in metrics
         if metric.from_samples
         and all({metric.sample_value, metric.weight} - {""} <= row.keys() for _, row in found)
     ]
     scores = [Score({**each.values, **row}, answer="") for each, row in found]
     again = run.task.metrics(run.samples, scores) if known else ()
-    comparable = reference.same_samples or run.dataset.limit is None
+    comparable = reference.same_samples or run.report.dataset.limit is None
     values = dict(reference.metrics) if comparable else {}
     values |= {metric.name: metric.value for metric in again if metric.name in known}
     return ReferenceComparison(
         source=reference.source,
         metrics=tuple(
             compare_metric(metric, values[metric.name], found)
-            for metric in run.metrics
+            for metric in metrics
             if metric.name in values
         ),
         requests=reference.requests,

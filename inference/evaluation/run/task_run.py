@@ -16,12 +16,11 @@ from inference.evaluation.gate import amount_text
 from inference.evaluation.options import Bound
 from inference.evaluation.paired import pairs_of
 from inference.evaluation.paired_tests import check_drop
-from inference.evaluation.record import Prediction, RequestStatistics
+from inference.evaluation.record import Prediction, TaskReport
 from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
     Dataset,
     EvaluationError,
-    Metric,
     RequestFailedError,
     Sample,
     Score,
@@ -57,14 +56,12 @@ ProgressCallback = Callable[[EvaluationProgress], None]
 
 @dataclass(frozen=True)
 class TaskRun:
-    """A finished task: its figures and every prediction, in the order of the data set."""
+    """A finished task: its report and every prediction, in the order of `samples`."""
 
     task: Task
-    dataset: Dataset
     samples: Sequence[Sample]
-    metrics: tuple[Metric, ...]
+    report: TaskReport
     predictions: tuple[Prediction, ...]
-    requests: RequestStatistics
 
 
 def run_task(
@@ -111,14 +108,15 @@ def run_task(
         for sample, own_id in zip(samples, sample_ids(samples), strict=True)
         for score, duration in (answered[sample.index],)
     )
-    return TaskRun(
-        task=task,
+    report = TaskReport(
+        name=task.name,
+        version=task.version,
         dataset=dataset,
-        samples=samples,
         metrics=task.metrics(samples, scores),
-        predictions=predictions,
+        seconds=seconds,
         requests=timer.statistics(start=start, seconds=seconds, concurrency=concurrency),
     )
+    return TaskRun(task, samples, report, predictions)
 
 
 _Answered = tuple[Score, float]  # a score and the seconds it took
@@ -212,7 +210,8 @@ def movement(run: TaskRun, model: TextGenerator, bounds: Mapping[str, Bound]) ->
     Only metrics of other scores than 0 and 1 are known so well by a few samples.
     """
     compared = {name for name, bound in bounds.items() if bound.is_relative}
-    if not any(metric.scale and metric.name in compared for metric in run.metrics):
+    metrics = run.report.metrics
+    if not any(metric.scale and metric.name in compared for metric in metrics):
         return Movement()
     chosen = range(0, len(run.samples), max(1, len(run.samples) // _ASKED_AGAIN))[:_ASKED_AGAIN]
     both = [
@@ -223,8 +222,8 @@ def movement(run: TaskRun, model: TextGenerator, bounds: Mapping[str, Bound]) ->
     changed = sum(first.values != again for first, again in both)
     if not changed:
         return Movement(text=f"{asked} gave the same digits")
-    units = {metric.name: metric.unit for metric in run.metrics}
-    pairs = {metric.name: pairs_of(metric, both) for metric in run.metrics}
+    units = {metric.name: metric.unit for metric in metrics}
+    pairs = {metric.name: pairs_of(metric, both) for metric in metrics}
     moved = {
         name: abs(check_drop(each, 0.0, confidence=0.95).drop)
         for name, each in pairs.items()

@@ -26,7 +26,7 @@ def recorded(tmp_path: Path, found: TaskRun, **changes) -> Path:
     values = {
         "schema_version": 1,
         "source": "another implementation",
-        "dataset_sha256": found.dataset.sha256,
+        "dataset_sha256": found.report.dataset.sha256,
         "metrics": {"lambada_last_word": 0.5, "lambada_last_token": 0.5, "lambada_perplexity": 3.0},
         "per_sample": {
             "lambada_last_word": [1, 0, 1, 0],
@@ -84,9 +84,12 @@ def test_predictions_carry_the_reference_s_values(passages, model, tmp_path):
 def test_a_reference_of_other_data_does_not_fit(passages, model, tmp_path):
     found = run(passages, model)
     path = recorded(tmp_path, found, dataset_sha256="0" * 64)
-    reported = read_reference(path, task="lambada").mismatch(found.dataset)
+    reported = read_reference(path, task="lambada").mismatch(found.report.dataset)
     assert reported.startswith("Not compared with the reference (another implementation)")
-    assert read_reference(recorded(tmp_path, found), task="lambada").mismatch(found.dataset) == ""
+    assert (
+        read_reference(recorded(tmp_path, found), task="lambada").mismatch(found.report.dataset)
+        == ""
+    )
 
 
 RECORDED = '{"schema_version": 1, "source": "x", "dataset_sha256": "0", '
@@ -119,7 +122,7 @@ def stored(report, found: TaskRun | None, tmp_path: Path) -> Baseline:
         write_baseline(path, report, ())
         return read_baseline(path)
     (task,) = report.tasks
-    own = replace(task, metrics=found.metrics, dataset=found.dataset)
+    own = replace(task, metrics=found.report.metrics, dataset=found.report.dataset)
     write_baseline(path, replace(report, tasks=(own,)), found.predictions)
     return read_baseline(path)
 
@@ -127,9 +130,9 @@ def stored(report, found: TaskRun | None, tmp_path: Path) -> Baseline:
 def test_a_baseline_reads_back(report, passages, model, tmp_path):
     found = run(passages, model)
     baseline = stored(report, found, tmp_path)
-    assert baseline.metrics == {metric.name: metric for metric in found.metrics}
+    assert baseline.metrics == {metric.name: metric for metric in found.report.metrics}
     assert baseline.source == f"run {report.run_id} of {report.started_at}"
-    baseline.check("lambada", found.task.version, found.dataset, found.samples)
+    baseline.check("lambada", found.task.version, found.report.dataset, found.samples)
     for each in found.predictions:
         assert baseline.values(each) == each.values
 
@@ -146,8 +149,8 @@ def test_samples_are_known_by_their_content_not_by_their_place(report, passages,
     lines = passages.read_text().splitlines(keepends=True)
     passages.write_text("".join(reversed(lines)))
     again = run(passages, model)
-    assert again.dataset.sha256 != found.dataset.sha256
-    baseline.check("lambada", 1, again.dataset, again.samples)
+    assert again.report.dataset.sha256 != found.report.dataset.sha256
+    baseline.check("lambada", 1, again.report.dataset, again.samples)
     assert [baseline.values(each) for each in again.predictions] == [
         each.values for each in reversed(found.predictions)
     ]
@@ -171,13 +174,13 @@ def test_samples_that_are_missing_or_changed_are_an_error(
     passages.write_text("".join(change(passages.read_text().splitlines(keepends=True))))
     again = run(passages, model)
     with pytest.raises(ValueError, match=reported):
-        baseline.check("lambada", 1, again.dataset, again.samples)
+        baseline.check("lambada", 1, again.report.dataset, again.samples)
 
 
 def test_scores_by_other_rules_are_an_error(report, passages, model, tmp_path):
     found = run(passages, model)
     with pytest.raises(ValueError, match="was scored by version 1 of lambada, this run by 2"):
-        stored(report, found, tmp_path).check("lambada", 2, found.dataset, found.samples)
+        stored(report, found, tmp_path).check("lambada", 2, found.report.dataset, found.samples)
 
 
 def test_invalid_baselines_are_refused(tmp_path):

@@ -117,7 +117,7 @@ def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endp
     assert (given["model"], given["max_length"], given["num_concurrent"]) == (
         ("fastertransformer", 512, 3)
     )
-    metrics = {metric.name: metric for metric in run.metrics}
+    metrics = {metric.name: metric for metric in run.report.metrics}
     assert set(metrics) == {
         "harness_two_facts_acc",
         "harness_two_facts_acc_strict_match",

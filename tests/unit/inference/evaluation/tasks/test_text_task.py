@@ -69,7 +69,7 @@ def run(name: str, model, **options) -> TaskRun:
 
 
 def values(found: TaskRun) -> dict[str, float]:
-    return {metric.name: metric.value for metric in found.metrics}
+    return {metric.name: metric.value for metric in found.report.metrics}
 
 
 def test_boolq_by_generation_compares_the_whole_answer(tmp_path, fake_model):
@@ -281,10 +281,10 @@ def test_translation_reads_two_files_and_removes_subword_marks(tmp_path, fake_mo
     found = run("translation", model, data_path=source, target_path=target, output_len=13)
     assert [each.target for each in found.predictions] == ["Guten Morgen.", "Einfache Zeile"]
     assert found.predictions[0].answer == "Guten Morgen."
-    (metric,) = found.metrics
+    (metric,) = found.report.metrics
     assert 0 < metric.value < 100
     assert not metric.from_samples
-    assert found.requests.generated == 2 * 13
+    assert found.report.requests.generated == 2 * 13
 
 
 def test_lines_of_other_editors_are_read(tmp_path):
