@@ -32,14 +32,12 @@ from inference.evaluation.run.environment import describe_environment, describe_
 from inference.evaluation.run.latency import measure_latency
 from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.run.preparation import (
-    Prepared,
     check_bounds_of_groups,
     prepare,
     stored_baseline,
-    with_source,
     within_abilities,
 )
-from inference.evaluation.run.reference import compare_with_reference
+from inference.evaluation.run.reference import reference_of
 from inference.evaluation.run.served_model import connect
 from inference.evaluation.run.task_run import (
     EvaluationProgress,
@@ -98,16 +96,16 @@ def evaluate(
             (output_dir / name).unlink(missing_ok=True)
         progress(EvaluationProgress("connect", done=0, total=1))
         with nullcontext(model) if model is not None else connect(options) as served:
-            ask = partial(
-                run_task, model=served, concurrency=options.concurrency, progress=progress
-            )
-            runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
+            runs = [
+                run_task(each, served, concurrency=options.concurrency, progress=progress)
+                for each in prepared
+            ]
             repeats = [movement(run, served, bounds) for run in runs]
             latency = _latency(options, served, runs, progress)
         if options.reference == "huggingface":
-            prepared = with_source(options, prepared, progress)
+            runs = _with_source(options, runs, progress)
     seconds = time.perf_counter() - start
-    runs = list(map(partial(_completed, options, baseline), runs, prepared, repeats))
+    runs = list(map(partial(_completed, options, baseline), runs, repeats))
     letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(3))
     report = Report(
         run_id=f"{facts.name}_{started_at:%Y-%m-%d_%H-%M-%S}_{letters}",
@@ -154,9 +152,9 @@ def _latency(
         return ()
     architecture = served_architecture(options)
     rows = (  # samples of the task identity are rows of token ids, written as numbers
-        rows_of(sample.text) if run.task.name == "identity" else [model.encode(sample.text)]
+        rows_of(sample.text) if run.report.name == "identity" else [model.encode(sample.text)]
         for run in runs
-        for sample in run.samples
+        for sample in run.prepared.samples
     )
     return measure_latency(
         model,
@@ -167,15 +165,34 @@ def _latency(
     )
 
 
+def _with_source(
+    options: EvaluationOptions, runs: Sequence[TaskRun], progress: ProgressCallback
+) -> list[TaskRun]:
+    """Return the runs with what the source checkpoint's own library answers as their reference."""
+    from inference.evaluation.run.huggingface_model import load_reference_model
+
+    assert options.source_path is not None
+    model = load_reference_model(
+        options.source_path,
+        data_type=options.reference_data_type,
+        prompts_dir=options.weights_dir,
+    )
+    found = []
+    for run in runs:
+        phase = f"{run.report.name} by transformers"
+        own = run_task(run.prepared, model, concurrency=1, progress=progress, phase=phase)
+        reference = reference_of(
+            own.report, own.predictions, source=model.source, same_samples=True
+        )
+        found.append(replace(run, prepared=replace(run.prepared, reference=reference)))
+    return found
+
+
 def _completed(
-    options: EvaluationOptions,
-    baseline: Baseline | None,
-    run: TaskRun,
-    prepared: Prepared,
-    repeat: Movement,
+    options: EvaluationOptions, baseline: Baseline | None, run: TaskRun, repeat: Movement
 ) -> TaskRun:
     """Return a run with the way it was asked, and its reference and baseline next to its own."""
-    reference = prepared.reference
+    reference = run.prepared.reference
     text_model = options.ensemble_name or options.model_name
     protocol = "gRPC" if options.protocol == "grpc" else "HTTP"
     through = f"text through {text_model}, token ids through {options.model_name}, over {protocol}"
@@ -184,8 +201,8 @@ def _completed(
     report = replace(
         run.report,
         through=through,
-        note="; ".join(filter(None, (prepared.note, *options.left_out, repeat.text))),
-        reference=None if reference is None else compare_with_reference(run, reference),
+        note="; ".join(filter(None, (run.prepared.note, *options.left_out, repeat.text))),
+        reference=None if reference is None else run.against(reference),
     )
     predictions = tuple(
         replace(
@@ -219,7 +236,9 @@ def _gated(
         report.metrics,
         bounds,
         baseline={} if baseline is None else baseline.metrics,
-        pairs={} if baseline is None else ChainMap(*(baseline.pairs(run) for run in runs)),
+        pairs={}
+        if baseline is None
+        else ChainMap(*(baseline.pairs(run.report, run.predictions) for run in runs)),
         moved=moved,
         advisory={
             metric.name
@@ -227,7 +246,9 @@ def _gated(
             if task.name in options.advisory
             for metric in task.metrics
         },
-        remedies={metric.name: run.task.remedy() for run in runs for metric in run.report.metrics},
+        remedies={
+            metric.name: run.prepared.task.remedy() for run in runs for metric in run.report.metrics
+        },
     )
     report = replace(report, gate=gate)
     if updated is not None and gate.passed:

@@ -8,8 +8,7 @@ from pathlib import Path
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.baseline import Baseline, read_baseline
-from inference.evaluation.run.reference import Reference, read_reference, reference_of
-from inference.evaluation.run.task_run import ProgressCallback, run_task
+from inference.evaluation.run.reference import Reference, read_reference
 from inference.evaluation.task import Dataset, EvaluationError, Sample, Task
 from inference.evaluation.tasks import known_tasks
 
@@ -84,36 +83,6 @@ def check_bounds_of_groups(options: EvaluationOptions, prepared: Sequence[Prepar
     ]
     bounds, _ = parse_bounds(options.gate)
     return check_bounds(bounds, known=known)
-
-
-def with_source(
-    options: EvaluationOptions, prepared: Sequence[Prepared], progress: ProgressCallback
-) -> list[Prepared]:
-    """Return the prepared tasks with what the source checkpoint's own library answers."""
-    from inference.evaluation.run.huggingface_model import load_reference_model
-
-    assert options.source_path is not None
-    model = load_reference_model(
-        options.source_path,
-        data_type=options.reference_data_type,
-        prompts_dir=options.weights_dir,
-    )
-    found = []
-    for each in prepared:
-        run = run_task(
-            each.task,
-            each.dataset,
-            each.samples,
-            model,
-            concurrency=1,
-            progress=progress,
-            phase=f"{each.task.name} by transformers",
-        )
-        reference = reference_of(
-            run.report, run.predictions, source=model.source, same_samples=True
-        )
-        found.append(replace(each, reference=reference))
-    return found
 
 
 def stored_baseline(options: EvaluationOptions, prepared: Sequence[Prepared]) -> Baseline | None:

@@ -108,7 +108,7 @@ def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endp
     assert check_evaluation(own) == []
     prepared = prepare(HarnessTask("harness:two-facts", own))
     assert (prepared.dataset.total, prepared.dataset.count, prepared.dataset.limit) == (3, 2, 2)
-    run = run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=4)
+    run = run_task(prepared, FakeModel({}), concurrency=4)
     (call,) = asked
     assert (call["model"], call["tasks"], call["limit"]) == ("local-completions", ["two-facts"], 2)
     assert (call["num_fewshot"], call["batch_size"]) == (2, 4)
@@ -158,7 +158,7 @@ def test_an_endpoint_that_does_not_answer_is_named(asked: list[dict[str, Any]]) 
         HarnessTask("harness:two-facts", options(openai_url="http://127.0.0.1:1/v1"))
     )
     with pytest.raises(EvaluationError, match=r"127\.0\.0\.1:1/v1/models/.*refused"):
-        run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=1)
+        run_task(prepared, FakeModel({}), concurrency=1)
     assert not asked
 
 
@@ -168,7 +168,7 @@ def test_an_endpoint_that_does_not_say_how_long_its_context_is_is_named(
     monkeypatch.setattr(OpenAIClient, "get", lambda *_: {"id": "fastertransformer"})
     prepared = prepare(HarnessTask("harness:two-facts", options(openai_url=endpoint)))
     with pytest.raises(EvaluationError, match="fastertransformer states no number as max_model"):
-        run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=1)
+        run_task(prepared, FakeModel({}), concurrency=1)
     assert not asked
 
 
@@ -182,7 +182,7 @@ def test_a_harness_that_fails_is_named_and_not_run_again(
     monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", simple_evaluate)
     prepared = prepare(HarnessTask("harness:two-facts", options(openai_url=endpoint)))
     with pytest.raises(EvaluationError, match=r"lm_eval.*endpoint ended the connection"):
-        run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=2)
+        run_task(prepared, FakeModel({}), concurrency=2)
     assert len(asked) == 1
 
 
