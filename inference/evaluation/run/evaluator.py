@@ -86,7 +86,7 @@ def evaluate(
         bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
         bounds |= parse_bounds(options.gate)[0]
         prepared = [prepare(task) for task in tasks]
-        if problems := check_bounds_of_groups(options, prepared):
+        if problems := check_bounds_of_groups(bounds, prepared):
             raise ValueError("\n".join(problems))
         baseline = stored_baseline(options, prepared)
         store = options.history_dir

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.openai_client import OpenAIClient
 from inference.evaluation.options import EvaluationOptions, HarnessOptions
 from inference.evaluation.record import Report, RequestStatistics
@@ -138,7 +139,8 @@ def test_the_gate_knows_the_metrics_once_the_task_is_loaded(
     gate = {"harness_two_facts_acc": {"min": 0.4}, "harness_two_facts_bleu": {"min": 1}}
     own = options(openai_url=endpoint, gate=gate)
     assert check_evaluation(own) == []
-    (problem,) = check_bounds_of_groups(own, [prepare(HarnessTask("harness:two-facts", own))])
+    prepared = [prepare(HarnessTask("harness:two-facts", own))]
+    (problem,) = check_bounds_of_groups(parse_bounds(gate)[0], prepared)
     assert "harness_two_facts_bleu" in problem
     assert "harness_two_facts_perplexity" in problem
     assert not asked
