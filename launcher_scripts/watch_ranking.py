@@ -132,7 +132,7 @@ def _verdict(best: Watched, each: Watched, metric: str) -> str:
     found = next((one for one in compared.metrics if one.metric == metric), None)
     if found is None or found.low is None or found.high is None:
         return ""
-    sign = 1 if compared.metric(metric).higher_is_better else -1
+    sign = 1 if each.metrics[metric].higher_is_better else -1
     low, high = sorted((sign * found.low, sign * found.high))
     word = "better than" if low > 0 else "worse than" if high < 0 else "not distinguished from"
     return (

@@ -8,13 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.evaluation.task import (
-    NO_WORDS,
-    Completion,
-    RequestFailedError,
-    RequestTensors,
-    Words,
-)
+from inference.evaluation.task import Completion, RequestFailedError, RequestTensors
 
 VIRTUAL_ID = 1_000_000  # ids from here on are virtual tokens
 _PIECE = re.compile(r" ?\S+|\s+")
@@ -89,16 +83,22 @@ class FakeModel:
         return answers
 
     def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
+        self, prompt: str, *, output_len: int, score_prompt: bool = False
     ) -> Completion:
         answer = self._continue(prompt, output_len)
-        if words.stop and words.stop in self.decode(answer):
-            end = self.decode(answer).index(words.stop) + len(words.stop)
-            answer = self.encode(self.decode(answer)[:end])
-        if words.bad:
-            answer = self.ids(["x" if self.decode([t]) == words.bad else "y" for t in answer])
         log_prob = self._log_prob(prompt) if score_prompt else None
         return Completion(self.decode(answer), len(answer), log_prob)
+
+    def complete_with_words(
+        self, prompt: str, *, output_len: int, stop: str = "", bad: str = ""
+    ) -> Completion:
+        answer = self._continue(prompt, output_len)
+        if stop and stop in self.decode(answer):
+            end = self.decode(answer).index(stop) + len(stop)
+            answer = self.encode(self.decode(answer)[:end])
+        if bad:
+            answer = self.ids(["x" if self.decode([t]) == bad else "y" for t in answer])
+        return Completion(self.decode(answer), len(answer))
 
     def complete_in_steps(
         self, prompt: str, *, output_len: int

@@ -102,7 +102,7 @@ def samples_needed(test: DropTest, margin: float, *, alpha: float, bounded: bool
         return None
     both = _NORMAL.inv_cdf(1 - alpha) + _NORMAL.inv_cdf(POWER)
     found = (both * test.deviation / distance) ** 2
-    if bounded and test.drop < margin < 1:  # no change was seen so far: as rare ones may be
+    if bounded and max(0.0, test.drop) < margin < 1:  # what did not change so far may, rarely
         found = max(found, math.log(alpha) / math.log1p(-margin))
     return max(test.count + 1, math.ceil(found)) if found < 1e9 else None
 

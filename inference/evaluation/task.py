@@ -139,16 +139,6 @@ class Completion:
     context_log_prob: float | None = None
 
 
-@dataclass(frozen=True)
-class Words:
-    """Words that end an answer and words that it must not have, each one CSV record."""
-
-    stop: str = ""
-    bad: str = ""
-
-
-NO_WORDS = Words()
-
 # Contract tensors sent with the prompt, by name: one value or array, the same for every row.
 RequestTensors = Mapping[str, Any]
 
@@ -190,15 +180,20 @@ class TextGenerator(Protocol):
         return self.decode(ids)
 
     def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
+        self, prompt: str, *, output_len: int, score_prompt: bool = False
     ) -> Completion:
         """Return the text of `output_len` greedy tokens after `prompt`, without the prompt."""
-        if words != NO_WORDS:
-            raise RequestFailedError("word lists are encoded by the ensemble; there is none.")
         ids = self.encode(prompt)
         answer = self.complete_ids(ids, output_len=output_len)
         log_prob = self.context_log_prob(ids) if score_prompt else None
         return Completion(added_text(self.decode, ids, answer), len(answer), log_prob)
+
+    def complete_with_words(
+        self, prompt: str, *, output_len: int, stop: str = "", bad: str = ""
+    ) -> Completion:
+        """Return a text that ends at a word of `stop` and has none of `bad`, each a CSV record."""
+        del stop, bad
+        raise RequestFailedError(f"{prompt[:20]!r}, {output_len} tokens: there is no ensemble.")
 
     def complete_in_steps(
         self, prompt: str, *, output_len: int

@@ -58,7 +58,8 @@ class RunComparison:
     """Two runs side by side; differences are the second minus the first.
 
     Attributes:
-        metrics: those that both runs have.
+        shared: the metrics that both runs have, of the first and of the second.
+        metrics: their comparisons, in the same order.
         tasks: the samples and the requests of each, as a row of text.
         changed: samples of both runs that a fraction scores differently.
         latency: points measured in both.
@@ -67,15 +68,12 @@ class RunComparison:
 
     first: Report
     second: Report
+    shared: tuple[tuple[Metric, Metric], ...]
     metrics: tuple[Comparison, ...]
     tasks: tuple[tuple[str, ...], ...]
     changed: tuple[ChangedSample, ...]
     latency: tuple[tuple[LatencyPoint, LatencyPoint], ...]
     notes: tuple[str, ...]
-
-    def metric(self, name: str) -> Metric:
-        """Return a metric of the second run."""
-        return {metric.name: metric for metric in self.second.metrics}[name]
 
 
 def compare_runs(first_run: Run, second_run: Run) -> RunComparison:
@@ -86,7 +84,7 @@ def compare_runs(first_run: Run, second_run: Run) -> RunComparison:
     """
     (first, first_predictions), (second, second_predictions) = first_run, second_run
     before = {metric.name: metric for metric in first.metrics}
-    shared = [metric for metric in second.metrics if metric.name in before]
+    shared = [(before[new.name], new) for new in second.metrics if new.name in before]
     if not shared:
         raise ValueError(
             f"{first.run_id} and {second.run_id} have no metric in common: the first has "
@@ -96,10 +94,9 @@ def compare_runs(first_run: Run, second_run: Run) -> RunComparison:
     earlier = {task.name: task for task in first.tasks}
     tasks, pairs = [], []
     notes = [
-        f"{each.name} was measured in two ways: first, {before[each.name].method}; second, "
-        f"{each.method}."
-        for each in shared
-        if each.method != before[each.name].method
+        f"{new.name} was measured in two ways: first, {old.method}; second, {new.method}."
+        for old, new in shared
+        if old.method != new.method
     ]
     for task in second.tasks:
         if task.name not in earlier:
@@ -131,9 +128,10 @@ def compare_runs(first_run: Run, second_run: Run) -> RunComparison:
     return RunComparison(
         first=first,
         second=second,
-        metrics=tuple(compare_metric(each, before[each.name].value, found) for each in shared),
+        shared=tuple(shared),
+        metrics=tuple(compare_metric(new, old.value, found) for old, new in shared),
         tasks=tuple(tasks),
-        changed=_changed(shared, pairs),
+        changed=_changed([new for _, new in shared], pairs),
         latency=tuple(shared_points),
         notes=tuple(notes),
     )
@@ -188,8 +186,9 @@ def comparison_text(comparison: RunComparison) -> str:
 
 def _tables(comparison: RunComparison) -> dict[str, Any]:
     """Return head and rows of each table, by its name in the page's template."""
+    metrics = zip(comparison.metrics, comparison.shared, strict=True)
     return {
-        "metrics": (_METRIC_HEAD, [_metric_row(comparison, each) for each in comparison.metrics]),
+        "metrics": (_METRIC_HEAD, [_metric_row(each, new.unit) for each, (_, new) in metrics]),
         "tasks": (_TASK_HEAD, comparison.tasks),
         "latency": (_LATENCY_HEAD, [_latency_row(*pair) for pair in comparison.latency]),
     }
@@ -202,8 +201,7 @@ def _described(report: Report) -> str:
     return f"{report.run_id} ({engine}{size}, {run.data_type or 'type unknown'})"
 
 
-def _metric_row(comparison: RunComparison, each: Comparison) -> tuple[str, ...]:
-    unit = comparison.metric(each.metric).unit
+def _metric_row(each: Comparison, unit: str) -> tuple[str, ...]:
     return (
         each.metric,
         value_text(each.reference, unit),
@@ -235,18 +233,13 @@ def _changed_row(each: ChangedSample) -> tuple[str, ...]:
 def render_comparison(comparison: RunComparison) -> str:
     """Return the comparison as one self-contained HTML page."""
     first, second, latency = comparison.first, comparison.second, comparison.latency
-    before = {metric.name: metric for metric in first.metrics}
-    pairs = [
-        (before[metric.name], metric)
-        for metric in second.metrics
-        if metric.unit == "fraction" and metric.name in before
-    ]
+    fractions = [pair for pair in comparison.shared if pair[1].unit == "fraction"]
     return render_page(
         "comparison.html",
         title=f"{second.run.name}: comparison",
         runs=(_described(first), _described(second)),
         comparison=comparison,
-        accuracies=pairs and comparison_chart(pairs),
+        accuracies=fractions and comparison_chart(fractions),
         latency_chart=latency and latency_comparison_chart(latency),
         most=_ON_PAGE,
         **_tables(comparison),

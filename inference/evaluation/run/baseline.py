@@ -12,9 +12,8 @@ from inference.evaluation.bounds import PairedBound
 from inference.evaluation.options import Bound
 from inference.evaluation.paired import pairs_of
 from inference.evaluation.paired_tests import Pairs
-from inference.evaluation.record import SCHEMA_VERSION, Prediction, Report, from_json
+from inference.evaluation.record import SCHEMA_VERSION, Prediction, Report, TaskReport, from_json
 from inference.evaluation.report.files import PREDICTIONS, read_run
-from inference.evaluation.run.task_run import TaskRun
 from inference.evaluation.task import Dataset, Metric, Sample, sample_ids
 
 _REMEDY = "record it again with evaluate.baseline=update."
@@ -115,12 +114,12 @@ class Baseline:
             return {}
         return dict(zip(stored.quantities, stored.rows[prediction.id], strict=True))
 
-    def pairs(self, run: TaskRun) -> dict[str, Pairs]:
-        """Return the scores of a run's samples next to those stored, by metric."""
-        if run.task.name not in self.scores:
+    def pairs(self, task: TaskReport, predictions: Sequence[Prediction]) -> dict[str, Pairs]:
+        """Return the scores of a task's samples next to those stored, by metric."""
+        if task.name not in self.scores:
             return {}
-        both = [(each, self.values(each)) for each in run.predictions]
-        found = {metric.name: pairs_of(metric, both) for metric in run.metrics}
+        both = [(each, self.values(each)) for each in predictions]
+        found = {metric.name: pairs_of(metric, both) for metric in task.metrics}
         return {name: each for name, each in found.items() if each and name in self.metrics}
 
 

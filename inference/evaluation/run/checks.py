@@ -142,11 +142,11 @@ def _check_trackers(trackers: Sequence[str]) -> list[str]:
 
 def _check_baseline(options: EvaluationOptions, bounds: Mapping[str, Bound]) -> list[str]:
     if options.baseline == "none":
-        relative = [name for name, bound in bounds.items() if bound.is_relative]
         return [
             f"evaluate.gate.{name} is relative to a baseline, but evaluate.baseline=none; set "
             "evaluate.baseline=compare and evaluate.baseline_path."
-            for name in relative
+            for name, bound in bounds.items()
+            if bound.is_relative
         ]
     if options.baseline not in ("compare", "update"):
         return []  # refused by its choices

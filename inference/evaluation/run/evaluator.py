@@ -16,7 +16,7 @@ from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import apply_gate
 from inference.evaluation.options import OPENAI, Bound, EvaluationOptions
-from inference.evaluation.record import LatencyPoint, Report, RunFacts, StageTiming, TaskReport
+from inference.evaluation.record import LatencyPoint, Report, RunFacts, StageTiming
 from inference.evaluation.report.files import (
     FILE_NAMES,
     JUNIT,
@@ -32,14 +32,12 @@ from inference.evaluation.run.environment import describe_environment, describe_
 from inference.evaluation.run.latency import measure_latency
 from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.run.preparation import (
-    Prepared,
     check_bounds_of_groups,
     prepare,
     stored_baseline,
-    with_source,
     within_abilities,
 )
-from inference.evaluation.run.reference import compare_with_reference
+from inference.evaluation.run.reference import reference_of
 from inference.evaluation.run.served_model import connect
 from inference.evaluation.run.task_run import (
     EvaluationProgress,
@@ -88,7 +86,7 @@ def evaluate(
         bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
         bounds |= parse_bounds(options.gate)[0]
         prepared = [prepare(task) for task in tasks]
-        if problems := check_bounds_of_groups(options, prepared):
+        if problems := check_bounds_of_groups(bounds, prepared):
             raise ValueError("\n".join(problems))
         baseline = stored_baseline(options, prepared)
         store = options.history_dir
@@ -98,22 +96,23 @@ def evaluate(
             (output_dir / name).unlink(missing_ok=True)
         progress(EvaluationProgress("connect", done=0, total=1))
         with nullcontext(model) if model is not None else connect(options) as served:
-            ask = partial(
-                run_task, model=served, concurrency=options.concurrency, progress=progress
-            )
-            runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
+            runs = [
+                run_task(each, served, concurrency=options.concurrency, progress=progress)
+                for each in prepared
+            ]
             repeats = [movement(run, served, bounds) for run in runs]
             latency = _latency(options, served, runs, progress)
         if options.reference == "huggingface":
-            prepared = with_source(options, prepared, progress)
+            runs = _with_source(options, runs, progress)
     seconds = time.perf_counter() - start
+    runs = list(map(partial(_completed, options, baseline), runs, repeats))
     letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(3))
     report = Report(
         run_id=f"{facts.name}_{started_at:%Y-%m-%d_%H-%M-%S}_{letters}",
         run=_with_own_facts(facts, options.weights_dir, seconds),
         started_at=started_at.isoformat(timespec="seconds"),
         seconds=seconds,
-        tasks=tuple(map(partial(_task_report, options), runs, prepared, repeats)),
+        tasks=tuple(run.report for run in runs),
         latency=latency,
         bounds=bounds,
         environment=describe_environment(),
@@ -122,33 +121,12 @@ def evaluate(
     report = _gated(report, options, baseline, runs, moved)
     if store is not None:
         report = replace(report, history=comparable_history(earlier, report))
-    _publish(options, report, runs, prepared, baseline)
-    return report
-
-
-def _publish(
-    options: EvaluationOptions,
-    report: Report,
-    runs: Sequence[TaskRun],
-    prepared: Sequence[Prepared],
-    baseline: Baseline | None,
-) -> None:
-    predictions = [
-        replace(
-            each,
-            reference={} if own.reference is None else own.reference.values(each),
-            baseline={} if baseline is None else baseline.values(each),
-        )
-        for run, own in zip(runs, prepared, strict=True)
-        for each in run.predictions
-    ]
-    output_dir = Path(options.output_dir)
-    write_report(output_dir, report, predictions)
-    if options.history_dir is not None:
-        append_run(Path(options.history_dir), report, output_dir)
+    write_report(output_dir, report, [each for run in runs for each in run.predictions])
+    if store is not None:
+        append_run(Path(store), report, output_dir)
     for tracker in options.trackers:
-        folder = Path(options.history_dir or output_dir)
-        track(tracker, report, output_dir, folder=folder)
+        track(tracker, report, output_dir, folder=Path(store or output_dir))
+    return report
 
 
 @contextmanager
@@ -174,9 +152,9 @@ def _latency(
         return ()
     architecture = served_architecture(options)
     rows = (  # samples of the task identity are rows of token ids, written as numbers
-        rows_of(sample.text) if run.task.name == "identity" else [model.encode(sample.text)]
+        rows_of(sample.text) if run.report.name == "identity" else [model.encode(sample.text)]
         for run in runs
-        for sample in run.samples
+        for sample in run.prepared.samples
     )
     return measure_latency(
         model,
@@ -187,26 +165,54 @@ def _latency(
     )
 
 
-def _task_report(
-    options: EvaluationOptions, run: TaskRun, prepared: Prepared, repeat: Movement
-) -> TaskReport:
-    reference = prepared.reference
+def _with_source(
+    options: EvaluationOptions, runs: Sequence[TaskRun], progress: ProgressCallback
+) -> list[TaskRun]:
+    """Return the runs with what the source checkpoint's own library answers as their reference."""
+    from inference.evaluation.run.huggingface_model import load_reference_model
+
+    assert options.source_path is not None
+    model = load_reference_model(
+        options.source_path,
+        data_type=options.reference_data_type,
+        prompts_dir=options.weights_dir,
+    )
+    found = []
+    for run in runs:
+        phase = f"{run.report.name} by transformers"
+        own = run_task(run.prepared, model, concurrency=1, progress=progress, phase=phase)
+        reference = reference_of(
+            own.report, own.predictions, source=model.source, same_samples=True
+        )
+        found.append(replace(run, prepared=replace(run.prepared, reference=reference)))
+    return found
+
+
+def _completed(
+    options: EvaluationOptions, baseline: Baseline | None, run: TaskRun, repeat: Movement
+) -> TaskRun:
+    """Return a run with the way it was asked, and its reference and baseline next to its own."""
+    reference = run.prepared.reference
     text_model = options.ensemble_name or options.model_name
     protocol = "gRPC" if options.protocol == "grpc" else "HTTP"
     through = f"text through {text_model}, token ids through {options.model_name}, over {protocol}"
     if options.protocol == OPENAI:
         through = f"completions of {options.model or 'the only model'}, over OpenAI's protocol"
-    return TaskReport(
-        name=run.task.name,
-        version=run.task.version,
-        dataset=run.dataset,
-        metrics=run.metrics,
-        seconds=run.requests.seconds,
-        requests=run.requests,
+    report = replace(
+        run.report,
         through=through,
-        note="; ".join(filter(None, (prepared.note, *options.left_out, repeat.text))),
-        reference=None if reference is None else compare_with_reference(run, reference),
+        note="; ".join(filter(None, (run.prepared.note, *options.left_out, repeat.text))),
+        reference=None if reference is None else run.against(reference),
     )
+    predictions = tuple(
+        replace(
+            each,
+            reference={} if reference is None else reference.values(each),
+            baseline={} if baseline is None else baseline.values(each),
+        )
+        for each in run.predictions
+    )
+    return replace(run, report=report, predictions=predictions)
 
 
 def _gated(
@@ -230,15 +236,19 @@ def _gated(
         report.metrics,
         bounds,
         baseline={} if baseline is None else baseline.metrics,
-        pairs={} if baseline is None else ChainMap(*(baseline.pairs(run) for run in runs)),
+        pairs={}
+        if baseline is None
+        else ChainMap(*(baseline.pairs(run.report, run.predictions) for run in runs)),
         moved=moved,
         advisory={
             metric.name
-            for run in runs
-            if run.task.name in options.advisory
-            for metric in run.metrics
+            for task in report.tasks
+            if task.name in options.advisory
+            for metric in task.metrics
         },
-        remedies={metric.name: run.task.remedy() for run in runs for metric in run.metrics},
+        remedies={
+            metric.name: run.prepared.task.remedy() for run in runs for metric in run.report.metrics
+        },
     )
     report = replace(report, gate=gate)
     if updated is not None and gate.passed:

@@ -20,12 +20,10 @@ import torch
 from export_scripts.ft.reader import FTReader
 from export_scripts.numeric.dtypes import torch_dtype
 from inference.evaluation.task import (
-    NO_WORDS,
     Completion,
     EvaluationError,
     RequestTensors,
     TextGenerator,
-    Words,
     added_text,
 )
 from inference.evaluation.tasks.served_folder import served_prompts
@@ -68,11 +66,9 @@ class HuggingFaceModel(TextGenerator):
         return tuple(itertools.takewhile(lambda each: each not in ends, ids))
 
     def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
+        self, prompt: str, *, output_len: int, score_prompt: bool = False
     ) -> Completion:
         """Return the greedy continuation of a text."""
-        if words != NO_WORDS:
-            raise EvaluationError("evaluate.reference=huggingface has no word lists.")
         ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=self._is_encoder_decoder))
         answer = self.complete_ids(ids, output_len=output_len)
         before = () if self._is_encoder_decoder else ids

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 
 import numpy as np
@@ -73,19 +72,16 @@ def measure_latency(
     tokens: Iterable[Sequence[int]],
     options: LatencyOptions,
     *,
-    send: Callable[[Load], Answered] | None = None,
     hidden_size: int | None = None,
     progress: ProgressCallback = lambda _: None,
 ) -> tuple[LatencyPoint, ...]:
     """Measure every point of the options; prompts are cut from `tokens`, read as far as needed.
 
-    `send` asks one point, by default in a closed loop; `hidden_size` is the width of an encoder
-    that takes embeddings in place of token ids.
+    `hidden_size` is the width of an encoder that takes embeddings in place of token ids.
 
     Raises:
         EvaluationError: a request failed.
     """
-    send = send or partial(_send, model, options, hidden_size)
     shapes = list(dict.fromkeys(parse_shape(text) for text in options.shapes))
     if not generates(model):
         shapes = list(dict.fromkeys(RequestShape(shape.input_len, 0) for shape in shapes))
@@ -94,7 +90,7 @@ def measure_latency(
     for done, load in enumerate(loads):
         progress(EvaluationProgress("latency", done, len(loads)))
         try:
-            measured[load] = send(load)
+            measured[load] = _send(model, options, hidden_size, load)
         except RequestFailedError as error:
             raise EvaluationError(
                 f"latency of {load} could not be measured: {error}\nCheck that the model allows "

@@ -16,7 +16,6 @@ from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.statistics import is_number
 from inference.evaluation.task import (
     LOG_PROBS,
-    NO_WORDS,
     TENSORS,
     TOKEN_IDS,
     Completion,
@@ -24,7 +23,6 @@ from inference.evaluation.task import (
     RequestFailedError,
     RequestTensors,
     TextGenerator,
-    Words,
 )
 
 if TYPE_CHECKING:
@@ -116,11 +114,9 @@ class OpenAIModel(TextGenerator):
         return self.tokenizer.decode(ids)
 
     def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
+        self, prompt: str, *, output_len: int, score_prompt: bool = False
     ) -> Completion:
         """Return the greedy continuation as text."""
-        if words != NO_WORDS:
-            raise RequestFailedError("word lists belong to Triton's ensemble.")
         ids = self.encode(prompt)
         answer = self.client.complete(self._body(self._prompts([ids])[0], output_len))
         return Completion(

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from inference.evaluation.bounds import check_bounds, parse_bounds
-from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.options import Bound, EvaluationOptions
 from inference.evaluation.run.baseline import Baseline, read_baseline
-from inference.evaluation.run.reference import Reference, read_reference, reference_of
-from inference.evaluation.run.task_run import ProgressCallback, run_task
+from inference.evaluation.run.reference import Reference, read_reference
 from inference.evaluation.task import Dataset, EvaluationError, Sample, Task
 from inference.evaluation.tasks import known_tasks
 
@@ -74,7 +73,7 @@ def prepare(task: Task) -> Prepared:
     return Prepared(task, dataset, samples, reference, note)
 
 
-def check_bounds_of_groups(options: EvaluationOptions, prepared: Sequence[Prepared]) -> list[str]:
+def check_bounds_of_groups(bounds: Mapping[str, Bound], prepared: Sequence[Prepared]) -> list[str]:
     """Return the bounds of metrics that the data turned out not to have."""
     known = [
         f"{name}{end}"
@@ -82,36 +81,7 @@ def check_bounds_of_groups(options: EvaluationOptions, prepared: Sequence[Prepar
         for end in ("", *sorted({f"_{sample.group}" for sample in each.samples if sample.group}))
         for name in each.task.metric_names
     ]
-    bounds, _ = parse_bounds(options.gate)
     return check_bounds(bounds, known=known)
-
-
-def with_source(
-    options: EvaluationOptions, prepared: Sequence[Prepared], progress: ProgressCallback
-) -> list[Prepared]:
-    """Return the prepared tasks with what the source checkpoint's own library answers."""
-    from inference.evaluation.run.huggingface_model import load_reference_model
-
-    assert options.source_path is not None
-    model = load_reference_model(
-        options.source_path,
-        data_type=options.reference_data_type,
-        prompts_dir=options.weights_dir,
-    )
-    found = []
-    for each in prepared:
-        run = run_task(
-            each.task,
-            each.dataset,
-            each.samples,
-            model,
-            concurrency=1,
-            progress=progress,
-            phase=f"{each.task.name} by transformers",
-        )
-        reference = reference_of(run, run.predictions, source=model.source, same_samples=True)
-        found.append(replace(each, reference=reference))
-    return found
 
 
 def stored_baseline(options: EvaluationOptions, prepared: Sequence[Prepared]) -> Baseline | None:

@@ -1,4 +1,4 @@
-"""Compare a task's samples, one by one, with figures of another implementation or a past run.
+"""The figures that a task is compared with: of another implementation, or of a past run.
 
 A reference is either a past report.json, next to its predictions.jsonl, or a recorded file:
 
@@ -13,17 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from export_scripts.files.json_content import json_object
-from inference.evaluation.paired import Values, compare_metric
-from inference.evaluation.record import (
-    Prediction,
-    ReferenceComparison,
-    RequestStatistics,
-    TaskReport,
-    from_json,
-)
+from inference.evaluation.paired import Values
+from inference.evaluation.record import Prediction, RequestStatistics, TaskReport, from_json
 from inference.evaluation.report.files import read_run
-from inference.evaluation.run.task_run import TaskRun
-from inference.evaluation.task import Dataset, Score
+from inference.evaluation.task import Dataset
 
 
 @dataclass(frozen=True)
@@ -101,11 +94,7 @@ def read_reference(path: Path, *, task: str) -> Reference:
 
 
 def reference_of(
-    task: TaskReport | TaskRun,
-    predictions: Sequence[Prediction],
-    *,
-    source: str,
-    same_samples: bool = False,
+    task: TaskReport, predictions: Sequence[Prediction], *, source: str, same_samples: bool = False
 ) -> Reference:
     """Return a finished task as the reference of others."""
     return Reference(
@@ -115,34 +104,4 @@ def reference_of(
         per_sample={each.index: each.values for each in predictions},
         same_samples=same_samples,
         requests=task.requests,
-    )
-
-
-def compare_with_reference(run: TaskRun, reference: Reference) -> ReferenceComparison:
-    """Compare every metric, sample by sample where the reference has samples.
-
-    The reference's metrics that sample values alone give are summed up anew, by the task's own
-    rule, where it has all samples of this run; its figures over the whole set are comparable only
-    when this run asked the whole set.
-    """
-    found = [(each, reference.values(each)) for each in run.predictions]
-    known = [
-        metric.name
-        for metric in run.metrics
-        if metric.from_samples
-        and all({metric.sample_value, metric.weight} - {""} <= row.keys() for _, row in found)
-    ]
-    scores = [Score({**each.values, **row}, answer="") for each, row in found]
-    again = run.task.metrics(run.samples, scores) if known else ()
-    comparable = reference.same_samples or run.dataset.limit is None
-    values = dict(reference.metrics) if comparable else {}
-    values |= {metric.name: metric.value for metric in again if metric.name in known}
-    return ReferenceComparison(
-        source=reference.source,
-        metrics=tuple(
-            compare_metric(metric, values[metric.name], found)
-            for metric in run.metrics
-            if metric.name in values
-        ),
-        requests=reference.requests,
     )

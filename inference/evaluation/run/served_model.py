@@ -18,13 +18,11 @@ from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.rows import GREEDY, GREEDY_WITH_LOG_PROBS, answers, generation_request
 from inference.evaluation.task import (
-    NO_WORDS,
     Completion,
     EvaluationError,
     RequestFailedError,
     RequestTensors,
     TextGenerator,
-    Words,
     added_text,
 )
 from inference.evaluation.tasks.served_folder import read_served
@@ -129,7 +127,7 @@ class ServedModel(TextGenerator):
         return self.decode(ids[: ids.index(self.end_id)] if self.end_id in ids else ids)
 
     def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False, words: Words = NO_WORDS
+        self, prompt: str, *, output_len: int, score_prompt: bool = False
     ) -> Completion:
         """Return the greedy continuation as text, asked through the ensemble if there is one."""
         if self.ensemble_name is None and self.is_encoder_decoder:
@@ -138,14 +136,25 @@ class ServedModel(TextGenerator):
                 "as it was trained; export it with export.triton_deployment.ensemble=true."
             )
         if self.ensemble_name is None:
-            return super().complete_text(
-                prompt, output_len=output_len, score_prompt=score_prompt, words=words
-            )
+            return super().complete_text(prompt, output_len=output_len, score_prompt=score_prompt)
+        return self.complete_with_words(prompt, output_len=output_len, score_prompt=score_prompt)
+
+    def complete_with_words(
+        self,
+        prompt: str,
+        *,
+        output_len: int,
+        stop: str = "",
+        bad: str = "",
+        score_prompt: bool = False,
+    ) -> Completion:
+        """Return the text that the ensemble makes with lists of words."""
+        assert self.ensemble_name is not None, "checked by the task that has word lists"
         inputs = {
             "INPUT_0": as_tensor([prompt], "BYTES"),
             "INPUT_1": as_tensor([output_len], "UINT32"),
-            "INPUT_2": as_tensor([words.bad], "BYTES"),
-            "INPUT_3": as_tensor([words.stop], "BYTES"),
+            "INPUT_2": as_tensor([bad], "BYTES"),
+            "INPUT_3": as_tensor([stop], "BYTES"),
             **(_SCORING if score_prompt else GREEDY),
         }
         names = ("OUTPUT_0", "sequence_length", *(_LOG_PROBS if score_prompt else ()))

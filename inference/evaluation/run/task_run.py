@@ -14,14 +14,14 @@ from typing import cast
 
 from inference.evaluation.gate import amount_text
 from inference.evaluation.options import Bound
-from inference.evaluation.paired import pairs_of
+from inference.evaluation.paired import compare_metric, pairs_of
 from inference.evaluation.paired_tests import check_drop
-from inference.evaluation.record import Prediction, RequestStatistics
+from inference.evaluation.record import Prediction, ReferenceComparison, TaskReport
+from inference.evaluation.run.preparation import Prepared
+from inference.evaluation.run.reference import Reference
 from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
-    Dataset,
     EvaluationError,
-    Metric,
     RequestFailedError,
     Sample,
     Score,
@@ -57,33 +57,59 @@ ProgressCallback = Callable[[EvaluationProgress], None]
 
 @dataclass(frozen=True)
 class TaskRun:
-    """A finished task: its figures and every prediction, in the order of the data set."""
+    """A finished task: its report and every prediction, in the order of the samples."""
 
-    task: Task
-    dataset: Dataset
-    samples: Sequence[Sample]
-    metrics: tuple[Metric, ...]
+    prepared: Prepared
+    report: TaskReport
     predictions: tuple[Prediction, ...]
-    requests: RequestStatistics
+
+    def against(self, reference: Reference) -> ReferenceComparison:
+        """Compare every metric with a reference, sample by sample where it has samples.
+
+        The reference's metrics that sample values alone give are summed up anew, by the task's own
+        rule, where it has all samples of this run; its figures over the whole set are comparable
+        only when this run asked the whole set.
+        """
+        found = [(each, reference.values(each)) for each in self.predictions]
+        known = [
+            metric.name
+            for metric in self.report.metrics
+            if metric.from_samples
+            and all({metric.sample_value, metric.weight} - {""} <= row.keys() for _, row in found)
+        ]
+        comparable = reference.same_samples or self.report.dataset.limit is None
+        values = dict(reference.metrics) if comparable else {}
+        if known:
+            scores = [Score({**each.values, **row}, answer="") for each, row in found]
+            again = self.prepared.task.metrics(self.prepared.samples, scores)
+            values |= {metric.name: metric.value for metric in again if metric.name in known}
+        return ReferenceComparison(
+            source=reference.source,
+            metrics=tuple(
+                compare_metric(metric, values[metric.name], found)
+                for metric in self.report.metrics
+                if metric.name in values
+            ),
+            requests=reference.requests,
+        )
 
 
 def run_task(
-    task: Task,
-    dataset: Dataset,
-    samples: Sequence[Sample],
+    prepared: Prepared,
     model: TextGenerator,
     *,
     concurrency: int,
     progress: ProgressCallback = lambda _: None,
     phase: str = "",
 ) -> TaskRun:
-    """Evaluate one task on its prepared data, keeping up to `concurrency` samples in flight.
+    """Evaluate a task on its prepared data, keeping up to `concurrency` samples in flight.
 
     `phase` is what progress is reported under, the task's name unless given.
 
     Raises:
         EvaluationError: at least one sample could not be evaluated.
     """
+    task, samples = prepared.task, prepared.samples
     timer = RequestTimer(model)
     start = time.perf_counter()
     answered = _ask_all(
@@ -111,14 +137,15 @@ def run_task(
         for sample, own_id in zip(samples, sample_ids(samples), strict=True)
         for score, duration in (answered[sample.index],)
     )
-    return TaskRun(
-        task=task,
-        dataset=dataset,
-        samples=samples,
+    report = TaskReport(
+        name=task.name,
+        version=task.version,
+        dataset=prepared.dataset,
         metrics=task.metrics(samples, scores),
-        predictions=predictions,
+        seconds=seconds,
         requests=timer.statistics(start=start, seconds=seconds, concurrency=concurrency),
     )
+    return TaskRun(prepared, report, predictions)
 
 
 _Answered = tuple[Score, float]  # a score and the seconds it took
@@ -212,19 +239,18 @@ def movement(run: TaskRun, model: TextGenerator, bounds: Mapping[str, Bound]) ->
     Only metrics of other scores than 0 and 1 are known so well by a few samples.
     """
     compared = {name for name, bound in bounds.items() if bound.is_relative}
-    if not any(metric.scale and metric.name in compared for metric in run.metrics):
+    metrics = run.report.metrics
+    if not any(metric.scale and metric.name in compared for metric in metrics):
         return Movement()
-    chosen = range(0, len(run.samples), max(1, len(run.samples) // _ASKED_AGAIN))[:_ASKED_AGAIN]
-    both = [
-        (run.predictions[index], run.task.score(run.samples[index], model).values)
-        for index in chosen
-    ]
+    task, samples = run.prepared.task, run.prepared.samples
+    chosen = range(0, len(samples), max(1, len(samples) // _ASKED_AGAIN))[:_ASKED_AGAIN]
+    both = [(run.predictions[index], task.score(samples[index], model).values) for index in chosen]
     asked = f"{len(both)} samples asked again, one at a time,"
     changed = sum(first.values != again for first, again in both)
     if not changed:
         return Movement(text=f"{asked} gave the same digits")
-    units = {metric.name: metric.unit for metric in run.metrics}
-    pairs = {metric.name: pairs_of(metric, both) for metric in run.metrics}
+    units = {metric.name: metric.unit for metric in metrics}
+    pairs = {metric.name: pairs_of(metric, both) for metric in metrics}
     moved = {
         name: abs(check_drop(each, 0.0, confidence=0.95).drop)
         for name, each in pairs.items()

@@ -4,7 +4,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from inference.evaluation.record import Distribution, RequestStatistics
@@ -18,6 +17,7 @@ _HISTOGRAM_BINS = 40
 # The requests of a TextGenerator, and the tokens of an answer to each.
 _REQUESTS: Mapping[str, Callable[[Any], int]] = {
     "complete_text": lambda completion: completion.generated,
+    "complete_with_words": lambda completion: completion.generated,
     "complete_in_steps": lambda answer: len(answer[0]),
     "complete_ids": len,
     "complete_rows": lambda answers: sum(map(len, answers)),
@@ -39,23 +39,20 @@ class RequestTimer:
         self._spans: list[tuple[float, float]] = []  # end and duration of each request, seconds
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._model, name)
-        return partial(self._timed, found, _REQUESTS[name]) if name in _REQUESTS else found
+        request = getattr(self._model, name)
+        if name not in _REQUESTS:
+            return request
 
-    def _timed(
-        self,
-        request: Callable[..., Any],
-        generated: Callable[[Any], int],
-        *given: Any,
-        **named: Any,
-    ) -> Any:
-        start = time.perf_counter()
-        answer = request(*given, **named)
-        end = time.perf_counter()
-        with self._lock:
-            self._spans.append((end, end - start))
-            self._generated += generated(answer)
-        return answer
+        def timed(*given: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            answer = request(*given, **named)
+            end = time.perf_counter()
+            with self._lock:
+                self._spans.append((end, end - start))
+                self._generated += _REQUESTS[name](answer)
+            return answer
+
+        return timed
 
     def statistics(self, *, start: float, seconds: float, concurrency: int) -> RequestStatistics:
         """Sum up the requests since `start` (time.perf_counter) over a run of `seconds`."""

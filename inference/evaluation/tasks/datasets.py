@@ -37,24 +37,17 @@ class DataSource:
     file_name: str = ""
 
 
-def data_file(
-    task: str, given: str | None, source: DataSource | None, data_dir: Path, *, recipe: str = ""
-) -> Path:
+def data_file(task: str, given: str | None, source: DataSource | None, data_dir: Path) -> Path:
     """Return the data of a task: the file that was given, or `source`, kept in `data_dir`.
 
     Raises:
-        ValueError: there is neither, which `recipe` helps, or `ensure_dataset` fails.
+        ValueError: `ensure_dataset` fails.
     """
     if given is not None:
         return Path(given)
-    if source is None:
-        raise ValueError(recipe)
-    path = ensure_dataset(
-        data_dir / (source.file_name or source.url.rstrip("/").rpartition("/")[2]),
-        url=source.url,
-        sha256=source.sha256,
-        key=f"evaluate.{task}.data_path",
-    )
+    assert source is not None, "checked by the task"
+    path = data_dir / (source.file_name or source.url.rstrip("/").rpartition("/")[2])
+    ensure_dataset(path, source, key=f"evaluate.{task}.data_path")
     if not source.member:
         return path
     member = path.with_name(f"{path.stem}_{Path(source.member).name}")
@@ -63,8 +56,8 @@ def data_file(
     return member
 
 
-def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
-    """Return `path`, downloading it first when it is missing.
+def ensure_dataset(path: Path, source: DataSource, *, key: str) -> None:
+    """Download `path` if it is missing.
 
     The final name appears by one rename after the checksum was verified, so a broken transfer
     leaves nothing behind and two runs at once do no harm.
@@ -75,14 +68,14 @@ def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
         ValueError: the file cannot be fetched or its checksum differs; the message names the
             file to place by hand.
     """
+    url, sha256 = source.url, source.sha256
     if path.is_file():
-        found = sha256_of(path)
-        if found != sha256:
+        if (found := sha256_of(path)) != sha256:
             raise ValueError(
                 f"{path} has SHA-256 {found}, expected {sha256}; delete it to download it again "
                 f"from {url}, or set {key} to use a data set of your own."
             )
-        return path
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
@@ -99,7 +92,6 @@ def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
             f"cannot download {url} ({reason}); on a machine without network place the file "
             f"(SHA-256 {sha256}) at {path}, or set {key} to where it is."
         ) from error
-    return path
 
 
 def drawn(

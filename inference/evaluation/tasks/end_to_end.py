@@ -19,7 +19,6 @@ from inference.evaluation.task import (
     Score,
     Task,
     TextGenerator,
-    Words,
 )
 from inference.evaluation.tasks.datasets import drawn
 
@@ -83,8 +82,8 @@ class EndToEnd(Task):
             record = io.StringIO()  # of CSV, in which word lists are written
             csv.writer(record, lineterminator="").writerow([text])
             stopped, banned = (
-                model.complete_text(sample.text, output_len=OUTPUT_LEN, words=words).text
-                for words in (Words(stop=record.getvalue()), Words(bad=record.getvalue()))
+                model.complete_with_words(sample.text, output_len=OUTPUT_LEN, **words).text
+                for words in ({"stop": record.getvalue()}, {"bad": record.getvalue()})
             )
             shorter = model.complete_text(sample.text, output_len=length)
             values[STOP_WORDS] = float(stopped == shorter.text)

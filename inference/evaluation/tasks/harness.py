@@ -8,7 +8,7 @@ It is the extra `harness` of this package.
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -39,18 +39,17 @@ _FRACTIONS = ("acc", "exact_match", "f1")  # metrics between 0 and 1
 
 @dataclass(frozen=True)
 class _Figure:
-    """One metric of one task, as the harness names it.
-
-    Attributes:
-        key: the metric's name with its filter's.
-        group: the same behind the task's name, unless that is the task that was asked for.
-    """
+    """One metric of one task, as the harness names it."""
 
     task: str
     metric: str
     filter: str
-    key: str
-    group: str
+
+    @property
+    def key(self) -> str:
+        """The metric's name with its filter's."""
+        end = "" if self.filter == _NO_FILTER else f"_{self.filter}"
+        return f"{self.metric}{end}".replace("-", "_")
 
 
 class HarnessTask(Task):
@@ -69,7 +68,7 @@ class HarnessTask(Task):
         # The beginning of every metric; the rest is known when the task was loaded.
         self.metric_names = (name.replace(PREFIX, "harness_", 1).replace("-", "_"),)
         self._lock = threading.Lock()
-        self._outcome: Future[dict[str, Any]] = Future()  # the results, or why there are none
+        self._outcome: Future[tuple[Metric, ...]] = Future()  # one a sample, or why there are none
         self._loaded: dict[str, Any] = {}  # the harness's tasks by name
         self._figures: list[_Figure] = []
 
@@ -107,7 +106,7 @@ class HarnessTask(Task):
         if not self._loaded:
             raise ValueError(f"evaluate.tasks={self.name}: lm_eval has no such task")
         self._figures = [
-            self._figure(name, metric, pipeline.name)
+            _Figure(name, metric, pipeline.name)
             for name, task in self._loaded.items()
             for metric in task.aggregation()
             for pipeline in task._filters  # the harness has no public name for them
@@ -127,8 +126,8 @@ class HarnessTask(Task):
             limit=limit,
         )
         samples = [
-            Sample(index, text=f"{figure.task}, {figure.metric}", target="", group=figure.group)
-            for index, figure in enumerate(self._figures)
+            Sample(index, f"{each.task}, {each.metric}", target="", group=self._group(each))
+            for index, each in enumerate(self._figures)
         ]
         return dataset, samples
 
@@ -141,45 +140,40 @@ class HarnessTask(Task):
                     self._outcome.set_result(self._run())
                 except RequestFailedError as error:
                     self._outcome.set_exception(error)
-        value, _ = self._value(self._figures[sample.index])
+        value = self._outcome.result()[sample.index].value
         return Score(values={sample.group: value}, answer=f"{value:.6g}")
 
     def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
         """Return the harness's figures with its own standard errors."""
         del samples, scores
-        return tuple(self._metric(figure) for figure in self._figures)
+        return self._outcome.result()
 
-    def _figure(self, task: str, metric: str, pipeline: str) -> _Figure:
-        end = "" if pipeline == _NO_FILTER else f"_{pipeline}"
-        key = f"{metric}{end}".replace("-", "_")
-        group = key if task == self.own_name else f"{task}_{key}".replace("-", "_")
-        return _Figure(task, metric, pipeline, key, group)
+    def _group(self, figure: _Figure) -> str:
+        """Return a figure's name behind that of the task that was asked for."""
+        if figure.task == self.own_name:
+            return figure.key
+        return f"{figure.task}_{figure.key}".replace("-", "_")
 
-    def _value(self, figure: _Figure) -> tuple[float, float]:
-        """Return a figure and its standard error, 0 where the harness has none."""
-        found = self._outcome.result()["results"][figure.task]
+    def _metric(self, figure: _Figure, results: Mapping[str, Any]) -> Metric:
+        found = results["results"][figure.task]
         value = float(found[f"{figure.metric},{figure.filter}"])
-        error = found.get(f"{figure.metric}_stderr,{figure.filter}")
-        return value, float(error) if isinstance(error, int | float) else 0.0
-
-    def _metric(self, figure: _Figure) -> Metric:
-        value, error = self._value(figure)
-        counts = self._outcome.result()["n-samples"][figure.task]
+        given = found.get(f"{figure.metric}_stderr,{figure.filter}")
+        error = float(given) if isinstance(given, int | float) else 0.0  # "N/A" where it has none
         is_fraction = figure.metric.startswith(_FRACTIONS)
         low, high = value - Z_95 * error, value + Z_95 * error
         higher = self._loaded[figure.task].higher_is_better().get(figure.metric, True)
         return Metric(
-            name=f"{self.metric_names[0]}_{figure.group}",
+            name=f"{self.metric_names[0]}_{self._group(figure)}",
             key=figure.key,
             value=value,
             stderr=error,
             low=max(low, 0.0) if is_fraction else low,
             high=min(high, 1.0) if is_fraction else high,
-            count=int(counts["effective"]),
+            count=int(results["n-samples"][figure.task]["effective"]),
             unit="fraction" if is_fraction else "",
             higher_is_better=bool(higher),
             method=f"{figure.metric} of {figure.task}, lm-evaluation-harness {version(_PACKAGE)}",
-            sample_value=figure.group,
+            sample_value=self._group(figure),
             from_samples=False,
         )
 
@@ -188,7 +182,7 @@ class HarnessTask(Task):
 
         return TaskManager(include_path=self.options.harness.include_path)
 
-    def _run(self) -> dict[str, Any]:
+    def _run(self) -> tuple[Metric, ...]:
         from lm_eval import simple_evaluate
 
         harness, arguments = self.options.harness, self._model_arguments()
@@ -207,10 +201,10 @@ class HarnessTask(Task):
                 numpy_random_seed=self.options.seed % (1 << 32),
                 fewshot_random_seed=self.options.seed,
             )
+            assert results is not None, "the first process of an evaluation has the results"
+            return tuple(self._metric(figure, results) for figure in self._figures)
         except Exception as error:  # the harness and its clients raise anything
             raise RequestFailedError(f"lm_eval: {error!r}") from error
-        assert results is not None, "the first process of an evaluation has the results"
-        return dict(results)
 
     def _model_arguments(self) -> dict[str, Any]:
         options, url = self.options, self.options.openai_url

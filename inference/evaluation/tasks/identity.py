@@ -16,7 +16,6 @@ large rounding makes them depends on the types of weights and computation.
 from __future__ import annotations
 
 import hashlib
-import random
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -104,13 +103,7 @@ class Identity(Task):
             ValueError: the source's library is not installed or cannot load it.
         """
         own, seed = self.options.identity, self.options.seed
-        generator = random.Random(seed)
-        longest = self._source.longest_row(own)
-        shortest = min(longest, own.min_input_len or (longest + 1) // 2)
-        rows = [
-            self._source.draw_row(generator, generator.randint(shortest, longest))
-            for _ in range(own.samples)
-        ]
+        rows = self._source.draw_rows(own, seed)
         starts = range(0, len(rows), own.batch_size)
         batches = [rows[start : start + own.batch_size] for start in starts]
         texts = [_ROWS.join(" ".join(map(str, row)) for row in batch) for batch in batches]

@@ -63,16 +63,15 @@ class IdentitySource:
         self._model = load_mesh_transformer(plan) if is_jax else load_huggingface(plan)
         self._lock = threading.Lock()
 
-    def longest_row(self, options: IdentityOptions) -> int:
-        """Return the tokens of the longest row: those asked for, or as many as the model takes."""
-        positions = self._model.positions
-        if positions is None:
-            return options.input_len
-        return max(1, min(options.input_len, positions - options.output_len))
-
-    def draw_row(self, generator: random.Random, length: int) -> tuple[int, ...]:
-        """Return random token ids."""
-        return tuple(generator.randrange(self._model.vocab_size) for _ in range(length))
+    def draw_rows(self, options: IdentityOptions, seed: int) -> list[tuple[int, ...]]:
+        """Return rows of random token ids, as long as asked for or as the model takes."""
+        generator, longest = random.Random(seed), options.input_len
+        if self._model.positions is not None:
+            longest = max(1, min(longest, self._model.positions - options.output_len))
+        shortest = min(longest, options.min_input_len or (longest + 1) // 2)
+        lengths = (generator.randint(shortest, longest) for _ in range(options.samples))
+        vocab_size = self._model.vocab_size
+        return [tuple(generator.randrange(vocab_size) for _ in range(n)) for n in lengths]
 
     def compare(
         self, rows: Sequence[tuple[int, ...]], model: TextGenerator, *, output_len: int

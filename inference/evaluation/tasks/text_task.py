@@ -88,14 +88,6 @@ class TextTaskKind:
     source: DataSource | None = None
     recipe: str = ""
 
-    @property
-    def without_data(self) -> str:
-        """The problem of a task that has no data file."""
-        return (
-            f"evaluate.{self.name}.data_path is needed for the task {self.name}. To get the data: "
-            f"{self.recipe}"
-        )
-
     def data_source(self, options: TextTaskOptions) -> DataSource | None:
         """Return where missing data comes from: as the options say, or the task's own place."""
         if options.url is not None and options.sha256 is not None:
@@ -139,7 +131,10 @@ class TextTask(Task):
         if (own.url is None) != (own.sha256 is None):
             problems.append(f"{key}.url and {key}.sha256 go together; give both, or neither.")
         elif own.data_path is None and kind.data_source(own) is None:
-            problems.append(kind.without_data)
+            problems.append(
+                f"{key}.data_path is needed for the task {self.name}. To get the data: "
+                f"{kind.recipe}"
+            )
         try:
             (own.template or "").format_map(defaultdict(str))
         except (ValueError, AttributeError, LookupError) as error:
@@ -190,9 +185,8 @@ class TextTask(Task):
             ValueError: the data is unavailable, not of the task's form, or lacks a field of the
                 template.
         """
-        source, recipe = self.kind.data_source(self.own), self.kind.without_data
-        given, folder = self.own.data_path, self.options.data_dir
-        path = data_file(self.name, given, source, folder, recipe=recipe)
+        source = self.kind.data_source(self.own)
+        path = data_file(self.name, self.own.data_path, source, self.options.data_dir)
         template = self.own.template or self.kind.template
         if self.own.template is None and self.own.method == "log_likelihood":
             template = self.kind.likelihood_template or template

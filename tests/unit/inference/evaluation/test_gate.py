@@ -132,6 +132,13 @@ def test_a_sentence_is_held_breached_or_needs_more_samples(make_metric, pairs, s
     assert "80 % of runs catch" in str(verdict)
 
 
+@pytest.mark.parametrize(("gained", "status"), [(1, "insufficient"), (9, "held")])
+def test_a_run_that_became_better_is_judged_where_no_drop_is_allowed(make_metric, gained, status):
+    pairs = answers(100, gained=gained)
+    (verdict,) = paired(make_metric(scale="mean"), "no drop at 95 %", pairs).verdicts
+    assert verdict.status == status
+
+
 @pytest.mark.parametrize("lost", [math.nan, -math.inf])
 def test_scores_that_are_not_finite_breach(make_metric, lost):
     metric = make_metric(scale="exp", unit="perplexity", value=9.0, higher_is_better=False)

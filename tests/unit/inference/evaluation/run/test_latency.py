@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,16 @@ def test_the_first_token_is_measured_once_and_not_listed_unless_asked_for(model)
     assert len(model.requests) == 3 * 5
 
 
+@pytest.fixture
+def answers(monkeypatch):
+    def answer_by(send: Callable[[Load], Answered]) -> None:
+        monkeypatch.setattr(
+            "inference.evaluation.run.latency._send", lambda *given: send(given[-1])
+        )
+
+    return answer_by
+
+
 def ticking(load: Load) -> Answered:
     """Requests that take 10 ms, and 2 ms more for each further token."""
     tokens = load.shape.output_len
@@ -62,9 +73,10 @@ def ticking(load: Load) -> Answered:
     return Answered([seconds] * 4, 4 * tokens * load.batch_size, 4 * seconds)
 
 
-def test_further_tokens_share_the_rest_of_the_latency(model):
+def test_further_tokens_share_the_rest_of_the_latency(model, answers):
+    answers(ticking)
     options = LatencyOptions(shapes=["6+1", "6+11"], batch_sizes=[3], concurrencies=[1])
-    one, eleven = measure_latency(model, map(model.encode, TEXTS), options, send=ticking)
+    one, eleven = measure_latency(model, map(model.encode, TEXTS), options)
     assert one.first_token_ms == pytest.approx(10.0)
     assert one.per_token_ms is None
     assert eleven.first_token_ms == pytest.approx(10.0)
@@ -80,10 +92,11 @@ def streaming(load: Load) -> Answered:
     return Answered(ends_s, 4 * load.shape.output_len, sum(ends_s), arrivals_s)
 
 
-def test_tokens_of_a_stream_are_timed_as_they_come(fake_model):
+def test_tokens_of_a_stream_are_timed_as_they_come(fake_model, answers):
+    answers(streaming)
     options = LatencyOptions(shapes=["6+1", "6+5"], concurrencies=[1])
     model = fake_model(streams=True)
-    one, five = measure_latency(model, map(model.encode, TEXTS), options, send=streaming)
+    one, five = measure_latency(model, map(model.encode, TEXTS), options)
     assert one.first_token_ms == pytest.approx(10.0)
     assert one.per_token_ms is None
     assert five.first_token_ms == pytest.approx(10.0)
@@ -128,7 +141,7 @@ def test_latency_needs_text():
         cut_prompts([], input_len=4)
 
 
-def test_an_encoder_is_measured_by_the_tokens_in(model):
+def test_an_encoder_is_measured_by_the_tokens_in(model, answers):
     model.inputs = ("input_ids", "sequence_length")
     options = LatencyOptions(
         shapes=["3+8", "5+8", "3+1"], batch_sizes=[2], concurrencies=[1], requests=4, warmup=1
@@ -140,7 +153,8 @@ def test_an_encoder_is_measured_by_the_tokens_in(model):
         "input_ids": [(10, 11, 12), (11, 12, 13)],
         "sequence_length": [[3], [3]],
     }
-    (point,) = measure_latency(model, [range(30)], replace(options, shapes=["5+8"]), send=ticking)
+    answers(ticking)
+    (point,) = measure_latency(model, [range(30)], replace(options, shapes=["5+8"]))
     assert (point.first_token_ms, point.per_token_ms) == (None, None)
     assert point.tokens_per_s == pytest.approx(2 * 5 / (point.latency.p50_ms / 1000))
 

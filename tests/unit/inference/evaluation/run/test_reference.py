@@ -10,7 +10,8 @@ import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from inference.evaluation.run.baseline import Baseline, read_baseline, write_baseline
-from inference.evaluation.run.reference import compare_with_reference, read_reference
+from inference.evaluation.run.preparation import prepare
+from inference.evaluation.run.reference import read_reference
 from inference.evaluation.run.task_run import TaskRun, run_task
 from inference.evaluation.tasks.lambada import Lambada
 from tests.conftest import present
@@ -19,14 +20,14 @@ from tests.conftest import present
 def run(passages: Path, model, **changes) -> TaskRun:
     options = EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(str(passages)), **changes)
     task = Lambada(options)
-    return run_task(task, *task.prepare(), model, concurrency=2)
+    return run_task(prepare(task), model, concurrency=2)
 
 
 def recorded(tmp_path: Path, found: TaskRun, **changes) -> Path:
     values = {
         "schema_version": 1,
         "source": "another implementation",
-        "dataset_sha256": found.dataset.sha256,
+        "dataset_sha256": found.report.dataset.sha256,
         "metrics": {"lambada_last_word": 0.5, "lambada_last_token": 0.5, "lambada_perplexity": 3.0},
         "per_sample": {
             "lambada_last_word": [1, 0, 1, 0],
@@ -43,7 +44,7 @@ def recorded(tmp_path: Path, found: TaskRun, **changes) -> Path:
 def test_samples_are_compared_one_by_one(passages, model, tmp_path):
     found = run(passages, model)
     reference = read_reference(recorded(tmp_path, found), task="lambada")
-    words, tokens, perplexity = compare_with_reference(found, reference).metrics
+    words, tokens, perplexity = found.against(reference).metrics
     assert (words.agreeing, words.disagreeing, words.first_disagreements) == (3, 1, (2,))
     assert words.difference == pytest.approx(-0.25)
     assert present(words.low) < -0.25 < present(words.high)
@@ -57,7 +58,7 @@ def test_samples_are_compared_one_by_one(passages, model, tmp_path):
 def test_a_reference_without_samples_compares_figures_only(passages, model, tmp_path):
     found = run(passages, model)
     reference = read_reference(recorded(tmp_path, found, per_sample={}), task="lambada")
-    words = compare_with_reference(found, reference).metrics[0]
+    words = found.against(reference).metrics[0]
     assert (words.reference, words.agreeing, words.low) == (0.5, None, None)
 
 
@@ -65,14 +66,14 @@ def test_a_limited_run_is_compared_on_its_own_samples(passages, model, tmp_path)
     found = run(passages, model, limit=2, seed=1)
     indices = [each.index for each in found.predictions]
     reference = read_reference(recorded(tmp_path, found), task="lambada")
-    words = compare_with_reference(found, reference).metrics[0]
+    words = found.against(reference).metrics[0]
     assert words.reference == sum([1, 0, 1, 0][index] for index in indices) / 2
 
 
 def test_whole_figures_say_nothing_of_a_limited_run(passages, model, tmp_path):
     found = run(passages, model, limit=2, seed=1)
     reference = read_reference(recorded(tmp_path, found, per_sample={}), task="lambada")
-    assert compare_with_reference(found, reference).metrics == ()
+    assert found.against(reference).metrics == ()
 
 
 def test_predictions_carry_the_reference_s_values(passages, model, tmp_path):
@@ -84,9 +85,12 @@ def test_predictions_carry_the_reference_s_values(passages, model, tmp_path):
 def test_a_reference_of_other_data_does_not_fit(passages, model, tmp_path):
     found = run(passages, model)
     path = recorded(tmp_path, found, dataset_sha256="0" * 64)
-    reported = read_reference(path, task="lambada").mismatch(found.dataset)
+    reported = read_reference(path, task="lambada").mismatch(found.report.dataset)
     assert reported.startswith("Not compared with the reference (another implementation)")
-    assert read_reference(recorded(tmp_path, found), task="lambada").mismatch(found.dataset) == ""
+    assert (
+        read_reference(recorded(tmp_path, found), task="lambada").mismatch(found.report.dataset)
+        == ""
+    )
 
 
 RECORDED = '{"schema_version": 1, "source": "x", "dataset_sha256": "0", '
@@ -119,7 +123,7 @@ def stored(report, found: TaskRun | None, tmp_path: Path) -> Baseline:
         write_baseline(path, report, ())
         return read_baseline(path)
     (task,) = report.tasks
-    own = replace(task, metrics=found.metrics, dataset=found.dataset)
+    own = replace(task, metrics=found.report.metrics, dataset=found.report.dataset)
     write_baseline(path, replace(report, tasks=(own,)), found.predictions)
     return read_baseline(path)
 
@@ -127,9 +131,9 @@ def stored(report, found: TaskRun | None, tmp_path: Path) -> Baseline:
 def test_a_baseline_reads_back(report, passages, model, tmp_path):
     found = run(passages, model)
     baseline = stored(report, found, tmp_path)
-    assert baseline.metrics == {metric.name: metric for metric in found.metrics}
+    assert baseline.metrics == {metric.name: metric for metric in found.report.metrics}
     assert baseline.source == f"run {report.run_id} of {report.started_at}"
-    baseline.check("lambada", found.task.version, found.dataset, found.samples)
+    baseline.check("lambada", found.report.version, found.report.dataset, found.prepared.samples)
     for each in found.predictions:
         assert baseline.values(each) == each.values
 
@@ -146,8 +150,8 @@ def test_samples_are_known_by_their_content_not_by_their_place(report, passages,
     lines = passages.read_text().splitlines(keepends=True)
     passages.write_text("".join(reversed(lines)))
     again = run(passages, model)
-    assert again.dataset.sha256 != found.dataset.sha256
-    baseline.check("lambada", 1, again.dataset, again.samples)
+    assert again.report.dataset.sha256 != found.report.dataset.sha256
+    baseline.check("lambada", 1, again.report.dataset, again.prepared.samples)
     assert [baseline.values(each) for each in again.predictions] == [
         each.values for each in reversed(found.predictions)
     ]
@@ -171,13 +175,15 @@ def test_samples_that_are_missing_or_changed_are_an_error(
     passages.write_text("".join(change(passages.read_text().splitlines(keepends=True))))
     again = run(passages, model)
     with pytest.raises(ValueError, match=reported):
-        baseline.check("lambada", 1, again.dataset, again.samples)
+        baseline.check("lambada", 1, again.report.dataset, again.prepared.samples)
 
 
 def test_scores_by_other_rules_are_an_error(report, passages, model, tmp_path):
     found = run(passages, model)
     with pytest.raises(ValueError, match="was scored by version 1 of lambada, this run by 2"):
-        stored(report, found, tmp_path).check("lambada", 2, found.dataset, found.samples)
+        stored(report, found, tmp_path).check(
+            "lambada", 2, found.report.dataset, found.prepared.samples
+        )
 
 
 def test_invalid_baselines_are_refused(tmp_path):

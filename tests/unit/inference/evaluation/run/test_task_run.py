@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
+from inference.evaluation.run.preparation import prepare
 from inference.evaluation.run.task_run import EvaluationProgress, run_task
 from inference.evaluation.task import EvaluationError
 from inference.evaluation.tasks.lambada import Lambada
@@ -14,13 +15,13 @@ from inference.evaluation.tasks.lambada import Lambada
 
 def run(passages: Path, model, *, concurrency: int = 4, progress=lambda _: None):
     task = Lambada(EvaluationOptions(data_dir=Path(), lambada=LambadaOptions(str(passages))))
-    return run_task(task, *task.prepare(), model, concurrency=concurrency, progress=progress)
+    return run_task(prepare(task), model, concurrency=concurrency, progress=progress)
 
 
 def test_metrics_and_predictions_cover_all_samples_in_order(passages, model):
     found = run(passages, model)
     assert [each.index for each in found.predictions] == [0, 1, 2, 3]
-    assert {metric.name: metric.value for metric in found.metrics} == {
+    assert {metric.name: metric.value for metric in found.report.metrics} == {
         "lambada_last_word": 0.25,
         "lambada_last_token": 0.5,
         "lambada_perplexity": pytest.approx(2.718281828459045 ** ((2 + 3 + 2 + 2) * 0.5 / 4)),
@@ -36,9 +37,9 @@ def test_requests_are_kept_in_flight_up_to_the_limit(passages, model):
 def test_every_request_is_counted_and_timed(passages, model):
     found = run(passages, model)
     # Three a sample, and one more where the text of the last word was right.
-    assert found.requests.count == len(model.requests) == 13
-    assert sum(found.requests.completed) == 13
-    assert found.requests.latency.min_ms >= 2.0
+    assert found.report.requests.count == len(model.requests) == 13
+    assert sum(found.report.requests.completed) == 13
+    assert found.report.requests.latency.min_ms >= 2.0
 
 
 def test_progress_shows_the_accuracy_so_far(passages, model):

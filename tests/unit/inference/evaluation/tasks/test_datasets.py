@@ -11,7 +11,7 @@ import pytest
 
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import Sample
-from inference.evaluation.tasks.datasets import drawn, ensure_dataset, read_rows
+from inference.evaluation.tasks.datasets import DataSource, drawn, ensure_dataset, read_rows
 
 CONTENT = b'{"text": "a b"}\n'
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -25,12 +25,13 @@ def source(tmp_path: Path) -> str:
     return path.as_uri()
 
 
-def fetch(path: Path, url: str, sha256: str = SHA256) -> Path:
-    return ensure_dataset(path, url=url, sha256=sha256, key="evaluate.lambada.data_path")
+def fetch(path: Path, url: str, sha256: str = SHA256) -> None:
+    ensure_dataset(path, DataSource(url, sha256), key="evaluate.lambada.data_path")
 
 
 def test_a_missing_data_set_is_downloaded(tmp_path, source):
-    path = fetch(tmp_path / "data" / "lambada.jsonl", source)
+    path = tmp_path / "data" / "lambada.jsonl"
+    fetch(path, source)
     assert path.read_bytes() == CONTENT
     assert [each.name for each in path.parent.iterdir()] == ["lambada.jsonl"]
 
@@ -38,7 +39,8 @@ def test_a_missing_data_set_is_downloaded(tmp_path, source):
 def test_a_data_set_at_hand_is_not_downloaded(tmp_path):
     path = tmp_path / "lambada.jsonl"
     path.write_bytes(CONTENT)
-    assert fetch(path, "file:///nowhere") == path
+    fetch(path, "file:///nowhere")
+    assert path.read_bytes() == CONTENT
 
 
 def test_a_changed_data_set_is_refused_with_both_checksums(tmp_path, source):

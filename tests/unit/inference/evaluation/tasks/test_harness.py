@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.openai_client import OpenAIClient
 from inference.evaluation.options import EvaluationOptions, HarnessOptions
 from inference.evaluation.record import Report, RequestStatistics
@@ -108,7 +109,7 @@ def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endp
     assert check_evaluation(own) == []
     prepared = prepare(HarnessTask("harness:two-facts", own))
     assert (prepared.dataset.total, prepared.dataset.count, prepared.dataset.limit) == (3, 2, 2)
-    run = run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=4)
+    run = run_task(prepared, FakeModel({}), concurrency=4)
     (call,) = asked
     assert (call["model"], call["tasks"], call["limit"]) == ("local-completions", ["two-facts"], 2)
     assert (call["num_fewshot"], call["batch_size"]) == (2, 4)
@@ -117,7 +118,7 @@ def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endp
     assert (given["model"], given["max_length"], given["num_concurrent"]) == (
         ("fastertransformer", 512, 3)
     )
-    metrics = {metric.name: metric for metric in run.metrics}
+    metrics = {metric.name: metric for metric in run.report.metrics}
     assert set(metrics) == {
         "harness_two_facts_acc",
         "harness_two_facts_acc_strict_match",
@@ -138,7 +139,8 @@ def test_the_gate_knows_the_metrics_once_the_task_is_loaded(
     gate = {"harness_two_facts_acc": {"min": 0.4}, "harness_two_facts_bleu": {"min": 1}}
     own = options(openai_url=endpoint, gate=gate)
     assert check_evaluation(own) == []
-    (problem,) = check_bounds_of_groups(own, [prepare(HarnessTask("harness:two-facts", own))])
+    prepared = [prepare(HarnessTask("harness:two-facts", own))]
+    (problem,) = check_bounds_of_groups(parse_bounds(gate)[0], prepared)
     assert "harness_two_facts_bleu" in problem
     assert "harness_two_facts_perplexity" in problem
     assert not asked
@@ -158,7 +160,7 @@ def test_an_endpoint_that_does_not_answer_is_named(asked: list[dict[str, Any]]) 
         HarnessTask("harness:two-facts", options(openai_url="http://127.0.0.1:1/v1"))
     )
     with pytest.raises(EvaluationError, match=r"127\.0\.0\.1:1/v1/models/.*refused"):
-        run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=1)
+        run_task(prepared, FakeModel({}), concurrency=1)
     assert not asked
 
 
@@ -168,7 +170,7 @@ def test_an_endpoint_that_does_not_say_how_long_its_context_is_is_named(
     monkeypatch.setattr(OpenAIClient, "get", lambda *_: {"id": "fastertransformer"})
     prepared = prepare(HarnessTask("harness:two-facts", options(openai_url=endpoint)))
     with pytest.raises(EvaluationError, match="fastertransformer states no number as max_model"):
-        run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=1)
+        run_task(prepared, FakeModel({}), concurrency=1)
     assert not asked
 
 
@@ -182,7 +184,7 @@ def test_a_harness_that_fails_is_named_and_not_run_again(
     monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", simple_evaluate)
     prepared = prepare(HarnessTask("harness:two-facts", options(openai_url=endpoint)))
     with pytest.raises(EvaluationError, match=r"lm_eval.*endpoint ended the connection"):
-        run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=2)
+        run_task(prepared, FakeModel({}), concurrency=2)
     assert len(asked) == 1
 
 

@@ -15,6 +15,7 @@ import pytest
 from export_scripts.families.layout.config import PromptTask
 from export_scripts.files.checksum import sha256_of
 from inference.evaluation.options import EvaluationOptions, PromptOptions, TextTaskOptions
+from inference.evaluation.run.preparation import prepare
 from inference.evaluation.run.task_run import TaskRun, run_task
 from inference.evaluation.task import Sample, Score
 from inference.evaluation.tasks import TASKS
@@ -65,11 +66,11 @@ def make(
 
 def run(name: str, model, **options) -> TaskRun:
     task = make(name, TextTaskOptions(**options))
-    return run_task(task, *task.prepare(), model, concurrency=2)
+    return run_task(prepare(task), model, concurrency=2)
 
 
 def values(found: TaskRun) -> dict[str, float]:
-    return {metric.name: metric.value for metric in found.metrics}
+    return {metric.name: metric.value for metric in found.report.metrics}
 
 
 def test_boolq_by_generation_compares_the_whole_answer(tmp_path, fake_model):
@@ -148,9 +149,9 @@ def test_a_table_that_the_model_lacks_is_refused(tmp_path):
 def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
     asked = []
 
-    def fetch(path, **source):
-        asked.append((path, source["url"], source["sha256"]))
-        return lines(path, {"context": "c", "question": "q", "answers": ["a"]})
+    def fetch(path, source, *, key):
+        asked.append((path, source.url, source.sha256))
+        lines(path, {"context": "c", "question": "q", "answers": ["a"]})
 
     monkeypatch.setattr("inference.evaluation.tasks.datasets.ensure_dataset", fetch)
     squad = make("squad", data_dir=tmp_path)
@@ -281,10 +282,10 @@ def test_translation_reads_two_files_and_removes_subword_marks(tmp_path, fake_mo
     found = run("translation", model, data_path=source, target_path=target, output_len=13)
     assert [each.target for each in found.predictions] == ["Guten Morgen.", "Einfache Zeile"]
     assert found.predictions[0].answer == "Guten Morgen."
-    (metric,) = found.metrics
+    (metric,) = found.report.metrics
     assert 0 < metric.value < 100
     assert not metric.from_samples
-    assert found.requests.generated == 2 * 13
+    assert found.report.requests.generated == 2 * 13
 
 
 def test_lines_of_other_editors_are_read(tmp_path):
