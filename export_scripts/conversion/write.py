@@ -247,8 +247,7 @@ def _record(file: WrittenFile, ranges: Mapping[str, ValueRange]) -> Mapping[str,
 def _recorded_range(record: Mapping[str, Any], key: str) -> ValueRange:
     """Return the range of a tensor's values that a file's record holds."""
     own = record["tensors"][key]
-    low, high = float(own["min"]), float(own["max"])
-    return ValueRange(low, high, math.isfinite(low) and math.isfinite(high))
+    return ValueRange(float(own["min"]), float(own["max"]))
 
 
 def _source_extent(parts: Parts) -> tuple[float, int]:
