@@ -73,6 +73,10 @@ class ConversionRequest(ConversionOptions):
     checkpoint_name: str | None = None
     # One of OUTPUT_FORMATS; a Hugging Face folder has no ranks.
     output_format: str = "fastertransformer"
+    # Of its fields in messages: by default options of the command.
+    names: Mapping[str, str] = dataclasses.field(
+        default_factory=lambda: OPTION_NAMES, repr=False, compare=False
+    )
 
     @property
     def is_huggingface(self) -> bool:
@@ -98,7 +102,6 @@ class ConversionRequest(ConversionOptions):
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow)
 
 
-# Names of a request's fields in messages; callers with other names pass their own.
 OPTION_NAMES: Mapping[str, str] = {
     **{
         field.name: f"--{field.name.replace('_', '-')}"
@@ -120,8 +123,9 @@ _SOURCES = ("checkpoint_path", "prompt_checkpoints", "ia3_checkpoints", "adapter
             "lora_checkpoints", "activation_ranges", "vocab_path", "merges_path")  # fmt: skip
 
 
-def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> list[str]:
+def request_problems(request: ConversionRequest) -> list[str]:
     """Return the problems of the request itself."""
+    names = request.names
     problems = [
         f"{names[key]}={value} is not a positive number"
         for key in ("tp_size", "pp_size", "processes", "max_shard_bytes")

@@ -96,9 +96,9 @@ def source_plan(
         allow=("*",),  # the conversion has logged what it left out
         model_type=reader.family.name,
         given=(*ids, *given),
+        names={**OPTION_NAMES, "model_type": f"the family of {reader.path}"},
     )
-    names = {**OPTION_NAMES, "model_type": f"the family of {reader.path}"}
-    return plan_conversion(request, names=names, scratch_dir=scratch_dir)
+    return plan_conversion(request, scratch_dir=scratch_dir)
 
 
 def compare_weights(plan: ConversionPlan, reader: FTReader) -> WeightComparison:
