@@ -185,14 +185,12 @@ def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progre
             if not writer.records:
                 writer.discard()
             raise ValueError(problem)
-        problems = write_files(plan, writer, counter, processes=plan.request.processes)
-        if problems:
+        for name, data in plan.extra_files.items():
+            if name not in writer.records:
+                writer.write(name, len(data), [memoryview(data)])
+        if problems := write_files(plan, writer, counter):
             writer.discard()
             raise CheckpointMismatchError(listed(problems))
-        for name, data in plan.extra_files.items():
-            if not writer.is_done(name):
-                writer.write(name, len(data), [memoryview(data)])
-        writer.flush()
         writer.finish(_manifest(plan, writer, identity) | {"tensors": tensor_records(plan, writer)})
     problems = folder_problems(paths.final, checksums=False)
     assert not problems, problems
