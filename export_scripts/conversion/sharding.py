@@ -9,20 +9,20 @@ import contextlib
 import math
 import mmap
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from export_scripts.conversion.tensor_plan import Window
 from export_scripts.families.mapping.sources import Parts
 from export_scripts.families.mapping.tensors import ShapeTensor
 from export_scripts.files.disk import BLOCK_BYTES, LARGE_BYTES
 from export_scripts.numeric.arrays import DTYPES, Array, bits, store, to_float32
 
 Bytes = npt.NDArray[np.uint8]
-Window = list[tuple[int, int]]  # of a tensor: the first index and the end on each axis
 
 # A chunk of a file: large enough to amortise system calls, small enough for several workers.
 CHUNK_BYTES = 8 << 20
@@ -113,15 +113,6 @@ def _aligned(size_bytes: int) -> Bytes:
 
 
 _WORKSPACE = Workspace()
-
-
-def rank_window(shape: Sequence[int], split_axis: int, tp_rank: int) -> Window:
-    """Return one rank's share of a tensor; `shape` is the share's, `split_axis` -1 for none."""
-    window = [(0, size) for size in shape]
-    if split_axis >= 0:
-        size = shape[split_axis]
-        window[split_axis] = (tp_rank * size, (tp_rank + 1) * size)
-    return window
 
 
 def file_chunks(

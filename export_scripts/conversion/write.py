@@ -16,13 +16,14 @@ import numpy as np
 
 from export_scripts.checkpoints.base import StoredTensor
 from export_scripts.conversion.plan import ConversionPlan
-from export_scripts.conversion.sharding import ValueRange, Window, file_chunks, rank_window
+from export_scripts.conversion.sharding import ValueRange, file_chunks
 from export_scripts.conversion.tensor_plan import (
     TensorPlan,
+    Window,
     WrittenFile,
     WrittenTensor,
-    local_fine_shape,
-    values_of,
+    rank_window,
+    whole_window,
 )
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.mapping.sources import Parts, taken
@@ -87,9 +88,9 @@ def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
         CheckpointMismatchError: Stored values contradict each other.
     """
     try:
-        return item.source.build(values_of(plan.facts, item.index), plan.config)
+        return item.build(plan.facts, plan.config)
     except CheckpointMismatchError as error:
-        keys = ", ".join(key.format(**item.index) for key, _ in item.source.reads)
+        keys = ", ".join(key for key, _ in item.reads)
         where = f"{item.tensor.name}: {keys} in {plan.facts.reader.path}"
         raise CheckpointMismatchError(f"{where}: {each}" for each in error.problems) from error
 
@@ -110,8 +111,7 @@ class _Worker:
 
     def _read(self, item: TensorPlan) -> Iterator[tuple[str, StoredTensor]]:
         """Yield (key, stored part) of everything read for a tensor; of replicas the first."""
-        for pattern, cut in item.source.reads:
-            key = pattern.format(**item.index)
+        for key, cut in item.reads:
             pieces = self.plan.facts.pieces(key)
             for piece in pieces[:1] if cut is None else pieces:
                 yield from ((key, stored) for stored in piece.stored)
@@ -217,11 +217,10 @@ class _Worker:
                 _, parts = built[item.tensor.name]
                 if view is not None:
                     parts = taken(parts, view)
-                    window = rank_window(parts.shape, -1, 0)
+                    window = whole_window(parts.shape)
                 else:
                     tp_size = self.plan.config.tensor_para_size
-                    shape, axis = local_fine_shape(parts, item.tensor, tp_size)
-                    window = rank_window(shape, axis, file.tp_rank)
+                    window = rank_window(parts, item.tensor, tp_size, file.tp_rank)
                 yield parts, window, ranges[tensor.key]
                 del parts
 
@@ -273,12 +272,12 @@ def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, dict[str
         for tensor in files[0].tensors:
             whole = _range((writer.records[file.name] for file in files), tensor.key)
             item, view = tensor.pieces[0]
-            reads = (key.format(**it.index) for it in tensor.items for key, _ in it.source.reads)
+            reads = (key for item in tensor.items for key, _ in item.reads)
             out[tensor.key] = {
                 **({} if view else {"split": item.tensor.split}),
                 "shape": list(tensor.shape),
                 "dtype": files[0].data_type,
-                "source": [*dict.fromkeys(reads)],
+                "source": list(dict.fromkeys(reads)),
                 "min": _json_number(whole.smallest),
                 "max": _json_number(whole.largest),
                 "abs_max": _json_number(max(abs(whole.smallest), abs(whole.largest))),
