@@ -13,7 +13,7 @@ from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.checkpoints.nemo import open_nemo
 from export_scripts.commands import command_parser, run_command, say
 from export_scripts.conversion.request import ConversionRequest
-from export_scripts.conversion.tensor_plan import plan_tensors, values_of
+from export_scripts.conversion.tensor_plan import plan_tensors
 from export_scripts.errors import refuse
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import PROMPT_TABLE
@@ -94,7 +94,7 @@ def add_tuning(
                 except OSError:  # another file system, or one without links
                     shutil.copy2(file, staging / file.name)
         for plan in plans:
-            parts = plan.source.build(values_of(facts, plan.index), added)
+            parts = plan.build(facts, added)
             values = join([to_float32(part) for part in parts.tensors], parts.axis)
             write_values(staging, plan.tensor, values, whole)
         write_config(staging, whole)

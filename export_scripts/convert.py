@@ -11,8 +11,9 @@ from typing import Any
 from export_scripts.checkpoints.hub import cached_model
 from export_scripts.commands import ProgressLine, command_parser, parse_pair, run_command, say
 from export_scripts.conversion.convert import ConversionRequest, ConversionSummary, convert
-from export_scripts.conversion.request import MAX_SHARD_BYTES, OPTION_NAMES, OUTPUT_FORMATS
+from export_scripts.conversion.request import OPTION_NAMES, OUTPUT_FORMATS, ConversionOptions
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+from export_scripts.values import built, keys_of
 
 _MOST_WORKERS = 8
 
@@ -49,22 +50,18 @@ def convert_parser() -> argparse.ArgumentParser:
     def add(field: str, text: str, **facts: Any) -> None:
         parser.add_argument(OPTION_NAMES[field], dest=field, help=text, **facts)
 
-    count, file = {"type": int, "metavar": "N"}, {"type": Path, "metavar": "FILE"}
-    several: dict[str, Any] = {"action": "append", "default": []}
-    paths = {"type": Path, "metavar": "PATH", **several}
+    count = {"type": int, "metavar": "N"}
     workers = usual_workers()
     add("checkpoint_path", "source: a .nemo archive, a folder, or the id of a model in the cache "
         "of the Hugging Face hub", type=Path, required=True, metavar="PATH")  # fmt: skip
     add("checkpoint_name", "of several checkpoints in that folder, the one of this name or pattern "
         "(default: the last)", metavar="NAME")  # fmt: skip
     add("output_dir", "folder in which <N>-gpu, or huggingface, is made",
-        type=Path, required=True, metavar="DIR")  # fmt: skip
+        required=True, metavar="DIR")  # fmt: skip
     add("tp_size", "tensor-parallel ranks of inference (default: 1)", default=1, **count)
     add("output_format", "shards for this engine and FasterTransformer's backend in <N>-gpu "
         "(default), or a folder huggingface for transformers, vLLM, SGLang and TensorRT-LLM",
         choices=OUTPUT_FORMATS, default=OUTPUT_FORMATS[0])  # fmt: skip
-    add("max_shard_bytes", "most bytes of a file of a Hugging Face folder, such as 2GB "
-        "(default: 5GB)", type=_bytes, default=MAX_SHARD_BYTES, metavar="SIZE")  # fmt: skip
     add("weight_data_type", "type on disk", required=True, choices=WEIGHT_DATA_TYPES)
     add("processes", f"workers (default: one a core, at most {_MOST_WORKERS}: {workers} here)",
         default=workers, **count)  # fmt: skip
@@ -72,21 +69,19 @@ def convert_parser() -> argparse.ArgumentParser:
         default=1, **count)  # fmt: skip
     add("model_type", "refuse a checkpoint of another kind (gpt3, t5, mt5 or a family)",
         metavar="KIND")  # fmt: skip
-    add("prompt_checkpoints", "prompt-learning archive to add; repeat for more", **paths)
-    add("ia3_checkpoints", "IA3 archive to add, one task each; repeat for more", **paths)
-    add("ia3_in_place", "multiply the IA3 scalers into the weights instead of storing them",
-        action="store_true")  # fmt: skip
-    add("adapter_checkpoints", "linear adapter archive to add", **paths)
-    add("lora_checkpoints", "LoRA adapter (PEFT, NeMo, Megatron Bridge) to merge into the weights; "
-        "repeat for more, merged in order", **paths)  # fmt: skip
-    add("activation_ranges", "activation ranges (.json or .pt): also write static int8 weights",
-        **file)  # fmt: skip
-    add("vocab_path", "vocabulary or sentencepiece model in place of the checkpoint's", **file)
-    add("merges_path", "merges in place of the checkpoint's", **file)
-    add("given", "a config.ini value that the checkpoint lacks, such as head_num=16",
-        metavar="KEY=VALUE", **several)  # fmt: skip
-    add("allow", "accept unknown, damaged or non-finite tensors of these names",
-        metavar="PATTERN", **several)  # fmt: skip
+    several = {"action": "append", "default": []}
+    add("given", "a config.ini value that the checkpoint lacks, such as head_num=16; repeat for "
+        "more", metavar="KEY=VALUE", **several)  # fmt: skip
+    kinds: dict[tuple[Any, bool], dict[str, Any]] = {  # by type, and whether it is a path
+        (int, False): {"type": _bytes, "metavar": "SIZE"},
+        (bool, False): {"action": "store_true"},
+        (str | None, True): {"metavar": "FILE"},
+        (list[str], True): {"metavar": "PATH", "action": "append"},
+        (list[str], False): {"metavar": "PATTERN", "action": "append"},
+    }
+    for key in keys_of(ConversionOptions):
+        more = "; repeat for more" if key.is_list else ""
+        add(key.name, key.text + more, default=key.default, **kinds[key.type, key.is_path])
     add("overwrite", "replace a folder that holds something else", action="store_true")
     return parser
 
@@ -108,10 +103,7 @@ def request_of(options: argparse.Namespace) -> ConversionRequest:
         "checkpoint_path": cached_model(options.checkpoint_path),
         "given": [parse_pair(text, "--set") for text in options.given],
     }
-    fields: dict[str, Any] = {
-        key: tuple(each) if isinstance(each, list) else each for key, each in values.items()
-    }
-    return ConversionRequest(**fields)
+    return built(ConversionRequest, values)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -22,7 +22,7 @@ from export_scripts.checkpoints.quantized import quantization, with_plain_weight
 from export_scripts.commands import command_parser, run_command, say
 from export_scripts.conversion.huggingface import plan_huggingface
 from export_scripts.conversion.plan import find_mapping, plan_conversion
-from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
+from export_scripts.conversion.request import ConversionRequest
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
@@ -173,7 +173,7 @@ def _add_target(facts: dict[str, Any], path: Path, reader: CheckpointReader | No
         path, path.parent, 1, weight_data_type="bf16", output_format="huggingface"
     )
     try:
-        plan = plan_huggingface(plan_conversion(request, names=OPTION_NAMES, reader=reader))
+        plan = plan_huggingface(plan_conversion(request, reader=reader))
     except ValueError as error:
         facts["no Hugging Face folder"] = str(error).split("\n")
         return

@@ -27,7 +27,7 @@ KEYS: Mapping[str, str] = {
     "for_text": "export.triton_deployment.ensemble",
 }
 # Fields that do not decide the bytes of the shards.
-_WITHOUT_EFFECT = ("output_dir", "processes", "overwrite", "pp_size", "for_text")
+_WITHOUT_EFFECT = ("output_dir", "processes", "overwrite", "pp_size", "for_text", "names")
 # The two places where training leaves its checkpoints.
 _CHECKPOINT_FOLDERS = (Path("checkpoints"), Path("results", "checkpoints"))
 
@@ -46,7 +46,7 @@ class ConvertStage(Stage):
         super().__init__(job)
         self.planned = planned
         # As configured; what is really read is in `_found`.
-        self.request = replace(request, overwrite=job.overwrite)
+        self.request = replace(request, overwrite=job.overwrite, names=KEYS)
 
     def check(self) -> list[str]:
         """Return the problems of checkpoint, sizes and destination."""
@@ -58,7 +58,7 @@ class ConvertStage(Stage):
         if self.marker_path().exists():
             # `finding` compares the folder of an earlier run, and reports it.
             request = replace(request, overwrite=True)
-        return check_conversion(request, names=KEYS)
+        return check_conversion(request)
 
     def outputs(self) -> list[Path]:
         """Return the folder to write."""
@@ -120,7 +120,7 @@ class ConvertStage(Stage):
 
         self.request.output_dir.mkdir(parents=True, exist_ok=True)
         try:
-            done = convert(self._found(), progress=report, names=KEYS)
+            done = convert(self._found(), progress=report)
         except CheckpointMismatchError:
             raise
         except ValueError as error:  # checkpoint, sizes, or too little room

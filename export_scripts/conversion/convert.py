@@ -6,7 +6,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from export_scripts.checkpoints.containers import is_gzip
 from export_scripts.checkpoints.huggingface import is_huggingface
 from export_scripts.conversion.huggingface import plan_huggingface
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
-from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
+from export_scripts.conversion.request import ConversionRequest, request_problems
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 from export_scripts.files.disk import check_space
 from export_scripts.files.lock import folder_lock
@@ -54,30 +54,22 @@ class ConversionSummary:
     remarks: tuple[str, ...] = ()  # warnings and choices to report
 
 
-def check_conversion(
-    request: ConversionRequest, *, names: Mapping[str, str] | None = None
-) -> list[str]:
-    """Return every reason a request cannot be converted; no tensor is read, numpy not imported.
-
-    Args:
-        request: What to convert.
-        names: Field -> its name in messages (by default the command's option).
-    """
-    names = {**OPTION_NAMES, **(names or {})}
-    problems = request_problems(request, names)
+def check_conversion(request: ConversionRequest) -> list[str]:
+    """Return every reason a request cannot be converted; no tensor is read, numpy not imported."""
+    problems = request_problems(request)
     if problems:
         return problems
     try:
         if not _is_slow_to_open(request):
-            _planned(request, names)
+            _planned(request)
     except ValueError as error:
         path = str(request.checkpoint_path)
         return [
-            f"{names['checkpoint_path']}={each}" if each.startswith(path) else each
+            f"{request.names['checkpoint_path']}={each}" if each.startswith(path) else each
             for each in str(error).split("\n")
         ]
     paths = WorkPaths(request.folder)
-    return _folder_problems(request, paths, _identity(request), names)
+    return _folder_problems(request, paths, _identity(request))
 
 
 def _is_slow_to_open(request: ConversionRequest) -> bool:
@@ -90,26 +82,19 @@ def _is_slow_to_open(request: ConversionRequest) -> bool:
     )
 
 
-def _folder_problems(
-    request: ConversionRequest, paths: WorkPaths, identity: str, names: Mapping[str, str]
-) -> list[str]:
+def _folder_problems(request: ConversionRequest, paths: WorkPaths, identity: str) -> list[str]:
     """Return a problem if the output folder exists and holds something else."""
     if not paths.final.exists() or request.overwrite:
         return []
     if _is_finished(paths, identity) or is_interrupted(paths, identity):
         return []
     return [
-        f"{names['output_dir']}: {paths.final} exists and holds another conversion; choose "
-        f"another folder, or replace it with {names['overwrite']}"
+        f"{request.names['output_dir']}: {paths.final} exists and holds another conversion; choose "
+        f"another folder, or replace it with {request.names['overwrite']}"
     ]
 
 
-def convert(
-    request: ConversionRequest,
-    *,
-    progress: Progress | None = None,
-    names: Mapping[str, str] | None = None,
-) -> ConversionSummary:
+def convert(request: ConversionRequest, *, progress: Progress | None = None) -> ConversionSummary:
     """Write <output_dir>/<tp_size>-gpu unless it is already complete.
 
     An interrupted run of the same request is continued. The folder appears by one rename once
@@ -118,7 +103,6 @@ def convert(
     Args:
         request: What to convert.
         progress: Called with (bytes done, bytes in total), one call at a time, from any thread.
-        names: Field -> its name in messages.
 
     Raises:
         CheckpointMismatchError: The source cannot be converted; every reason is listed.
@@ -126,8 +110,7 @@ def convert(
         OSError: A file cannot be written.
     """
     started = time.monotonic()
-    names = {**OPTION_NAMES, **(names or {})}
-    refuse(request_problems(request, names))
+    refuse(request_problems(request))
     paths = WorkPaths(request.folder)
     with folder_lock(paths.lock, f"another conversion is writing {paths.final}") as is_held:
         recover(paths)
@@ -135,10 +118,10 @@ def convert(
         identity = _identity(request)
         if _is_finished(paths, identity):
             return _summary(paths, started, written_bytes=None)
-        refuse(_folder_problems(request, paths, identity, names))
+        refuse(_folder_problems(request, paths, identity))
         try:
             paths.scratch.mkdir()
-            plan = _planned(request, names, paths.scratch)
+            plan = _planned(request, paths.scratch)
             if not is_held:
                 plan = replace(plan, remarks=(*plan.remarks, _NO_LOCKS))
             written_bytes = _run(plan, paths, identity, progress)
@@ -147,10 +130,8 @@ def convert(
         return _summary(paths, started, written_bytes=written_bytes)
 
 
-def _planned(
-    request: ConversionRequest, names: Mapping[str, str], scratch_dir: Path | None = None
-) -> ConversionPlan:
-    plan = plan_conversion(request, names=names, scratch_dir=scratch_dir)
+def _planned(request: ConversionRequest, scratch_dir: Path | None = None) -> ConversionPlan:
+    plan = plan_conversion(request, scratch_dir=scratch_dir)
     return plan_huggingface(plan) if request.is_huggingface else plan
 
 
@@ -204,14 +185,12 @@ def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progre
             if not writer.records:
                 writer.discard()
             raise ValueError(problem)
-        problems = write_files(plan, writer, counter, processes=plan.request.processes)
-        if problems:
+        for name, data in plan.extra_files.items():
+            if name not in writer.records:
+                writer.write(name, len(data), [memoryview(data)])
+        if problems := write_files(plan, writer, counter):
             writer.discard()
             raise CheckpointMismatchError(listed(problems))
-        for name, data in plan.extra_files.items():
-            if not writer.is_done(name):
-                writer.write(name, len(data), [memoryview(data)])
-        writer.flush()
         writer.finish(_manifest(plan, writer, identity) | {"tensors": tensor_records(plan, writer)})
     problems = folder_problems(paths.final, checksums=False)
     assert not problems, problems
@@ -280,7 +259,7 @@ def folder_problems(folder: Path, *, checksums: bool = True) -> list[str]:
         folder, folder.parent, 1, weight_data_type="fp32", output_format="huggingface"
     )
     try:
-        plan_conversion(request, names=OPTION_NAMES)
+        plan_conversion(request)
     except ValueError as error:
         problems += str(error).split("\n")
     return problems

@@ -121,21 +121,11 @@ class _Adapter:
         )
 
 
-@dataclass(frozen=True)
-class _Share:
-    """The rows or columns of a whole matrix that a piece holds: [begin, end) along an axis.
+def _merged(base: Piece, update: _Update, axis: int, share: slice, halves: int) -> Piece:
+    """Return a training rank's piece of a matrix with its share of an update added, in fp32.
 
-    Of a gated matrix, rows are counted in each half.
+    The share is of the rows (axis 0), counted in each half of a gated matrix, or of the columns.
     """
-
-    axis: int
-    begin: int
-    end: int
-    is_gated: bool
-
-
-def _merged(base: Piece, update: _Update, share: _Share) -> Piece:
-    """Return a training rank's piece of a matrix with its share of an update added, in fp32."""
 
     def compute(maps: FileMaps) -> Array:
         import numpy as np
@@ -146,15 +136,14 @@ def _merged(base: Piece, update: _Update, share: _Share) -> Piece:
             [to_float32(piece.load(maps)) for piece in update.down], update.down_axis
         )  # (r, in)
         parts = [to_float32(piece.load(maps)) for piece in update.up]
-        taken = slice(share.begin, share.end)
-        if share.is_gated and share.axis == 0:
-            halves = np.concatenate([part.reshape(2, -1, part.shape[1]) for part in parts], 1)
-            up = halves[:, taken].reshape(-1, down.shape[0])
+        up = np.concatenate(
+            [part.reshape(halves, len(part) // halves, part.shape[1]) for part in parts], 1
+        )
+        if axis == 0:
+            up = up[:, share]
         else:
-            up = np.concatenate(parts)  # (out, r)
-            up = up[taken] if share.axis == 0 else up
-        down = down if share.axis == 0 else down[:, taken]
-        delta: Array = (up @ down) * np.float32(update.scale)
+            down = down[:, share]
+        delta: Array = (np.concatenate(up) @ down) * np.float32(update.scale)
         values: Array = to_float32(base.load(maps))
         return values + (delta.T if update.is_transposed else delta)
 
@@ -229,9 +218,8 @@ def _apply(
                     "convert that"
                 )
             tensors[key] = change
-        elif shares := _shares(key, tensors, change):
-            bases = zip(old, shares, strict=True)
-            tensors[key] = tuple(_merged(base, change, share) for base, share in bases)
+        elif merged := _with_update(key, tensors, change):
+            tensors[key] = merged
         else:
             problems.append(
                 f"{adapter.path}: {key} is {_shapes(old)}, the adapter's factors are "
@@ -275,10 +263,10 @@ def _tied_problems(
     ]
 
 
-def _shares(
+def _with_update(
     key: str, tensors: Mapping[str, tuple[Piece, ...]], update: _Update
-) -> tuple[_Share, ...] | None:
-    """Return the share of each of a matrix's pieces, or None if an update does not fit."""
+) -> tuple[Piece, ...] | None:
+    """Return a matrix's pieces with an update added, or None if it does not fit."""
     pieces = tensors[key]
     every = (*pieces, *update.down, *update.up)
     if any(len(p.shape) != 2 or p.dtype not in FLOATING_TYPES for p in every):
@@ -290,17 +278,16 @@ def _shares(
         return None
     if update.is_transposed:
         fits = [p.shape for p in pieces] == [(columns, rows)]
-        return (_Share(0, 0, rows or 0, is_gated=False),) if fits else None
+        return (_merged(pieces[0], update, 0, slice(rows), 1),) if fits else None
     for axis in (0, 1):
         sums = (_size(pieces, 0, cut=axis == 0), _size(pieces, 1, cut=axis == 1))
-        is_gated = axis == 0 and _is_gated(key, tensors)
-        is_odd = any(piece.shape[0] % 2 for piece in (*pieces, *update.up))
-        if sums == (rows, columns) and not (is_gated and is_odd):
-            sizes = [piece.shape[axis] // (1 + is_gated) for piece in pieces]
-            ends = itertools.accumulate(sizes)
+        halves = 2 if axis == 0 and _is_gated(key, tensors) else 1
+        is_odd = any(piece.shape[0] % halves for piece in (*pieces, *update.up))
+        if sums == (rows, columns) and not is_odd:
+            sizes = [piece.shape[axis] // halves for piece in pieces]
             return tuple(
-                _Share(axis, end - size, end, is_gated)
-                for size, end in zip(sizes, ends, strict=True)
+                _merged(piece, update, axis, slice(end - size, end), halves)
+                for piece, size, end in zip(pieces, sizes, itertools.accumulate(sizes), strict=True)
             )
     return None
 

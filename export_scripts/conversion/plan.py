@@ -80,7 +80,6 @@ def _shards(item: TensorPlan, config: FTConfig) -> tuple[WrittenFile, ...]:
 def plan_conversion(
     request: ConversionRequest,
     *,
-    names: Mapping[str, str],
     scratch_dir: Path | None = None,
     reader: CheckpointReader | None = None,
 ) -> ConversionPlan:
@@ -88,7 +87,6 @@ def plan_conversion(
 
     Args:
         request: What to convert, without `request_problems`.
-        names: Field -> its name in messages.
         scratch_dir: Where gzip archives are unpacked while the plan is in use.
         reader: The checkpoint, if it is open.
 
@@ -98,11 +96,11 @@ def plan_conversion(
     """
     facts = _open(request, scratch_dir, reader)
     mapping, facts = find_mapping(facts, request.model_type)
-    stated, problems = _stated_values(mapping.family.config, request, names)
-    problems = [*_refused(request, facts, mapping, names), *problems]
+    stated, problems = _stated_values(mapping.family.config, request)
+    problems = [*_refused(request, facts, mapping), *problems]
     refuse(problems)
     config = dataclasses.replace(mapping.checked_config(facts), **stated)
-    problems = divisibility_problems(mapping, config, request, names)
+    problems = _divisibility_problems(mapping, config, request)
     # A size that does not divide is reported once, not again for every tensor.
     tensors, tensor_problems = plan_tensors(
         mapping, facts, config, request, tp_size=1 if problems else request.tp_size
@@ -115,7 +113,7 @@ def plan_conversion(
             extra_files[CONFIG_NAME] = config_text(config).encode()
     except ValueError as error:
         problems += str(error).split("\n")
-    problems += _tokenizer_problems(request, facts, names)
+    problems += _tokenizer_problems(request, facts)
     refuse(problems)
     readers = (facts.reader, *facts.prompts, *facts.ia3, *facts.adapters)
     shards = () if request.is_huggingface else tuple(_shards(item, config) for item in tensors)
@@ -131,7 +129,7 @@ def plan_conversion(
             *(note for reader in readers for note in reader.remarks),
             *mapping.warnings(facts, config),
             *source_warnings(facts, config),
-            *_special_token_warnings(config, names),
+            *_special_token_warnings(config, request),
         ),
     )
 
@@ -153,23 +151,22 @@ def source_config(path: Path, given: Sequence[tuple[str, str]] = ()) -> FTConfig
     return mapping.checked_config(facts)
 
 
-def _special_token_warnings(config: FTConfig, names: Mapping[str, str]) -> list[str]:
+def _special_token_warnings(config: FTConfig, request: ConversionRequest) -> list[str]:
     """Return a warning for each special token that the model's vocabulary lacks."""
     fields = vars(config)
     size = fields.get("vocab_size", 0)
     tokens = {name: fields.get(name) for name in _SPECIAL_TOKENS}
     return [
         f"{name} = {token} is outside the vocabulary of {size}: {_SPECIAL_TOKENS[name]}; if it "
-        f"is not the model's, state {names['given']} {name}=.."
+        f"is not the model's, state {request.names['given']} {name}=.."
         for name, token in tokens.items()
         if token is not None and not 0 <= token < size
     ]
 
 
-def _tokenizer_problems(
-    request: ConversionRequest, facts: Facts, names: Mapping[str, str]
-) -> list[str]:
+def _tokenizer_problems(request: ConversionRequest, facts: Facts) -> list[str]:
     """Return a problem if the folder would lack the tokenizer that text models need."""
+    names = request.names
     # One may have been added by hand to an existing folder.
     there = request.folder.glob("*")
     if (
@@ -301,9 +298,8 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
     )
 
 
-def _refused(
-    request: ConversionRequest, facts: Facts, mapping: SourceMapping, names: Mapping[str, str]
-) -> list[str]:
+def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -> list[str]:
+    names = request.names
     problems = mapping.reasons(facts)
     if not (mapping.family.has_shards or request.is_huggingface):
         problems.append(
@@ -333,9 +329,10 @@ def _refused(
 
 
 def _stated_values(
-    config: type[FTConfig], request: ConversionRequest, names: Mapping[str, str]
+    config: type[FTConfig], request: ConversionRequest
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the config.ini values the user states, and their problems."""
+    names = request.names
     hints = get_type_hints(config)
     fields = {field.name for field in ini_fields(config)}
     values: dict[str, Any] = {}
@@ -357,12 +354,12 @@ def _stated_values(
     return values, problems
 
 
-def divisibility_problems(
-    mapping: SourceMapping, config: FTConfig, request: ConversionRequest, names: Mapping[str, str]
+def _divisibility_problems(
+    mapping: SourceMapping, config: FTConfig, request: ConversionRequest
 ) -> list[str]:
     """Return a problem for each size that the parallel sizes do not divide."""
     problems = []
-    tp_size, pp_size = request.tp_size, request.pp_size
+    names, tp_size, pp_size = request.names, request.tp_size, request.pp_size
     model = f"{mapping.family.name} model {Path(request.checkpoint_path).name}"
     # A folder may store heads more often than a model has them.
     sizes = {

@@ -18,8 +18,6 @@ from export_scripts.values import option
 
 # Formats of a result: shards for this engine and FT's backend, or a folder for all others.
 OUTPUT_FORMATS = ("fastertransformer", "huggingface")
-# As transformers cuts them.
-MAX_SHARD_BYTES = 5_000_000_000
 
 # Model types users type -> the families they may be.
 MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
@@ -30,28 +28,34 @@ MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionOptions:
-    """Options of a conversion; keys of the section `convert` of the configuration."""
+    """Options of a conversion, of its command and of the configuration's section `convert`."""
 
     max_shard_bytes: int = option(
-        "most bytes of a file of a Hugging Face folder", MAX_SHARD_BYTES, within=(1, 1 << 50)
+        "most bytes of a file of a Hugging Face folder; by default 5 GB, as transformers cuts it",
+        5_000_000_000,
+        within=(1, 1 << 50),
     )
-    prompt_checkpoints: tuple[Path, ...] = option("p-tuning checkpoints to add", (), path=True)
-    ia3_checkpoints: tuple[Path, ...] = option("IA3 adapters to add, one task each", (), path=True)
-    ia3_in_place: bool = option("multiply the IA3 scalers into the weights", False)
-    adapter_checkpoints: tuple[Path, ...] = option("linear adapters to add", (), path=True)
+    prompt_checkpoints: tuple[Path, ...] = option("prompt-learning archives to add", (), path=True)
+    ia3_checkpoints: tuple[Path, ...] = option("IA3 archives to add, one task each", (), path=True)
+    ia3_in_place: bool = option(
+        "multiply the IA3 scalers into the weights instead of storing them", False
+    )
+    adapter_checkpoints: tuple[Path, ...] = option("linear adapter archives to add", (), path=True)
     lora_checkpoints: tuple[Path, ...] = option(
-        "LoRA adapters to merge into the weights", (), path=True
+        "LoRA adapters (PEFT, NeMo, Megatron Bridge) to merge into the weights, in order",
+        (),
+        path=True,
     )
     activation_ranges: Path | None = option(
-        "activation ranges, for static int8 weights", None, path=True
+        "activation ranges (.json or .pt), for static int8 weights", None, path=True
     )
     vocab_path: Path | None = option(
-        "vocabulary to use instead of the checkpoint's", None, path=True
+        "vocabulary or sentencepiece model in place of the checkpoint's", None, path=True
     )
-    merges_path: Path | None = option(
-        "BPE merges to use instead of the checkpoint's", None, path=True
+    merges_path: Path | None = option("merges in place of the checkpoint's", None, path=True)
+    allow: tuple[str, ...] = option(
+        "tensors (patterns) that may be unknown, damaged or not finite", ()
     )
-    allow: tuple[str, ...] = option("tensors (patterns) that may be unknown or not finite", ())
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,10 @@ class ConversionRequest(ConversionOptions):
     checkpoint_name: str | None = None
     # One of OUTPUT_FORMATS; a Hugging Face folder has no ranks.
     output_format: str = "fastertransformer"
+    # Of its fields in messages: by default options of the command.
+    names: Mapping[str, str] = dataclasses.field(
+        default_factory=lambda: OPTION_NAMES, repr=False, compare=False
+    )
 
     @property
     def is_huggingface(self) -> bool:
@@ -98,7 +106,6 @@ class ConversionRequest(ConversionOptions):
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow)
 
 
-# Names of a request's fields in messages; callers with other names pass their own.
 OPTION_NAMES: Mapping[str, str] = {
     **{
         field.name: f"--{field.name.replace('_', '-')}"
@@ -120,8 +127,9 @@ _SOURCES = ("checkpoint_path", "prompt_checkpoints", "ia3_checkpoints", "adapter
             "lora_checkpoints", "activation_ranges", "vocab_path", "merges_path")  # fmt: skip
 
 
-def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> list[str]:
+def request_problems(request: ConversionRequest) -> list[str]:
     """Return the problems of the request itself."""
+    names = request.names
     problems = [
         f"{names[key]}={value} is not a positive number"
         for key in ("tp_size", "pp_size", "processes", "max_shard_bytes")

@@ -9,20 +9,20 @@ import contextlib
 import math
 import mmap
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from export_scripts.conversion.tensor_plan import Window
 from export_scripts.families.mapping.sources import Parts
 from export_scripts.families.mapping.tensors import ShapeTensor
 from export_scripts.files.disk import BLOCK_BYTES, LARGE_BYTES
 from export_scripts.numeric.arrays import DTYPES, Array, bits, store, to_float32
 
 Bytes = npt.NDArray[np.uint8]
-Window = list[tuple[int, int]]  # of a tensor: the first index and the end on each axis
 
 # A chunk of a file: large enough to amortise system calls, small enough for several workers.
 CHUNK_BYTES = 8 << 20
@@ -39,25 +39,28 @@ _SMALL = 4096
 
 # Views of the same width: signed for the largest value, unsigned for the most negative one.
 _INTEGERS = {
-    "fp32": (np.int32, np.uint32, 0x7F800000),
-    "fp16": (np.int16, np.uint16, 0x7C00),
-    "bf16": (np.int16, np.uint16, 0x7F80),
+    "fp32": (np.int32, np.uint32),
+    "fp16": (np.int16, np.uint16),
+    "bf16": (np.int16, np.uint16),
 }
 
 
 @dataclass
 class ValueRange:
-    """Smallest and largest value written; `finite` is False after inf or NaN."""
+    """Smallest and largest value written; NaN if one of the values is."""
 
     smallest: float = math.inf
     largest: float = -math.inf
-    finite: bool = True
+
+    @property
+    def finite(self) -> bool:
+        """Whether no value is infinite or NaN."""
+        return self.smallest > -math.inf and self.largest < math.inf
 
     def include(self, other: ValueRange) -> None:
         """Widen to another range."""
-        self.smallest = min(self.smallest, other.smallest)
-        self.largest = max(self.largest, other.largest)
-        self.finite = self.finite and other.finite
+        self.smallest = float(np.minimum(self.smallest, other.smallest))
+        self.largest = float(np.maximum(self.largest, other.largest))
 
 
 class Workspace(threading.local):
@@ -110,15 +113,6 @@ def _aligned(size_bytes: int) -> Bytes:
 
 
 _WORKSPACE = Workspace()
-
-
-def rank_window(shape: Sequence[int], split_axis: int, tp_rank: int) -> Window:
-    """Return one rank's share of a tensor; `shape` is the share's, `split_axis` -1 for none."""
-    window = [(0, size) for size in shape]
-    if split_axis >= 0:
-        size = shape[split_axis]
-        window[split_axis] = (tp_rank * size, (tp_rank + 1) * size)
-    return window
 
 
 def file_chunks(
@@ -236,16 +230,15 @@ def value_range(raw: Bytes, data_type: str) -> ValueRange:
     if data_type not in _INTEGERS:
         values = raw.view(np.int8)
         return ValueRange(float(values.min()), float(values.max()))
-    signed, unsigned, infinity = _INTEGERS[data_type]
+    signed, unsigned = _INTEGERS[data_type]
     sign = 1 << (np.dtype(unsigned).itemsize * 8 - 1)
     top, bottom = int(raw.view(signed).max()), int(raw.view(unsigned).max())
     # All negative: the largest is the one of least magnitude. All positive: the smallest likewise.
     largest = top if top >= 0 else int(raw.view(unsigned).min())
     smallest = bottom if bottom >= sign else int(raw.view(signed).min())
-    finite = (largest & (sign - 1)) < infinity and (smallest & (sign - 1)) < infinity
-    return ValueRange(_float(smallest, data_type), _float(largest, data_type), finite)
+    return ValueRange(_float(smallest, data_type), _float(largest, data_type))
 
 
 def _float(bits: int, data_type: str) -> float:
-    _, unsigned, _ = _INTEGERS[data_type]
+    _, unsigned = _INTEGERS[data_type]
     return float(to_float32(np.array([bits], unsigned).view(DTYPES[data_type]))[0])

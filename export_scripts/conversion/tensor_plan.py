@@ -1,7 +1,7 @@
 """Source of each FT tensor, with names and shapes checked before any is read."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,16 @@ from export_scripts.errors import listed
 from export_scripts.families.layout.config import FTConfig, Index
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Get, Parts, TensorSource, View
+from export_scripts.families.mapping.sources import Parts, TensorSource, View
 from export_scripts.families.mapping.tensors import ShapeTensor
 
 _REMEDY = (
     "fetch the checkpoint again if it is incomplete, or save the whole model if it was saved "
     "without a part such as its head"
 )
+
+
+Window = list[tuple[int, int]]  # of a tensor: the first index and the end on each axis
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,23 @@ class TensorPlan:
     tensor: FTTensor
     source: TensorSource
     index: Index
+
+    @property
+    def reads(self) -> list[tuple[str, int | None]]:
+        """Keys read, each with the axis on which training ranks cut it (None: replicated)."""
+        return [(key.format(**self.index), cut) for key, cut in self.source.reads]
+
+    def build(
+        self, facts: Facts, config: FTConfig, read: Callable[[Piece], Any] | None = None
+    ) -> Parts:
+        """Return its parts: of the values of the pieces, or of what `read` makes of them."""
+        read = read or (lambda piece: piece.load(facts.maps))
+
+        def get(key: str, cut: int | None = None, unit: int = 1) -> list[Any]:
+            pieces = facts.pieces(key.format(**self.index))
+            return [read(slab) for piece in pieces for slab in piece.slabs(cut, unit)]
+
+        return self.source.build(get, config)
 
 
 @dataclass(frozen=True)
@@ -75,7 +95,7 @@ def plan_tensors(
     """Return each tensor's source, and every missing, mis-shaped or unknown one."""
     table = mapping.sources(facts, config)
     plans: list[TensorPlan] = []
-    used: set[str] = set()
+    used = {facts.resolve(key) for key in mapping.copies(facts, config)}
     missing: list[str] = []
     shapes: list[str] = []
     stated: list[str] = []
@@ -88,13 +108,17 @@ def plan_tensors(
             continue
         plan = TensorPlan(tensor, table[spec.name].at(index), index)
         plans.append(plan)
-        keys = [(key.format(**index), cut) for key, cut in plan.source.reads]
-        used.update(name for key, _ in keys if (name := facts.resolve(key)))
-        absent = [key for key, _ in keys if not facts.has(key)]
+        used.update(facts.resolve(key) for key, _ in plan.reads)
+        absent = [key for key, _ in plan.reads if not facts.has(key)]
         missing += [f"{key} is missing (needed for {tensor.name})" for key in absent]
         if not absent:
-            shapes += _shape_problems(plan, facts, config, keys, tp_size)
-    unknown = _unknown(mapping, facts, config, used, request)
+            shapes += _shape_problems(plan, facts, config, tp_size)
+    unknown = [
+        f"{key} {[list(piece.shape) for piece in facts.pieces(key)]} is not a tensor of "
+        f"{mapping.title} (--allow '{key}' leaves it out)"
+        for key in facts.keys()  # noqa: SIM118 - not a mapping
+        if not (key in used or mapping.is_ignored(key) or request.allows(key))
+    ]
     where = str(facts.reader.path)
     return tuple(plans), [
         *listed(missing, f"{where}: "),
@@ -117,34 +141,9 @@ def _remedy(missing: list[str], facts: Facts) -> str:
     return _REMEDY
 
 
-def _unknown(
-    mapping: SourceMapping,
-    facts: Facts,
-    config: FTConfig,
-    used: set[str],
-    request: ConversionRequest,
-) -> list[str]:
-    copies = {facts.resolve(key) for key in mapping.copies(facts, config)}
-    return [
-        f"{key} {[list(piece.shape) for piece in facts.pieces(key)]} is not a tensor of "
-        f"{mapping.title} (--allow '{key}' leaves it out)"
-        for key in facts.keys()  # noqa: SIM118 - not a mapping
-        if key not in used
-        and key not in copies
-        and not mapping.is_ignored(key)
-        and not request.allows(key)
-    ]
-
-
-def _shape_problems(
-    plan: TensorPlan,
-    facts: Facts,
-    config: FTConfig,
-    keys: list[tuple[str, int | None]],
-    tp_size: int,
-) -> list[str]:
+def _shape_problems(plan: TensorPlan, facts: Facts, config: FTConfig, tp_size: int) -> list[str]:
     problems = []
-    for key, cut in keys:
+    for key, cut in plan.reads:
         pieces = facts.pieces(key)
         first = pieces[0].shape
         for rank, piece in enumerate(pieces):
@@ -160,34 +159,22 @@ def _shape_problems(
             )
     if problems:
         return problems
-    shapes = values_of(facts, plan.index, lambda piece: ShapeTensor(piece.shape))
     try:
-        parts = plan.source.build(shapes, config)
-        local_fine_shape(parts, plan.tensor, tp_size)
+        parts = plan.build(facts, config, lambda piece: ShapeTensor(piece.shape))
+        rank_window(parts, plan.tensor, tp_size)
     except (ValueError, IndexError, ZeroDivisionError) as error:
-        stored = ", ".join(f"{key} {list(facts.pieces(key)[0].shape)}" for key, _ in keys)
+        stored = ", ".join(f"{key} {list(facts.pieces(key)[0].shape)}" for key, _ in plan.reads)
         reason = "it has too few axes" if isinstance(error, IndexError) else error
         return [f"{stored} does not make {plan.tensor.name}: {reason}"]
     return []
-
-
-def values_of(facts: Facts, index: Index, read: Callable[[Piece], Any] | None = None) -> Get:
-    """Return the reader of pieces that `TensorSource.build` gets for the tensor of an index.
-
-    It gives their values, or what `read` makes of them.
-    """
-    read = read or (lambda piece: piece.load(facts.maps))
-    return lambda key, cut=None, unit=1: [
-        read(slab) for piece in facts.pieces(key.format(**index)) for slab in piece.slabs(cut, unit)
-    ]
 
 
 def _without(shape: tuple[int, ...], axis: int | None) -> tuple[int | None, ...]:
     return tuple(None if i == axis else size for i, size in enumerate(shape))
 
 
-def local_fine_shape(parts: Parts, tensor: FTTensor, tp_size: int) -> tuple[tuple[int, ...], int]:
-    """Return one rank's shape in the parts' finer axes, and the index of the split one (-1: none).
+def rank_window(parts: Parts, tensor: FTTensor, tp_size: int, tp_rank: int = 0) -> Window:
+    """Return one rank's share of a tensor, in the finer axes of its parts.
 
     Raises:
         ValueError: The parts do not make the tensor, or a rank's share is not a whole number.
@@ -199,12 +186,19 @@ def local_fine_shape(parts: Parts, tensor: FTTensor, tp_size: int) -> tuple[tupl
     groups = _group_axes(fine, tensor.shape)
     if groups is None:
         raise ValueError(f"it gives shape {list(fine)}, expected {list(tensor.shape)}")
-    if tensor.split is None:
-        return fine, -1
-    axis = groups[tensor.split][0]
-    if fine[axis] % tp_size:
-        raise ValueError(f"axis of {fine[axis]} does not divide by {tp_size} ranks")
-    return (*fine[:axis], fine[axis] // tp_size, *fine[axis + 1 :]), axis
+    window = whole_window(fine)
+    if tensor.split is not None:
+        axis = groups[tensor.split][0]
+        size, rest = divmod(fine[axis], tp_size)
+        if rest:
+            raise ValueError(f"axis of {fine[axis]} does not divide by {tp_size} ranks")
+        window[axis] = (tp_rank * size, (tp_rank + 1) * size)
+    return window
+
+
+def whole_window(shape: Sequence[int]) -> Window:
+    """Return the window of a whole tensor."""
+    return [(0, size) for size in shape]
 
 
 def _group_axes(fine: tuple[int, ...], coarse: tuple[int, ...]) -> list[range] | None:

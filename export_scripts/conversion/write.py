@@ -8,7 +8,7 @@ import concurrent.futures
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,14 @@ import numpy as np
 
 from export_scripts.checkpoints.base import StoredTensor
 from export_scripts.conversion.plan import ConversionPlan
-from export_scripts.conversion.sharding import ValueRange, Window, file_chunks, rank_window
+from export_scripts.conversion.sharding import ValueRange, file_chunks
 from export_scripts.conversion.tensor_plan import (
     TensorPlan,
+    Window,
     WrittenFile,
     WrittenTensor,
-    local_fine_shape,
-    values_of,
+    rank_window,
+    whole_window,
 )
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.mapping.sources import Parts, taken
@@ -56,31 +57,28 @@ class Counter:
                 self.progress(self.done, self.total)
 
 
-def write_files(
-    plan: ConversionPlan, writer: FTWriter, counter: Counter, *, processes: int
-) -> list[str]:
-    """Write every missing file; return the problems of the values.
+def write_files(plan: ConversionPlan, writer: FTWriter, counter: Counter) -> list[str]:
+    """Write every missing file of weights; return the problems of the values.
 
     The first other exception ends all workers, and is raised.
     """
     worker = _Worker(plan, writer, counter)
     # Source order: reads go forward, and a layer's small tensors come between its large ones,
     # which keeps the disk busy.
-    groups = list(enumerate(plan.files))
-    groups.sort(key=lambda each: worker.place(each[1][0].tensors[0].items[0]))
-    pool = concurrent.futures.ThreadPoolExecutor(processes, "convert")
+    order = sorted(range(len(plan.files)), key=lambda number: worker.place(plan.files[number]))
+    pool = concurrent.futures.ThreadPoolExecutor(plan.request.processes, "convert")
     try:
-        futures = [pool.submit(worker.write, files) for _, files in groups]
-        done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+        futures = {number: pool.submit(worker.write, plan.files[number]) for number in order}
+        done, _ = concurrent.futures.wait(
+            futures.values(), return_when=concurrent.futures.FIRST_EXCEPTION
+        )
         for future in done:
             future.result()
-        found = [future.result() for future in futures]
     finally:
         worker.stopping.set()
         pool.shutdown(wait=True, cancel_futures=True)
     writer.flush()
-    problems = {number: each for (number, _), each in zip(groups, found, strict=True)}
-    return [problem for number in sorted(problems) for problem in problems[number]]
+    return [problem for number in range(len(futures)) for problem in futures[number].result()]
 
 
 def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
@@ -90,9 +88,9 @@ def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
         CheckpointMismatchError: Stored values contradict each other.
     """
     try:
-        return item.source.build(values_of(plan.facts, item.index), plan.config)
+        return item.build(plan.facts, plan.config)
     except CheckpointMismatchError as error:
-        keys = ", ".join(key.format(**item.index) for key, _ in item.source.reads)
+        keys = ", ".join(key for key, _ in item.reads)
         where = f"{item.tensor.name}: {keys} in {plan.facts.reader.path}"
         raise CheckpointMismatchError(f"{where}: {each}" for each in error.problems) from error
 
@@ -106,14 +104,14 @@ class _Worker:
     counter: Counter
     stopping: threading.Event = field(default_factory=threading.Event)
 
-    def place(self, item: TensorPlan) -> tuple[str, int]:
-        """Return the file and offset at which a tensor begins in the source."""
-        return next(((str(stored.path), stored.offset) for _, stored in self._read(item)), ("", 0))
+    def place(self, files: Sequence[WrittenFile]) -> tuple[str, int]:
+        """Return the file and offset at which their first tensor begins in the source."""
+        read = self._read(files[0].tensors[0].items[0])
+        return next(((str(stored.path), stored.offset) for _, stored in read), ("", 0))
 
     def _read(self, item: TensorPlan) -> Iterator[tuple[str, StoredTensor]]:
         """Yield (key, stored part) of everything read for a tensor; of replicas the first."""
-        for pattern, cut in item.source.reads:
-            key = pattern.format(**item.index)
+        for key, cut in item.reads:
             pieces = self.plan.facts.pieces(key)
             for piece in pieces[:1] if cut is None else pieces:
                 yield from ((key, stored) for stored in piece.stored)
@@ -179,28 +177,26 @@ class _Worker:
 
         What the tensors of a file are made of is kept for the next file if that has the same.
         """
-        ranges: dict[str, ValueRange] = {}
+        records: list[Mapping[str, Any]] = []
         damaged: dict[str, list[str]] = {}
         built: _Built = {}
         for file in files:
-            own = {tensor.key: ValueRange() for tensor in file.tensors}
-            if self.writer.is_done(file.name):
+            if record := self.writer.records.get(file.name):
                 self.counter.add(file.size_bytes, written=False)
-                own = {key: _recorded_range(self.writer.records[file.name], key) for key in own}
             else:
-                pieces = self._pieces(file, own, damaged, built)
+                ranges = {tensor.key: ValueRange() for tensor in file.tensors}
+                pieces = self._pieces(file, ranges, damaged, built)
                 chunks = file_chunks(pieces, file.data_type, file.size_bytes, file.header)
-                facts = functools.partial(_record, file, own)
+                facts = functools.partial(_facts, file, ranges)
                 chunks = map(self._counted, chunks)
-                self.writer.write(file.name, file.size_bytes, chunks, facts=facts)
-            for key, found in own.items():
-                ranges.setdefault(key, ValueRange()).include(found)
+                record = self.writer.write(file.name, file.size_bytes, chunks, facts=facts)
+            records.append(record)
         self._keep(built, ())
         return [
             problem
             for tensor in files[0].tensors
             for problem in damaged.get(tensor.key)
-            or self._problems(tensor, ranges[tensor.key], files[0].data_type)
+            or self._problems(tensor, _range(records, tensor.key), files[0].data_type)
         ]
 
     def _pieces(
@@ -221,11 +217,10 @@ class _Worker:
                 _, parts = built[item.tensor.name]
                 if view is not None:
                     parts = taken(parts, view)
-                    window = rank_window(parts.shape, -1, 0)
+                    window = whole_window(parts.shape)
                 else:
                     tp_size = self.plan.config.tensor_para_size
-                    shape, axis = local_fine_shape(parts, item.tensor, tp_size)
-                    window = rank_window(shape, axis, file.tp_rank)
+                    window = rank_window(parts, item.tensor, tp_size, file.tp_rank)
                 yield parts, window, ranges[tensor.key]
                 del parts
 
@@ -236,19 +231,21 @@ class _Worker:
             self._forget(item)
 
 
-def _record(file: WrittenFile, ranges: Mapping[str, ValueRange]) -> Mapping[str, Any]:
-    """Return a file's record; JSON has no infinities."""
+def _facts(file: WrittenFile, ranges: Mapping[str, ValueRange]) -> Mapping[str, Any]:
+    """Return the facts of a file's record; JSON has no infinities."""
     found = {
         key: {"min": repr(each.smallest), "max": repr(each.largest)} for key, each in ranges.items()
     }
     return {"tensors": found} | ({} if file.header else {"tensor": file.tensors[0].key})
 
 
-def _recorded_range(record: Mapping[str, Any], key: str) -> ValueRange:
-    """Return the range of a tensor's values that a file's record holds."""
-    own = record["tensors"][key]
-    low, high = float(own["min"]), float(own["max"])
-    return ValueRange(low, high, math.isfinite(low) and math.isfinite(high))
+def _range(records: Iterable[Mapping[str, Any]], key: str) -> ValueRange:
+    """Return the range of a tensor's values, of the records of its files."""
+    whole = ValueRange()
+    for record in records:
+        own = record["tensors"][key]
+        whole.include(ValueRange(float(own["min"]), float(own["max"])))
+    return whole
 
 
 def _source_extent(parts: Parts) -> tuple[float, int]:
@@ -273,16 +270,14 @@ def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, dict[str
     out: dict[str, dict[str, Any]] = {}
     for files in plan.files:
         for tensor in files[0].tensors:
-            whole = ValueRange()
-            for file in files:
-                whole.include(_recorded_range(writer.records[file.name], tensor.key))
+            whole = _range((writer.records[file.name] for file in files), tensor.key)
             item, view = tensor.pieces[0]
-            reads = (key.format(**it.index) for it in tensor.items for key, _ in it.source.reads)
+            reads = (key for item in tensor.items for key, _ in item.reads)
             out[tensor.key] = {
                 **({} if view else {"split": item.tensor.split}),
                 "shape": list(tensor.shape),
                 "dtype": files[0].data_type,
-                "source": [*dict.fromkeys(reads)],
+                "source": list(dict.fromkeys(reads)),
                 "min": _json_number(whole.smallest),
                 "max": _json_number(whole.largest),
                 "abs_max": _json_number(max(abs(whole.smallest), abs(whole.largest))),

@@ -142,10 +142,6 @@ class FTWriter:
         line = json.dumps(record, separators=(",", ":")) + "\n"
         os.write(self._journal_fd, line.encode())
 
-    def is_done(self, name: str) -> bool:
-        """Return whether a file is already complete."""
-        return name in self.records
-
     def write(
         self,
         name: str,
@@ -153,8 +149,8 @@ class FTWriter:
         chunks: Iterable[memoryview],
         *,
         facts: Callable[[], Mapping[str, Any]] = dict,
-    ) -> None:
-        """Write one file, renamed once it is complete. Any thread may call this.
+    ) -> dict[str, Any]:
+        """Write one file, renamed once it is complete; return its record. Any thread may call this.
 
         Large files are written in the background; the last chunk may be pending when this
         returns (see `flush`). Small files overtake large ones.
@@ -195,6 +191,7 @@ class FTWriter:
             queue.run_next(complete)
         else:
             complete()
+        return record
 
     def _queue(self) -> WriteBehind:
         """Return the calling thread's queue."""

@@ -1,6 +1,7 @@
 """Compare an FT folder's files with what the converter would write of the source, byte by byte."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ import torch
 from export_scripts.checkpoints import recognise_format
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
-from export_scripts.conversion.sharding import ValueRange, file_chunks, rank_window
-from export_scripts.conversion.tensor_plan import TensorPlan, local_fine_shape
+from export_scripts.conversion.sharding import ValueRange, file_chunks
+from export_scripts.conversion.tensor_plan import TensorPlan, rank_window
 from export_scripts.conversion.write import build_parts
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
@@ -96,9 +97,9 @@ def source_plan(
         allow=("*",),  # the conversion has logged what it left out
         model_type=reader.family.name,
         given=(*ids, *given),
+        names={**OPTION_NAMES, "model_type": f"the family of {reader.path}"},
     )
-    names = {**OPTION_NAMES, "model_type": f"the family of {reader.path}"}
-    return plan_conversion(request, names=names, scratch_dir=scratch_dir)
+    return plan_conversion(request, scratch_dir=scratch_dir)
 
 
 def compare_weights(plan: ConversionPlan, reader: FTReader) -> WeightComparison:
@@ -149,10 +150,9 @@ def _differences(
     """Yield what differs in each file of one tensor."""
     kind = item.tensor.dtype or reader.weight_data_type
     parts = build_parts(plan, item)
-    shape, axis = local_fine_shape(parts, item.tensor, reader.tp_size)
     computed = isinstance(item.source, (Adjusted, Compute))
     for rank, file in enumerate(item.tensor.file_names(reader.tp_size)):
-        pieces = [(parts, rank_window(shape, axis, rank), ValueRange())]
+        pieces = [(parts, rank_window(parts, item.tensor, reader.tp_size, rank), ValueRange())]
         chunks = file_chunks(pieces, kind, item.tensor.file_bytes(reader.tp_size, kind))
         differing, max_abs, largest = _compare_file(reader.path / file, chunks, torch_dtype(kind))
         if differing and not (computed and max_abs <= _ROUNDING[kind] * largest):
@@ -160,7 +160,7 @@ def _differences(
                 tensor=item.tensor.name,
                 file=file,
                 where=_where(item.tensor.name),
-                values=int(np.prod(shape)),
+                values=math.prod(item.tensor.local_shape(reader.tp_size)),
                 differing=differing,
                 max_abs=max_abs,
             )

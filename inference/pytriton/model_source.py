@@ -8,6 +8,7 @@ from pathlib import Path
 
 from export_scripts.commands import ProgressLine
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.request import OPTION_NAMES
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
 
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 # Words of this command in the converter's messages.
 _OPTION_NAMES = {
+    **OPTION_NAMES,
     "checkpoint_path": "--hf-model-name",
     "output_dir": "--output-dir",
     "tp_size": "--tp",
@@ -75,10 +77,11 @@ def prepare_weights(
         return _checked(path, request.tp_size, stored_type)  # converted already
     if path is None and ft_dir.is_dir() and not request.overwrite:
         return _checked(ft_dir, request.tp_size, stored_type)  # needs no network
-    request = replace(request, checkpoint_path=path or _download(name, ft_dir))
-    if problems := check_conversion(request, names=_OPTION_NAMES):
+    source = path or _download(name, ft_dir)
+    request = replace(request, checkpoint_path=source, names=_OPTION_NAMES)
+    if problems := check_conversion(request):
         raise CheckpointMismatchError(problems)
-    summary = convert(request, progress=ProgressLine(), names=_OPTION_NAMES)
+    summary = convert(request, progress=ProgressLine())
     for remark in summary.remarks:
         logger.warning("%s", remark)
     return summary.ft_dir

@@ -101,6 +101,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.numeric",
         "export_scripts.tables",
         "export_scripts.triton",
+        "export_scripts.values",
     ),
     "inference": (),  # ports, paths, the launch environment
     "inference.parallel": ("export_scripts.families.layout", "inference"),

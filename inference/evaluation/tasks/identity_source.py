@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from export_scripts.conversion.plan import plan_conversion
-from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
+from export_scripts.conversion.request import ConversionRequest
 from inference.evaluation.options import IdentityOptions
 from inference.evaluation.rows import GREEDY_WITH_LOG_PROBS, answers, generation_request, padded
 from inference.evaluation.task import TextGenerator, generates
@@ -58,7 +58,7 @@ class IdentitySource:
             allow=("*",),
             given=tuple(given),
         )
-        plan = plan_conversion(request, names=OPTION_NAMES)
+        plan = plan_conversion(request)
         is_jax = plan.facts.reader.format == "jax"
         self._model = load_mesh_transformer(plan) if is_jax else load_huggingface(plan)
         self._lock = threading.Lock()

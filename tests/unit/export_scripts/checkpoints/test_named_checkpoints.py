@@ -11,7 +11,7 @@ import pytest
 from export_scripts.checkpoints import open_checkpoint
 from export_scripts.checkpoints.hub import cached_model, hub_advice, hub_id
 from export_scripts.conversion.convert import check_conversion, convert
-from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
+from export_scripts.conversion.request import ConversionRequest, request_problems
 from tests.arrays import loaded
 from tests.tiny import gpt_tensors, nemo_members, write_nemo
 from tests.tiny_transformers import write_model
@@ -116,7 +116,7 @@ def test_a_path_is_never_taken_for_an_id(cache: Path, tmp_path: Path) -> None:
 
 def test_an_id_that_is_not_cached_is_answered_with_what_to_do(cache: Path) -> None:
     request = ConversionRequest(Path("someone/other"), Path("out"), 1, "fp32")
-    (problem,) = request_problems(request, OPTION_NAMES)
+    (problem,) = request_problems(request)
     assert problem.startswith("--checkpoint-path=someone/other does not exist; ")
     assert "`hf download someone/other`" in problem
     assert str(cache.parent) in problem

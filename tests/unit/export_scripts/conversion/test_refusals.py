@@ -18,6 +18,7 @@ import torch
 from export_scripts.checkpoints.base import Region
 from export_scripts.checkpoints.tokenizers import check_outside_files
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.request import OPTION_NAMES
 from export_scripts.errors import CheckpointMismatchError
 from tests.tiny import NEMO, gpt_tensors, nemo_members, write_megatron, write_nemo, write_tar
 
@@ -406,10 +407,14 @@ def test_a_foreign_folder_in_the_way_is_refused(tmp_path: Path) -> None:
 
 def test_unknown_names_and_sizes_are_listed_together(tmp_path: Path) -> None:
     wanted = request(
-        tmp_path / "nowhere", tmp_path, tp_size=0, weight_data_type="int4", model_type="gpt9"
+        tmp_path / "nowhere",
+        tmp_path,
+        tp_size=0,
+        weight_data_type="int4",
+        model_type="gpt9",
+        names={**OPTION_NAMES, "tp_size": "export.model.tp"},
     )
-    problems = check_conversion(wanted, names={"tp_size": "export.model.tp"})
-    text = "\n".join(problems)
+    text = "\n".join(check_conversion(wanted))
     assert "export.model.tp=0 is not a positive number" in text
     assert "--weight-data-type=int4 is unknown; use fp32, fp16, bf16" in text
     assert "--model-type=gpt9 is unknown" in text

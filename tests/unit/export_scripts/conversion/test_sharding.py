@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from export_scripts.conversion import sharding
-from export_scripts.conversion.sharding import ValueRange, file_chunks, rank_window, value_range
+from export_scripts.conversion.sharding import ValueRange, file_chunks, value_range
+from export_scripts.conversion.tensor_plan import rank_window, whole_window
+from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.sources import Parts
 from export_scripts.numeric.dtypes import item_size, torch_dtype
 from tests.arrays import as_array
@@ -67,8 +69,9 @@ def test_ranges_agree_with_torch_on_random_values(data_type: str) -> None:
         assert found.largest == float(tensor.max())
 
 
-def written(parts: Parts, shape: tuple[int, ...], axis: int, rank: int, kind: str) -> torch.Tensor:
-    pieces = [(parts, rank_window(shape, axis, rank), ValueRange())]
+def written(parts: Parts, tensor: FTTensor, ranks: int, rank: int, kind: str) -> torch.Tensor:
+    pieces = [(parts, rank_window(parts, tensor, ranks, rank), ValueRange())]
+    shape = tensor.local_shape(ranks)
     size = math.prod(shape) * item_size(kind)
     data = b"".join(bytes(chunk) for chunk in file_chunks(pieces, kind, size))
     return torch.frombuffer(bytearray(data), dtype=torch_dtype(kind)).view(shape)
@@ -100,10 +103,12 @@ def test_any_cut_any_split_any_order_of_axes(
     assert tuple(whole.shape) == shape
     halves = whole.split([shape[cut] // 2 + 1, shape[cut] // 2 - 1], cut)
     parts = Parts(cut, tuple(as_array(half) for half in halves))
-    local = tuple(size // 2 if axis == split else size for axis, size in enumerate(shape))
-    for rank in range(2 if split >= 0 else 1):
+    tensor, ranks = FTTensor("x", shape, split if split >= 0 else None), 2 if split >= 0 else 1
+    for rank in range(ranks):
         expected = whole if split < 0 else whole.chunk(2, split)[rank]
-        assert torch.equal(written(parts, local, split, rank, kind), expected.to(torch_dtype(kind)))
+        assert torch.equal(
+            written(parts, tensor, ranks, rank, kind), expected.to(torch_dtype(kind))
+        )
 
 
 def test_a_row_larger_than_a_chunk_is_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +117,8 @@ def test_a_row_larger_than_a_chunk_is_written_whole(monkeypatch: pytest.MonkeyPa
     space = sharding.Workspace(chunk_bytes=100)
     monkeypatch.setattr(sharding, "_WORKSPACE", space)
     tensor = torch.randn(3, 500)
-    assert torch.equal(written(Parts(0, (tensor.numpy(),)), (3, 500), -1, 0, "fp32"), tensor)
+    parts = Parts(0, (tensor.numpy(),))
+    assert torch.equal(written(parts, FTTensor("x", (3, 500)), 1, 0, "fp32"), tensor)
 
 
 def test_a_chunk_stays_until_the_next_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +142,7 @@ def test_small_files_leave_the_last_chunk_of_a_large_one_alone(
     monkeypatch.setattr(sharding, "_WORKSPACE", space)
 
     def chunks(values: np.ndarray) -> list[memoryview]:
-        window = rank_window(values.shape, -1, 0)
+        window = whole_window(values.shape)
         return list(
             file_chunks([(Parts(0, (values,)), window, ValueRange())], "fp32", values.nbytes)
         )
