@@ -24,8 +24,8 @@ _LEGACY_PROTOCOL = 1001
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
-# Of an object tree whose shared objects would be repeated.
-_MOST_VALUES = 20_000_000
+# Of an object tree whose shared objects would be repeated, and those that are repeated in memory.
+_MOST_VALUES, _MOST_JOINED = 20_000_000, 1_000_000
 
 
 def read_torch_file(region: Region | Path) -> Any:
@@ -191,6 +191,7 @@ class _PlainData:
         self._region = region
         self._done: dict[int, Any] = {}
         self._sizes: dict[int, int] = {}  # values below a container, by the identity of the result
+        self._joined = 0  # values of objects with both attributes and slots
 
     def __call__(self, value: Any) -> Any:
         """Return `value` as plain data."""
@@ -201,7 +202,7 @@ class _PlainData:
         if id(value) not in self._done:
             self._done[id(value)] = None
             result = self._done[id(value)] = self._container(value)
-            if isinstance(result, (dict, list)):
+            if isinstance(result, (dict, list)) and id(result) not in self._sizes:
                 items = result.values() if isinstance(result, dict) else result
                 size = 1 + sum(self._sizes.get(id(item), 1) for item in items)
                 self._sizes[id(result)] = size
@@ -225,8 +226,16 @@ class _PlainData:
     def _inert(self, value: Inert) -> Any:
         state = value.state
         if isinstance(state, tuple) and len(state) == 2:  # (attributes, slots), either may be None
-            parts = [part for part in state if isinstance(part, Mapping)]
-            state = {key: item for part in parts for key, item in part.items()}
+            parts = [part for part in state if isinstance(part, Mapping) and part]
+            if len(parts) == 2:
+                self._joined += sum(map(len, parts))
+                if self._joined > _MOST_JOINED:
+                    raise CheckpointMismatchError(
+                        f"{self._region} is refused: its objects with slots unfold to more than "
+                        f"{_MOST_JOINED} values"
+                    )
+                return {**(self(parts[0]) or {}), **(self(parts[1]) or {})}
+            state = parts[0] if parts else None
         if value.qualified_name.startswith("omegaconf.") and isinstance(state, Mapping):
             # OmegaConf containers hold nodes in _content, nodes their value in _val.
             return self(state["_content"] if "_content" in state else state.get("_val"))

@@ -1,18 +1,14 @@
 """Files replaced in one step: a reader sees the old contents or the new ones, never a part."""
 
-import contextlib
 import errno
 import os
 import stat
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a hidden file next to `path` that replaces it when the block ends without an error.
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Give `path` this content (text as UTF-8) in one step, by a hidden file next to it.
 
     Raises:
         OSError: The file cannot be written; `path` is unchanged.
@@ -20,7 +16,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("xb") as file:
-            yield file
+            file.write(content.encode() if isinstance(content, str) else content)
         partial.replace(path)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
@@ -28,16 +24,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
     finally:
         partial.unlink(missing_ok=True)
-
-
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Give `path` this content (text as UTF-8) in one step.
-
-    Raises:
-        OSError: The file cannot be written; `path` is unchanged.
-    """
-    with replacing(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def read_file(path: Path) -> bytes:

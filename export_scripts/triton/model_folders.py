@@ -10,7 +10,6 @@ from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.tokenizer_files import TokenizerFiles
 from export_scripts.triton import signature
 from export_scripts.triton.model_config import (
-    EnsembleStep,
     TritonModelConfig,
     ensemble_steps,
     text_encoder_steps,
@@ -146,54 +145,49 @@ def text_models(
         **{name: str(token) for name, token in tokens.items() if token is not None},
         **({"interactive": "1"} if request.interactive else {}),
     }
-
-    def with_tokenizer(
-        name: str, tensors: ModelSignature, more: Mapping[str, str]
-    ) -> TritonModelConfig:
-        return TritonModelConfig(
-            name=name,
-            backend="python",
-            max_batch_size=request.max_batch_size,
-            signature=signature.with_leading_axis(tensors) if request.interactive else tensors,
-            parameters={**common, **more},
-            files={path.name: path.read_bytes() for path in files.all_files} | _script(name),
-        )
-
-    def around(
-        name: str, tensors: ModelSignature, steps: tuple[EnsembleStep, ...]
-    ) -> TritonModelConfig:
-        return TritonModelConfig(
-            name=name,
-            backend="ensemble",
-            max_batch_size=request.max_batch_size,
-            signature=tensors,
-            decoupled=request.decoupled,
-            steps=steps,
-            files={"README": _KEEP},
-        )
-
     name = request.model_dir.name
     has_encoder = model_type in (*signature.ENCODERS, *_ENCODER_DECODERS)
     append_end = int(has_encoder and files.kind in _PLAIN_TOKENIZERS)
     before = {"append_end_id": str(append_end)}
-    if not is_generative(model_type):
+    if is_generative(model_type):
+        after = {
+            "answer_only": str(int(request.answer_only)),
+            "output_holds_prompt": str(int(not has_encoder)),
+            "streaming": str(int(request.decoupled)),
+            "strict_lengths": request.parameters.get("strict_lengths", "0"),
+        }
+        parts = {
+            PREPROCESSING: (signature.PREPROCESSING, before),
+            POSTPROCESSING: (signature.postprocessing(model), after),
+        }
+        around, outer = ENSEMBLE, signature.ensemble(model, keeps_sessions=request.interactive)
+        steps = ensemble_steps(model, model_name=name, decoupled=request.decoupled)
+    else:
+        parts = {TOKENIZER: (signature.TOKENIZER, before)}
+        around, outer = TEXT_ENCODER, signature.text_encoder(model)
         steps = text_encoder_steps(model, model_name=name)
-        return [
-            with_tokenizer(TOKENIZER, signature.TOKENIZER, before),
-            around(TEXT_ENCODER, signature.text_encoder(model), steps),
-        ]
-    after = {
-        "answer_only": str(int(request.answer_only)),
-        "output_holds_prompt": str(int(not has_encoder)),
-        "streaming": str(int(request.decoupled)),
-        "strict_lengths": request.parameters.get("strict_lengths", "0"),
-    }
-    steps = ensemble_steps(model, model_name=name, decoupled=request.decoupled)
-    outer = signature.ensemble(model, keeps_sessions=request.interactive)
+    tokenizer = {path.name: path.read_bytes() for path in files.all_files}
     return [
-        with_tokenizer(PREPROCESSING, signature.PREPROCESSING, before),
-        with_tokenizer(POSTPROCESSING, signature.postprocessing(model), after),
-        around(ENSEMBLE, outer, steps),
+        *(
+            TritonModelConfig(
+                name=part,
+                backend="python",
+                max_batch_size=request.max_batch_size,
+                signature=signature.with_leading_axis(tensors) if request.interactive else tensors,
+                parameters={**common, **more},
+                files=tokenizer | _script(part),
+            )
+            for part, (tensors, more) in parts.items()
+        ),
+        TritonModelConfig(
+            name=around,
+            backend="ensemble",
+            max_batch_size=request.max_batch_size,
+            signature=outer,
+            decoupled=request.decoupled,
+            steps=steps,
+            files={"README": _KEEP},
+        ),
     ]
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 
 DATA_TYPE = "DATA_TYPE"  # stands for the type in which a model computes
 
-_TRITON_DATA_TYPES = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16"}
-
 
 @dataclass(frozen=True)
 class TensorSignature:
@@ -331,9 +329,10 @@ def ensemble(model: ModelSignature, *, keeps_sessions: bool = False) -> ModelSig
 
 def text_encoder(model: ModelSignature) -> ModelSignature:
     """Return the signature of an encoder that takes text: its own, with texts in place of ids."""
-    ids = set(TOKENS_OF_ENCODER)
     options = tuple(
-        replace(tensor, reshape=None) for tensor in model.inputs if tensor.name not in ids
+        replace(tensor, reshape=None)
+        for tensor in model.inputs
+        if tensor.name not in TOKENS_OF_ENCODER
     )
     return ModelSignature(
         inputs=(*TOKENIZER.inputs, *options),
@@ -356,42 +355,30 @@ def _with_rows(tensor: TensorSignature) -> TensorSignature:
     return replace(tensor, dims=(-1, *tensor.dims), reshape=reshape, ragged=False)
 
 
-def _computed_types(model_type: str, *, data_type: str) -> dict[str, str]:
-    """Return the type of each input and output of a model whose type is that of the computation.
+def model_signature(model_type: str, *, data_type: str) -> ModelSignature:
+    """Return the signature of a model with the computation type, such as fp16, filled in.
 
     Common clients cannot send BF16 tensors, so a bf16 model accepts FP32 prompt tables.
     """
-    if model_type not in MODEL_SIGNATURES:
-        known = ", ".join(MODEL_SIGNATURES)
-        raise ValueError(f"model_type={model_type!r} is unknown; known types: {known}.")
-    if data_type not in _TRITON_DATA_TYPES:
-        known = ", ".join(_TRITON_DATA_TYPES)
-        raise ValueError(f"data_type={data_type!r} is unknown; use one of {known}.")
-    kind, model = _TRITON_DATA_TYPES[data_type], MODEL_SIGNATURES[model_type]
-    return {
-        tensor.name: "FP32" if tensor is _PROMPT_EMBEDDING and kind == "BF16" else kind
-        for tensor in (*model.inputs, *model.outputs)
-        if tensor.dtype == DATA_TYPE
-    }
+    kind = data_type.upper()
+    prompts = "FP32" if kind == "BF16" else kind
+
+    def computed(tensor: TensorSignature) -> TensorSignature:
+        dtype = prompts if tensor is _PROMPT_EMBEDDING else kind
+        return replace(tensor, dtype=dtype) if tensor.dtype == DATA_TYPE else tensor
+
+    return MODEL_SIGNATURES[model_type].each(computed)
 
 
-def model_signature(model_type: str, *, data_type: str) -> ModelSignature:
-    """Return the signature of a model with the computation type filled in.
+def hidden_states(model_type: str) -> tuple[str, ...]:
+    """Return the names of an encoder's inputs and outputs in the type that it computes in.
 
-    Raises:
-        ValueError: A name is unknown; the message has the known ones.
+    Empty for models that generate tokens, and for unknown ones.
     """
-    types = _computed_types(model_type, data_type=data_type)
-    return MODEL_SIGNATURES[model_type].with_types(types)
-
-
-def hidden_state_types(model_type: str, *, data_type: str) -> dict[str, str]:
-    """Return the type of each hidden state that an encoder takes or gives, by name.
-
-    Empty for models that generate tokens, for unknown ones, and for an unknown `data_type`.
-    """
-    is_known = model_type in ENCODERS and data_type in _TRITON_DATA_TYPES
-    return _computed_types(model_type, data_type=data_type) if is_known else {}
+    if model_type not in ENCODERS:
+        return ()
+    model = MODEL_SIGNATURES[model_type]
+    return tuple(t.name for t in (*model.inputs, *model.outputs) if t.dtype == DATA_TYPE)
 
 
 # Whose C++ models send lengths as INT32, whatever a repository declares. Triton's ensembles compare

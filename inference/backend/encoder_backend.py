@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from export_scripts.numeric.dtypes import torch_dtype
-from export_scripts.triton.signature import hidden_state_types
+from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES, torch_dtype
+from export_scripts.triton.signature import hidden_states
 from inference.backend.engine_model import EngineModel, Exchange
 from inference.backend.python_backend import GenerationModel
 from inference.backend.triton_model import (
@@ -65,12 +65,10 @@ class FasterTransformerModel:
         """
         content = config.as_dict()
         parameters = config_parameters(content)
-        types = hidden_state_types(
-            parameters.get("model_type", ""), data_type=parameters.get("data_type", "")
-        )
+        names, kind = hidden_states(parameters.get("model_type", "")), parameters.get("data_type")
         for tensor in (*content["input"], *content["output"]):
-            if tensor["name"] in types:
-                tensor["data_type"] = f"TYPE_{types[tensor['name']]}"
+            if tensor["name"] in names and kind in WEIGHT_DATA_TYPES:
+                tensor["data_type"] = f"TYPE_{kind.upper()}"
         return config
 
     def initialize(self, args: Mapping[str, str]) -> None:

@@ -166,6 +166,38 @@ def test_an_object_with_a_pair_for_its_state_does_no_harm(tmp_path: Path) -> Non
     assert torch.equal(loaded(read_torch_file(path)["w"]), torch.ones(2))
 
 
+class Slotted:
+    """An object whose state is (attributes, slots)."""
+
+    def __init__(self, attributes: Any, slots: Any) -> None:
+        self.state = attributes, slots
+
+    def __reduce__(self) -> Any:
+        return datetime.timedelta, (), self.state
+
+
+def test_objects_with_slots_keep_their_own_values(tmp_path: Path) -> None:
+    value = {
+        "slots": [Slotted(None, {"x": i}) for i in range(4)],
+        "both": [Slotted({"a": i}, {"x": i}) for i in range(4)],
+    }
+    tree = read_torch_file(save(tmp_path / "x.pt", value))
+    assert tree["slots"] == [{"x": i} for i in range(4)]
+    assert tree["both"] == [{"a": i, "x": i} for i in range(4)]
+
+
+@pytest.mark.parametrize("state", [b"h\x00", b"h\x00h\x01\x86"])
+def test_objects_that_share_large_attributes_cost_no_more_than_they_unfold_to(
+    tmp_path: Path, state: bytes
+) -> None:
+    """Of 50,000 objects each has the same 10,000 attributes, or as many slots, too."""
+    table = b"}(" + b"".join(b"J%sN" % struct.pack("<I", i) for i in range(10_000)) + b"u"
+    tables = table + b"q\x000" + table.replace(b"N", b"\x88") + b"q\x010"
+    each = b"cdatetime\ntimedelta\nq\x020](" + (b"h\x02)R" + state + b"b") * 50_000 + b"e."
+    with pytest.raises(CheckpointMismatchError, match="unfold to more than"):
+        read_torch_file(zip_with(tmp_path / "x.pt", b"\x80\x02" + tables + each))
+
+
 @pytest.mark.parametrize(
     "target",
     [b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nSize\n", b"]", b"ctorch\nFloatStorage\n"],

@@ -80,13 +80,6 @@ def test_prompt_embeddings_never_need_a_type_that_clients_cannot_send(
     assert model.input("request_prompt_embedding").dtype == dtype
 
 
-def test_unknown_model_type_and_data_type_are_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"model_type='gpt3' is unknown; known types: GPT, GPT-J"):
-        model_signature("gpt3", data_type="fp16")
-    with pytest.raises(ValueError, match=r"data_type='int4' is unknown; use one of fp32"):
-        model_signature("GPT", data_type="int4")
-
-
 def test_ensemble_takes_text_and_every_option_under_its_own_name() -> None:
     model = ensemble(model_signature("GPT", data_type="fp16"))
     names = [tensor.name for tensor in model.inputs]
