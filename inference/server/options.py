@@ -1,15 +1,9 @@
 """Command-line options of tritonserver."""
 
-import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
-from export_scripts.triton.signature import ENCODERS
 from inference.front.sockets import ServerSockets
 
-# Of config.pbtxt. What cannot be read is left to the server, which says what is wrong with it.
-_FASTERTRANSFORMER = re.compile(r"""\bbackend\s*:\s*["']fastertransformer["']""")
-_ENCODER = re.compile(rf"""\bstring_value\s*:\s*["']({"|".join(ENCODERS)})["']""")
 # The server itself waits this long for running requests; `stop` sets the limit that counts.
 _EXIT_TIMEOUT_S = 3600
 _EVERYWHERE = "0.0.0.0"  # where tritonserver listens by itself
@@ -24,9 +18,13 @@ def server_options(
     `completes_configs` backends may fill in what a config.pbtxt leaves out, for which each of their
     models is loaded twice.
     """
+    grpc, _, port = str(sockets.grpc).rpartition(":")
     return [
         f"--model-repository={repository}",
-        *sockets.server_options(),
+        f"--http-address=unix:{sockets.http}",
+        f"--grpc-address=unix:{grpc}",
+        f"--grpc-port={port}",
+        f"--metrics-address=unix:{sockets.metrics}",
         # Lets a model whose workers died take itself out of service.
         "--model-control-mode=explicit",
         "--load-model=*",
@@ -36,16 +34,6 @@ def server_options(
         f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
         *(() if completes_configs else ("--disable-auto-complete-config",)),
     ]
-
-
-def leaves_types_to_the_backend(repository: str) -> bool:
-    """Return whether a folder holds an encoder made for NVIDIA's backend.
-
-    Such a config.pbtxt does not give the types of its tensors, or not the right ones.
-    """
-    paths = Path(repository).glob("*/config.pbtxt")
-    texts = (path.read_text(encoding="utf-8", errors="replace") for path in paths)
-    return any(_FASTERTRANSFORMER.search(text) and _ENCODER.search(text) for text in texts)
 
 
 def old_server_options(
