@@ -2,46 +2,37 @@
 
 import contextlib
 import os
-import subprocess
 import sys
 import threading
-from multiprocessing import Pipe
 from pathlib import Path
 
 from inference.front.link import LEFT, FrontSettings, Readiness, Served
 from inference.parent_process import end_process
+from inference.server.process import LinkedProcess
 
 _END_S = 5.0  # for the last answers to be sent
 
 
-class FrontProcess(subprocess.Popen[bytes]):
+class FrontProcess(LinkedProcess):
     """A front, started; it ends with this process.
 
     At SIGTERM it takes no more requests, and ends once it has answered those that it has.
     """
 
     def __init__(self, settings: FrontSettings, *, log_path: Path) -> None:
-        self._link, other = Pipe()
         self._sending = threading.Lock()
         self._serves: set[str] = set()  # folders of sockets
-        with other, log_path.open("ab") as log:
-            super().__init__(
-                [sys.executable, "-m", "inference.front", str(other.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # The checkout that this process runs, wherever it was started.
-                cwd=Path(__file__).resolve().parents[2],
-                pass_fds=[other.fileno()],
-                start_new_session=True,
-            )
+        # The checkout that this process runs, wherever it was started.
+        checkout = Path(__file__).resolve().parents[2]
+        program = (sys.executable, "-m", "inference.front")
+        super().__init__(program, log_path=log_path, cwd=checkout)
         self.send(settings)
 
     def serves(self, sockets: Path) -> bool:
         """Return whether it passes requests on to a server, or still has some of them there."""
         with contextlib.suppress(EOFError, OSError):
-            while self._link.poll():
-                event, _, folder = os.fsdecode(self._link.recv_bytes()).partition(" ")
+            while self.link.poll():
+                event, _, folder = os.fsdecode(self.link.recv_bytes()).partition(" ")
                 (self._serves.discard if event == LEFT else self._serves.add)(folder)
         return self.poll() is None and str(sockets) in self._serves
 
@@ -51,9 +42,9 @@ class FrontProcess(subprocess.Popen[bytes]):
         `serves` shows when it does.
         """
         with self._sending, contextlib.suppress(OSError):  # its exit status reports its end
-            self._link.send(record)
+            self.link.send(record)
 
     def end(self) -> None:
         """End it, and wait for that."""
-        self._link.close()
+        self.link.close()
         end_process(self, grace_s=_END_S)

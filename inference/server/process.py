@@ -12,9 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from inference.front.access import OPEN_ACCESS, Access
 from inference.ports import TRITON_PORTS, host_and_port, pick_free_ports, ports_problems
@@ -26,6 +25,28 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 # Lines that a server itself marks as errors, or the exception that ended it.
 _ERROR = re.compile(r"E\d{4} |error: |terminate called ")
 _Server = TypeVar("_Server", bound="ServedProcess")
+
+
+class LinkedProcess(subprocess.Popen[bytes]):
+    """A program that appends to a log, in a session of its own, and the other end of its link.
+
+    The arguments are the words of the program itself, the descriptor of its end, and `words`.
+    """
+
+    def __init__(
+        self, program: Sequence[str], words: Sequence[str] = (), *, log_path: Path, **options: Any
+    ) -> None:
+        self.link, other = Pipe()
+        with other, log_path.open("ab") as log:
+            super().__init__(
+                [*program, str(other.fileno()), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+                **options,
+            )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -52,8 +73,7 @@ class ServedProcess:
         self.uses_tls = self.access.tls_cert is not None
         self._headers: dict[str, str] = {}  # that authorize a request
         self._wanted_ports = dict(self.ports)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._link: Connection | None = None
+        self._process: LinkedProcess | None = None
         self._losses: list[str] = []
         self._silent_since: float | None = None
 
@@ -125,8 +145,7 @@ class ServedProcess:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
-        if self._link is not None:
-            self._link.close()
+        self._process.link.close()
 
     def _drain(self, deadline: float) -> None:
         """Ask the server to end, and wait until it has, or no request needs it any more."""
@@ -164,32 +183,24 @@ class ServedProcess:
         Its models report to a socket of the path `reports`, "" for none, why they end.
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._link, other = Pipe()
         self.log_path.write_bytes(b"")
-        words = [str(other.fileno()), reports, segments, *command]
-        with other, self.log_path.open("ab") as log:  # to which others may append
-            self._process = subprocess.Popen(
-                [*supervisor.PROGRAM, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **env, **self.env},
-                cwd=cwd,
-                pass_fds=[other.fileno()],
-                start_new_session=True,
-            )
+        words, env = [reports, segments, *command], {**os.environ, **env, **self.env}
+        self._process = LinkedProcess(
+            supervisor.PROGRAM, words, log_path=self.log_path, env=env, cwd=cwd
+        )
 
     def _order(self, what: bytes) -> None:
-        assert self._link is not None
+        assert self._process is not None
         with contextlib.suppress(OSError):  # its exit status reports its end
-            self._link.send_bytes(what)
+            self._process.link.send_bytes(what)
 
     def _lost(self) -> str:
         """Return what the supervisor has reported as lost, empty for nothing."""
-        assert self._link is not None
+        assert self._process is not None
+        link = self._process.link
         with contextlib.suppress(EOFError, OSError):
-            while self._link.poll():
-                self._losses.append(self._link.recv_bytes().decode(errors="replace"))
+            while link.poll():
+                self._losses.append(link.recv_bytes().decode(errors="replace"))
         return "; ".join(self._losses)
 
     def _is_silent(self, patience_s: float) -> bool:
