@@ -11,11 +11,11 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from inference.front.access import OPEN_ACCESS, Access
+from inference.parent_process import LinkedProcess
 from inference.ports import TRITON_PORTS, host_and_port, pick_free_ports, ports_problems
 from inference.server import supervisor
 from inference.server.server_log import ServerStartError, last_lines
@@ -25,28 +25,6 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 # Lines that a server itself marks as errors, or the exception that ended it.
 _ERROR = re.compile(r"E\d{4} |error: |terminate called ")
 _Server = TypeVar("_Server", bound="ServedProcess")
-
-
-class LinkedProcess(subprocess.Popen[bytes]):
-    """A program that appends to a log, in a session of its own, and the other end of its link.
-
-    The arguments are the words of the program itself, the descriptor of its end, and `words`.
-    """
-
-    def __init__(
-        self, program: Sequence[str], words: Sequence[str] = (), *, log_path: Path, **options: Any
-    ) -> None:
-        self.link, other = Pipe()
-        with other, log_path.open("ab") as log:
-            super().__init__(
-                [*program, str(other.fileno()), *words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[other.fileno()],
-                start_new_session=True,
-                **options,
-            )
 
 
 @dataclass(kw_only=True, eq=False)

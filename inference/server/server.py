@@ -14,7 +14,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from inference.front.access import OpenAIOptions
-from inference.front.link import FrontSettings, Readiness, Served
+from inference.front.link import FrontProcess, FrontSettings, Readiness, Served
 from inference.front.rules import READY_PATH
 from inference.front.sockets import ServerSockets, new_sockets
 from inference.front.validation import leaves_types_to_the_backend, read_configs
@@ -22,7 +22,6 @@ from inference.plain_path import plain_folder
 from inference.ports import accepts_connections
 from inference.server import supervisor
 from inference.server.admin import Admin, RefusalError, is_interactive
-from inference.server.front import FrontProcess
 from inference.server.health import Health, front_target, model_targets
 from inference.server.installation import find_triton
 from inference.server.options import old_server_options, server_options
