@@ -153,18 +153,19 @@ class ServedProcess:
         segments: str,
         env: Mapping[str, str],
         cwd: Path | None = None,
-        reports: str = "",
     ) -> None:
         """Start the command under a supervisor.
 
         `segments` is the prefix of its shared memory's names, "" for a server that clears its own.
-        Its models report to a socket of the path `reports`, "" for none, why they end.
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.write_bytes(b"")
-        words, env = [reports, segments, *command], {**os.environ, **env, **self.env}
         self._process = LinkedProcess(
-            supervisor.PROGRAM, words, log_path=self.log_path, env=env, cwd=cwd
+            supervisor.PROGRAM,
+            [segments, *command],
+            log_path=self.log_path,
+            env={**os.environ, **env, **self.env},
+            cwd=cwd,
         )
 
     def _order(self, what: bytes) -> None:

@@ -273,7 +273,6 @@ class TritonServer(ServedProcess):
             segments=self._shm_prefix,
             env={**environment, REPORTS_VARIABLE: reports},
             cwd=self.work_dir,
-            reports=reports,
         )
         if self._sockets is not None and self.former is None:
             served = self._served(self._sockets)
