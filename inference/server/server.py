@@ -23,8 +23,7 @@ from inference.ports import accepts_connections
 from inference.server import supervisor
 from inference.server.admin import Admin, RefusalError, is_interactive
 from inference.server.health import Health, front_target, model_targets
-from inference.server.installation import find_triton
-from inference.server.options import old_server_options, server_options
+from inference.server.installation import find_triton, old_server_options, server_options
 from inference.server.process import ServedProcess
 from inference.server.segments import user_prefix
 from inference.server.server_log import (
