@@ -5,7 +5,9 @@ import ctypes
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from multiprocessing import Pipe
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -52,6 +54,28 @@ def stop_signals(*signals: signal.Signals) -> Iterator[threading.Event]:
     finally:
         for each, handler in previous.items():
             signal.signal(each, handler)
+
+
+class LinkedProcess(subprocess.Popen[bytes]):
+    """A program that appends to a log, in a session of its own, and the other end of its link.
+
+    The arguments are the words of the program itself, the descriptor of its end, and `words`.
+    """
+
+    def __init__(
+        self, program: Sequence[str], words: Sequence[str] = (), *, log_path: Path, **options: Any
+    ) -> None:
+        self.link, other = Pipe()
+        with other, log_path.open("ab") as log:
+            super().__init__(
+                [*program, str(other.fileno()), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+                **options,
+            )
 
 
 def end_process(process: subprocess.Popen[Any], *, grace_s: float) -> int:

@@ -131,7 +131,7 @@ class DeployStage(Stage):
         if self.config.is_other_engine:
             notes.append(f"deploy starts: {shlex.join(self.config.command_line)}")
         if self.config.engine == FASTERTRANSFORMER:
-            from inference.server.options import old_server_options
+            from inference.server.installation import old_server_options
 
             config = self.config
             variables = [f"{name}={value}" for name, value in server_environment(config).items()]

@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 
 from aiohttp import web
 
-from inference.front.guard import Guard
 from inference.front.kserve_grpc import KServeGrpc, grpc_server
 from inference.front.kserve_http import Handler, KServeHttp, http_server
 from inference.front.link import LEFT, LONGEST_REQUEST_S, SERVES, FrontSettings, OwnerLink, Served
@@ -103,20 +102,10 @@ class _Front:
         await former.close()
 
     async def _open_endpoint(self, upstream: Upstream) -> None:
-        settings = self._settings
-        if settings.openai is None:
-            return
-        from inference.front.openai.endpoint import open_endpoint  # takes time to import
+        if self._settings.openai is not None:
+            from inference.front.openai.endpoint import open_endpoint  # takes time to import
 
-        guard = Guard(
-            settings.access,
-            listens_at=settings.host,
-            origins=settings.openai.origins,
-            note_use=self._context.note_use,
-        )
-        upstream.endpoint = await open_endpoint(
-            self._context, upstream, guard, tokenizer=settings.openai.tokenizer
-        )
+            upstream.endpoint = await open_endpoint(self._context, upstream, self._settings.openai)
 
     async def _answer_openai(self, request: web.BaseRequest) -> web.StreamResponse:
         with self._context.use() as upstream:

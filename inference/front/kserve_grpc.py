@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import grpc
 from tritonclient.grpc import service_pb2
 
+from inference.front import rules
 from inference.front.access import Access
 from inference.front.guard import IDLE_S, RejectedError
 from inference.front.infer_messages import (
@@ -20,19 +21,6 @@ from inference.front.infer_messages import (
     check_infer_message,
     parsed,
     without_raw_tensors,
-)
-from inference.front.rules import (
-    CLOSED,
-    INDEX_CALL,
-    INFER_CALL,
-    REGISTER_CALL,
-    STREAM_CALL,
-    UNREADY_ANSWERS,
-    check_shared_memory,
-    has_internal_names,
-    is_health,
-    passes_grpc,
-    without_internal_names,
 )
 from inference.front.sessions import Namespace
 from inference.front.upstream import FrontContext, Upstream
@@ -68,16 +56,16 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
     def service(self, details: Any) -> grpc.RpcMethodHandler:
         """Return the handler of a call."""
         call = details.method
-        if not passes_grpc(call, shared_memory=self._context.shared_memory):
-            return _refusal(grpc.StatusCode.PERMISSION_DENIED, CLOSED)
-        if is_health(call):
+        if not rules.passes_grpc(call, shared_memory=self._context.shared_memory):
+            return _refusal(grpc.StatusCode.PERMISSION_DENIED, rules.CLOSED)
+        if rules.is_health(call):
             return self._health(call)
         metadata = dict(details.invocation_metadata or ())
         try:
             owner = self._context.guard.token_owner(metadata.get("authorization"))
         except RejectedError as error:
             return _refusal(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        if call == STREAM_CALL:
+        if call == rules.STREAM_CALL:
             return grpc.stream_stream_rpc_method_handler(partial(self._stream, owner))
         return grpc.unary_unary_rpc_method_handler(partial(self._unary, call, owner))
 
@@ -85,8 +73,8 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         """Return the handler of a call that needs no token, and whose message says nothing."""
 
         async def answer(_requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-            if call in UNREADY_ANSWERS and not self._context.is_ready():
-                yield UNREADY_ANSWERS[call]
+            if call in rules.UNREADY_ANSWERS and not self._context.is_ready():
+                yield rules.UNREADY_ANSWERS[call]
             else:
                 with self._context.use() as upstream:
                     yield await _reply(upstream, call, b"", context)
@@ -96,18 +84,18 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
     async def _unary(self, call: str, owner: str | None, request: bytes, context: Any) -> bytes:
         with self._context.use() as upstream:
             try:
-                if call == INFER_CALL:
+                if call == rules.INFER_CALL:
                     sessions = partial(self._namespace, owner, context)
                     request = await self._checked(upstream, request, sessions)
                 else:
                     request = await self._context.guard.message(request)
-                if call == REGISTER_CALL:
+                if call == rules.REGISTER_CALL:
                     kind = service_pb2.SystemSharedMemoryRegisterRequest
-                    check_shared_memory(parsed(kind, request).key)
+                    rules.check_shared_memory(parsed(kind, request).key)
             except RejectedError as error:
                 await _refuse(context, error)
             reply = await _reply(upstream, call, request, context)
-        if call != INDEX_CALL:
+        if call != rules.INDEX_CALL:
             return reply
         index = service_pb2.RepositoryIndexResponse.FromString(reply)
         for model in index.models:
@@ -130,11 +118,11 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                     return  # what was asked before is still answered
 
         with self._context.use() as upstream:
-            stream = upstream.channel.stream_stream(STREAM_CALL)
+            stream = upstream.channel.stream_stream(rules.STREAM_CALL)
             call = stream(checked(upstream), timeout=context.time_remaining())
             try:
                 async for reply in call:
-                    is_error = reply.startswith(_ERROR_FIELD) or has_internal_names(reply)
+                    is_error = reply.startswith(_ERROR_FIELD) or rules.has_internal_names(reply)
                     yield _without_names(reply) if is_error else reply
             except grpc.aio.AioRpcError as error:
                 await _fail(context, error)
@@ -200,7 +188,7 @@ async def _reply(upstream: Upstream, call: str, request: bytes, context: Any) ->
 
 
 async def _fail(context: Any, error: grpc.aio.AioRpcError) -> NoReturn:
-    details = without_internal_names(error.details() or "").encode()
+    details = rules.without_internal_names(error.details() or "").encode()
     if len(details) > _MOST_REASON_BYTES:
         details = details[:_MOST_REASON_BYTES] + b" ..."
     await context.abort(error.code(), details.decode(errors="ignore"))
@@ -214,5 +202,5 @@ async def _refuse(context: Any, error: RejectedError) -> NoReturn:
 
 def _without_names(reply: bytes) -> bytes:
     message = service_pb2.ModelStreamInferResponse.FromString(reply)
-    message.error_message = without_internal_names(message.error_message)
+    message.error_message = rules.without_internal_names(message.error_message)
     return bytes(message.SerializeToString())

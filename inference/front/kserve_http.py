@@ -12,19 +12,10 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from yarl import URL
 
+from inference.front import rules
 from inference.front.access import Access
 from inference.front.guard import IDLE_S, RejectedError, refusal
 from inference.front.link import LONGEST_REQUEST_S
-from inference.front.rules import (
-    CLOSED,
-    READY_PATH,
-    UNREACHABLE,
-    check_shared_memory,
-    has_internal_names,
-    is_health,
-    passes_http,
-    without_internal_names,
-)
 from inference.front.strict_json import parse_json
 from inference.front.upstream import FrontContext, Upstream
 from inference.front.validation import check_generate, check_index, check_infer, length_of_json
@@ -71,11 +62,11 @@ class KServeHttp:
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
         try:
-            is_open = passes_http(
+            is_open = rules.passes_http(
                 request.method, request.path, shared_memory=self._context.shared_memory
             )
             owner = self._admitted(request, is_open=is_open)
-            if request.path == READY_PATH and not self._context.is_ready():
+            if request.path == rules.READY_PATH and not self._context.is_ready():
                 reason = "the server is starting, or a model does not answer its owner"
                 raise RejectedError(reason, HTTPStatus.SERVICE_UNAVAILABLE)
             body = None if request.method == "GET" else await self._guard.body(request)
@@ -104,11 +95,11 @@ class KServeHttp:
         """Return the holder of a request's token; refuse it where its body does not matter."""
         self._guard.check_page(request.headers)
         owner = None
-        if not is_health(request.path):
+        if not rules.is_health(request.path):
             owner = self._guard.token_owner(request.headers.get("Authorization"))
         # The path must be relayed as it was checked: no character may have a second spelling.
         if not is_open or request.raw_path.partition("?")[0] != request.path:
-            raise RejectedError(CLOSED, HTTPStatus.FORBIDDEN)
+            raise RejectedError(rules.CLOSED, HTTPStatus.FORBIDDEN)
         return owner
 
     async def _posted(
@@ -140,7 +131,7 @@ class KServeHttp:
             if len(body) > _MOST_NAMES_BYTES:
                 reason = f"the request has {len(body)} bytes; {_MOST_NAMES_BYTES} at most"
                 raise RejectedError(reason)
-            check_shared_memory(parse_json(body).get("key"))
+            rules.check_shared_memory(parse_json(body).get("key"))
         elif body:
             await workers.check(check_index, body, size_bytes=len(body))
         return await _passed_on(upstream.http, request, body, headers)
@@ -185,7 +176,7 @@ async def _passed_on(
         ) as answer:
             return await _passed_back(request, answer)
     except aiohttp.ClientError:
-        raise RejectedError(UNREACHABLE, HTTPStatus.SERVICE_UNAVAILABLE) from None
+        raise RejectedError(rules.UNREACHABLE, HTTPStatus.SERVICE_UNAVAILABLE) from None
 
 
 async def _passed_back(
@@ -201,8 +192,8 @@ async def _passed_back(
         index = json.loads(data)
         models = [{key: each[key] for key in each if key != "reason"} for each in index]
         data = json.dumps(models).encode()
-    elif status != HTTPStatus.OK or has_internal_names(data):
-        data = without_internal_names(data.decode(errors="replace")).encode()
+    elif status != HTTPStatus.OK or rules.has_internal_names(data):
+        data = rules.without_internal_names(data.decode(errors="replace")).encode()
     if status == HTTPStatus.OK and data.startswith(_ERROR):  # of `generate` where a model streams
         status = HTTPStatus.BAD_REQUEST
     return web.Response(status=status, headers=headers, body=data)
@@ -218,7 +209,8 @@ async def _streamed(
         async for part in answer.content.iter_any():
             await response.write(part)
     except aiohttp.ClientPayloadError:  # the server has ended, and a stream has no second status
-        await response.write(b"data: " + json.dumps({"error": UNREACHABLE}).encode() + b"\n\n")
+        error = json.dumps({"error": rules.UNREACHABLE}).encode()
+        await response.write(b"data: " + error + b"\n\n")
     await response.write_eof()
     return response
 

@@ -1,12 +1,15 @@
-"""The front's link to its owner: settings and orders come, events go back, its end ends the front.
+"""Both ends of the link between a front and its owner; without an owner the front ends.
 
-One connection carries all of it. The owner sends records, the front lines of text: nothing that it
+The owner sends settings and orders as records, the front events as lines of text: nothing that it
 sends could run in its owner.
 """
 
 import asyncio
 import contextlib
+import os
 import signal
+import sys
+import threading
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -14,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from inference.front.access import Access, OpenAIOptions
+from inference.parent_process import LinkedProcess, end_process
 
 LONGEST_REQUEST_S = 86400.0  # in effect no limit; the server needs one
 SERVES, LEFT = "serves", "left"  # events, before the folder of a server's sockets
 _GRACE_S = 1.0
+_END_S = 5.0  # for the last answers to be sent
 
 
 @dataclass(frozen=True)
@@ -99,3 +104,40 @@ class OwnerLink(Stop):
         """Send an event to the owner, if there still is one."""
         with contextlib.suppress(OSError):
             self._connection.send_bytes(f"{event} {sockets}".encode())
+
+
+class FrontProcess(LinkedProcess):
+    """A front, started; it ends with this process.
+
+    At SIGTERM it takes no more requests, and ends once it has answered those that it has.
+    """
+
+    def __init__(self, settings: FrontSettings, *, log_path: Path) -> None:
+        self._sending = threading.Lock()
+        self._serves: set[str] = set()  # folders of sockets
+        # The checkout that this process runs, wherever it was started.
+        checkout = Path(__file__).resolve().parents[2]
+        program = (sys.executable, "-m", "inference.front")
+        super().__init__(program, log_path=log_path, cwd=checkout)
+        self.send(settings)
+
+    def serves(self, sockets: Path) -> bool:
+        """Return whether it passes requests on to a server, or still has some of them there."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.link.poll():
+                event, _, folder = os.fsdecode(self.link.recv_bytes()).partition(" ")
+                (self._serves.discard if event == LEFT else self._serves.add)(folder)
+        return self.poll() is None and str(sockets) in self._serves
+
+    def send(self, record: FrontSettings | Served | Readiness) -> None:
+        """Have it know a server's readiness, or pass new requests on to another server.
+
+        `serves` shows when it does.
+        """
+        with self._sending, contextlib.suppress(OSError):  # its exit status reports its end
+            self.link.send(record)
+
+    def end(self) -> None:
+        """End it, and wait for that."""
+        self.link.close()
+        end_process(self, grace_s=_END_S)

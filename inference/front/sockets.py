@@ -52,15 +52,6 @@ class ServerSockets:
         """Return the Unix time of the last such request, or of the server's start."""
         return self.folder.stat().st_mtime
 
-    def server_options(self) -> list[str]:
-        """Return the options with which tritonserver listens only on these sockets."""
-        return [
-            f"--http-address=unix:{self.http}",
-            f"--grpc-address=unix:{self.folder / 'grpc'}",
-            "--grpc-port=8001",
-            f"--metrics-address=unix:{self.metrics}",
-        ]
-
     def remove(self) -> None:
         """Remove the folder."""
         if self._own is not None:

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -112,13 +113,14 @@ class FrontContext(Exchangeable[Upstream]):
     """The server of one front, and the parts that its protocols share.
 
     `ready` has folders of sockets of the servers that are ready, by the word of their owner;
-    `limit` bytes the largest request.
+    `limit` bytes the largest request. `guard_of` makes a guard that lets in web pages of `origins`.
     """
 
     def __init__(self, access: Access, upstream: Upstream, *, host: str, ready: set[Path]) -> None:
         super().__init__(upstream)
         self.ready = ready
-        self.guard = Guard(access, listens_at=host, note_use=self.note_use)
+        self.guard_of = partial(Guard, access, listens_at=host, note_use=self.note_use)
+        self.guard = self.guard_of()
         self.shared_memory = access.client_shared_memory
         self.sessions = ClientSessions(host)
         self.workers = Workers()

@@ -11,6 +11,7 @@ It answers a wrong id, name or parameter with a status of its own failures, and 
 null character, which would give one request two meanings.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -102,24 +103,36 @@ class DeclaredInputs:
     required: tuple[str, ...]
 
 
-def read_declared_inputs(repository: Path | None) -> dict[str, DeclaredInputs]:
-    """Return the inputs of the models in a repository, by model name.
+def read_configs(repository: Path) -> dict[str, Any]:
+    """Return the configurations of the models in a repository, by model name.
 
     A model without a readable config.pbtxt is left out: tritonserver knows its inputs, or reports
-    what is wrong with it. So is an encoder made for NVIDIA's backend, whose config.pbtxt does not
-    give the types of its tensors, or not the right ones.
+    what is wrong with it.
     """
     found = {}
-    for path in repository.glob("*/config.pbtxt") if repository else ():
-        try:
-            config = parse_config(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        is_encoder = config.parameters["model_type"].string_value in ENCODERS
-        if config.backend == "fastertransformer" and is_encoder:
+    for path in repository.glob("*/config.pbtxt"):
+        with contextlib.suppress(OSError, ValueError):
+            found[path.parent.name] = parse_config(path.read_text(encoding="utf-8"))
+    return found
+
+
+def leaves_types_to_the_backend(config: Any) -> bool:
+    """Return whether a model is an encoder made for NVIDIA's backend.
+
+    Such a config.pbtxt does not give the types of its tensors, or not the right ones.
+    """
+    model_type = config.parameters["model_type"].string_value
+    return config.backend == "fastertransformer" and model_type in ENCODERS
+
+
+def read_declared_inputs(repository: Path | None) -> dict[str, DeclaredInputs]:
+    """Return the inputs of those models in a repository that declare them, by model name."""
+    found = {}
+    for name, config in read_configs(repository).items() if repository else ():
+        if leaves_types_to_the_backend(config):
             continue
         kinds = {e.name: schema.DataType.Name(e.data_type) for e in config.input}
-        found[path.parent.name] = DeclaredInputs(
+        found[name] = DeclaredInputs(
             {n: k.removeprefix("TYPE_").replace("STRING", "BYTES") for n, k in kinds.items()},
             required=tuple(each.name for each in config.input if not each.optional),
         )

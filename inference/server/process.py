@@ -11,12 +11,11 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from inference.front.access import OPEN_ACCESS, Access
+from inference.parent_process import LinkedProcess
 from inference.ports import TRITON_PORTS, host_and_port, pick_free_ports, ports_problems
 from inference.server import supervisor
 from inference.server.server_log import ServerStartError, last_lines
@@ -52,8 +51,7 @@ class ServedProcess:
         self.uses_tls = self.access.tls_cert is not None
         self._headers: dict[str, str] = {}  # that authorize a request
         self._wanted_ports = dict(self.ports)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._link: Connection | None = None
+        self._process: LinkedProcess | None = None
         self._losses: list[str] = []
         self._silent_since: float | None = None
 
@@ -125,8 +123,7 @@ class ServedProcess:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
-        if self._link is not None:
-            self._link.close()
+        self._process.link.close()
 
     def _drain(self, deadline: float) -> None:
         """Ask the server to end, and wait until it has, or no request needs it any more."""
@@ -156,40 +153,33 @@ class ServedProcess:
         segments: str,
         env: Mapping[str, str],
         cwd: Path | None = None,
-        reports: str = "",
     ) -> None:
         """Start the command under a supervisor.
 
         `segments` is the prefix of its shared memory's names, "" for a server that clears its own.
-        Its models report to a socket of the path `reports`, "" for none, why they end.
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._link, other = Pipe()
         self.log_path.write_bytes(b"")
-        words = [str(other.fileno()), reports, segments, *command]
-        with other, self.log_path.open("ab") as log:  # to which others may append
-            self._process = subprocess.Popen(
-                [*supervisor.PROGRAM, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **env, **self.env},
-                cwd=cwd,
-                pass_fds=[other.fileno()],
-                start_new_session=True,
-            )
+        self._process = LinkedProcess(
+            supervisor.PROGRAM,
+            [segments, *command],
+            log_path=self.log_path,
+            env={**os.environ, **env, **self.env},
+            cwd=cwd,
+        )
 
     def _order(self, what: bytes) -> None:
-        assert self._link is not None
+        assert self._process is not None
         with contextlib.suppress(OSError):  # its exit status reports its end
-            self._link.send_bytes(what)
+            self._process.link.send_bytes(what)
 
     def _lost(self) -> str:
         """Return what the supervisor has reported as lost, empty for nothing."""
-        assert self._link is not None
+        assert self._process is not None
+        link = self._process.link
         with contextlib.suppress(EOFError, OSError):
-            while self._link.poll():
-                self._losses.append(self._link.recv_bytes().decode(errors="replace"))
+            while link.poll():
+                self._losses.append(link.recv_bytes().decode(errors="replace"))
         return "; ".join(self._losses)
 
     def _is_silent(self, patience_s: float) -> bool:

@@ -14,17 +14,16 @@ from http import HTTPStatus
 from pathlib import Path
 
 from inference.front.access import OpenAIOptions
-from inference.front.link import FrontSettings, Readiness, Served
+from inference.front.link import FrontProcess, FrontSettings, Readiness, Served
 from inference.front.rules import READY_PATH
 from inference.front.sockets import ServerSockets, new_sockets
+from inference.front.validation import leaves_types_to_the_backend, read_configs
 from inference.plain_path import plain_folder
 from inference.ports import accepts_connections
 from inference.server import supervisor
 from inference.server.admin import Admin, RefusalError, is_interactive
-from inference.server.front import FrontProcess
 from inference.server.health import Health, front_target, model_targets
-from inference.server.installation import find_triton
-from inference.server.options import leaves_types_to_the_backend, old_server_options, server_options
+from inference.server.installation import find_triton, old_server_options, server_options
 from inference.server.process import ServedProcess
 from inference.server.segments import user_prefix
 from inference.server.server_log import (
@@ -273,7 +272,6 @@ class TritonServer(ServedProcess):
             segments=self._shm_prefix,
             env={**environment, REPORTS_VARIABLE: reports},
             cwd=self.work_dir,
-            reports=reports,
         )
         if self._sockets is not None and self.former is None:
             served = self._served(self._sockets)
@@ -299,11 +297,9 @@ class TritonServer(ServedProcess):
         else:
             self._sockets = new_sockets()
             self._held.callback(self._sockets.remove)
-            options = server_options(
-                repository,
-                self._sockets,
-                completes_configs=leaves_types_to_the_backend(self._source),
-            )
+            configs = read_configs(Path(self._source)).values()
+            completes = any(map(leaves_types_to_the_backend, configs))
+            options = server_options(repository, self._sockets, completes_configs=completes)
         segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
         return [*program, *options, segments], installation.environment()
 

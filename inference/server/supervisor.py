@@ -1,12 +1,12 @@
 """Supervisor of one server: it ends the server with its owner, or when a part of it is lost.
 
-A small process: PROGRAM, with the arguments LINK_FD REPORTS SHM_PREFIX COMMAND... The owner holds
+A small process: PROGRAM, with the arguments LINK_FD SHM_PREFIX COMMAND... The owner holds
 the other end of the link. When that closes, or the command ends, every descendant of the command is
 stopped, and the shared memory whose names begin with the prefix is removed. The owner sends END, or
 SIGTERM, to ask the command to end by itself, KILL to end it at once. READY states that the server
 is ready: from then on the supervisor ends it if the process of a model is gone or one of its
 processes stays stopped, neither of which Triton notices. It sends the owner the reason: that of the
-model, which has reported it at the socket REPORTS, or what it has seen itself.
+model, which has reported it at the socket that the variables name, or what it has seen itself.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from pathlib import Path
 
 from inference.parent_process import adopt_orphans, end_with_parent, signal_name
 from inference.server.segments import close_segments, shared_memory_of
+from inference.supervision import REPORTS_VARIABLE
 
 # Of this checkout, whatever the folder and the variables of the owner.
 PROGRAM = (
@@ -235,12 +236,12 @@ def _stop_leftovers(grace_s: float) -> None:
 class _Run:
     """The command, what its models report, and the orders for it."""
 
-    def __init__(self, command: list[str], prefix: str, owner: Connection, reports: str) -> None:
+    def __init__(self, command: list[str], prefix: str, owner: Connection) -> None:
         self._prefix = prefix
         self._owner = owner
         self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        if reports:
-            self._reports.bind(reports)
+        if path := os.environ.get(REPORTS_VARIABLE):
+            self._reports.bind(path)
         self._kill_at: float | None = None
         self._child = subprocess.Popen(command, preexec_fn=end_with_parent)
         self._watch: ServerWatch | None = ServerWatch(self._child.pid)
@@ -289,13 +290,13 @@ class _Run:
 
 def main(argv: list[str]) -> int:
     """Run a command for the owner of a link; return its status, 128 + n for signal n."""
-    owner, reports, prefix, command = Connection(int(argv[0])), argv[1], argv[2], argv[3:]
+    owner, prefix, command = Connection(int(argv[0])), argv[1], argv[2:]
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with shared_memory_of(prefix):
         status = -signal.SIGKILL
         try:
-            status = _Run(command, prefix, owner, reports).wait()
+            status = _Run(command, prefix, owner).wait()
         finally:
             # Processes whose server was killed have nothing to save.
             _stop_leftovers(LEFTOVER_GRACE_S if status != -signal.SIGKILL else 0.0)

@@ -27,7 +27,8 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from inference.server import front, supervisor
+from inference.front import link
+from inference.server import supervisor
 from inference.server.client import TritonClient
 from inference.server.health import Health, front_target
 from inference.server.process import ServedProcess
@@ -233,7 +234,7 @@ def test_stopped_front_is_a_failure(server: TritonServer) -> None:
     assert server.failure() == (f"the front, process {server._front.pid}, has been stopped for 3 s")
     began = time.monotonic()
     server.stop(drain_s=0)
-    assert time.monotonic() - began < front._END_S  # it was not waited for in vain
+    assert time.monotonic() - began < link._END_S  # it was not waited for in vain
 
 
 def test_process_that_is_stopped_for_a_moment_does_no_harm(server: TritonServer) -> None:

@@ -9,11 +9,11 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from inference.front.access import OpenAIOptions
 from inference.front.guard import Guard, RejectedError, refusal
 from inference.front.openai.codec import CodecFiles
 from inference.front.openai.completion import CompletionRun
@@ -261,9 +261,9 @@ async def _streamed(
 
 
 async def open_endpoint(
-    context: FrontContext, upstream: Upstream, guard: Guard, *, tokenizer: Path | None
+    context: FrontContext, upstream: Upstream, options: OpenAIOptions
 ) -> OpenAIEndpoint:
-    """Return the endpoint of a server once that is ready; `guard` lets in its web pages, too.
+    """Return the endpoint of a server once that is ready.
 
     Raises ValueError if it has no text model, or no tokenizer that can be read here.
     """
@@ -276,6 +276,7 @@ async def open_endpoint(
         raise ValueError(
             "the repository has no model that completes or encodes token ids without sessions"
         )
+    tokenizer = options.tokenizer
     if tokenizer is None and repository is not None and text_model:
         tokenizer = repository / text_model / "1" / parameters.get("tokenizer_path", ".")
     if tokenizer is None or not tokenizer.is_dir():
@@ -298,4 +299,5 @@ async def open_endpoint(
     async def answers() -> bool:
         return context.is_ready() and await is_ready(channel, tuple(models))
 
+    guard = context.guard_of(origins=options.origins)
     return OpenAIEndpoint(models, texts, guard, context.workers, is_ready=answers)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from inference.front.access import OPEN_ACCESS
-from inference.front.link import FrontSettings, Readiness, Served
+from inference.front.link import FrontProcess, FrontSettings, Readiness, Served
 from inference.front.sockets import ServerSockets
 from inference.ports import TRITON_PORTS, pick_free_ports
 from inference.server.client import TritonClient
-from inference.server.front import FrontProcess
 from tests.fake_triton import FakeTriton, served
 from tests.waiting import until
 

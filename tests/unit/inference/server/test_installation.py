@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference.plain_path import plain_temporary_folder
-from inference.server.installation import find_triton
-from inference.server.options import old_server_options
+from inference.server.installation import find_triton, old_server_options
 
 
 @pytest.fixture(autouse=True)

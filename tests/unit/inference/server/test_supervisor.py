@@ -39,7 +39,8 @@ def _run(
     number = os.dup(other.fileno()) if number is None else os.dup2(other.fileno(), number)
     other.close()
     process = subprocess.Popen(
-        [*supervisor.PROGRAM, str(number), reports, "", *command],
+        [*supervisor.PROGRAM, str(number), "", *command],
+        env={**os.environ, REPORTS_VARIABLE: reports},
         pass_fds=[number],
         start_new_session=True,
     )
