@@ -192,10 +192,9 @@ class LayerLoader(Generic[ArchitectureT]):
 
     def norm(self, name: str, *, kind: Norm | None = None) -> Normalise:
         """Return a norm, by default of the model's kind."""
-        weight, bias = self.weights.tensor(f"{name}.weight"), self.weights.optional(f"{name}.bias")
-        if self._one_plus:
-            weight = self.scale(name)
-            bias = None if bias is None else bias.float()
+        weight = self.scale(name) if self._one_plus else self.weights.tensor(f"{name}.weight")
+        bias = self.weights.optional(f"{name}.bias")
+        bias = None if bias is None else bias.to(weight.dtype)
         return make_norm(kind or self._norm_kind, weight, bias, eps=self._norm_eps)
 
     def scale(self, name: str) -> torch.Tensor:
