@@ -29,7 +29,7 @@ from inference.model.layers import (
 from inference.model.ragged import RaggedRows, RowMasks
 from inference.model.relative_position import distance_bias
 from inference.model.stage import GeneratorModel
-from inference.model.step import AttentionRules, Segment, Step
+from inference.model.step import AttentionRules, Segment, Step, Tokens
 from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.epilogue import GemmOptions
 from inference.parallel.gemm import Product
@@ -99,14 +99,8 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
 
     def embedding(self) -> Embedding:
         """Return the input side of both stacks."""
-        absolute = self.architecture.position == "absolute"
-        return Embedding(
-            tokens=self.tokens("shared.weight_T", self.architecture.vocab_size),
-            vocab_size=self.architecture.vocab_size,
-            positions=self.weights.tensor("shared.ape") if absolute else None,
-            prompts=self.prompts(),
-            dtype=self.weights.dtype,
-        )
+        positions = "shared.ape" if self.architecture.position == "absolute" else None
+        return self.input_side("shared.weight_T", positions, self.architecture.vocab_size)
 
     def head(self) -> VocabParallelHead:
         """Return the output side; without a head of its own the embedding serves."""
@@ -220,20 +214,6 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
 
 
 @dataclass(frozen=True)
-class EncoderBatch:
-    """Rows of one encoder pass.
-
-    With `has_virtual`, ids from the vocabulary's end on name rows of the loaded prompt tables and,
-    after those, of `embeddings`.
-    """
-
-    ids: torch.Tensor  # (N,)
-    masks: RowMasks
-    has_virtual: bool = False
-    embeddings: torch.Tensor | None = None  # (table rows, E)
-
-
-@dataclass(frozen=True)
 class EncodedRow:
     """The encoder's output that a sequence reads: `length` tokens in a slot of the cache."""
 
@@ -281,16 +261,6 @@ class EncoderDecoder(GeneratorModel):
             if layout.is_last_stage:
                 self.head = loader.head()
 
-    def embed_rows(self, batch: EncoderBatch) -> torch.Tensor:
-        """Return the first encoder layer's input (N, E)."""
-        assert self._embedding is not None, "only the first stage embeds"
-        return self._embedding(
-            batch.ids,
-            batch.masks.rows.positions,
-            has_virtual=batch.has_virtual,
-            embeddings=batch.embeddings,
-        )
-
     def encoder_masks(
         self,
         rows: RaggedRows,
@@ -313,7 +283,7 @@ class EncoderDecoder(GeneratorModel):
     def encode(self, ids: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
         """Return the encoder's output (N, E) for the ids (N,) of plain rows, of a single stage."""
         masks = self.encoder_masks(rows)
-        x = self.embed_rows(EncoderBatch(ids, masks))
+        x = self.embed(Tokens(ids=ids, positions=rows.positions))
         return self.finish_encoder(self.run_encoder(x, masks, self.encoder_layers))
 
     def finish_encoder(self, x: torch.Tensor) -> torch.Tensor:
@@ -322,22 +292,16 @@ class EncoderDecoder(GeneratorModel):
         return self._encoder_norm(x)
 
     def cache_encoded(
-        self, encoded: torch.Tensor, batch: EncoderBatch, slots: Sequence[int], cache: KVCache
+        self, encoded: torch.Tensor, masks: RowMasks, slots: Sequence[int], cache: KVCache
     ) -> None:
         """Store the keys and values of the encoder's output (N, E) for this stage's decoder layers.
 
         `slots` of the cache receive them, one for each row.
         """
-        rows, tasks = batch.masks.rows, batch.masks.tasks
-        cache_rows = cache.token_rows(rows.per_token(slots), rows.positions)
+        cache_rows = cache.token_rows(masks.rows.per_token(slots), masks.rows.positions)
         for layer in self.decoder:
             assert layer.cross is not None
-            layer.cross.part.cache_encoded(encoded, cache_rows, cache, tasks=tasks)
-
-    def embed(self, step: Step) -> torch.Tensor:
-        """Return the first decoder layer's input (N, E)."""
-        assert self._embedding is not None, "only the first stage embeds"
-        return self._embedding(step.ids, step.positions)
+            layer.cross.part.cache_encoded(encoded, cache_rows, cache, tasks=masks.tasks)
 
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of this stage's last decoder layer (N, E)."""
