@@ -27,7 +27,6 @@ from inference.model.layers import (
     scaled,
 )
 from inference.model.ragged import RaggedRows, RowMasks
-from inference.model.relative_position import distance_bias
 from inference.model.stage import GeneratorModel
 from inference.model.step import AttentionRules, Segment, Step, Tokens
 from inference.model.weights import LayerLoader, RankWeights
@@ -211,6 +210,24 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
             return None
         table = self.weights.tensor(f"{name}.ia3.weight")
         return torch.cat((table, torch.ones_like(table[:1])))
+
+
+def distance_bias(table: torch.Tensor, *, max_distance: int, bidirectional: bool) -> torch.Tensor:
+    """Return the bias by distance for a table (H, buckets) of learned values.
+
+    Near distances have a bucket each, farther ones share buckets of logarithmic width, and all
+    beyond `max_distance` the last (Raffel et al., Exploring the Limits of Transfer Learning,
+    section 2.1). For a causal stack (H, max_distance + 1): entry d is for a key d tokens back. For
+    a bidirectional one (H, 2 * max_distance + 1): entry d is for a key at offset d - max_distance.
+    """
+    buckets = table.shape[1] // 2 if bidirectional else table.shape[1]  # of one direction
+    exact = buckets // 2
+    back = torch.arange(max_distance + 1, device=table.device)
+    # Computed in fp32 as in the original, for the same bucket borders.
+    ratio = torch.log(back.clamp_min(1).float() / exact) / math.log(max_distance / exact)
+    far = exact + (ratio * (buckets - exact)).long()
+    near = torch.where(back < exact, back, far.clamp_max(buckets - 1))  # (max_distance + 1,)
+    return table[:, torch.cat((near.flip(0), near[1:] + buckets)) if bidirectional else near]
 
 
 @dataclass(frozen=True)
