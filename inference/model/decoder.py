@@ -120,15 +120,11 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
     def embedding(self) -> Embedding:
         """Return the input side, of the first stage."""
         choice = self.architecture
+        positions = "model.wpe" if choice.position == "learned" else None
         norm = "model.pre_decoder_layernorm"
-        learned = choice.position == "learned"
-        return Embedding(
-            tokens=self.tokens("model.wte", choice.vocab_size),
-            vocab_size=choice.vocab_size,
-            positions=self.weights.tensor("model.wpe") if learned else None,
-            prompts=self.prompts(),
+        return self.input_side(
+            *("model.wte", positions, choice.vocab_size),
             norm=self.norm(norm) if choice.has_pre_decoder_layernorm else None,
-            dtype=self.weights.dtype,
             scale=float(torch.tensor(choice.embedding_scale, dtype=self.weights.dtype)),
         )
 
@@ -300,13 +296,6 @@ class Decoder(GeneratorModel):
         self.head = loader.head() if layout.is_last_stage else None
         self._rotary = loader.tables()
         self.rules = loader.rules()
-
-    def embed(self, step: Step) -> torch.Tensor:
-        """Return the first layer's input (N, E)."""
-        assert self._embedding is not None, "only the first stage embeds"
-        return self._embedding(
-            step.ids, step.positions, has_virtual=step.has_virtual, embeddings=step.embeddings
-        )
 
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of this stage's last layer (N, E)."""

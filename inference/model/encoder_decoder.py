@@ -27,9 +27,8 @@ from inference.model.layers import (
     scaled,
 )
 from inference.model.ragged import RaggedRows, RowMasks
-from inference.model.relative_position import distance_bias
 from inference.model.stage import GeneratorModel
-from inference.model.step import AttentionRules, Segment, Step
+from inference.model.step import AttentionRules, Segment, Step, Tokens
 from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.epilogue import GemmOptions
 from inference.parallel.gemm import Product
@@ -99,14 +98,8 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
 
     def embedding(self) -> Embedding:
         """Return the input side of both stacks."""
-        absolute = self.architecture.position == "absolute"
-        return Embedding(
-            tokens=self.tokens("shared.weight_T", self.architecture.vocab_size),
-            vocab_size=self.architecture.vocab_size,
-            positions=self.weights.tensor("shared.ape") if absolute else None,
-            prompts=self.prompts(),
-            dtype=self.weights.dtype,
-        )
+        positions = "shared.ape" if self.architecture.position == "absolute" else None
+        return self.input_side("shared.weight_T", positions, self.architecture.vocab_size)
 
     def head(self) -> VocabParallelHead:
         """Return the output side; without a head of its own the embedding serves."""
@@ -219,18 +212,22 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         return torch.cat((table, torch.ones_like(table[:1])))
 
 
-@dataclass(frozen=True)
-class EncoderBatch:
-    """Rows of one encoder pass.
+def distance_bias(table: torch.Tensor, *, max_distance: int, bidirectional: bool) -> torch.Tensor:
+    """Return the bias by distance for a table (H, buckets) of learned values.
 
-    With `has_virtual`, ids from the vocabulary's end on name rows of the loaded prompt tables and,
-    after those, of `embeddings`.
+    Near distances have a bucket each, farther ones share buckets of logarithmic width, and all
+    beyond `max_distance` the last (Raffel et al., Exploring the Limits of Transfer Learning,
+    section 2.1). For a causal stack (H, max_distance + 1): entry d is for a key d tokens back. For
+    a bidirectional one (H, 2 * max_distance + 1): entry d is for a key at offset d - max_distance.
     """
-
-    ids: torch.Tensor  # (N,)
-    masks: RowMasks
-    has_virtual: bool = False
-    embeddings: torch.Tensor | None = None  # (table rows, E)
+    buckets = table.shape[1] // 2 if bidirectional else table.shape[1]  # of one direction
+    exact = buckets // 2
+    back = torch.arange(max_distance + 1, device=table.device)
+    # Computed in fp32 as in the original, for the same bucket borders.
+    ratio = torch.log(back.clamp_min(1).float() / exact) / math.log(max_distance / exact)
+    far = exact + (ratio * (buckets - exact)).long()
+    near = torch.where(back < exact, back, far.clamp_max(buckets - 1))  # (max_distance + 1,)
+    return table[:, torch.cat((near.flip(0), near[1:] + buckets)) if bidirectional else near]
 
 
 @dataclass(frozen=True)
@@ -281,16 +278,6 @@ class EncoderDecoder(GeneratorModel):
             if layout.is_last_stage:
                 self.head = loader.head()
 
-    def embed_rows(self, batch: EncoderBatch) -> torch.Tensor:
-        """Return the first encoder layer's input (N, E)."""
-        assert self._embedding is not None, "only the first stage embeds"
-        return self._embedding(
-            batch.ids,
-            batch.masks.rows.positions,
-            has_virtual=batch.has_virtual,
-            embeddings=batch.embeddings,
-        )
-
     def encoder_masks(
         self,
         rows: RaggedRows,
@@ -313,7 +300,7 @@ class EncoderDecoder(GeneratorModel):
     def encode(self, ids: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
         """Return the encoder's output (N, E) for the ids (N,) of plain rows, of a single stage."""
         masks = self.encoder_masks(rows)
-        x = self.embed_rows(EncoderBatch(ids, masks))
+        x = self.embed(Tokens(ids=ids, positions=rows.positions))
         return self.finish_encoder(self.run_encoder(x, masks, self.encoder_layers))
 
     def finish_encoder(self, x: torch.Tensor) -> torch.Tensor:
@@ -322,22 +309,16 @@ class EncoderDecoder(GeneratorModel):
         return self._encoder_norm(x)
 
     def cache_encoded(
-        self, encoded: torch.Tensor, batch: EncoderBatch, slots: Sequence[int], cache: KVCache
+        self, encoded: torch.Tensor, masks: RowMasks, slots: Sequence[int], cache: KVCache
     ) -> None:
         """Store the keys and values of the encoder's output (N, E) for this stage's decoder layers.
 
         `slots` of the cache receive them, one for each row.
         """
-        rows, tasks = batch.masks.rows, batch.masks.tasks
-        cache_rows = cache.token_rows(rows.per_token(slots), rows.positions)
+        cache_rows = cache.token_rows(masks.rows.per_token(slots), masks.rows.positions)
         for layer in self.decoder:
             assert layer.cross is not None
-            layer.cross.part.cache_encoded(encoded, cache_rows, cache, tasks=tasks)
-
-    def embed(self, step: Step) -> torch.Tensor:
-        """Return the first decoder layer's input (N, E)."""
-        assert self._embedding is not None, "only the first stage embeds"
-        return self._embedding(step.ids, step.positions)
+            layer.cross.part.cache_encoded(encoded, cache_rows, cache, tasks=masks.tasks)
 
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of this stage's last decoder layer (N, E)."""

@@ -16,9 +16,9 @@ from torch.nn import functional
 from export_scripts.families.layout.architecture import Norm
 from inference.model.ragged import RowMasks, attend
 from inference.model.rotary import Angles, RotaryTable
-from inference.model.step import Step
+from inference.model.step import Step, Tokens
 from inference.parallel.gemm import Product
-from inference.parallel.linear import AllReduce, RowParallelLinear, VocabEmbedding
+from inference.parallel.linear import AllReduce, RowParallelLinear
 
 # A LayerNorm or RMSNorm: of x, or of x + residual, the norm of each row (N, E).
 Normalise = Callable[..., torch.Tensor]
@@ -94,40 +94,48 @@ def alibi_slopes(head_num: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Token, virtual-token and position embeddings, followed by a norm in some models."""
+    """The input side: tokens, virtual tokens and positions, then a norm in some models.
 
-    tokens: VocabEmbedding
+    A rank may hold only some rows of the vocabulary; the others then contribute by `reduce`.
+    """
+
+    table: torch.Tensor  # (rows, E), which may be memory-mapped; row 0 is token `first_row`
     vocab_size: int
-    positions: torch.Tensor | None  # (max_pos_seq_len, E)
-    prompts: torch.Tensor | None  # all loaded prompt tables, one after the other
     dtype: torch.dtype
-    norm: Normalise | None = None
+    first_row: int = 0
+    reduce: AllReduce | None = None
     scale: float = 1.0  # on the rows of the vocabulary, rounded to `dtype`
+    prompts: torch.Tensor | None = None  # all loaded prompt tables, one after the other
+    positions: torch.Tensor | None = None  # (max_pos_seq_len, E)
+    norm: Normalise | None = None
 
-    def __call__(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        has_virtual: bool = False,
-        embeddings: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the first layer's input (N, E) for ids and positions (N,)."""
-        x = self._with_virtual(ids, embeddings) if has_virtual else self._real(ids)
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        """Return the first layer's input (N, E)."""
+        x = self._with_virtual(tokens) if tokens.has_virtual else self._real(tokens.ids)
         if self.positions is not None:
-            x = x + functional.embedding(positions, self.positions).to(self.dtype)
-        return x if self.norm is None else self.norm(x)
+            x = x + functional.embedding(tokens.positions, self.positions).to(self.dtype)
+        return normalised(x, self.norm)
 
-    def _real(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids, self.dtype)
-        return x if self.scale == 1 else x.mul_(self.scale)
-
-    def _with_virtual(self, ids: torch.Tensor, embeddings: torch.Tensor | None) -> torch.Tensor:
-        tables = [t.to(self.dtype) for t in (self.prompts, embeddings) if t is not None]
+    def _with_virtual(self, tokens: Tokens) -> torch.Tensor:
+        ids, given = tokens.ids, (self.prompts, tokens.embeddings)
+        tables = [table.to(self.dtype) for table in given if table is not None]
         rows = (ids - self.vocab_size).clamp_min(0)
         virtual = functional.embedding(rows, torch.cat(tables))  # (N, E)
         real = self._real(ids.clamp_max(self.vocab_size - 1))
         return torch.where((ids >= self.vocab_size).unsqueeze(1), virtual, real)
+
+    def _real(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.reduce is None:
+            x = functional.embedding(ids, self.table).to(self.dtype)
+        elif not len(self.table):
+            sizes = len(ids), self.table.shape[1]
+            x = self.reduce(torch.zeros(sizes, dtype=self.dtype, device=ids.device))
+        else:
+            local = ids - self.first_row
+            absent = (local < 0) | (local >= len(self.table))
+            x = functional.embedding(local.masked_fill(absent, 0), self.table).to(self.dtype)
+            x = self.reduce(x.masked_fill_(absent.unsqueeze(1), 0))
+        return x if self.scale == 1 else x.mul_(self.scale)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import torch
 from torch.nn import functional
 
 from inference.model.kv_cache import on_device
-from inference.model.relative_position import square_bias
 from inference.model.step import may_share_call, runs
 
 
@@ -85,7 +84,7 @@ class RowMasks:
     """Inputs that an encoder's layers share: masks and bias of the scores, and IA3 tasks."""
 
     rows: RaggedRows
-    # By offset, (H, 2 * reach + 1), see `relative_position`; None for none.
+    # By offset of key and query, (H, 2 * reach + 1), farther ones as the outermost; None for none.
     bias: torch.Tensor | None
     dtype: torch.dtype
     tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
@@ -95,8 +94,12 @@ class RowMasks:
     @cached_property
     def groups(self) -> list[torch.Tensor | None]:
         """One for each group of rows, see `RowGroup.mask`."""
-        width = max(group.width for group in self.rows.groups)
-        bias = None if self.bias is None else square_bias(self.bias, width)  # (1, H, S, S)
+        bias = None
+        if self.bias is not None:
+            reach, width = self.bias.shape[1] // 2, max(group.width for group in self.rows.groups)
+            places = torch.arange(width, device=self.bias.device)
+            offset = (places - places.unsqueeze(1)).clamp(-reach, reach)  # (S, S)
+            bias = self.bias[:, offset + reach].unsqueeze(0)  # (1, H, S, S)
         return [group.mask(bias, self.dtype) for group in self.rows.groups]
 
 

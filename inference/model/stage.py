@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from export_scripts.families.layout.architecture import Architecture
-from inference.model.step import AttentionRules, Step
+from inference.model.layers import Embedding
+from inference.model.step import AttentionRules, Step, Tokens
 from inference.model.weights import RankWeights
 from inference.parallel.epilogue import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import AllReduce, VocabParallelHead
@@ -56,11 +57,13 @@ class GeneratorModel(StageModel):
     """One rank's part of a model that generates; only the first stage embeds."""
 
     rules: AttentionRules
+    _embedding: Embedding | None  # of the first stage
     head: VocabParallelHead | None  # of the last stage
 
-    @abstractmethod
-    def embed(self, step: Step) -> torch.Tensor:
-        """Return the first layer's input (N, E)."""
+    def embed(self, tokens: Tokens) -> torch.Tensor:
+        """Return the input of the first layer, of either stack (N, E)."""
+        assert self._embedding is not None, "only the first stage embeds"
+        return self._embedding(tokens)
 
     def logits(
         self, x: torch.Tensor, step: Step, *, out: torch.Tensor | None = None

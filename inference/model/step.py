@@ -108,21 +108,30 @@ class CachedAttention(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Step:
-    """The inputs of one forward pass.
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The tokens of one forward pass.
 
-    `output_rows` are the tokens whose logits are wanted. With `has_virtual`, ids from the
-    vocabulary's end on name rows of the loaded prompt tables and, after those, of `embeddings`.
-    `encoded`, if given, is attention over the encoder's output, all of which a token sees.
+    With `has_virtual`, ids from the vocabulary's end on name rows of the loaded prompt tables and,
+    after those, of `embeddings`.
     """
 
     ids: torch.Tensor  # (N,)
     positions: torch.Tensor  # (N,)
-    output_rows: torch.Tensor  # (n,)
-    attention: CachedAttention
     has_virtual: bool = False
     embeddings: torch.Tensor | None = None  # (rows, hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Tokens):
+    """The inputs of one forward pass of a decoder.
+
+    `output_rows` are the tokens whose logits are wanted. `encoded`, if given, is attention over the
+    encoder's output, all of which a token sees.
+    """
+
+    output_rows: torch.Tensor  # (n,)
+    attention: CachedAttention
     encoded: CachedAttention | None = None
     tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
     angles: AnglesOf = field(default_factory=dict)  # of the tokens

@@ -15,16 +15,11 @@ from export_scripts.families.layout.architecture import (
     Norm,
 )
 from export_scripts.ft.reader import FTReader
-from inference.model.layers import Normalise, make_norm
+from inference.model.layers import Embedding, Normalise, make_norm
 from inference.parallel.epilogue import PLAIN_GEMM, GemmActivation, GemmOptions, gemm_activation
 from inference.parallel.gemm import Product, make_gated_gemm, make_gemm
 from inference.parallel.layout import ParallelLayout
-from inference.parallel.linear import (
-    AllReduce,
-    RowParallelLinear,
-    VocabEmbedding,
-    VocabParallelHead,
-)
+from inference.parallel.linear import AllReduce, RowParallelLinear, VocabParallelHead
 
 # Rows of a table on a GPU are a multiple of this. 256 rows of 2048 take cuBLAS 540 us on an H200 to
 # 50,257 outputs, whose rows begin at any address, and 82 us to 50,272.
@@ -192,10 +187,9 @@ class LayerLoader(Generic[ArchitectureT]):
 
     def norm(self, name: str, *, kind: Norm | None = None) -> Normalise:
         """Return a norm, by default of the model's kind."""
-        weight, bias = self.weights.tensor(f"{name}.weight"), self.weights.optional(f"{name}.bias")
-        if self._one_plus:
-            weight = self.scale(name)
-            bias = None if bias is None else bias.float()
+        weight = self.scale(name) if self._one_plus else self.weights.tensor(f"{name}.weight")
+        bias = self.weights.optional(f"{name}.bias")
+        bias = None if bias is None else bias.to(weight.dtype)
         return make_norm(kind or self._norm_kind, weight, bias, eps=self._norm_eps)
 
     def scale(self, name: str) -> torch.Tensor:
@@ -239,24 +233,34 @@ class LayerLoader(Generic[ArchitectureT]):
         weight = self.weights.matrix(f"{name}.weight")
         return RowParallelLinear(weight, bias, reduce=reduce, options=self.gemm)
 
-    def tokens(self, name: str, vocab_size: int) -> VocabEmbedding:
-        """Return the embedding of tokens by the table `name` (V, E)."""
+    def input_side(
+        self, tokens: str, positions: str | None, vocab_size: int, **more: Any
+    ) -> Embedding:
+        """Return the input side by the tables `tokens` (V, E) and `positions`.
+
+        `more` is for `Embedding`.
+        """
         weights = self.weights
+        names = [
+            f"model.prompt_table.{each.task_name}.weight" for each in weights.reader.config.tasks
+        ]
+        prompts = [weights.tensor(name) for name in names if weights.has(name)]
         if weights.device.type == "cpu":
             # The mapped table costs no memory of its own and is shared by the ranks of a node.
-            return VocabEmbedding(weights.reader.read(name, 0))
-        rows = weights.layout.vocab_rows(vocab_size)
-        table = weights.rows(name, rows)
-        return VocabEmbedding(table, first_row=rows.start, reduce=self.reduce)
-
-    def prompts(self) -> torch.Tensor | None:
-        """Return all prompt tables, one after the other (rows, E), None without any."""
-        names = [
-            f"model.prompt_table.{task.task_name}.weight"
-            for task in self.weights.reader.config.tasks
-        ]
-        tables = [self.weights.tensor(name) for name in names if self.weights.has(name)]
-        return torch.cat(tables) if tables else None
+            table, first_row, reduce = weights.reader.read(tokens, 0), 0, None
+        else:
+            rows = weights.layout.vocab_rows(vocab_size)
+            table, first_row, reduce = weights.rows(tokens, rows), rows.start, self.reduce
+        return Embedding(
+            table,
+            vocab_size,
+            weights.dtype,
+            first_row,
+            reduce,
+            prompts=torch.cat(prompts) if prompts else None,
+            positions=weights.tensor(positions) if positions else None,
+            **more,
+        )
 
     def vocab_head(
         self, name: str, bias: str | None, vocab_size: int, **more: Any

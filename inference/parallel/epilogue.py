@@ -23,6 +23,20 @@ PLAIN_GEMM = GemmOptions()
 GemmActivation = Literal["gelu_tanh", "gelu_erf", "relu", "relu2", "silu"]
 
 
+@dataclass(frozen=True)
+class Epilogue:
+    """Bias and activation of a product's outputs.
+
+    Those before `first_activated` are not activated. With `gated` they are pairs of a gate and what
+    its activation multiplies.
+    """
+
+    bias: torch.Tensor | None  # (O,)
+    activation: GemmActivation | None
+    first_activated: int = 0
+    gated: bool = False
+
+
 def gemm_activation(activation: Activation, *, exact_gelu: bool = False) -> GemmActivation:
     """Return the form of an architecture's activation that a product can apply."""
     if activation == "gelu":

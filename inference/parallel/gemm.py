@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from inference.parallel import gemm_cpu
-from inference.parallel.epilogue import PLAIN_GEMM, GemmActivation, GemmOptions, finish
+from inference.parallel.epilogue import PLAIN_GEMM, Epilogue, GemmActivation, GemmOptions, finish
 from inference.parallel.int8 import Int8Gemm
 
 # Of a linear without a residual: (N, O) for (N, I).
@@ -33,7 +33,14 @@ def make_gemm(
     only other devices can do.
     """
     if weight.device.type != "cpu":
-        return _gpu_gemm(weight, bias, activation, first_activated, options)
+        if weight.numel() and weight.dtype.itemsize == 2:
+            from inference.parallel.gemm_cuda import CudaGemm
+
+            return CudaGemm(weight, Epilogue(bias, activation, first_activated), options)
+        assert not options.fp8, "FP8 needs 16 bits"
+        assert not options.batch_invariant, "batch invariance needs 16 bits"
+        wide = Int8Gemm if options.int8 and weight.numel() else _PlainGemm
+        return wide(weight, bias, activation, first_activated)
     assert not first_activated, "products on CPU activate all outputs"
     kind: Callable[..., Gemm] = _PlainGemm
     if weight.numel() and options.int8:
@@ -63,27 +70,10 @@ def make_gated_gemm(
         given = [gate.new_zeros(gate.shape[1]) if b is None else b.flatten() for b in biases]
         bias = None if biases == (None, None) else torch.stack(given, dim=1).flatten()
         weight = torch.stack(weights, dim=2).flatten(1)
-        return CudaGemm(weight, bias, activation, 0, options, gated=True)
+        return CudaGemm(weight, Epilogue(bias, activation, gated=True), options)
     up = make_gemm(gate, biases[0], activation=activation, options=options)
     other = make_gemm(linear, biases[1], options=options)
     return lambda x: up(x).mul_(other(x))
-
-
-def _gpu_gemm(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: GemmActivation | None,
-    first_activated: int,
-    options: GemmOptions,
-) -> Gemm:
-    if weight.numel() and weight.dtype.itemsize == 2:
-        from inference.parallel.gemm_cuda import CudaGemm
-
-        return CudaGemm(weight, bias, activation, first_activated, options)
-    assert not options.fp8, "FP8 needs 16 bits"
-    assert not options.batch_invariant, "batch invariance needs 16 bits"
-    kind = Int8Gemm if options.int8 and weight.numel() else _PlainGemm
-    return kind(weight, bias, activation, first_activated)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from inference.parallel.epilogue import GemmActivation, GemmOptions
+from inference.parallel.epilogue import Epilogue, GemmActivation, GemmOptions
 from inference.parallel.int8 import quantise
 from inference.parallel.launch_cuda import (
     launch_options,
@@ -303,42 +303,36 @@ def _some_rows(
 def fused_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
+    epilogue: Epilogue,
+    residual: torch.Tensor | None,
     *,
-    scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    activation: GemmActivation | None = None,
-    first_activated: int = 0,
-    gated: bool = False,
-    batch_invariant: bool = False,
+    scale: torch.Tensor | None,
+    batch_invariant: bool,
 ) -> torch.Tensor:
-    """Return activation(x W scale + bias) + residual, (N, O) in the type of x.
+    """Return activation(x W scale + bias) + residual, (N, O) in the type of x, (N, O/2) if gated.
 
     Args:
         x: (N, I) of 16 bits.
         weight: (O, I), contiguous: the type of x, int8, or float8_e4m3fn. Rows of x are rounded to
             the latter, and to 15 bits for int8 unless there is only one.
-        scale: (O,) fp32, for weights of 8 bits.
-        bias: (O,).
+        epilogue: Of all outputs.
         residual: (N, O).
-        activation: Of the outputs from `first_activated` on.
-        first_activated: Outputs before it stay as they are.
-        gated: Whether outputs are pairs of a gate and what it multiplies: (N, O/2) returned.
+        scale: (O,) fp32, for weights of 8 bits.
         batch_invariant: Whether a row's result has to be the same for every N.
     """
     rows, inputs = x.shape
-    outputs = len(weight)
+    outputs, bias, first_activated = len(weight), epilogue.bias, epilogue.first_activated
     x = x if x.stride(1) == 1 else x.contiguous()
-    y = x.new_empty(rows, outputs // 2 if gated else outputs)
+    y = x.new_empty(rows, outputs // 2 if epilogue.gated else outputs)
     # Absent tensors are not read, but need some pointer in their place.
     scale_at, bias_at = x if scale is None else scale, x if bias is None else bias
     pointers = (weight, scale_at, bias_at, x if residual is None else residual.contiguous(), y)
     options: dict[str, Any] = {
-        "ACTIVATION": _ACTIVATIONS[activation],
+        "ACTIVATION": _ACTIVATIONS[epilogue.activation],
         "HAS_SCALE": scale is not None,
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
-        "GATED": gated,
+        "GATED": epilogue.gated,
         **launch_options(x),
     }
     if rows == 1 and not batch_invariant and weight.dtype in (x.dtype, torch.int8):
@@ -440,52 +434,34 @@ def _gate_pairs(
     tl.store(y_at + output, y.to(y_at.dtype.element_ty), mask=output < count)
 
 
-def gate_pairs(pairs: torch.Tensor, activation: GemmActivation | None) -> torch.Tensor:
-    """Return activation(gate) * linear, (N, O), of contiguous pairs (N, 2 O) in one kernel."""
-    rows, outputs = pairs.shape
-    y = pairs.new_empty(rows, outputs // 2)
-    _gate_pairs[(triton.cdiv(y.numel(), _FINISHED["OUTPUTS"]),)](
-        *(pairs, y, y.numel()),
-        ACTIVATION=_ACTIVATIONS[activation],
-        **_FINISHED,
-        **launch_options(y),
-    )
-    return y
+def finish_rows(y: torch.Tensor, epilogue: Epilogue, residual: torch.Tensor | None) -> torch.Tensor:
+    """Return activation(y) + residual in one kernel, for contiguous rows y (N, O) with their bias.
 
-
-def finish_rows(
-    y: torch.Tensor,
-    *,
-    activation: GemmActivation | None,
-    first_activated: int,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return activation(y) + residual, (N, O), in the place of `y`, in one kernel."""
-    if activation is None and residual is None:
+    The result lies in the place of `y`; of gated pairs it is activation(gate) * linear, (N, O/2).
+    """
+    if epilogue.activation is None and residual is None:
         return y
     rows, outputs = y.shape
+    options = {"ACTIVATION": _ACTIVATIONS[epilogue.activation], **_FINISHED, **launch_options(y)}
+    if epilogue.gated:
+        mixed = y.new_empty(rows, outputs // 2)
+        count = mixed.numel()
+        _gate_pairs[(triton.cdiv(count, _FINISHED["OUTPUTS"]),)](y, mixed, count, **options)
+        return mixed
+    first_activated = epilogue.first_activated
     if not first_activated:  # all rows are alike: one long one
         rows, outputs = 1, rows * outputs
     first = first_activated if residual is None else 0
     _finish_rows[(rows * triton.cdiv(outputs - first, _FINISHED["OUTPUTS"]),)](
         *(y, y if residual is None else residual.contiguous(), outputs, first, first_activated),
-        ACTIVATION=_ACTIVATIONS[activation],
         HAS_RESIDUAL=residual is not None,
-        **_FINISHED,
-        **launch_options(y),
+        **options,
     )
     return y
 
 
 def _library_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    bias: torch.Tensor | None,
-    activation: GemmActivation | None,
-    first_activated: int,
-    gated: bool,
-    residual: torch.Tensor | None,
+    x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """Return activation(x W + bias) + residual, (N, O), by cuBLAS, for `weight` (O, I).
 
@@ -493,20 +469,14 @@ def _library_gemm(
     gelu take 104 us on an H200 so, 137 us with a kernel for it. A residual is overwritten by the
     product that adds it: 8192 rows of 4096 to 4096 outputs take 424 us so, 461 us with a kernel.
     """
-    if gated:
-        return gate_pairs(functional.linear(x, weight, bias), activation)
+    bias, activation = epilogue.bias, epilogue.activation
     if residual is not None and bias is None and activation is None and residual.is_contiguous():
         return residual.addmm_(x, weight.t())
-    within = activation in ("gelu_tanh", "relu") and not first_activated and residual is None
-    if within and bias is not None:
+    within = activation in ("gelu_tanh", "relu") and residual is None
+    if within and bias is not None and not (epilogue.first_activated or epilogue.gated):
         use_gelu = activation == "gelu_tanh"
         return torch._addmm_activation(bias, x, weight.t(), use_gelu=use_gelu)
-    return finish_rows(
-        functional.linear(x, weight, bias),
-        activation=activation,
-        first_activated=first_activated,
-        residual=residual,
-    )
+    return finish_rows(functional.linear(x, weight, bias), epilogue, residual)
 
 
 def _larger(tile: dict[str, int], times: int) -> dict[str, int]:
@@ -522,16 +492,7 @@ class CudaGemm:
     rows of x in FP8.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: GemmActivation | None,
-        first_activated: int,
-        options: GemmOptions,
-        *,
-        gated: bool = False,
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, epilogue: Epilogue, options: GemmOptions) -> None:
         """Keep `weight` (I, O), or its 8-bit copy, as (O, I), which cuBLAS reads as fast."""
         self.scale: torch.Tensor | None = None
         if options.int8:
@@ -540,30 +501,27 @@ class CudaGemm:
             self.weight, self.scale = quantise_fp8(weight)
         else:
             self.weight = weight.t().contiguous()
-        self.bias = bias
+        self.epilogue = epilogue
         self.batch_invariant = options.batch_invariant
         self._is_fp8 = self.weight.dtype == torch.float8_e4m3fn
         # FP8 products of libraries take multiples of 16.
         libraries_cannot = self._is_fp8 and any(size % 16 for size in self.weight.shape)
         self._all_rows = options.batch_invariant or libraries_cannot
         self._most_rows = _MOST_ROWS[self.weight.dtype.itemsize]
-        self._activation: dict[str, Any] = {
-            "activation": activation,
-            "first_activated": first_activated,
-            "gated": gated,
-        }
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual in the type of x."""
-        options = {"bias": self.bias, "residual": residual, **self._activation}
         if len(x) <= self._most_rows or self._all_rows:
             return fused_gemm(
-                x, self.weight, scale=self.scale, batch_invariant=self.batch_invariant, **options
+                *(x, self.weight, self.epilogue, residual),
+                scale=self.scale,
+                batch_invariant=self.batch_invariant,
             )
         if self.scale is None:
-            return _library_gemm(x, self.weight, **options)
+            return _library_gemm(x, self.weight, self.epilogue, residual)
         if not self._is_fp8:
-            return _library_gemm(x, widen(self.weight, self.scale, x.dtype), **options)
+            wide = widen(self.weight, self.scale, x.dtype)
+            return _library_gemm(x, wide, self.epilogue, residual)
         rounded, row_scale = round_rows(x, self.weight.dtype)
         y = torch._scaled_mm(
             rounded[0],
@@ -572,8 +530,5 @@ class CudaGemm:
             scale_b=self.scale.unsqueeze(0),
             out_dtype=torch.bfloat16,  # the only one with scales of rows
         ).to(x.dtype)
-        y = y if self.bias is None else y.add_(self.bias)
-        activation, first = self._activation["activation"], self._activation["first_activated"]
-        if self._activation["gated"]:
-            return gate_pairs(y, activation)
-        return finish_rows(y, activation=activation, first_activated=first, residual=residual)
+        y = y if self.epilogue.bias is None else y.add_(self.epilogue.bias)
+        return finish_rows(y, self.epilogue, residual)

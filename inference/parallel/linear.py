@@ -1,4 +1,4 @@
-"""Linears and embeddings split among tensor-parallel ranks; weights keep FT's (in, out) layout.
+"""Linears split among tensor-parallel ranks; weights keep FT's (in, out) layout.
 
 A linear whose outputs are divided is a plain product: each rank computes its own columns.
 """
@@ -57,33 +57,6 @@ class RowParallelLinear:
         if self._reduce is None:
             return self._gemm(x, residual)
         return self._reduce(self._gemm(x), bias=self._bias, residual=residual)
-
-
-class VocabEmbedding:
-    """Rows of a table by token id.
-
-    A rank may hold only some rows; the others then contribute by an all-reduce.
-    """
-
-    def __init__(
-        self, table: torch.Tensor, *, first_row: int = 0, reduce: AllReduce | None = None
-    ) -> None:
-        """Take `table` (rows, H), whose row 0 is token `first_row`; it may be memory-mapped."""
-        self._table = table
-        self._first_row = first_row
-        self._reduce = reduce
-
-    def __call__(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return (N, H) in `dtype` for ids (N,)."""
-        if self._reduce is None:
-            return functional.embedding(ids, self._table).to(dtype)
-        if not len(self._table):
-            nothing = torch.zeros(len(ids), self._table.shape[1], dtype=dtype, device=ids.device)
-            return self._reduce(nothing)
-        local = ids - self._first_row
-        absent = (local < 0) | (local >= len(self._table))
-        rows = functional.embedding(local.masked_fill(absent, 0), self._table).to(dtype)
-        return self._reduce(rows.masked_fill_(absent.unsqueeze(1), 0))
 
 
 class VocabParallelHead:

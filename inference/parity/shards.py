@@ -26,7 +26,7 @@ from inference.model.encoder_decoder import EncoderDecoder
 from inference.model.layers import Sublayer
 from inference.model.rotary import position_shift
 from inference.model.stage import GeneratorModel
-from inference.model.step import Segment
+from inference.model.step import Segment, Step, Tokens
 from inference.parity.activations import Activations, ModelInputs, Place
 from inference.ranks.base import RankBase
 from inference.ranks.plan import EncoderRow, StepPlan
@@ -139,20 +139,24 @@ def _tap(model: Any, notes: _Notes) -> None:
         parts = [_with_parts(each, f"{where} {i}", notes) for i, each in enumerate(layers)]
         return [note(each, f"{where} {i}") for i, each in enumerate(parts)]
 
-    ends = {"embed": "embedding"}
-    if isinstance(model, EncoderDecoder):
+    has_encoder, generates = isinstance(model, EncoderDecoder), isinstance(model, GeneratorModel)
+    stack = "decoder " if has_encoder else ""
+    if has_encoder:
         model.encoder = tapped(model.encoder, "encoder layer")
         model.decoder = tapped(model.decoder, "decoder layer")
-        ends = {"embed_rows": "encoder embedding", "finish_encoder": "encoder final norm"}
-        ends["embed"] = "decoder embedding"
+        model.finish_encoder = note(model.finish_encoder, "encoder final norm")
     else:
         model.layers = tapped(model.layers, "layer")
-    if isinstance(model, GeneratorModel):
-        for name, where in ends.items():
-            setattr(model, name, note(getattr(model, name), where))
+    if generates:
+        embed = model.embed
+
+        def embedded(tokens: Tokens) -> torch.Tensor:
+            is_step = isinstance(tokens, Step)
+            return note(embed, f"{stack if is_step else 'encoder '}embedding")(tokens)
+
+        model.embed = embedded
         if model.head is not None and model.head.norm is not None:
-            where = ends["embed"].replace("embedding", "final norm")
-            model.head.norm = note(model.head.norm, where)
+            model.head.norm = note(model.head.norm, f"{stack}final norm")
 
 
 # Parts of a layer: name, field of the layer, and the linear in it whose output is the part's.

@@ -75,7 +75,9 @@ class DecoderRank(GeneratorRank):
             ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
             found = self._prompt_graphs.run(ids, plan.segments, outputs)
         if found is None:
-            hidden, steps = self._run_steps(plan, embeddings)
+            hidden, steps = self._run_steps(
+                plan, has_virtual=plan.has_virtual, embeddings=embeddings
+            )
         else:
             hidden, steps = [found[0]], [found[1]]
         pooled = self._pooled(hidden, plan) if plan.pool else None

@@ -18,15 +18,10 @@ import numpy as np
 import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
-from inference.model.encoder_decoder import (
-    EncodedRow,
-    EncoderBatch,
-    EncoderDecoder,
-    reading_segments,
-)
+from inference.model.encoder_decoder import EncodedRow, EncoderDecoder, reading_segments
 from inference.model.kv_cache import encoder_slot, on_device
-from inference.model.ragged import ragged_rows
-from inference.model.step import CachedAttention, Segment
+from inference.model.ragged import RowMasks, ragged_rows
+from inference.model.step import CachedAttention, Segment, Tokens
 from inference.ranks.base import StepResult
 from inference.ranks.device import gemm_options, has_row_kernels
 from inference.ranks.generator_rank import GeneratorRank
@@ -45,7 +40,8 @@ class _EncoderPass:
     """One batch in the encoder; every rank advances in the same steps."""
 
     rows: tuple[EncoderRow, ...]
-    batch: EncoderBatch
+    tokens: Tokens
+    masks: RowMasks
     done: int = 0  # layers, of all stages
     x: torch.Tensor | None = None  # (N, E) while this stage computes, and the last one's output
 
@@ -115,17 +111,18 @@ class EncoderDecoderRank(GeneratorRank):
             heads = self.architecture.head_num // self.layout.tp_size
             shape = (len(counts), len(self.model.encoder_layers), heads, max(counts), max(counts))
             attentions = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
-        batch = EncoderBatch(
-            on_device(np.array(plan.encoder_ids, np.int64), self.device),
-            self.model.encoder_masks(
-                rows,
-                tasks=rows.per_token(tasks) if any(t != self._no_task for t in tasks) else None,
-                attentions=attentions,
-            ),
+        tokens = Tokens(
+            ids=on_device(np.array(plan.encoder_ids, np.int64), self.device),
+            positions=rows.positions,
             has_virtual=plan.has_virtual,
             embeddings=embeddings,
         )
-        self._pass = _EncoderPass(plan.encoder_rows, batch)
+        masks = self.model.encoder_masks(
+            rows,
+            tasks=rows.per_token(tasks) if any(t != self._no_task for t in tasks) else None,
+            attentions=attentions,
+        )
+        self._pass = _EncoderPass(plan.encoder_rows, tokens, masks)
 
     def _encode(self, layers: int) -> None:
         """Continue the pass; at its end every stage caches what its decoder layers read."""
@@ -134,17 +131,17 @@ class EncoderDecoderRank(GeneratorRank):
         start = now.done
         now.done = min(start + layers, total)
         if now.done - start == total:
-            masks, is_virtual = now.batch.masks, now.batch.has_virtual
+            masks, is_virtual = now.masks, now.tokens.has_virtual
             plain = masks.tasks is None and not is_virtual and masks.attentions is None
             if self._encoder_graphs is not None and plain:  # None where no graph serves the rows
-                now.x = self._encoder_graphs.run(now.batch.ids, masks.rows)
+                now.x = self._encoder_graphs.run(now.tokens.ids, masks.rows)
         if now.x is None or start:
             self._advance(now, start)
         if now.done < total or not self.architecture.decoder_num_layer:
             return
-        output = self._spread(now.x, now.batch)
+        output = self._spread(now.x, now.tokens)
         targets = [encoder_slot(row.slots, self.cache.shape.slots) for row in now.rows]
-        self.model.cache_encoded(output, now.batch, targets, self.cache)
+        self.model.cache_encoded(output, now.masks, targets, self.cache)
         for row, target in zip(now.rows, targets, strict=True):
             encoded = EncodedRow(target, row.count, self._task_of(row))
             for slot in row.slots:
@@ -155,13 +152,13 @@ class EncoderDecoderRank(GeneratorRank):
         """Run this stage's layers from `start` to those done; send the result of the last."""
         mine, layout, stop = self.model.encoder_layers, self.layout, now.done
         if start == 0 and layout.is_first_stage:
-            now.x = self.model.embed_rows(now.batch)
+            now.x = self.model.embed(now.tokens)
         elif start < mine.start <= stop:
-            room = self.model.empty_hidden(len(now.batch.ids))
+            room = self.model.empty_hidden(len(now.tokens.ids))
             now.x = self.groups.receive(room, layout.previous_rank)
         if layers := range(max(start, mine.start), min(stop, mine.stop)):
             assert now.x is not None
-            now.x = self.model.run_encoder(now.x, now.batch.masks, layers)
+            now.x = self.model.run_encoder(now.x, now.masks, layers)
         if start < mine.stop <= stop:
             assert now.x is not None
             if layout.is_last_stage:
@@ -173,7 +170,7 @@ class EncoderDecoderRank(GeneratorRank):
     def _task_of(self, row: EncoderRow) -> int:
         return self._no_task if row.task is None else row.task
 
-    def _spread(self, output: torch.Tensor | None, batch: EncoderBatch) -> torch.Tensor:
+    def _spread(self, output: torch.Tensor | None, tokens: Tokens) -> torch.Tensor:
         """Send the last stage's encoder output (N, E) to every stage."""
         layout = self.layout
         if layout.pp_size == 1:
@@ -181,7 +178,7 @@ class EncoderDecoderRank(GeneratorRank):
             return output
         if output is None:
             source = layout.last_stage_ranks[layout.tp_rank]
-            return self.groups.receive(self.model.empty_hidden(len(batch.ids)), source)
+            return self.groups.receive(self.model.empty_hidden(len(tokens.ids)), source)
         sends = [
             self.groups.send(output, stage * layout.tp_size + layout.tp_rank)
             for stage in range(layout.pp_size - 1)
@@ -212,9 +209,9 @@ class EncoderDecoderRank(GeneratorRank):
         """Return on rank 0 the output of an encoder alone, which runs all layers in one step."""
         done, self._pass = self._pass, None
         assert done is not None, "an encoder's step ends its pass"
-        room = self.model.empty_hidden(len(done.batch.ids))
+        room = self.model.empty_hidden(len(done.tokens.ids))
         hidden = self._first_rank_copy(done.x, room)
-        attentions = done.batch.masks.attentions  # (rows, stage's layers, heads, S, S)
+        attentions = done.masks.attentions  # (rows, stage's layers, heads, S, S)
         if attentions is not None and self._groups is not None:
             ranks, tp_size = range(self.layout.world_size), self.layout.tp_size
             shape, dtype = attentions.shape, attentions.dtype

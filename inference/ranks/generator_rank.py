@@ -98,7 +98,11 @@ class GeneratorRank(RankBase):
                 self._feed.choose(logits, *nowhere)
 
     def _run_steps(
-        self, plan: StepPlan, embeddings: torch.Tensor | None = None
+        self,
+        plan: StepPlan,
+        *,
+        has_virtual: bool = False,
+        embeddings: torch.Tensor | None = None,
     ) -> tuple[list[torch.Tensor], list[Step]]:
         """Return the last layer's output of each micro-batch, nothing before the last stage."""
         parts = min(self.layout.pp_size, max(1, len(plan.ids) // _MICRO_BATCH_TOKENS))
@@ -110,7 +114,7 @@ class GeneratorRank(RankBase):
             if parts > 1:
                 mine = outputs[(outputs >= first) & (outputs < stop)] - first
             step = self._step(
-                ids[first:stop], segments, mine, has_virtual=plan.has_virtual, embeddings=embeddings
+                ids[first:stop], segments, mine, has_virtual=has_virtual, embeddings=embeddings
             )
             steps.append(step)
             first = stop

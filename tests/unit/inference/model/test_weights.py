@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
+from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.reader import FTReader
 from inference.model.decoder import Decoder
-from inference.model.weights import RankWeights
+from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.layout import ParallelLayout
 from tests.ft_folders import write_gpt
 
@@ -59,3 +63,16 @@ def test_decoder_with_half_matrices_computes_in_single(tmp_path: Path) -> None:
         assert decoder.dtype == torch.float32
         assert decoder.head is not None
         assert decoder.head(torch.ones(2, 24)).dtype == torch.float32
+
+
+def test_a_scale_that_is_not_finite_is_reported_once(tmp_path: Path) -> None:
+    ft_dir = write_gpt(tmp_path)
+    norm = "model.layers.0.input_layernorm"
+    np.full(24, np.nan, np.float32).tofile(ft_dir / f"{norm}.weight.bin")
+    weights = open_weights(ft_dir, None)
+    architecture = weights.reader.config.architecture()
+    assert isinstance(architecture, DecoderArchitecture)
+    LayerLoader(weights, replace(architecture, norm_one_plus=True), reduce=None).norm(norm)
+    with pytest.raises(CheckpointMismatchError) as error:
+        weights.check()
+    assert str(error.value).count(norm) == 1

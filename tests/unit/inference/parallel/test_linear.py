@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from inference.model.layers import Embedding
+from inference.model.step import Tokens
 from inference.parallel.epilogue import finish
 from inference.parallel.gemm import make_gemm
-from inference.parallel.linear import RowParallelLinear, VocabEmbedding, VocabParallelHead
+from inference.parallel.linear import RowParallelLinear, VocabParallelHead
 
 RANKS = 3
 
@@ -50,8 +52,8 @@ def test_rows_sum_to_the_whole_with_one_bias() -> None:
 def test_tokens_are_found_on_the_rank_that_holds_them() -> None:
     table, ids, add = torch.randn(7, 4), torch.tensor([6, 0, 3, 3, 5]), Sum()
     for first, stop in ((0, 3), (3, 6), (6, 7), (7, 7)):
-        part = VocabEmbedding(table[first:stop], first_row=first, reduce=add)
-        rows = part(ids, torch.float32)
+        part = Embedding(table[first:stop], 7, torch.float32, first_row=first, reduce=add)
+        rows = part(Tokens(ids=ids, positions=ids))
     assert rows.equal(table[ids])
 
 
