@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from inference.decoding.options import RowOptions
-from inference.decoding.request import GenerationRequest, RowRequest
+from inference.decoding.rows import GenerationRequest, RowRequest
 from inference.engine.engine import Engine
 from inference.engine.running import PromptOutputs
 

@@ -24,16 +24,6 @@ from inference.decoding.rows import (
 )
 from inference.decoding.tensor_fields import Array, TensorFields
 
-__all__ = [
-    "GenerationRequest",
-    "ModelLimits",
-    "PromptTable",
-    "RequestError",
-    "RowOptions",
-    "RowRequest",
-    "parse_request",
-]
-
 # A request's virtual prompts: the tasks of loaded tables, or tables and soft prompts sent along.
 TASK_IDS = "prompt_learning_task_name_ids"
 EMBEDDING, LENGTHS, TYPE = (

@@ -16,7 +16,7 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import item_size
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from inference.control_groups import memory_room
-from inference.decoding.request import GenerationRequest, ModelLimits
+from inference.decoding.rows import GenerationRequest, ModelLimits
 from inference.engine.blocks import most_blocks
 from inference.engine.options import EngineOptions
 from inference.model.token_feed import marks_bytes

@@ -10,7 +10,7 @@ from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
 )
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
-from inference.decoding.request import RequestError
+from inference.decoding.rows import RequestError
 from inference.engine.base import EngineBase
 from inference.engine.capacity import available_bytes
 from inference.engine.encoding import (

@@ -13,8 +13,13 @@ from typing import Any
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from export_scripts.families.layout.config import FTConfig
 from inference.decoding.generate import BatchDecoder
-from inference.decoding.request import GenerationRequest, ModelLimits, RequestError
-from inference.decoding.rows import PREFIX_PROMPT, SessionTurn
+from inference.decoding.rows import (
+    PREFIX_PROMPT,
+    GenerationRequest,
+    ModelLimits,
+    RequestError,
+    SessionTurn,
+)
 from inference.engine.base import EngineBase
 from inference.engine.blocks import BlockPool
 from inference.engine.capacity import (
@@ -25,10 +30,8 @@ from inference.engine.capacity import (
     plan_capacity,
 )
 from inference.engine.errors import EngineBusyError, EngineFailedError
-from inference.engine.options import EngineOptions
 from inference.engine.running import (
     GenerationResult,
-    GenerationStep,
     OnStep,
     RunningRequest,
     make_row,
@@ -39,18 +42,7 @@ from inference.engine.step_budget import ChunkSize
 from inference.model.step import Segment
 from inference.ranks.base import MOST_PROMPT_TOKENS
 from inference.ranks.plan import StepPlan
-from inference.ranks.settings import Placement, RankSettings
-
-__all__ = [
-    "Engine",
-    "EngineBusyError",
-    "EngineFailedError",
-    "EngineOptions",
-    "GenerationResult",
-    "GenerationStep",
-    "Placement",
-    "SessionTurn",
-]
+from inference.ranks.settings import RankSettings
 
 _GPU_CHUNK = {"first": 2048, "most": MOST_PROMPT_TOKENS}
 

@@ -20,7 +20,9 @@ import torch
 
 from inference.engine.encoder_engine import EncoderEngine
 from inference.engine.encoding import parse_encoding
-from inference.engine.engine import Engine, EngineFailedError, EngineOptions
+from inference.engine.engine import Engine
+from inference.engine.errors import EngineFailedError
+from inference.engine.options import EngineOptions
 from inference.launch_environment import LaunchEnvironment
 from inference.ports import pick_free_ports
 from inference.ranks.keyed_store import KeyRefusedError, connect_store, write_key

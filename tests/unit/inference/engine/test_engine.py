@@ -15,15 +15,13 @@ import torch
 
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.outputs import assemble_outputs
-from inference.decoding.request import GenerationRequest, RequestError, parse_request
+from inference.decoding.request import parse_request
+from inference.decoding.rows import GenerationRequest, RequestError
 from inference.engine.capacity import Capacity, generator_of, plan_capacity
-from inference.engine.engine import (
-    Engine,
-    EngineBusyError,
-    EngineFailedError,
-    EngineOptions,
-    GenerationStep,
-)
+from inference.engine.engine import Engine
+from inference.engine.errors import EngineBusyError, EngineFailedError
+from inference.engine.options import EngineOptions
+from inference.engine.running import GenerationStep
 from inference.model.token_feed import marks_bytes
 from inference.ranks.settings import Placement, RankSettings
 from tests.engine_logits import prompt_logits
