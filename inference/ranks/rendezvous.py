@@ -57,7 +57,7 @@ class Rendezvous:
     """
 
     def __init__(
-        self, place: LaunchEnvironment, host: str, port: int, *, key_file: Path, timeout_s: float
+        self, place: LaunchEnvironment, host: str, port: int, key_file: Path, *, timeout_s: float
     ) -> None:
         """Open the rendezvous; the other ranks find its key in `key_file`.
 
@@ -176,7 +176,7 @@ class Follower:
     """The side of another rank, whose process ends when rank 0 is gone."""
 
     def __init__(
-        self, place: LaunchEnvironment, host: str, port: int, *, key_file: Path, timeout_s: float
+        self, place: LaunchEnvironment, host: str, port: int, key_file: Path, *, timeout_s: float
     ) -> None:
         """Join the rendezvous; `timeout_s` is the longest wait for one answer of the store.
 
@@ -221,7 +221,7 @@ class Follower:
         settings = RankSettings.from_json(message["settings"])
         return replace(settings, rank=self.place.rank, device_index=self.place.local_rank)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Report that this process leaves in order."""
         with contextlib.suppress(RuntimeError):
             self.store.set(f"left/{self.place.rank}", "")
