@@ -1,6 +1,6 @@
 """Capacity of an engine: device, slots and their length, from the model and the budgets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +156,9 @@ def plan_capacity(
     Raises:
         ValueError: with every problem found.
     """
-    layout = placement.layout
     longest = architecture.max_pos_seq_len or options.max_seq_len or DEFAULT_MAX_SEQ_LEN
     max_len = min(options.max_seq_len or DEFAULT_MAX_SEQ_LEN, longest)
-    one_slot = cache_shape(architecture, layout, slots=1, max_len=max_len)
+    one_slot = cache_shape(architecture, replace(placement, slots=1, max_len=max_len))
     # A CPU may compute 16-bit types in fp32; its cache then holds fp32.
     item_bytes = 4 if placement.device == "cpu" else item_size(placement.data_type)
     token_bytes = one_slot.token_bytes(item_bytes)
@@ -173,7 +172,7 @@ def plan_capacity(
     sequence_blocks = one_slot.parts * -(-max_len // (block_tokens or max_len))
     least_bytes = (sequence_blocks + 1) * block_bytes  # the cache has a block of its own
     free_share = int(available_bytes() * _CPU_SHARE) // options.sharing_engines
-    budget = options.kv_cache_bytes or free_share // layout.world_size
+    budget = options.kv_cache_bytes or free_share // placement.world_size
     if placement.device == "cuda":
         budget = _cuda_budget(architecture, placement, options, most, least_bytes)
     if budget < least_bytes:
