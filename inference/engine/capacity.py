@@ -11,7 +11,6 @@ from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
 )
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import item_size
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
@@ -113,20 +112,6 @@ class Capacity:
 
 # What generates text.
 GeneratorArchitecture = DecoderArchitecture | EncoderDecoderArchitecture
-
-
-def generator_of(family: ModelFamily, config: FTConfig) -> GeneratorArchitecture:
-    """Return the architecture of a model that generates.
-
-    Raises:
-        ValueError: It has no decoder.
-    """
-    architecture = config.architecture()
-    if isinstance(architecture, DecoderArchitecture) or (
-        isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder_num_layer
-    ):
-        return architecture
-    raise ValueError(f"family {family.name} has no decoder; this engine generates text")
 
 
 def model_limits(config: FTConfig, architecture: GeneratorArchitecture) -> ModelLimits:

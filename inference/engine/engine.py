@@ -10,7 +10,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
+from export_scripts.families.layout.architecture import (
+    DecoderArchitecture,
+    EncoderDecoderArchitecture,
+)
 from export_scripts.families.layout.config import FTConfig
 from inference.decoding.generate import BatchDecoder
 from inference.decoding.rows import (
@@ -25,7 +28,6 @@ from inference.engine.blocks import BlockPool
 from inference.engine.capacity import (
     Capacity,
     GeneratorArchitecture,
-    generator_of,
     model_limits,
     plan_capacity,
 )
@@ -53,7 +55,12 @@ class Engine(EngineBase[RunningRequest]):
     architecture: GeneratorArchitecture
 
     def _served_architecture(self) -> GeneratorArchitecture:
-        return generator_of(self.family, self.config)
+        architecture = self.config.architecture()
+        if isinstance(architecture, DecoderArchitecture) or (
+            isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder_num_layer
+        ):
+            return architecture
+        raise ValueError(f"family {self.family.name} has no decoder; this engine generates text")
 
     def _fit(self, settings: RankSettings) -> RankSettings:
         self.capacity: Capacity = plan_capacity(self.architecture, settings, self.options)
