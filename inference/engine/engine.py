@@ -64,6 +64,7 @@ class Engine(EngineBase[RunningRequest]):
 
     def _fit(self, settings: RankSettings) -> RankSettings:
         self.capacity: Capacity = plan_capacity(self.architecture, settings, self.options)
+        self.description = self.capacity.describe()
         self.limits: ModelLimits = model_limits(self.config, self.architecture)
         self._table_rows, table_size = _table_rows(self.config)
         self._embedding_base = self.architecture.vocab_size + table_size
@@ -77,10 +78,6 @@ class Engine(EngineBase[RunningRequest]):
 
     def _warm_up(self) -> tuple[StepPlan, None]:
         return StepPlan(ids=[0], segments=(Segment(0, 0, 1),), output_rows=[0]), None
-
-    def describe(self) -> str:
-        """Return a description of the engine's capacity."""
-        return self.capacity.describe()
 
     def submit(
         self,
