@@ -8,7 +8,7 @@ import itertools
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from export_scripts.families.layout.architecture import (
     DecoderArchitecture,
@@ -66,8 +66,10 @@ class Engine(EngineBase[RunningRequest]):
         self.capacity: Capacity = plan_capacity(self.architecture, settings, self.options)
         self.description = self.capacity.describe()
         self.limits: ModelLimits = model_limits(self.config, self.architecture)
-        self._table_rows, table_size = _table_rows(self.config)
-        self._embedding_base = self.architecture.vocab_size + table_size
+        table_rows, table_size = _table_rows(self.config)
+        vocab_size = self.architecture.vocab_size
+        self._make_row = partial(make_row, vocab_size=vocab_size, table_rows=table_rows)
+        self._embedding_base = vocab_size + table_size
         return replace(
             settings,
             slots=self.capacity.slots,
@@ -111,7 +113,8 @@ class Engine(EngineBase[RunningRequest]):
             self.end_refused(turn)
             raise RequestError(problems)
         future: Future[GenerationResult] = Future()
-        running = self._running(request, future)
+        running = RunningRequest(request, future)
+        running.waiting = [self._make_row(running, *each) for each in enumerate(request.rows)]
         running.on_step, running.turn = on_step, turn
         frames_line_up = on_step is not None and len(request.rows) > 1
         running.lock_step = frames_line_up and self.capacity.holds_at_once(request)
@@ -137,18 +140,6 @@ class Engine(EngineBase[RunningRequest]):
     ) -> GenerationResult:
         """Return the result of a request, waiting for it; arguments as of `submit`."""
         return self.submit(request, turn=turn).result()
-
-    def _running(self, request: GenerationRequest, future: Future[Any]) -> RunningRequest:
-        running = RunningRequest(request, future)
-        running.waiting = [
-            make_row(
-                *(running, index, row),
-                vocab_size=self.architecture.vocab_size,
-                table_rows=self._table_rows,
-            )
-            for index, row in enumerate(request.rows)
-        ]
-        return running
 
     def _make_scheduler(self) -> Scheduler:
         decoder = BatchDecoder(
