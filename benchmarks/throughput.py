@@ -76,7 +76,8 @@ class Slipway:
 
     def __init__(self, model: Model, *, top_p: float | None = None, **given: Any) -> None:
         """Start the engine; `given` are fields of its placement and of its options."""
-        from inference.engine.engine import Engine, EngineOptions
+        from inference.engine.engine import Engine
+        from inference.engine.options import EngineOptions
         from inference.process_memory import keep_loaded
         from inference.ranks.settings import Placement
 
@@ -92,7 +93,7 @@ class Slipway:
     def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
         """Send a request, which is answered meanwhile; its seed is its number."""
         from inference.decoding.options import RowOptions
-        from inference.decoding.request import GenerationRequest, RowRequest
+        from inference.decoding.rows import GenerationRequest, RowRequest
 
         never = self._engine.limits.vocab_size + 1
         ids = tuple(request.prompt)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from inference.decoding.options import RowOptions
-from inference.decoding.request import GenerationRequest, RowRequest
+from inference.decoding.rows import GenerationRequest, RowRequest
 from inference.engine.engine import Engine
-from inference.engine.running import PromptOutputs
+from inference.engine.running import PromptOutputs, RunningRequest
 
 
 class KeptLogits(PromptOutputs):
@@ -36,7 +36,8 @@ def prompt_logits(engine: Engine, input_ids: Sequence[int]) -> torch.Tensor:
     ids = tuple(input_ids)
     row = RowRequest(ids, 1, RowOptions(end_id=engine.limits.end_id), context_ids=ids)
     future: Future[Any] = Future()
-    running = engine._running(GenerationRequest((row,), padded_len=len(ids)), future)
+    running = RunningRequest(GenerationRequest((row,), padded_len=len(ids)), future)
+    running.waiting = [engine._make_row(running, 0, row)]
     outputs = running.waiting[0].prompt_outputs = KeptLogits(row.options)
     engine._queue(running)
     future.result()

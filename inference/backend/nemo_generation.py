@@ -15,11 +15,11 @@ import numpy as np
 from inference.backend.text_generation import RowRead, TextModel, column
 from inference.backend.text_models import row_texts, word_list_tensor
 from inference.backend.triton_model import Tensors
-from inference.decoding.request import TASK_IDS, RequestError
-from inference.decoding.rows import P_TUNING
+from inference.decoding.request import TASK_IDS
+from inference.decoding.rows import P_TUNING, RequestError
 
 if TYPE_CHECKING:
-    from inference.engine.engine import GenerationResult
+    from inference.engine.running import GenerationResult
 
 TASK = "text_generation"
 # NeMo's (nemo/collections/nlp/modules/common/text_generation_utils.py).

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from inference.backend.engine_model import EngineModel, Exchange
 from inference.backend.triton_model import request_tensors, response
 from inference.decoding.outputs import FrameStream
-from inference.decoding.request import RequestError, parse_request
-from inference.decoding.rows import SessionTurn
+from inference.decoding.request import parse_request
+from inference.decoding.rows import RequestError, SessionTurn
 
 if TYPE_CHECKING:
     from inference.engine.engine import Engine

@@ -18,10 +18,11 @@ from inference.backend.python_backend import GenerationModel
 from inference.backend.text_models import row_texts
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.backend.triton_model import RequestInputs, Tensors, request_tensors, response
-from inference.decoding.request import RequestError, RowRequest, parse_request
+from inference.decoding.request import parse_request
+from inference.decoding.rows import RequestError, RowRequest
 
 if TYPE_CHECKING:
-    from inference.engine.engine import GenerationResult
+    from inference.engine.running import GenerationResult
 
 RowRead = tuple[list[int], Tensors]  # tokens of a prompt, and the other tensors of its row
 

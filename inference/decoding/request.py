@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from inference.decoding.options import BIAS, BIAS_IDS, RowOptions, read_options
+from inference.decoding.options import BIAS, BIAS_IDS, read_options
 from inference.decoding.rows import (
     NO_PROMPT,
     P_TUNING,
@@ -23,16 +23,6 @@ from inference.decoding.rows import (
     RowRequest,
 )
 from inference.decoding.tensor_fields import Array, TensorFields
-
-__all__ = [
-    "GenerationRequest",
-    "ModelLimits",
-    "PromptTable",
-    "RequestError",
-    "RowOptions",
-    "RowRequest",
-    "parse_request",
-]
 
 # A request's virtual prompts: the tasks of loaded tables, or tables and soft prompts sent along.
 TASK_IDS = "prompt_learning_task_name_ids"
@@ -96,48 +86,46 @@ class _Parser:
         names, optional = ("input_lengths", "request_output_len"), [*_COMMON, *_OF_DECODERS]
         if limits.encoder_decoder:
             names, optional = ("sequence_length", "max_output_len"), _COMMON
-        self.lengths, self.output_len = names
+        lengths_name, self.output_len = names
         ids, self.fields = read_batch(tensors, ("input_ids", *names), optional)
-        self.ids = ids.astype(np.int64)  # (B, S)
-        self.problems = self.fields.problems
+        self.problems, self.width = self.fields.problems, ids.shape[1]
+        lengths = self.fields.lengths(
+            lengths_name, width=self.width, may_be_empty=not limits.encoder_decoder
+        )
+        rows = zip(ids.astype(np.int64), lengths, strict=True)
+        self.inputs = [tuple(row[:length].tolist()) for row, length in rows]
+        self.output_lens = self.fields.integers(self.output_len, default=1, within=(1, math.inf))
+        self.options, self.warnings = read_options(
+            self.fields, start_id=limits.start_id, end_id=limits.end_id
+        )
+        self.prompts = _read_prompts(self.fields, limits)
+        self.before = [prompt.cached_len if prompt else 0 for prompt in self.prompts]
 
     def parse(self) -> GenerationRequest:
-        lengths = self.fields.lengths(
-            self.lengths, width=self.ids.shape[1], may_be_empty=not self.limits.encoder_decoder
-        )
-        output_lens = self.fields.integers(self.output_len, default=1, within=(1, math.inf))
-        options, warnings = read_options(
-            self.fields, start_id=self.limits.start_id, end_id=self.limits.end_id
-        )
-        prompts = _read_prompts(self.fields, self.limits)
         self.problems += [
             f"num_prompt_log_probs[{b}]={row.num_prompt_log_probs}: a prompt with virtual tokens "
             "is not scored token by token; leave one of them out"
-            for b, row in enumerate(options)
-            if row.num_prompt_log_probs and prompts[b] is not None
+            for b, row in enumerate(self.options)
+            if row.num_prompt_log_probs and self.prompts[b] is not None
         ]
         ia3_tasks = self.fields.ia3_tasks(self.limits.ia3_num_tasks)
-        session = self._session(output_lens, prompts)
-        self._check_special_ids(options)
-        self._check_room(output_lens, prompts)
-        inputs = [tuple(row[:n].tolist()) for row, n in zip(self.ids, lengths, strict=True)]
-        for b, ids in enumerate(inputs):
-            self._check_ids(b, ids, prompts[b])
+        session_len, memory_len = self._session()
+        self._check_special_ids()
+        self._check_room()
+        for b, (ids, prompt) in enumerate(zip(self.inputs, self.prompts, strict=True)):
+            self._check_ids(b, ids, prompt)
         if self.problems:
             raise RequestError(self.problems)
-        columns = zip(inputs, output_lens, options, prompts, ia3_tasks, strict=True)
         return GenerationRequest(
-            rows=tuple(self._row(*column) for column in columns),
-            padded_len=self.ids.shape[1],
+            rows=tuple(self._row(b, task) for b, task in enumerate(ia3_tasks)),
+            padded_len=self.width,
             encoder_decoder=self.limits.encoder_decoder,
-            session_len=session[0],
-            memory_len=session[1],
-            warnings=tuple(warnings),
+            session_len=session_len,
+            memory_len=memory_len,
+            warnings=tuple(self.warnings),
         )
 
-    def _session(
-        self, output_lens: list[int], prompts: list[PromptTable | None]
-    ) -> tuple[int | None, int | None]:
+    def _session(self) -> tuple[int | None, int | None]:
         sizes: dict[str, int | None] = {"session_len": None, "memory_len": None}
         for name in sizes:
             if name in self.fields.tensors:
@@ -146,9 +134,8 @@ class _Parser:
                 if len(set(values)) > 1:
                     self.problems.append(f"{name} must be identical for all rows of a request")
         session_len, memory_len = sizes["session_len"], sizes["memory_len"]
-        before = max(p.cached_len if p else 0 for p in prompts)
         # An empty prompt is the start id.
-        prompt_len, longest = max(self.ids.shape[1], 1) + before, max(output_lens)
+        prompt_len, longest = max(self.width, 1) + max(self.before), max(self.output_lens)
         if session_len is not None and prompt_len + longest > session_len:
             self.problems.append(
                 f"session_len: Session size too low ({session_len}): prompt ({prompt_len}) + "
@@ -160,9 +147,9 @@ class _Parser:
             )
         return session_len, memory_len
 
-    def _check_special_ids(self, options: list[RowOptions]) -> None:
+    def _check_special_ids(self) -> None:
         """Check ids that the request states, and a model's start id where it is fed."""
-        for b, row in enumerate(options):
+        for b, row in enumerate(self.options):
             largest = max((token for token, _ in row.logit_bias), default=0)
             if largest >= self.limits.vocab_size:
                 self.problems.append(
@@ -170,20 +157,20 @@ class _Parser:
                     f"{self.limits.vocab_size}"
                 )
         checked = set(self.fields.tensors)
-        if self.limits.encoder_decoder or self.ids.shape[1] == 0:
+        if self.limits.encoder_decoder or self.width == 0:
             checked.add("start_id")
         for name in ("start_id", "end_id"):
-            for b, row in enumerate(options):
+            for b, row in enumerate(self.options):
                 value = getattr(row, name)
                 if name in checked and not 0 <= value < self.limits.vocab_size:
                     self.problems.append(
                         f"{name}[{b}]={value} outside vocabulary of size {self.limits.vocab_size}"
                     )
 
-    def _check_room(self, output_lens: list[int], prompts: list[PromptTable | None]) -> None:
+    def _check_room(self) -> None:
         """Check the position table and that a virtual prompt has a context pass to act in."""
-        width, limit = self.ids.shape[1], self.limits.max_pos_seq_len
-        if width <= 1 and not self.limits.encoder_decoder and any(prompts):
+        width, limit = self.width, self.limits.max_pos_seq_len
+        if width <= 1 and not self.limits.encoder_decoder and any(self.prompts):
             source = EMBEDDING if EMBEDDING in self.fields.tensors else TASK_IDS
             self.problems.append(
                 f"{source}: a virtual prompt needs at least 2 tokens in input_ids, got {width}"
@@ -191,16 +178,16 @@ class _Parser:
         if limit is None:
             return
         if self.limits.encoder_decoder:
-            for name, size in (("input_ids", width), (self.output_len, max(output_lens))):
+            for name, size in (("input_ids", width), (self.output_len, max(self.output_lens))):
                 if size > limit:
                     self.problems.append(f"{name}: {size} exceeds max_pos_seq_len ({limit})")
             return
-        before = [p.cached_len if p else 0 for p in prompts]
-        need, b = max((s + n, b) for b, (s, n) in enumerate(zip(before, output_lens, strict=True)))
+        needs = map(sum, zip(self.before, self.output_lens, strict=True))
+        need, b = max((need, b) for b, need in enumerate(needs))
         if width + need > limit:
             self.problems.append(
-                f"input_ids: prompt ({width + before[b]}) + {self.output_len} "
-                f"({output_lens[b]}) exceeds max_pos_seq_len ({limit})"
+                f"input_ids: prompt ({width + self.before[b]}) + {self.output_len} "
+                f"({self.output_lens[b]}) exceeds max_pos_seq_len ({limit})"
             )
 
     def _check_ids(self, b: int, ids: tuple[int, ...], prompt: PromptTable | None) -> None:
@@ -219,21 +206,15 @@ class _Parser:
                 f"{vocab_size}{table}{more}"
             )
 
-    def _row(
-        self,
-        ids: tuple[int, ...],
-        output_len: int,
-        options: RowOptions,
-        prompt: PromptTable | None,
-        ia3_task: int | None,
-    ) -> RowRequest:
+    def _row(self, b: int, ia3_task: int | None) -> RowRequest:
+        ids, options, prompt = self.inputs[b], self.options[b], self.prompts[b]
         start = (options.start_id,)
         returned = ids
         if prompt is not None and prompt.kind == P_TUNING:
             returned = tuple(i for i in ids if i < prompt.start_id)
         return RowRequest(
             input_ids=ids or start,
-            output_len=output_len,
+            output_len=self.output_lens[b],
             options=options,
             context_ids=start if self.limits.encoder_decoder else ids or start,
             returned_ids=() if self.limits.encoder_decoder else returned,

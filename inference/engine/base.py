@@ -68,9 +68,11 @@ class EngineBase(ABC, Generic[RequestT]):
         steps: How many every rank has finished.
         queued_rows: Rows of all requests that have not begun.
         after_step: Called when the results of a step have been reported.
+        description: Of the engine's capacity, from `_fit` on.
     """
 
     architecture: Architecture
+    description: str
 
     def __init__(
         self,
@@ -142,10 +144,6 @@ class EngineBase(ABC, Generic[RequestT]):
         """Return a step of one token, which makes the ranks ready for requests."""
 
     @abstractmethod
-    def describe(self) -> str:
-        """Return a description of the engine's capacity."""
-
-    @abstractmethod
     def _make_scheduler(self) -> StepScheduler[RequestT]:
         """Return the scheduler of the requests."""
 
@@ -170,7 +168,7 @@ class EngineBase(ABC, Generic[RequestT]):
             raise EngineFailedError(self._failure)
         if self._settings.layout.world_size > 1:
             self._watcher.start()
-        logger.info("ready: %s", self.describe())
+        logger.info("ready: %s", self.description)
 
     def stop(self) -> None:
         """Fail the requests in flight, end every rank, and give all memory back."""

@@ -1,6 +1,6 @@
 """Capacity of an engine: device, slots and their length, from the model and the budgets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,11 @@ from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
 )
 from export_scripts.families.layout.config import FTConfig
-from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import item_size
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from inference.control_groups import memory_room
-from inference.decoding.request import GenerationRequest, ModelLimits
+from inference.decoding.rows import GenerationRequest, ModelLimits
 from inference.engine.blocks import most_blocks
 from inference.engine.options import EngineOptions
 from inference.model.token_feed import marks_bytes
@@ -115,20 +114,6 @@ class Capacity:
 GeneratorArchitecture = DecoderArchitecture | EncoderDecoderArchitecture
 
 
-def generator_of(family: ModelFamily, config: FTConfig) -> GeneratorArchitecture:
-    """Return the architecture of a model that generates.
-
-    Raises:
-        ValueError: It has no decoder.
-    """
-    architecture = config.architecture()
-    if isinstance(architecture, DecoderArchitecture) or (
-        isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder_num_layer
-    ):
-        return architecture
-    raise ValueError(f"family {family.name} has no decoder; this engine generates text")
-
-
 def model_limits(config: FTConfig, architecture: GeneratorArchitecture) -> ModelLimits:
     """Return the limits of requests to the model."""
     tokens: Any = config  # of a model that generates, with its start and end ids
@@ -156,10 +141,9 @@ def plan_capacity(
     Raises:
         ValueError: with every problem found.
     """
-    layout = placement.layout
     longest = architecture.max_pos_seq_len or options.max_seq_len or DEFAULT_MAX_SEQ_LEN
     max_len = min(options.max_seq_len or DEFAULT_MAX_SEQ_LEN, longest)
-    one_slot = cache_shape(architecture, layout, slots=1, max_len=max_len)
+    one_slot = cache_shape(architecture, replace(placement, slots=1, max_len=max_len))
     # A CPU may compute 16-bit types in fp32; its cache then holds fp32.
     item_bytes = 4 if placement.device == "cpu" else item_size(placement.data_type)
     token_bytes = one_slot.token_bytes(item_bytes)
@@ -173,7 +157,7 @@ def plan_capacity(
     sequence_blocks = one_slot.parts * -(-max_len // (block_tokens or max_len))
     least_bytes = (sequence_blocks + 1) * block_bytes  # the cache has a block of its own
     free_share = int(available_bytes() * _CPU_SHARE) // options.sharing_engines
-    budget = options.kv_cache_bytes or free_share // layout.world_size
+    budget = options.kv_cache_bytes or free_share // placement.world_size
     if placement.device == "cuda":
         budget = _cuda_budget(architecture, placement, options, most, least_bytes)
     if budget < least_bytes:

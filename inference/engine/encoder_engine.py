@@ -10,7 +10,7 @@ from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
 )
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
-from inference.decoding.request import RequestError
+from inference.decoding.rows import RequestError
 from inference.engine.base import EngineBase
 from inference.engine.capacity import available_bytes
 from inference.engine.encoding import (
@@ -41,6 +41,7 @@ class EncoderEngine(EngineBase[RunningEncoding]):
 
     def _fit(self, settings: RankSettings) -> RankSettings:
         self.max_len = self.options.max_seq_len or DEFAULT_MAX_SEQ_LEN
+        self.description = f"rows of up to {self.max_len} tokens"
         return replace(settings, encoder_only=True)
 
     def _warm_up(self) -> tuple[StepPlan, torch.Tensor | None]:
@@ -49,10 +50,6 @@ class EncoderEngine(EngineBase[RunningEncoding]):
             return StepPlan([], (), [], encoder_rows=rows, encoder_ids=[0]), None
         states = torch.zeros(1, self.architecture.hidden)
         return StepPlan([], (), [], encoder_rows=rows, embedding_rows=1), states
-
-    def describe(self) -> str:
-        """Return a description of the engine's capacity."""
-        return f"rows of up to {self.max_len} tokens"
 
     def _make_scheduler(self) -> EncodingScheduler:
         return EncodingScheduler(on_gpu=self._settings.device == "cuda")

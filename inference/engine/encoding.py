@@ -16,7 +16,8 @@ from export_scripts.families.layout.architecture import (
     EncoderArchitecture,
     EncoderDecoderArchitecture,
 )
-from inference.decoding.request import RequestError, read_batch
+from inference.decoding.request import read_batch
+from inference.decoding.rows import RequestError
 from inference.decoding.tensor_fields import Array
 from inference.engine.queued_request import PlannedStep, QueuedRequest, StepScheduler
 from inference.ranks.base import StepResult

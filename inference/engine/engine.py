@@ -8,27 +8,32 @@ import itertools
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
-from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
+from export_scripts.families.layout.architecture import (
+    DecoderArchitecture,
+    EncoderDecoderArchitecture,
+)
 from export_scripts.families.layout.config import FTConfig
 from inference.decoding.generate import BatchDecoder
-from inference.decoding.request import GenerationRequest, ModelLimits, RequestError
-from inference.decoding.rows import PREFIX_PROMPT, SessionTurn
+from inference.decoding.rows import (
+    PREFIX_PROMPT,
+    GenerationRequest,
+    ModelLimits,
+    RequestError,
+    SessionTurn,
+)
 from inference.engine.base import EngineBase
 from inference.engine.blocks import BlockPool
 from inference.engine.capacity import (
     Capacity,
     GeneratorArchitecture,
-    generator_of,
     model_limits,
     plan_capacity,
 )
 from inference.engine.errors import EngineBusyError, EngineFailedError
-from inference.engine.options import EngineOptions
 from inference.engine.running import (
     GenerationResult,
-    GenerationStep,
     OnStep,
     RunningRequest,
     make_row,
@@ -39,18 +44,7 @@ from inference.engine.step_budget import ChunkSize
 from inference.model.step import Segment
 from inference.ranks.base import MOST_PROMPT_TOKENS
 from inference.ranks.plan import StepPlan
-from inference.ranks.settings import Placement, RankSettings
-
-__all__ = [
-    "Engine",
-    "EngineBusyError",
-    "EngineFailedError",
-    "EngineOptions",
-    "GenerationResult",
-    "GenerationStep",
-    "Placement",
-    "SessionTurn",
-]
+from inference.ranks.settings import RankSettings
 
 _GPU_CHUNK = {"first": 2048, "most": MOST_PROMPT_TOKENS}
 
@@ -61,13 +55,21 @@ class Engine(EngineBase[RunningRequest]):
     architecture: GeneratorArchitecture
 
     def _served_architecture(self) -> GeneratorArchitecture:
-        return generator_of(self.family, self.config)
+        architecture = self.config.architecture()
+        if isinstance(architecture, DecoderArchitecture) or (
+            isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder_num_layer
+        ):
+            return architecture
+        raise ValueError(f"family {self.family.name} has no decoder; this engine generates text")
 
     def _fit(self, settings: RankSettings) -> RankSettings:
         self.capacity: Capacity = plan_capacity(self.architecture, settings, self.options)
+        self.description = self.capacity.describe()
         self.limits: ModelLimits = model_limits(self.config, self.architecture)
-        self._table_rows, table_size = _table_rows(self.config)
-        self._embedding_base = self.architecture.vocab_size + table_size
+        table_rows, table_size = _table_rows(self.config)
+        vocab_size = self.architecture.vocab_size
+        self._make_row = partial(make_row, vocab_size=vocab_size, table_rows=table_rows)
+        self._embedding_base = vocab_size + table_size
         return replace(
             settings,
             slots=self.capacity.slots,
@@ -78,10 +80,6 @@ class Engine(EngineBase[RunningRequest]):
 
     def _warm_up(self) -> tuple[StepPlan, None]:
         return StepPlan(ids=[0], segments=(Segment(0, 0, 1),), output_rows=[0]), None
-
-    def describe(self) -> str:
-        """Return a description of the engine's capacity."""
-        return self.capacity.describe()
 
     def submit(
         self,
@@ -115,7 +113,8 @@ class Engine(EngineBase[RunningRequest]):
             self.end_refused(turn)
             raise RequestError(problems)
         future: Future[GenerationResult] = Future()
-        running = self._running(request, future)
+        running = RunningRequest(request, future)
+        running.waiting = [self._make_row(running, *each) for each in enumerate(request.rows)]
         running.on_step, running.turn = on_step, turn
         frames_line_up = on_step is not None and len(request.rows) > 1
         running.lock_step = frames_line_up and self.capacity.holds_at_once(request)
@@ -141,18 +140,6 @@ class Engine(EngineBase[RunningRequest]):
     ) -> GenerationResult:
         """Return the result of a request, waiting for it; arguments as of `submit`."""
         return self.submit(request, turn=turn).result()
-
-    def _running(self, request: GenerationRequest, future: Future[Any]) -> RunningRequest:
-        running = RunningRequest(request, future)
-        running.waiting = [
-            make_row(
-                *(running, index, row),
-                vocab_size=self.architecture.vocab_size,
-                table_rows=self._table_rows,
-            )
-            for index, row in enumerate(request.rows)
-        ]
-        return running
 
     def _make_scheduler(self) -> Scheduler:
         decoder = BatchDecoder(

@@ -15,13 +15,14 @@ import torch
 from inference.decoding.generate import DecodedRow
 from inference.decoding.options import RowOptions
 from inference.decoding.processors import token_scores
-from inference.decoding.request import GenerationRequest, RowRequest
 from inference.decoding.rows import (
     P_TUNING,
     PREFIX_PROMPT,
     SOFT_PROMPT,
+    GenerationRequest,
     PromptResult,
     PromptTable,
+    RowRequest,
     RowResult,
     SessionTurn,
     TokenScore,

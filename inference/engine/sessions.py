@@ -9,8 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
 
-from inference.decoding.request import TASK_IDS, TYPE, GenerationRequest, RequestError
-from inference.decoding.rows import ModelLimits, RowResult, SessionTurn
+from inference.decoding.request import TASK_IDS, TYPE
+from inference.decoding.rows import (
+    GenerationRequest,
+    ModelLimits,
+    RequestError,
+    RowResult,
+    SessionTurn,
+)
 from inference.engine.capacity import Capacity
 from inference.engine.running import RunningRequest, RunningRow, Session
 

@@ -26,7 +26,6 @@ from inference.model.token_feed import Chosen
 from inference.model.weights import RankWeights
 from inference.parallel.epilogue import ordered_sum
 from inference.parallel.groups import RankGroups
-from inference.parallel.layout import ParallelLayout
 from inference.parallel.linear import AllReduce
 from inference.ranks.device import compute_dtype, matrix_dtype, rank_device
 from inference.ranks.plan import StepPlan
@@ -60,13 +59,7 @@ class StepResult:
 
 
 def cache_shape(
-    architecture: DecoderArchitecture | EncoderDecoderArchitecture,
-    layout: ParallelLayout,
-    *,
-    slots: int,
-    max_len: int,
-    block_tokens: int = 0,
-    blocks: int = 0,
+    architecture: DecoderArchitecture | EncoderDecoderArchitecture, settings: RankSettings
 ) -> CacheShape:
     """Return the cache of one rank, with an encoder also that of its output."""
     if isinstance(architecture, DecoderArchitecture):
@@ -74,13 +67,13 @@ def cache_shape(
     else:
         layers, heads, parts = architecture.decoder_num_layer, architecture.head_num, 2
     return CacheShape(
-        num_layer=len(layout.layers(layers)),
-        slots=slots,
-        kv_head_num=heads // layout.tp_size,
-        max_len=max_len,
+        num_layer=len(settings.layout.layers(layers)),
+        slots=settings.slots,
+        kv_head_num=heads // settings.tp_size,
+        max_len=settings.max_len,
         size_per_head=architecture.size_per_head,
-        block_tokens=block_tokens,
-        blocks=blocks,
+        block_tokens=settings.block_tokens,
+        blocks=settings.blocks,
         parts=parts,
     )
 

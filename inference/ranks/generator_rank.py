@@ -49,14 +49,7 @@ class GeneratorRank(RankBase):
     ) -> None:
         """Allocate what steps keep: keys and values, and the newest tokens."""
         layout, vocab_size = self.layout, self.architecture.vocab_size
-        shape = cache_shape(
-            self.architecture,
-            layout,
-            slots=settings.slots,
-            max_len=settings.max_len,
-            block_tokens=settings.block_tokens,
-            blocks=settings.blocks,
-        )
+        shape = cache_shape(self.architecture, settings)
         self.cache = KVCache(shape, dtype=dtype, device=self.device, prefixes=prefixes)
         self._feed = TokenFeed(
             settings.slots,

@@ -63,8 +63,7 @@ def open_rendezvous(world_size: int, *, timeout_s: float) -> Rendezvous | None:
         return None
     from inference.ranks.rendezvous import Rendezvous
 
-    place, host, port, key_file = found
-    return Rendezvous(place, host, port, key_file=key_file, timeout_s=timeout_s)
+    return Rendezvous(*found, timeout_s=timeout_s)
 
 
 def main() -> int:
@@ -82,8 +81,7 @@ def main() -> int:
     if found is None:
         sys.stderr.write(f"{RENDEZVOUS_VARIABLE} is not set; set it to host:port of rank 0\n")
         return 2
-    _, host, port, key_file = found
-    return serve_started_rank(place, host, port, key_file=key_file, timeout_s=RANK_TIMEOUT_S)
+    return serve_started_rank(*found, timeout_s=RANK_TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -81,17 +81,14 @@ class RankGroup:
         others = range(1, self._count)
         settings, store = self._start_others(others)
         self._store = store
-        wait = partial(wait_until_reached, store, others, check=self._check_alive)
+        wait = partial(wait_until_reached, store, others, ended=self._ended)
         timeout_s = self._start_timeout_s
         problems: dict[int, str] = {}
         try:
             self._rank = _load(settings)
         except RankError as error:
             problems[0] = str(error)
-        try:
-            problems |= wait("loaded", timeout_s=timeout_s)
-        except RankError as error:  # others have ended; this one's reason counts as well
-            raise RankError("\n".join(filter(None, (_joined(problems), str(error))))) from error
+        problems |= wait("loaded", timeout_s=timeout_s)
         if self._rendezvous is not None and self._rank is not None and not problems:
             problems = self._rendezvous.device_problems(self._rank.device)
         if problems:
@@ -115,10 +112,6 @@ class RankGroup:
         settings = replace(self._settings, store=str(path))
         self._processes = RankProcesses([replace(settings, rank=rank) for rank in others])
         return settings, store
-
-    def _check_alive(self) -> None:
-        if problem := self._ended():
-            raise RankError(problem)
 
     @property
     def rank(self) -> RankBase:
@@ -154,7 +147,7 @@ class RankGroup:
     def problem(self) -> str | None:
         """Return why the ranks cannot continue, or None; may be called from any thread."""
         if ended := self._ended():
-            return ended
+            return _joined(ended)
         since = self._busy_since
         if self._count > 1 and since is not None:
             waited = monotonic() - since
@@ -185,20 +178,20 @@ class RankGroup:
                 logger.warning("stopping ranks: %s", error)
         self.end()
 
-    def _ended(self) -> str | None:
+    def _ended(self) -> dict[int, str]:
         """Return the exit of each worker, with its reason or its last line."""
         if self._rendezvous is not None:
-            return self._rendezvous.problem()
+            return self._rendezvous.problems()
         reasons = {}
         with self._ending:
             processes = self._processes
             if processes is None:
-                return None
+                return {}
             for rank, how in processes.ended().items():
                 reported = failure_of(self._store, rank) if self._store is not None else None
                 *_, last_line = processes.output(rank).splitlines() or ["no output"]
                 reasons[rank] = f"{how}: {reported or last_line}"
-        return _joined(reasons) or None
+        return reasons
 
 
 def _load(settings: RankSettings) -> RankBase:

@@ -53,11 +53,11 @@ class RendezvousError(RuntimeError):
 class Rendezvous:
     """Rank 0's side: it sends the settings to the other ranks and watches their heartbeats.
 
-    `problem` and `close` may be called from any thread.
+    `problems` and `close` may be called from any thread.
     """
 
     def __init__(
-        self, place: LaunchEnvironment, host: str, port: int, *, key_file: Path, timeout_s: float
+        self, place: LaunchEnvironment, host: str, port: int, key_file: Path, *, timeout_s: float
     ) -> None:
         """Open the rendezvous; the other ranks find its key in `key_file`.
 
@@ -75,7 +75,7 @@ class Rendezvous:
         self._opened = self._looked = monotonic()
         # Per rank: last count, and when it rose.
         self._heartbeats: dict[int, tuple[int, float]] = {}
-        self._problem: str | None = None
+        self._problems: dict[int, str] = {}
         self._lock = threading.Lock()
         self._closed = False
         try:
@@ -129,15 +129,14 @@ class Rendezvous:
                 )
         return problems
 
-    def problem(self) -> str | None:
+    def problems(self) -> dict[int, str]:
         """Return the ranks that failed, fell silent or never joined; looks twice a second."""
         with self._lock:
             if not self._closed and monotonic() - self._looked >= _LOOK_S:
                 found = {n: failure_of(self.store, n) or self._silence(n) for n in self.others}
-                lines = [f"rank {rank}: {reason}" for rank, reason in found.items() if reason]
-                self._problem = "\n".join(lines) or None
+                self._problems = {rank: reason for rank, reason in found.items() if reason}
                 self._looked = monotonic()
-            return self._problem
+            return self._problems
 
     def _silence(self, rank: int) -> str | None:
         now = monotonic()
@@ -177,7 +176,7 @@ class Follower:
     """The side of another rank, whose process ends when rank 0 is gone."""
 
     def __init__(
-        self, place: LaunchEnvironment, host: str, port: int, *, key_file: Path, timeout_s: float
+        self, place: LaunchEnvironment, host: str, port: int, key_file: Path, *, timeout_s: float
     ) -> None:
         """Join the rendezvous; `timeout_s` is the longest wait for one answer of the store.
 
@@ -222,7 +221,7 @@ class Follower:
         settings = RankSettings.from_json(message["settings"])
         return replace(settings, rank=self.place.rank, device_index=self.place.local_rank)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Report that this process leaves in order."""
         with contextlib.suppress(RuntimeError):
             self.store.set(f"left/{self.place.rank}", "")

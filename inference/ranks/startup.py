@@ -92,11 +92,11 @@ def wait_until_reached(
     milestone: Milestone,
     *,
     timeout_s: float,
-    check: Callable[[], None],
+    ended: Callable[[], dict[int, str]],
 ) -> dict[int, str]:
     """Wait until every rank has reached a milestone or failed; return the failures.
 
-    `check` is called repeatedly, and raises to end the wait.
+    The wait ends when `ended`, which is called repeatedly, returns any.
 
     Raises:
         TimeoutError: naming the ranks that did not answer.
@@ -113,7 +113,8 @@ def wait_until_reached(
                 waiting.discard(rank)
         if not waiting:
             return problems
-        check()
+        if gone := ended():
+            return problems | gone
         names = ", ".join(map(str, sorted(waiting)))
         if monotonic() > deadline:
             raise TimeoutError(f"ranks {names} have not {milestone} the model in {timeout_s:g} s")

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -48,43 +49,24 @@ def main(argv: list[str] | None = None) -> int:
         return 0  # rank 0 ended, or has no use for this process
     settings = RankSettings.from_json(text)
     threading.Thread(target=_end_with_owner, name="lifeline", daemon=True).start()
-    torch.set_num_threads(settings.threads)
-    store = join_node_store(Path(settings.store), timeout_s=settings.rank_timeout_s)
-    try:
-        _serve(settings, store)
-    except Exception as error:  # rank 0 reports any of them
-        traceback.print_exc()
-        report_failure(store, settings.rank, error)
-        return 1
-    return 0
+    return _serve(
+        settings, join_node_store(Path(settings.store), timeout_s=settings.rank_timeout_s)
+    )
 
 
 def serve_started_rank(
-    place: LaunchEnvironment, host: str, port: int, *, key_file: Path, timeout_s: float
+    place: LaunchEnvironment, host: str, port: int, key_file: Path, *, timeout_s: float
 ) -> int:
     """Run the rank that a launcher started this process for; return 1 if it failed.
 
     Arguments are those of `Follower`.
     """
     try:
-        follower = Follower(place, host, port, key_file=key_file, timeout_s=timeout_s)
+        with closing(Follower(place, host, port, key_file, timeout_s=timeout_s)) as follower:
+            return _serve(follower.settings(), follower.store)
     except RendezvousError as error:
         logger.error("%s", error)
         return 1
-    try:
-        settings = follower.settings()
-        torch.set_num_threads(settings.threads)
-        _serve(settings, follower.store)
-    except RendezvousError as error:
-        logger.error("%s", error)
-        return 1
-    except Exception as error:  # rank 0 reports any of them
-        traceback.print_exc()
-        report_failure(follower.store, place.rank, error)
-        return 1
-    finally:
-        follower.leave()
-    return 0
 
 
 def _end_with_owner() -> None:
@@ -92,24 +74,29 @@ def _end_with_owner() -> None:
     os._exit(0)
 
 
-def _serve(settings: RankSettings, store: Store) -> None:
-    rank = make_rank(settings)
-    store.set(f"device/{settings.rank}", device_name(rank.device))
-    reach(store, settings.rank, "loaded")
-    groups = rank.connect(store, settings)
-    rank.prepare()
-    reach(store, settings.rank, "prepared")
-    keep_loaded()
-    logger.info("ready")
-    while True:
-        message = unpack_message(groups.receive_message())
-        if isinstance(message, StepPlan):
-            rank.run(message)
-        elif message == Command.PING:
-            rank.ping()
-        else:
-            rank.close()
-            return
+def _serve(settings: RankSettings, store: Store) -> int:
+    """Run a rank until rank 0 stops it; return 1 if it failed."""
+    torch.set_num_threads(settings.threads)
+    try:
+        rank = make_rank(settings)
+        store.set(f"device/{settings.rank}", device_name(rank.device))
+        reach(store, settings.rank, "loaded")
+        groups = rank.connect(store, settings)
+        rank.prepare()
+        reach(store, settings.rank, "prepared")
+        keep_loaded()
+        logger.info("ready")
+        while (message := unpack_message(groups.receive_message())) is not Command.STOP:
+            if isinstance(message, StepPlan):
+                rank.run(message)
+            else:
+                rank.ping()
+        rank.close()
+    except Exception as error:  # rank 0 reports any of them
+        traceback.print_exc()
+        report_failure(store, settings.rank, error)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

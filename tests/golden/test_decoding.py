@@ -20,8 +20,8 @@ from inference.decoding.options import (
 )
 from inference.decoding.outputs import assemble_outputs
 from inference.decoding.processors import LogitRules, apply_penalty, process_logits
-from inference.decoding.request import ModelLimits, RowRequest, parse_request
-from inference.decoding.rows import RowResult
+from inference.decoding.request import parse_request
+from inference.decoding.rows import ModelLimits, RowRequest, RowResult
 from inference.decoding.sampling import SamplingRow
 from inference.decoding.tensor_fields import TensorFields
 from inference.decoding.word_lists import banned_ids, ends_with, read_entries

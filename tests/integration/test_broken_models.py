@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from inference.engine.engine import Engine, Placement
+from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
 from inference.evaluation.gate import EXIT_INSUFFICIENT, GateResult
 from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
 from inference.evaluation.record import RunFacts
 from inference.evaluation.run.evaluator import evaluate
+from inference.ranks.settings import Placement
 from tests.conftest import ROOT
 from tests.engine_model import EngineModel
 

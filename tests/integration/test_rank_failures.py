@@ -16,8 +16,9 @@ import pytest
 
 from inference.control_groups import usable_cores
 from inference.decoding.options import RowOptions
-from inference.decoding.request import GenerationRequest, RowRequest
-from inference.engine.engine import Engine, EngineFailedError
+from inference.decoding.rows import GenerationRequest, RowRequest
+from inference.engine.engine import Engine
+from inference.engine.errors import EngineFailedError
 from inference.ranks.processes import early_workers, threads_per_rank
 from inference.ranks.settings import Placement
 from inference.server.supervisor import descendants

@@ -19,8 +19,9 @@ from export_scripts.families.gptj import GPTJ, GPTJConfig
 from export_scripts.families.gptneox import GPTNEOX, GPTNeoXConfig
 from export_scripts.families.layout.spec import ModelFamily
 from inference.decoding.options import RowOptions
-from inference.decoding.request import GenerationRequest, RowRequest
-from inference.engine.engine import Engine, EngineOptions
+from inference.decoding.rows import GenerationRequest, RowRequest
+from inference.engine.engine import Engine
+from inference.engine.options import EngineOptions
 from inference.model.gpu.recording import SizedGraphs, record_graph
 from inference.model.token_feed import TokenFeed
 from inference.ranks.settings import Placement

@@ -12,10 +12,12 @@ import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.bert import BERT, BertConfig
-from inference.decoding.request import GenerationRequest, parse_request
+from inference.decoding.request import parse_request
+from inference.decoding.rows import GenerationRequest
 from inference.engine.encoder_engine import EncoderEngine
 from inference.engine.encoding import parse_encoding
-from inference.engine.engine import Engine, EngineOptions
+from inference.engine.engine import Engine
+from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_random
 from tests.rank_threads import logits_by

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.engine.engine import Engine, EngineOptions
+from inference.engine.engine import Engine
+from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_random
 from tests.parity.test_cuda import MODELS, make_request

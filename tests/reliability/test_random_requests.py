@@ -29,15 +29,13 @@ import tests.reference_choice  # noqa: F401 - ranks choose on CPUs, too
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.decoding.outputs import assemble_outputs
 from inference.decoding.request import parse_request
+from inference.decoding.rows import SessionTurn
 from inference.engine.encoder_engine import EncoderEngine
 from inference.engine.encoding import parse_encoding
-from inference.engine.engine import (
-    Engine,
-    EngineBusyError,
-    EngineOptions,
-    GenerationStep,
-    SessionTurn,
-)
+from inference.engine.engine import Engine
+from inference.engine.errors import EngineBusyError
+from inference.engine.options import EngineOptions
+from inference.engine.running import GenerationStep
 from inference.engine.scheduler import Scheduler
 from inference.ranks.settings import Placement
 from tests.engine_logits import prompt_logits

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from inference.decoding.request import GenerationRequest, parse_request
-from inference.engine.engine import Engine, EngineOptions
+from inference.decoding.request import parse_request
+from inference.decoding.rows import GenerationRequest
+from inference.engine.engine import Engine
+from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
 from tests.conftest import ROOT
 

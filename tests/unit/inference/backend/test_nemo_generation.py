@@ -14,8 +14,10 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.backend.nemo_generation import NemoDeployModel, NemoModel
 from inference.backend.text_generation import TextModel
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
-from inference.decoding.request import RequestError, parse_request
-from inference.engine.engine import Engine, EngineOptions
+from inference.decoding.request import parse_request
+from inference.decoding.rows import RequestError
+from inference.engine.engine import Engine
+from inference.engine.options import EngineOptions
 from inference.pytriton.repository import NEMO_INPUTS, NEMO_OUTPUTS
 from inference.ranks.settings import Placement
 from tests.text_requests import infer, text_model

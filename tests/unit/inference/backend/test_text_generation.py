@@ -13,9 +13,10 @@ import pytest
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.backend.text_generation import TextModel
 from inference.backend.tokenizer import load_tokenizer
-from inference.decoding.request import RequestError
-from inference.engine.engine import Engine, EngineOptions
+from inference.decoding.rows import RequestError
+from inference.engine.engine import Engine
 from inference.engine.errors import EngineFailedError
+from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
 from tests.text_requests import infer, text_model
 from tests.tiny_text_gpt2 import write_tiny_gpt2

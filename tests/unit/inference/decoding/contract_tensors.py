@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.decoding.request import GenerationRequest, ModelLimits, RequestError, parse_request
+from inference.decoding.request import parse_request
+from inference.decoding.rows import GenerationRequest, ModelLimits, RequestError
 
 GPT = ModelLimits(vocab_size=52, start_id=50, end_id=51, max_pos_seq_len=16, hidden_units=6)
 T5 = ModelLimits(vocab_size=52, start_id=0, end_id=1, encoder_decoder=True, hidden_units=6)

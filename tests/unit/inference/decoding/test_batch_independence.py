@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from inference.decoding.generate import BatchDecoder, DecodedRow
 from inference.decoding.options import RowOptions
-from inference.decoding.request import RowRequest
-from inference.decoding.rows import RowResult
+from inference.decoding.rows import RowRequest, RowResult
 
 VOCAB = 1003  # no multiple of any vector width
 END = 7

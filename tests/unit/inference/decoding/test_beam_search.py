@@ -10,8 +10,7 @@ import torch
 
 from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
-from inference.decoding.request import RowRequest
-from inference.decoding.rows import PromptResult, RowResult
+from inference.decoding.rows import PromptResult, RowRequest, RowResult
 
 END = 0
 

@@ -10,8 +10,14 @@ import pytest
 
 from inference.decoding.options import RowOptions
 from inference.decoding.outputs import FrameStream, assemble_outputs
-from inference.decoding.request import GenerationRequest, RowRequest
-from inference.decoding.rows import P_TUNING, SOFT_PROMPT, PromptTable, RowResult
+from inference.decoding.rows import (
+    P_TUNING,
+    SOFT_PROMPT,
+    GenerationRequest,
+    PromptTable,
+    RowRequest,
+    RowResult,
+)
 
 END = 51
 

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.decoding.request import (
-    RowOptions,
-    parse_request,
-)
+from inference.decoding.options import RowOptions
+from inference.decoding.request import parse_request
 from tests.unit.inference.decoding.contract_tensors import GPT, column, gpt, options, problems
 
 

@@ -13,8 +13,7 @@ from inference.decoding.draws import Xorwow
 from inference.decoding.generate import UNUSABLE, BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.processors import ALIGNMENT, LogitRules, process_logits
-from inference.decoding.request import RowRequest
-from inference.decoding.rows import PromptResult, RowResult
+from inference.decoding.rows import PromptResult, RowRequest, RowResult
 from inference.decoding.sampling import DescendingMass
 
 VOCAB = 52

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
-from inference.decoding.request import RowRequest
+from inference.decoding.rows import RowRequest
 
 VOCAB = 24
 END = 0

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from inference.decoding.request import RequestError
+from inference.decoding.rows import RequestError
 from inference.engine.encoder_engine import EncoderEngine
 from inference.engine.encoding import EncodingRequest, parse_encoding
-from inference.engine.engine import EngineFailedError, EngineOptions
+from inference.engine.errors import EngineFailedError
+from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_bert, write_gpt
 from tests.t5_reference import Reference

@@ -13,17 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.outputs import assemble_outputs
-from inference.decoding.request import GenerationRequest, RequestError, parse_request
-from inference.engine.capacity import Capacity, generator_of, plan_capacity
-from inference.engine.engine import (
-    Engine,
-    EngineBusyError,
-    EngineFailedError,
-    EngineOptions,
-    GenerationStep,
-)
+from inference.decoding.request import parse_request
+from inference.decoding.rows import GenerationRequest, RequestError
+from inference.engine.capacity import Capacity, plan_capacity
+from inference.engine.engine import Engine
+from inference.engine.errors import EngineBusyError, EngineFailedError
+from inference.engine.options import EngineOptions
+from inference.engine.running import GenerationStep
 from inference.model.token_feed import marks_bytes
 from inference.ranks.settings import Placement, RankSettings
 from tests.engine_logits import prompt_logits
@@ -376,11 +375,12 @@ def test_a_budget_too_small_for_one_sequence_is_refused(ft_dir: Path) -> None:
 def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_sizes(
     ft_dir: Path, wanted: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family, config = read_config(ft_dir)
+    _, config = read_config(ft_dir)
     weights = sum(path.stat().st_size for path in ft_dir.iterdir()) // 2  # computed in fp16
     settings = RankSettings(ft_dir=str(ft_dir), rank=0, threads=1, data_type="fp16", device="cuda")
     options = EngineOptions(kv_cache_bytes=wanted, max_seq_len=64, max_lanes=3)
-    architecture = generator_of(family, config)
+    architecture = config.architecture()
+    assert isinstance(architecture, DecoderArchitecture)
     marks = marks_bytes(3, architecture.vocab_size) + 3 * 4 * architecture.vocab_size
 
     def plan(free: int) -> Capacity:
@@ -398,7 +398,8 @@ def test_keys_and_values_leave_a_gpu_room_for_the_largest_step(
 ) -> None:
     ft_dir = write_gpt(tmp_path, inter_size=512)
     settings = RankSettings(ft_dir=str(ft_dir), rank=0, threads=1, data_type="fp16", device="cuda")
-    architecture = generator_of(*read_config(ft_dir))
+    architecture = read_config(ft_dir)[1].architecture()
+    assert isinstance(architecture, DecoderArchitecture)
     work = 8192 * 2 * (4 * architecture.hidden + 3 * 512)
     for free in (2 * work, 10 * work):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1 << 40))

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from export_scripts.families.layout.config import PromptTask
-from inference.decoding.request import RequestError, parse_request
-from inference.engine.engine import Engine, EngineOptions
+from inference.decoding.request import parse_request
+from inference.decoding.rows import RequestError
+from inference.engine.engine import Engine
+from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 

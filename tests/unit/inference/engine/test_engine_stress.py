@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.decoding.request import GenerationRequest, parse_request
-from inference.engine.engine import Engine, EngineOptions, GenerationStep, SessionTurn
+from inference.decoding.request import parse_request
+from inference.decoding.rows import GenerationRequest, SessionTurn
+from inference.engine.engine import Engine
+from inference.engine.options import EngineOptions
+from inference.engine.running import GenerationStep
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 

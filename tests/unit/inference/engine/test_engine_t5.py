@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from inference.decoding.request import GenerationRequest, RequestError, parse_request
-from inference.engine.engine import Engine, EngineOptions, GenerationStep
-from inference.engine.running import RunningRow
+from inference.decoding.request import parse_request
+from inference.decoding.rows import GenerationRequest, RequestError
+from inference.engine.engine import Engine
+from inference.engine.options import EngineOptions
+from inference.engine.running import GenerationStep, RunningRow
 from inference.ranks.settings import Placement
 from tests.t5_reference import Reference
 from tests.tiny_t5 import TinyT5, t5_tensors, write_t5

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from export_scripts.families.layout.architecture import Rotary
 from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
-from inference.decoding.request import GenerationRequest, RowRequest
+from inference.decoding.rows import GenerationRequest, RowRequest
 from inference.engine.blocks import BlockPool
-from inference.engine.engine import Engine, EngineOptions
+from inference.engine.engine import Engine
+from inference.engine.options import EngineOptions
 from inference.engine.planned_step import GeneratingStep
 from inference.engine.running import OnStep, RunningRequest, make_row
 from inference.engine.scheduler import Scheduler

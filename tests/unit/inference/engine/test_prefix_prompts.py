@@ -11,8 +11,10 @@ import torch
 
 from export_scripts.families.gptj import GPTJ, GPTJConfig
 from export_scripts.families.layout.config import PromptTask
-from inference.decoding.request import RequestError, parse_request
-from inference.engine.engine import Engine, EngineOptions, SessionTurn
+from inference.decoding.request import parse_request
+from inference.decoding.rows import RequestError, SessionTurn
+from inference.engine.engine import Engine
+from inference.engine.options import EngineOptions
 from inference.model.step import Segment
 from inference.ranks.decoder_rank import DecoderRank
 from inference.ranks.plan import StepPlan

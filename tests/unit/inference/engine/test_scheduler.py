@@ -9,7 +9,7 @@ import torch
 
 from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
-from inference.decoding.request import GenerationRequest, RowRequest
+from inference.decoding.rows import GenerationRequest, RowRequest
 from inference.engine.planned_step import GeneratingStep
 from inference.engine.running import GenerationStep, RunningRequest, make_row
 from inference.engine.scheduler import Scheduler

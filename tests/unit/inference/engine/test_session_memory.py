@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from export_scripts.families.dense.layout import DENSE, DenseConfig
-from inference.decoding.request import GenerationRequest, RequestError, parse_request
-from inference.engine.engine import Engine, EngineOptions, SessionTurn
+from inference.decoding.request import parse_request
+from inference.decoding.rows import GenerationRequest, RequestError, SessionTurn
+from inference.engine.engine import Engine
+from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt, write_random
 

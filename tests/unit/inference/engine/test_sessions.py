@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.decoding.request import GenerationRequest, RequestError, parse_request
-from inference.engine.engine import (
-    Engine,
-    EngineBusyError,
-    EngineOptions,
-    GenerationStep,
-    SessionTurn,
-)
+from inference.decoding.request import parse_request
+from inference.decoding.rows import GenerationRequest, RequestError, SessionTurn
+from inference.engine.engine import Engine
+from inference.engine.errors import EngineBusyError
+from inference.engine.options import EngineOptions
+from inference.engine.running import GenerationStep
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 from tests.unit.inference.engine.fake_ranks import let_ranks_choose

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from inference.decoding.request import parse_request
-from inference.engine.engine import Engine, EngineFailedError, SessionTurn
+from inference.decoding.rows import SessionTurn
+from inference.engine.engine import Engine
+from inference.engine.errors import EngineFailedError
 from inference.process_memory import keep_loaded, memory_variables
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt

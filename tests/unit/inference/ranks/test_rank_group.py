@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from inference.engine.engine import Engine, EngineFailedError, EngineOptions
+from inference.engine.engine import Engine
+from inference.engine.errors import EngineFailedError
+from inference.engine.options import EngineOptions
 from inference.parallel.groups import RankGroups
 from inference.ranks.processes import RankProcesses
 from inference.ranks.rank_group import RankGroup
