@@ -5,7 +5,7 @@ mpirun, torchrun, srun and other PMI launchers are recognised by the variables t
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,9 @@ class _Launcher:
     local_size: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()  # one of these is set, or the variables are not this process's own
+    # Where lists have to be read for them: the local size, and the host of rank 0.
+    read_local_size: Callable[[Environment], int | None] = lambda _: None
+    read_head: Callable[[Environment], str | None] = lambda _: None
 
 
 def _slurm_count(environment: Environment) -> int | None:
@@ -95,6 +98,8 @@ _LAUNCHERS = (
         local_rank=("SLURM_LOCALID",),
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
         needs=("SLURM_STEP_ID", "SLURM_STEPID"),
+        read_local_size=_slurm_count,
+        read_head=_slurm_head,
     ),
     _Launcher("torch", **_TORCH, job=("NGC_JOB_ID",)),
     _Launcher(
@@ -139,10 +144,8 @@ def _place(launcher: _Launcher, environment: Environment) -> LaunchEnvironment:
             f"{launcher.name} sets rank {rank} of {world_size} processes; the variables of several "
             f"launchers are mixed: unset them, or name the right one in {LAUNCHER_VARIABLE}"
         )
-    local_size, head = _number(environment, launcher.local_size), None
-    if launcher.name == "slurm":
-        local_size, head = _slurm_count(environment), _slurm_head(environment)
     local_rank = _number(environment, launcher.local_rank)
+    local_size = _number(environment, launcher.local_size) or launcher.read_local_size(environment)
     return LaunchEnvironment(
         rank=rank,
         world_size=world_size,
@@ -151,7 +154,7 @@ def _place(launcher: _Launcher, environment: Environment) -> LaunchEnvironment:
         local_size=local_size or world_size,
         launcher=launcher.name,
         job=".".join(environment[name] for name in launcher.job if name in environment),
-        head=head,
+        head=launcher.read_head(environment),
     )
 
 

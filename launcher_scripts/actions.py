@@ -248,10 +248,8 @@ def _elapsed(found: record.JobRecord) -> str:
     """Return the running time of a job as [D-]H:MM:SS."""
     if not found.started_at:
         return "-"
-    if found.seconds is not None:
-        return clock(found.seconds)
-    ended = datetime.fromisoformat(found.ended_at or record.now())
-    return clock((ended - datetime.fromisoformat(found.started_at)).total_seconds())
+    began, ended = map(datetime.fromisoformat, (found.started_at, found.ended_at or record.now()))
+    return clock((ended - began).total_seconds() if found.seconds is None else found.seconds)
 
 
 def clock(seconds: float) -> str:

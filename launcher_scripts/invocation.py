@@ -52,7 +52,7 @@ def prepare_run(
     if problems:
         return None
     finished = [f"{each.name}: {each.reason}" for each in plan.stages if not each.runs]
-    notes = (*composition.notes, *plan.notes, *launcher.notes(), *_ignored(config), *finished)
+    notes = (*composition.notes, *plan.notes, *launcher.notes(stages), *_ignored(config), *finished)
     for note in notes:
         console.say(f"{label}: {note}" if label else note)
     jobs = {each.name: Job(each, config, revision) for each in stages}

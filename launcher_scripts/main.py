@@ -31,7 +31,7 @@ from launcher_scripts.configuration.arguments import (  # noqa: E402
     Arguments,
     read_arguments,
 )
-from launcher_scripts.configuration.compose import Composition, compose_config, register  # noqa: E402
+from launcher_scripts.configuration.compose import compose_config, register  # noqa: E402
 from launcher_scripts.configuration.schema import Config  # noqa: E402
 from launcher_scripts.configuration.settings import (  # noqa: E402
     EXIT_FAILED,
@@ -96,7 +96,7 @@ def _run(words: Sequence[str]) -> int:
         return _answer_by_hydra(arguments)  # its words, such as install=bash, are not overrides
     if arguments.multirun and not arguments.hydra_flags:
         return _sweep(arguments, words, console)
-    composition = _compose(arguments, arguments.overrides)
+    composition = compose_config(arguments.overrides, arguments.root)
     problems = [*arguments.problems, *composition.problems]
     if arguments.hydra_flags:
         return _report(problems) if problems else _answer_by_hydra(arguments)
@@ -122,15 +122,6 @@ def _run(words: Sequence[str]) -> int:
     return execute([run], functools.partial(run.run_all, wait=run.config.wait))
 
 
-def _compose(arguments: Arguments, overrides: Sequence[str]) -> Composition:
-    return compose_config(
-        overrides,
-        config_dir=arguments.config_dir,
-        config_name=arguments.config_name,
-        extra_dir=arguments.extra_dir,
-    )
-
-
 def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
     from launcher_scripts.invocation import prepare_run
     from launcher_scripts.run import execute
@@ -139,7 +130,7 @@ def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
     wanted, problems = combinations(arguments.overrides)
     problems = [*arguments.problems, *problems]
     outcomes: list[Outcome] = []
-    composed = compose_all(wanted, functools.partial(_compose, arguments))
+    composed = compose_all(wanted, functools.partial(compose_config, place=arguments.root))
     for each, composition in zip(wanted, composed, strict=True):
         found = list(composition.problems)
         if (config := composition.config) is not None:
@@ -161,7 +152,7 @@ def _watch(arguments: Arguments, config: Config, console: Console) -> int:
     """Evaluate every checkpoint of a training run, as it is written."""
     from launcher_scripts.watch import RefusedError, Watch
 
-    compose = functools.partial(_compose, arguments)
+    compose = functools.partial(compose_config, place=arguments.root)
     try:
         return Watch(config, arguments.overrides, compose, console).run()
     except RefusedError as error:
@@ -185,13 +176,11 @@ def _answer_by_hydra(arguments: Arguments) -> int:
     import hydra
 
     register()
-    extra = [f"--config-dir={arguments.extra_dir}"] if arguments.extra_dir else []
+    root = arguments.root
+    extra = [f"--config-dir={root.extra_dir}"] if root.extra_dir else []
     sys.argv = [sys.argv[0], *arguments.hydra_flags, *extra, *arguments.overrides]
-    hydra.main(
-        version_base="1.3",
-        config_path=str(arguments.config_dir),
-        config_name=arguments.config_name,
-    )(lambda _: None)()  # Hydra answers without calling it
+    answer = hydra.main(version_base="1.3", config_path=str(root.folder), config_name=root.name)
+    answer(lambda _: None)()  # Hydra answers without calling it
     return EXIT_OK
 
 

@@ -11,10 +11,7 @@ from launcher_scripts.configuration.export_config import (
     repository_request,
 )
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.server_config import (
-    deploy_resources,
-    server_config,
-)
+from launcher_scripts.configuration.server_config import deploy_resources, server_config
 from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.configuration.time_limit import minutes
 from stages.base import JobSettings, Resources, Stage
@@ -61,7 +58,7 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
 def _resources(name: str, config: Config, limit_min: int) -> Resources:
     """Return the resources of a stage's job, whose time limit is in minutes."""
     if name == "deploy":
-        return deploy_resources(config, limit_min)
+        return deploy_resources(server_config(config), limit_min)
     if name == "evaluate":
         gpus, cpus, mem_gb = None, config.evaluate.cpus_per_task, config.evaluate.mem_gb
     else:

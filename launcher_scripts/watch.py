@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from export_scripts.files.lock import folder_lock
@@ -25,18 +26,16 @@ from launcher_scripts.invocation import prepare_run
 from launcher_scripts.launchers.slurm_state import cancel, jobs_below
 from launcher_scripts.run import Run
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
-from launcher_scripts.watch_ranking import PAGE_NAME, Ranking
 from launcher_scripts.watch_state import (
     EVALUATED,
     FAILED,
     GONE,
+    PAGE_NAME,
     PASSED_OVER,
     RUNNING,
     WAITING,
     Watched,
     WatchState,
-    read_state,
-    write_state,
 )
 from stages import record
 from stages.base import fingerprint
@@ -51,46 +50,39 @@ class RefusedError(Exception):
     """The watch cannot run; the argument is a list of the problems."""
 
 
+@dataclass
 class Watch:
-    """Takes every checkpoint of a training run through the pipeline, once it is whole."""
+    """Takes every checkpoint of a training run through the pipeline, once it is whole.
 
-    def __init__(
-        self,
-        config: Config,
-        words: Sequence[str],
-        compose: Callable[[Sequence[str]], Composition],
-        console: Console,
-    ) -> None:
-        """Watch as `config` says; `compose` makes the configuration of further overrides."""
-        self._config = config
-        self._options = config.watch
-        self._words = words
-        self._compose = compose
-        self._console = console
-        self._run = Path(config.export.run.training_dir or "")
-        self._folder = Path(config.watch.output_dir)
-        self.state = WatchState(str(self._run))
+    Attributes:
+        words: the overrides of the command line.
+        compose: makes the configuration of other overrides.
+    """
+
+    config: Config
+    words: Sequence[str]
+    compose: Callable[[Sequence[str]], Composition]
+    console: Console
+
+    def __post_init__(self) -> None:
+        self.options = self.config.watch
+        self.state = WatchState(self.options, Path(self.config.export.run.training_dir or ""))
         self._news_at = time.time()
         self._trouble = ""  # the last with the folder of the run
 
-    @property
-    def ranking(self) -> Ranking:
-        """The order of the checkpoints by their figures."""
-        return Ranking(self.state, self._options, self._folder)
-
     def _problems(self) -> Iterator[str]:
         """Yield the problems that no checkpoint can mend."""
-        yield from problems_of_settings(self._config)
-        if self._config.export.run.training_dir is None:
+        yield from problems_of_settings(self.config)
+        if self.config.export.run.training_dir is None:
             yield "action=watch needs the folder of the training run: set export.run.training_dir."
-        if self._config.cluster_type not in ("local", "bcm"):
+        if self.config.cluster_type not in ("local", "bcm"):
             yield (
-                f"action=watch does not start jobs on cluster_type={self._config.cluster_type}; "
+                f"action=watch does not start jobs on cluster_type={self.config.cluster_type}; "
                 "use local or bcm."
             )
-        if self._config.cluster_type == "local" and self._options.parallel > 1:
+        if self.config.cluster_type == "local" and self.options.parallel > 1:
             yield (
-                f"watch.parallel={self._options.parallel}: this machine takes one pipeline at a "
+                f"watch.parallel={self.options.parallel}: this machine takes one pipeline at a "
                 "time; use 1."
             )
 
@@ -103,22 +95,24 @@ class Watch:
         """
         if problems := [*self._problems()]:
             raise RefusedError(problems)
-        if is_dry_run(self._config):
+        if is_dry_run(self.config):
             self._look()
-            self._console.say(self.ranking.table(self._console))
+            self.console.say(self.state.table(self.console))
             return EXIT_OK
+        folder = self.state.folder
+        busy = f"watch.output_dir={folder} is in use: another action=watch runs there"
         try:
-            busy = f"watch.output_dir={self._folder} is in use: another action=watch runs there"
-            with folder_lock(self._folder / ".watch.lock", busy):
-                self.state = read_state(self._folder, self._run)
+            with folder_lock(folder / ".watch.lock", busy):
+                self.state.read()
                 return self._loop()
         except KeyboardInterrupt:
-            self._console.say("the watch ends; the same command continues it")
+            self.console.say("the watch ends; the same command continues it")
             return EXIT_INTERRUPTED
 
     def _loop(self) -> int:
-        waits = "" if self._run.is_dir() else ", which does not exist yet"
-        self._console.say(f"watching {self._run}{waits}; state and results are in {self._folder}")
+        run, folder = self.state.run, self.state.folder
+        waits = "" if run.is_dir() else ", which does not exist yet"
+        self.console.say(f"watching {run}{waits}; state and results are in {folder}")
         for each in self.state.in_order:
             if each.state == RUNNING:
                 self._continue(each)
@@ -130,19 +124,19 @@ class Watch:
                     self._follow_one(each)
             for each in self.state.in_order:
                 running = sum(one.state == RUNNING for one in self.state.watched.values())
-                if each.state == WAITING and not each.problem and running < self._options.parallel:
+                if each.state == WAITING and not each.problem and running < self.options.parallel:
                     self._start(each)
-            self.ranking.keep_the_best()
-            write_state(self._folder, self.state)
+            self.state.keep_the_best()
+            self.state.write()
             known = [(each.step, each.state, each.problem) for each in self.state.in_order]
             if known != drawn:
-                replace_file(self._folder / PAGE_NAME, self.ranking.page())
+                replace_file(folder / PAGE_NAME, self.state.page())
                 drawn = known
             if self._has_ended():
-                self._console.say(self.ranking.table(self._console))
+                self.console.say(self.state.table(self.console))
                 failed = any(each.state == FAILED for each in self.state.watched.values())
                 return EXIT_FAILED if failed else EXIT_OK
-            time.sleep(self._options.poll_s)
+            time.sleep(self.options.poll_s)
 
     # What training has written.
 
@@ -150,12 +144,12 @@ class Watch:
         """Take note of new checkpoints, of changed ones and of those that are gone."""
         now = time.time()
         try:
-            found = {each.step: each for each in find_checkpoints(self._run)}
+            found = {each.step: each for each in find_checkpoints(self.state.run)}
         except OSError as error:  # a folder that training deletes, or a file system that is away
             if not self.state.watched:
                 raise
             if self._trouble != (trouble := f"{error.filename}: {error.strerror}"):
-                self._console.say(f"looking again, {trouble}")
+                self.console.say(f"looking again, {trouble}")
             self._trouble = trouble
             return
         for step, checkpoint in found.items():
@@ -164,7 +158,7 @@ class Watch:
                 each = Watched(step, str(checkpoint.path), checkpoint.name)
                 self.state.watched[step] = each
                 self._news_at = now
-                self._console.say(f"step {step}: found {checkpoint.label}")
+                self.console.say(f"step {step}: found {checkpoint.label}")
             if each.state == WAITING:
                 self._look_at(each, checkpoint, now)
         for each in self.state.in_order:
@@ -182,21 +176,21 @@ class Watch:
         wait = each.refusal
         if checkpoint.missing:
             wait = f"it lacks {checkpoint.missing}"
-        elif now - each.changed < self._options.settle_s:
+        elif now - each.changed < self.options.settle_s:
             wait = "its files have just changed"
-        if wait and now - each.changed > self._options.patience_s:
+        if wait and now - each.changed > self.options.patience_s:
             self._end(each, PASSED_OVER, wait)
             return
         if wait != each.problem and wait:
-            self._console.say(f"step {each.step}: waiting, {wait}")
+            self.console.say(f"step {each.step}: waiting, {wait}")
         each.problem = wait
 
     # Pipelines.
 
     def _start(self, each: Watched) -> None:
-        results = self._folder / f"step_{each.step:07d}"
+        results = self.state.folder / f"step_{each.step:07d}"
         overrides = [
-            *(word for word in self._words if not word.lstrip("+").startswith(_OWN_KEYS)),
+            *(word for word in self.words if not word.lstrip("+").startswith(_OWN_KEYS)),
             *_PORTS,
             f"export.model.checkpoint_path={hydra_text(each.path)}",
             f"export.run.results_dir={hydra_text(str(results))}",
@@ -204,10 +198,10 @@ class Watch:
         overrides += self._gate_overrides(results)
         if each.name is not None:
             overrides.append(f"export.model.checkpoint_name={hydra_text(each.name)}")
-        composition = self._compose(overrides)
+        composition = self.compose(overrides)
         problems = list(composition.problems)
         label = f"step {each.step}"
-        run = prepare_run(composition, overrides, self._console, problems, label=label)
+        run = prepare_run(composition, overrides, self.console, problems, label=label)
         if run is None:
             self._refused(each, problems)
             return
@@ -217,15 +211,15 @@ class Watch:
         each.report = str(Path(run.config.evaluate.output_dir) / REPORT_NAME)
         model_dir = Path(run.config.export.triton_deployment.triton_model_dir)
         each.repository = str(model_dir.parent) if model_dir.is_relative_to(results) else ""
-        write_state(self._folder, self.state)
+        self.state.write()
         run.begin()
         self._submit(each, run)
 
     def _gate_overrides(self, results: Path) -> list[str]:
         """Return the overrides by which bounds without a baseline are relative to the best."""
-        bounds, _ = parse_bounds(self._config.evaluate.gate)
+        bounds, _ = parse_bounds(self.config.evaluate.gate)
         is_relative = any(bound.is_relative for bound in bounds.values())
-        if self._config.evaluate.baseline != "none" or not is_relative:
+        if self.config.evaluate.baseline != "none" or not is_relative:
             return []
         best = self.state.the_best
         path = str(results / "baseline.json") if best is None else best.report
@@ -244,7 +238,7 @@ class Watch:
         if not has_worked and not any(source in problem for problem in problems):
             raise RefusedError(problems)
         each.refusal = each.problem = "; ".join(problems)
-        self._console.say(f"step {each.step}: waiting, {each.problem}")
+        self.console.say(f"step {each.step}: waiting, {each.problem}")
 
     def _submit(self, each: Watched, run: Run) -> None:
         if not run.launcher.in_foreground:
@@ -253,7 +247,7 @@ class Watch:
             return
         if run.run_all(wait=True) == EXIT_INTERRUPTED:
             each.state, each.attempts = WAITING, each.attempts - 1
-            write_state(self._folder, self.state)
+            self.state.write()
             raise KeyboardInterrupt
         self._follow_one(each)
 
@@ -265,15 +259,15 @@ class Watch:
         folder = Path(each.results_dir)
         found = [read_job(folder, name) for name in each.jobs]
         submitted = [one for one in found if one is not None and one.job_id]
-        if self._config.cluster_type == "local":
+        if self.config.cluster_type == "local":
             ended = [one for one in submitted if one.state in (record.COMPLETED, record.FAILED)]
             if len(ended) == len(found) or any(one.state == record.FAILED for one in ended):
                 return
         elif len(submitted) == len(found):
             return
-        self._console.say(f"step {each.step}: its jobs have ended with the earlier watch")
-        cancel_jobs(folder, submitted, self._console)
-        for job_id in jobs_below(folder) if self._config.cluster_type == "bcm" else ():
+        self.console.say(f"step {each.step}: its jobs have ended with the earlier watch")
+        cancel_jobs(folder, submitted, self.console)
+        for job_id in jobs_below(folder) if self.config.cluster_type == "bcm" else ():
             cancel(job_id)  # it was killed before it could note the id
         each.state, each.attempts = WAITING, each.attempts - 1
 
@@ -295,34 +289,34 @@ class Watch:
             return
         if (report := Path(each.report)).is_file():
             each.metrics = {metric.name: metric for metric in read_report(report).metrics}
-        self.ranking.judge(each, is_sound=not breaches)
+        self.state.judge(each, is_sound=not breaches)
         self._end(each, EVALUATED, breaches)
 
     def _ended(self, each: Watched, problem: str) -> None:
         """Note the failure of a pipeline; start it again a bounded number of times."""
         if not all(path.exists() for path in each.checkpoint.files()):
             self._end(each, GONE, "it was deleted while it was read")
-        elif each.attempts > self._options.retries:
+        elif each.attempts > self.options.retries:
             self._end(each, FAILED, problem)
         else:
             each.state = WAITING
-            self._console.say(
-                f"step {each.step}: attempt {each.attempts} of {self._options.retries + 1} failed: "
+            self.console.say(
+                f"step {each.step}: attempt {each.attempts} of {self.options.retries + 1} failed: "
                 f"{problem}"
             )
 
     def _end(self, each: Watched, state: str, problem: str) -> None:
         each.state, each.problem = state, problem
         self._news_at = time.time()
-        shown = problem or self.ranking.figure(each)
-        self._console.say(": ".join(part for part in (f"step {each.step}", state, shown) if part))
+        shown = problem or self.state.figure(each)
+        self.console.say(": ".join(part for part in (f"step {each.step}", state, shown) if part))
 
     def _has_ended(self) -> bool:
         """Return whether the last step was evaluated, or nothing has happened for long enough."""
         if any(not each.is_final for each in self.state.watched.values()):
             return False
-        last = self._options.until_step
+        last = self.options.until_step
         if last is not None and any(step >= last for step in self.state.watched):
             return True
-        idle = self._options.idle_s
+        idle = self.options.idle_s
         return idle is not None and time.time() - self._news_at > idle

@@ -1,14 +1,21 @@
-"""The state of a watch, in a file that a watch started later continues from."""
+"""The checkpoints of a watch, and the best of them: by which figure, and what is kept.
 
+They are kept in a file that a watch started later continues from; a table and a page show them.
+"""
+
+import shutil
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from inference.evaluation.task import Metric
+from launcher_scripts.configuration.schema import WatchSection
+from launcher_scripts.console import Console
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint
 from stages.progress import DamagedFileError, read_json, write_json
 
-STATE_NAME = "watch.json"
+STATE_NAME, BEST_NAME, PAGE_NAME = "watch.json", "best.json", "watch.html"
+_RELOAD_S = 60
 
 # States of a checkpoint, in the order of its life; the last four are final.
 WAITING, RUNNING = "waiting", "running"
@@ -63,11 +70,20 @@ class Watched:
 
 @dataclass
 class WatchState:
-    """All checkpoints that a watch has seen, by step, and the best of them."""
+    """All checkpoints that a watch has seen, by step, and the best of them by one figure.
 
-    run: str
+    They are those of the training run `run`, and are kept in the folder that `options` name.
+    """
+
+    options: WatchSection
+    run: Path
     watched: dict[int, Watched] = field(default_factory=dict)
     best: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the state, of the page and of the results by step."""
+        return Path(self.options.output_dir)
 
     @property
     def in_order(self) -> list[Watched]:
@@ -79,48 +95,155 @@ class WatchState:
         """The best checkpoint so far."""
         return None if self.best is None else self.watched[self.best]
 
+    def read(self) -> None:
+        """Take over what an earlier watch has left in the folder, if anything.
 
-def read_state(folder: Path, run: Path) -> WatchState:
-    """Return the state that a watch left in `folder`, or an empty one.
+        Raises:
+            DamagedFileError: the file does not hold a state.
+            ValueError: another training run was watched there.
+        """
+        path = self.folder / STATE_NAME
+        values = read_json(path)
+        if values is None:
+            return
+        try:
+            run = str(values["run"])
+            self.watched = {int(each["step"]): _watched(each) for each in values["watched"]}
+            self.best = values["best"]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DamagedFileError(path, "it does not hold the state of a watch") from error
+        if run != str(self.run):
+            raise ValueError(
+                f"watch.output_dir={self.folder} holds the watch of {run}, not of {self.run}; "
+                "choose another folder."
+            )
 
-    Raises:
-        DamagedFileError: the file does not hold a state.
-        ValueError: another training run was watched there.
-    """
-    path = folder / STATE_NAME
-    values = read_json(path)
-    if values is None:
-        return WatchState(str(run))
-    known = {each.name for each in fields(Watched)}
-    try:
-        found = WatchState(
-            str(values["run"]),
-            {
-                int(each["step"]): _watched({k: v for k, v in each.items() if k in known})
-                for each in values["watched"]
-            },
-            values["best"],
+    def write(self) -> None:
+        """Replace the state in the folder."""
+        watched = [asdict(each) for each in self.in_order]
+        values = {"run": str(self.run), "best": self.best, "watched": watched}
+        write_json(self.folder / STATE_NAME, values)
+
+    def judge(self, each: Watched, *, is_sound: bool) -> None:
+        """Compare a checkpoint with the best before it; a sound one can become the best."""
+        name = self._metric([each])
+        if name is None or not each.metrics:
+            return
+        if name not in each.metrics:
+            known = ", ".join(each.metrics)
+            each.verdict = f"watch.metric={name} is not one of its figures: {known}"
+            return
+        best = self.the_best
+        if best is not None:
+            each.verdict = _verdict(best, each, name)
+        if is_sound and (best is None or _rank(each.metrics[name]) > _rank(best.metrics[name])):
+            self.best = each.step
+            write_json(self.folder / BEST_NAME, {"metric": name, **asdict(each)})
+
+    def keep_the_best(self) -> None:
+        """Delete the shards and repositories that this watch made, but for those of the best."""
+        name = self._metric(self.in_order)
+        ended = [each for each in self.in_order if each.is_final and each.repository]
+        ranked = sorted(
+            (each for each in ended if name in each.metrics),
+            key=lambda each: _rank(each.metrics[str(name)]),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DamagedFileError(path, "it does not hold the state of a watch") from error
-    if found.run != str(run):
-        raise ValueError(
-            f"watch.output_dir={folder} holds the watch of {found.run}, not of {run}; choose "
-            "another folder."
+        kept = ranked[-self.options.keep :] if self.options.keep else []
+        for each in ended:
+            if each not in kept:
+                shutil.rmtree(each.repository, ignore_errors=True)
+                each.repository = ""
+
+    def table(self, console: Console) -> str:
+        """Return what is known of every checkpoint, as a table."""
+        rows = [
+            (
+                str(each.step),
+                self._state(each),
+                self._value(each),
+                each.verdict or each.problem or "-",
+            )
+            for each in self.in_order
+        ]
+        name = self._metric(self.in_order) or "metric"
+        return console.table(("step", "state", name, ""), rows)
+
+    def page(self) -> str:
+        """Return the page of the watch, which charts every metric over the steps."""
+        from markupsafe import Markup
+
+        from inference.evaluation.record import HistoryPoint
+        from inference.evaluation.report.charts import history_chart
+        from inference.evaluation.report.formatting import metric_title
+        from inference.evaluation.report.page import render_page
+
+        points, rows = [], []
+        for each in self.in_order:
+            step, shown = f"step {each.step}", self._state(each)
+            if each.metrics:
+                points.append(HistoryPoint(step, str(self.run), step, {}, each.metrics))
+                report = f"step_{each.step:07d}/results/evaluate/report.html"
+                shown = Markup('<a href="{}">{}</a>').format(report, shown)
+            remarks = (each.verdict or "-", each.problem or "-")
+            rows.append((str(each.step), shown, each.checkpoint.label, *remarks))
+        names = dict.fromkeys(name for point in points for name in point.metrics)
+        return render_page(
+            "page.html",
+            title=f"Checkpoints of {self.run}",
+            charts=[(metric_title(name), history_chart(points, name)) for name in names],
+            head=("step", "state", "checkpoint", "against the best before it", "remark"),
+            rows=rows,
+            numbers=(0,),
+            footer=f"This page loads itself again every {_RELOAD_S} seconds.",
+            reload_s=_RELOAD_S,
         )
-    return found
+
+    def figure(self, each: Watched) -> str:
+        """Return the name and the value of a checkpoint's figure; empty without any figure."""
+        return f"{self._metric(self.in_order)} {self._value(each)}" if each.metrics else ""
+
+    def _state(self, each: Watched) -> str:
+        return each.state + (", best" if each.step == self.best else "")
+
+    def _metric(self, checkpoints: list[Watched]) -> str | None:
+        first = next((name for each in checkpoints for name in each.metrics), None)
+        return first if self.options.metric is None else self.options.metric
+
+    def _value(self, each: Watched) -> str:
+        found = each.metrics.get(str(self._metric(self.in_order)))
+        return f"{found.value:.4g} ({found.low:.4g} to {found.high:.4g})" if found else "-"
 
 
 def _watched(values: dict[str, Any]) -> Watched:
+    known = {each.name: values[each.name] for each in fields(Watched) if each.name in values}
     # Earlier watches kept only value, interval and direction.
-    metrics = {
+    known["metrics"] = {
         name: Metric(**{"name": name, "key": name, "stderr": 0.0, "count": 0, "unit": "", **each})
-        for name, each in values.pop("metrics").items()
+        for name, each in values["metrics"].items()
     }
-    return Watched(**values, metrics=metrics)
+    return Watched(**known)
 
 
-def write_state(folder: Path, state: WatchState) -> None:
-    """Replace the state in `folder`."""
-    watched = [asdict(each) for each in state.in_order]
-    write_json(folder / STATE_NAME, {"run": state.run, "best": state.best, "watched": watched})
+def _rank(metric: Metric) -> float:
+    """Return the value, larger for a better checkpoint."""
+    return metric.value if metric.higher_is_better else -metric.value
+
+
+def _verdict(best: Watched, each: Watched, metric: str) -> str:
+    """Return in words how a checkpoint compares with the best before it, sample by sample."""
+    from inference.evaluation.report.compare import compare_runs
+    from inference.evaluation.report.files import read_run
+
+    try:
+        compared = compare_runs(read_run(Path(best.report)), read_run(Path(each.report)))
+    except (OSError, ValueError) as error:
+        return f"not comparable with step {best.step}: {error}"
+    found = next((one for one in compared.metrics if one.metric == metric), None)
+    if found is None or found.low is None or found.high is None:
+        return ""
+    sign = 1 if each.metrics[metric].higher_is_better else -1
+    low, high = sorted((sign * found.low, sign * found.high))
+    word = "better than" if low > 0 else "worse than" if high < 0 else "not distinguished from"
+    return (
+        f"{word} step {best.step}: {found.difference:+.4g} ({found.low:+.4g} to {found.high:+.4g})"
+    )

@@ -169,6 +169,7 @@ class DeployConfig(DeploySection):
         model_name: the model that takes token ids.
         instance_count: engines of the model in the server, each on GPUs or cores of its own.
         data_type: type of computation; the tuning and other engines read it.
+        gpus_per_node: those that the job requests; None where the cluster does not count them.
         max_seq_len: tokens of a sequence, for vLLM; None for the model's own.
         uptime_s: how long a chain of jobs serves; None for one job.
         nodes: nodes that share the model.

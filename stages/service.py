@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from export_scripts.files.replace import read_file
-from inference.server.openai_server import OpenAIServer
 from inference.server.server_log import ServerStartError, last_lines, put_aside
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
@@ -171,7 +170,7 @@ class Service:
         if self.config.nodes > 1:
             log_line("a server on several nodes cannot be reloaded; restart the stage")
             return old
-        if isinstance(old, OpenAIServer) or not old.can_have_a_successor():
+        if not old.can_have_a_successor():
             log_line(
                 "another engine's server, NVIDIA's, or one with sessions, cannot be reloaded; "
                 "restart the stage"
@@ -179,7 +178,7 @@ class Service:
             return old
         old.log_path = put_aside(old.log_path)
         try:
-            new, self._serves = self._start(stack, old)
+            new, self._serves = self._start(stack, cast("TritonServer", old))
         except (ServerStartError, StageError, ValueError, OSError) as error:
             # Whatever is wrong with the new repository, or with the disk, clients are served.
             log_line(f"not reloaded; the server goes on as it was: {error}")

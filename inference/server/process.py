@@ -104,6 +104,10 @@ class ServedProcess:
         finally:
             connection.close()
 
+    def can_have_a_successor(self) -> bool:
+        """Return whether another server can take over its clients; without our front none can."""
+        return False
+
     def poll(self) -> int | None:
         """Return the exit status (128 + n after signal n), or None while the server runs."""
         return self._process.poll() if self._process else None

@@ -14,9 +14,8 @@ from hydra.errors import HydraException
 
 from export_scripts.suggest import did_you_mean
 from launcher_scripts.configuration.diagnosis import likely_key
-from launcher_scripts.configuration.nemo_root import CONFIG_NAME, has_groups
+from launcher_scripts.configuration.nemo_root import OWN_ROOT, ConfigRoot
 from launcher_scripts.configuration.schema import CLUSTER_ALIASES, CLUSTERS, KEYS
-from launcher_scripts.configuration.settings import CONFIG_DIR
 
 SHELL_COMPLETION = "--shell-completion"
 # Beginnings of keys inside mappings with free names.
@@ -31,17 +30,14 @@ class Arguments:
 
     Attributes:
         overrides: configuration overrides, translated.
+        root: that of the configuration.
         problems: problems of the words themselves.
-        config_dir, config_name: the root of the configuration.
-        extra_dir: a further folder of configuration files.
         hydra_flags: arguments that Hydra answers itself (`--cfg`, `--info`, ...); usually none.
     """
 
     overrides: tuple[str, ...]
+    root: ConfigRoot
     problems: tuple[str, ...] = ()
-    config_dir: Path = CONFIG_DIR
-    config_name: str = CONFIG_NAME
-    extra_dir: Path | None = None
     multirun: bool = False
     wants_help: bool = False
     hydra_flags: tuple[str, ...] = ()
@@ -72,15 +68,16 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     if extra_dir is not None and not extra_dir.is_dir():
         problems.append(f"--config-dir={extra_dir} is not a folder.")
         extra_dir = None
-    config_dir = _folder(known.config_path) or CONFIG_DIR
-    config_name = known.config_name or CONFIG_NAME
-    overrides, more = _translate(words, chooses_files=has_groups(config_dir, config_name))
+    root = ConfigRoot(
+        folder=_folder(known.config_path) or OWN_ROOT.folder,
+        name=known.config_name or OWN_ROOT.name,
+        extra_dir=extra_dir,
+    )
+    overrides, more = _translate(words, chooses_files=root.has_groups())
     return Arguments(
         overrides=tuple(overrides),
+        root=root,
         problems=(*problems, *more),
-        config_dir=config_dir,
-        config_name=config_name,
-        extra_dir=extra_dir,
         multirun=bool(known.multirun),
         wants_help=bool(known.help) or "help" in known.overrides,
         hydra_flags=tuple(_hydra_flags(known)),

@@ -32,9 +32,9 @@ from launcher_scripts.configuration.diagnosis import (
     objection,
     unknown_keys,
 )
-from launcher_scripts.configuration.nemo_root import CONFIG_NAME, read_root, root_path
+from launcher_scripts.configuration.nemo_root import OWN_ROOT, ConfigRoot, read_root
 from launcher_scripts.configuration.schema import GROUPS, KEYS, Config
-from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR, IS_INSTALLED
+from launcher_scripts.configuration.settings import CHECKOUT, IS_INSTALLED
 
 
 @dataclass(frozen=True)
@@ -85,38 +85,32 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def compose_config(
-    overrides: Sequence[str],
-    *,
-    config_dir: Path = CONFIG_DIR,
-    config_name: str = CONFIG_NAME,
-    extra_dir: Path | None = None,
-) -> Composition:
+def compose_config(overrides: Sequence[str], place: ConfigRoot = OWN_ROOT) -> Composition:
     """Return the configuration; wrong overrides are reported and left out.
 
     Where a requested file is missing the configuration is None: checks of the default file in its
     place would mislead.
     """
     register()
-    path = root_path(config_dir, config_name)
+    path = place.path
     if not path.is_file():
         text = f"configuration {path} does not exist; correct --config-path or --config-name."
         return Composition(None, problems=(text,))
     try:
-        root = read_root(config_dir, config_name)
+        root = read_root(place)
     except (OSError, ValueError, yaml.YAMLError) as error:
         return Composition(None, problems=(f"{path} cannot be read: {objection(error)}.",))
     names = [each.lstrip("+~").partition("=")[0].partition(".")[0] for each in overrides]
     # Those of other stages, which the root names, are left out with it.
     pairs = zip(overrides, names, strict=True)
     overrides = [each for each, name in pairs if name not in root.foreign]
-    folders = [*filter(None, [extra_dir]), *root.searched]
+    folders = [*filter(None, [place.extra_dir]), *root.searched]
     searched = ",".join(f"file://{each}" for each in folders)
     always = [f"hydra.searchpath=[{searched}]"] if searched else []
     choices = [each for each in overrides if _is_for_hydra(each)]
     problems: list[str] = []
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(config_dir), version_base="1.3"):
+    with initialize_config_dir(str(place.folder), version_base="1.3"):
         try:
             config = _merged(root.name, [*always, *choices])
             has_files = True

@@ -14,13 +14,12 @@ from hydra.core.config_store import ConfigStore
 from launcher_scripts.configuration.schema import GROUPS, Config
 from launcher_scripts.configuration.settings import CONFIG_DIR
 
-CONFIG_NAME = "config"
 _NODE = "nemo_root"
 _OWN_KEYS = frozenset(Config.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
-class Root:
+class ComposableRoot:
     """The root file of a composition.
 
     Attributes:
@@ -34,30 +33,45 @@ class Root:
     foreign: frozenset[str] = frozenset()
 
 
-def root_path(config_dir: Path, config_name: str) -> Path:
-    """Return the file of a root, whose name may have its extension."""
-    return config_dir / f"{config_name.removesuffix('.yaml')}.yaml"
+@dataclass(frozen=True)
+class ConfigRoot:
+    """The root of the configuration, as the command line names it.
+
+    Attributes:
+        folder, name: of its file; the name may have its extension.
+        extra_dir: a further folder of configuration files.
+    """
+
+    folder: Path = CONFIG_DIR
+    name: str = "config"
+    extra_dir: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.folder / f"{self.name.removesuffix('.yaml')}.yaml"
+
+    def has_groups(self) -> bool:
+        """Return whether it chooses files; a saved configuration holds their contents instead."""
+        return not self.path.is_file() or "defaults" in _read(self.path)
 
 
-def has_groups(config_dir: Path, config_name: str) -> bool:
-    """Return whether a root chooses files; a saved configuration holds their contents instead."""
-    path = root_path(config_dir, config_name)
-    return not path.is_file() or "defaults" in _read(path)
+OWN_ROOT = ConfigRoot()
 
 
-def read_root(config_dir: Path, config_name: str) -> Root:
+def read_root(root: ConfigRoot) -> ComposableRoot:
     """Return the root in composable form. Raises YAMLError if the file is not YAML."""
-    values = _read(root_path(config_dir, config_name))
+    values = _read(root.path)
     defaults = values.get("defaults")
     if not isinstance(defaults, list) or "schema" in defaults:
-        return Root(config_name)
+        return ComposableRoot(root.name)
     groups = {
         str(group).removeprefix("override ").split("@")[0]: choice
         for entry in defaults
         if isinstance(entry, dict)
         for group, choice in entry.items()
     }
-    ours = _read(root_path(CONFIG_DIR, CONFIG_NAME))
+    ours = _read(OWN_ROOT.path)
     known = {
         key: value
         for key, value in values.items()
@@ -76,7 +90,7 @@ def read_root(config_dir: Path, config_name: str) -> Root:
         if name.removesuffix("_config") not in (*_OWN_KEYS, "defaults", "hydra")
         and not name.startswith("hydra/")
     }
-    return Root(_NODE, searched=(CONFIG_DIR,), foreign=frozenset(foreign))
+    return ComposableRoot(_NODE, searched=(CONFIG_DIR,), foreign=frozenset(foreign))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def server_config(config: Config) -> DeployConfig:
     model_dir = Path(config.export.triton_deployment.triton_model_dir)
     uptime_s = _uptime_s(config)
     sizes = _served_sizes(config)
-    placement = _placement(config)
+    placement = _placement(config, sizes)
     # The names of the visible GPUs, if this machine serves and has some.
     is_here = config.cluster_type == "local" and sizes.device != "cpu"
     shown = (visible_gpus() or None) if is_here else None
@@ -46,8 +46,10 @@ def server_config(config: Config) -> DeployConfig:
         folder = folder if deploy.repository else _converted(config)
         # Most servers call a model by its folder.
         name = config.export.run.model_train_name if deploy.engine == VLLM else str(folder)
+    # Where the cluster knows that resource, the job requests it.
+    gpus_per_node = placement.gpus_per_node if placement and config.cluster.gpus_per_node else None
     return DeployConfig(
-        **vars(deploy),
+        **{**vars(deploy), "gpus_per_node": gpus_per_node},
         folder=folder,
         model_name=name,
         max_seq_len=stated_max_seq_len(config),
@@ -117,20 +119,16 @@ def stated_max_seq_len(config: Config) -> int | None:
     return int(stated) if stated.isdigit() else None
 
 
-def deploy_resources(config: Config, limit_min: int) -> Resources:
-    """Return the resources of the server's job. Raises ValueError if no node has them."""
-    placement = _placement(config)
-    nodes = placement.nodes if placement else 1
-    ranks_per_node = _served_sizes(config).world_size // nodes
+def deploy_resources(server: DeployConfig, limit_min: int) -> Resources:
+    """Return the resources of the server's job."""
     # NVIDIA's server uses all GPUs of a node; on several nodes each of our ranks is a task.
-    tasks = ranks_per_node if nodes > 1 and config.deploy.engine == PYTORCH else 1
-    has_gpus = placement and config.cluster.gpus_per_node  # the cluster knows that resource
+    has_tasks = server.nodes > 1 and server.engine == PYTORCH
     return Resources(
-        nodes=nodes,
-        tasks_per_node=tasks,
-        gpus_per_node=placement.gpus_per_node if placement and has_gpus else None,
-        cpus_per_task=config.deploy.cpus_per_task,
-        mem_gb=config.deploy.mem_gb,
+        nodes=server.nodes,
+        tasks_per_node=server.tp_size * server.pp_size // server.nodes if has_tasks else 1,
+        gpus_per_node=server.gpus_per_node,
+        cpus_per_task=server.cpus_per_task,
+        mem_gb=server.mem_gb,
         time_limit_min=limit_min,
     )
 
@@ -150,7 +148,7 @@ def _served_sizes(config: Config) -> ModelSizes:
     )
 
 
-def _placement(config: Config) -> NodeLayout | None:
+def _placement(config: Config, sizes: ModelSizes) -> NodeLayout | None:
     """Return the nodes and GPUs of the ranks; None on a cluster that does not count GPUs.
 
     Raises:
@@ -161,7 +159,6 @@ def _placement(config: Config) -> NodeLayout | None:
         return None
     if config.cluster.gpus_per_node:
         per_node = min(per_node, config.cluster.gpus_per_node)
-    sizes = _served_sizes(config)
     return place(
         tp_size=sizes.tp_size,
         pp_size=sizes.pp_size,

@@ -105,8 +105,9 @@ class Launcher(ABC):
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return every reason why the cluster cannot run these stages."""
 
-    def notes(self) -> list[str]:
+    def notes(self, stages: Sequence[Stage]) -> list[str]:
         """Return remarks about this cluster, shown before the jobs start; most have none."""
+        del stages
         return []
 
     @abstractmethod

@@ -16,9 +16,10 @@ import jinja2
 from inference.launch_environment import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 from inference.ports import DEFAULT_PORTS
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.server_config import deploy_resources, image_of, server_config
+from launcher_scripts.configuration.server_config import image_of
 from launcher_scripts.launchers.base import Job, Launcher
 from stages.base import Stage
+from stages.deploy import DeployStage
 from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
 
 _DATA, _SECRETS, _PRIVATE = "/data", "/run/slipway-secrets", "/run/slipway"
@@ -40,22 +41,21 @@ class KubernetesLauncher(Launcher):
         """Return what a pod could not do, or could not find."""
         return list(_problems(self.config, stages))
 
-    def notes(self) -> list[str]:
+    def notes(self, stages: Sequence[Stage]) -> list[str]:
         """Return where the repository has to be before the pods start."""
-        config = server_config(self.config)
-        if config.store is not None:
-            return []
         settings = self.config.cluster.kubernetes
         return [
-            f"{config.folder} has to be in the claim {settings.claim}, as "
+            f"{server.folder} has to be in the claim {settings.claim}, as "
             f"{settings.claim_path or 'its root'}, before the pods start"
+            for server in _servers(stages)
+            if server.store is None
         ]
 
     def render(self, job: Job, after: str) -> str:
         """Return the objects of a server, its workload and its Service, as YAML."""
         del after
-        config = self.config
-        server, settings = server_config(config), config.cluster.kubernetes
+        config, settings = self.config, self.config.cluster.kubernetes
+        (server,) = _servers([job.stage])
         name, options = object_name(job.name), _server_options(config, server)
         ranks = server.tp_size * server.pp_size
         template = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
@@ -72,7 +72,7 @@ class KubernetesLauncher(Launcher):
             options=options,
             shell_options=shlex.join(options),
             ports=_ports(server),
-            resources=_resources(config, server),
+            resources=_resources(job, server),
             scheme="HTTPS" if settings.tls_secret else "HTTP",
             probe_s=_PROBE_S,
             start_failures=max(math.ceil(server.ready_timeout_s / _PROBE_S), 1),
@@ -87,6 +87,11 @@ class KubernetesLauncher(Launcher):
         )
 
 
+def _servers(stages: Sequence[Stage]) -> list[DeployConfig]:
+    """Return the server among the stages, unless it is not asked for or cannot be placed."""
+    return [stage.config for stage in stages if isinstance(stage, DeployStage)]
+
+
 def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
     others = [stage.name for stage in stages if stage.name != "deploy"]
     if others:
@@ -94,7 +99,12 @@ def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
             f"cluster_type=kubernetes serves alone, and {', '.join(others)} would run too; run "
             "them with another cluster_type first, and ask for stages=[deploy]."
         )
-    server, settings = server_config(config), config.cluster.kubernetes
+    for server in _servers(stages):
+        yield from _problems_of_server(config, server)
+
+
+def _problems_of_server(config: Config, server: DeployConfig) -> Iterator[str]:
+    settings = config.cluster.kubernetes
     if image_of("deploy", config) is None:
         yield "deploy.container is not set; give the image that the pods run (docs/docker.md)."
     if server.store is None and settings.claim is None:
@@ -112,14 +122,14 @@ def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
         yield (
             f"{server.nodes} nodes share the key of their launch through a volume; set "
             "cluster.kubernetes.claim and serve the repository in it, not deploy.repository="
-            f"{config.deploy.repository}."
+            f"{server.repository}."
         )
     if server.is_other_engine:
         yield (
             f"deploy.engine={server.engine}: pods run tritonserver; use the manifests of that "
             "engine's publisher, and name its server in evaluate.server."
         )
-    if config.deploy.server == PYTRITON:
+    if server.server == PYTRITON:
         yield "deploy.server=pytriton: pods run tritonserver; use deploy.server=triton."
     if server.nodes > 1 and server.engine == FASTERTRANSFORMER:
         yield (
@@ -133,8 +143,8 @@ def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
             "put a proxy in front of it."
         )
     files = (
-        ("token_file", config.deploy.token_file, "token_secret"),
-        ("tls_cert", config.deploy.tls_cert, "tls_secret"),
+        ("token_file", server.token_file, "token_secret"),
+        ("tls_cert", server.tls_cert, "tls_secret"),
     )
     for key, value, secret in files:
         if value is not None:
@@ -177,18 +187,18 @@ def _ports(server: DeployConfig) -> dict[str, int]:
     return {name: port or DEFAULT_PORTS[name] for name, port in server.ports.items()}
 
 
-def _resources(config: Config, server: DeployConfig) -> dict[str, Any]:
+def _resources(job: Job, server: DeployConfig) -> dict[str, Any]:
     """Return what one pod takes: all ranks of a node share it."""
-    deploy = config.deploy
-    ranks = server.tp_size * server.pp_size // server.nodes
-    gpus = deploy_resources(config, 0).gpus_per_node
-    limits: dict[str, Any] = {config.cluster.kubernetes.gpu_resource: gpus} if gpus else {}
+    asked, ranks = job.stage.job.resources, server.tp_size * server.pp_size // server.nodes
+    limits: dict[str, Any] = {}
+    if asked.gpus_per_node:
+        limits[job.config.cluster.kubernetes.gpu_resource] = asked.gpus_per_node
     requests = dict(limits)
-    if deploy.cpus_per_task:
-        per_pod = deploy.cpus_per_task * (ranks if server.nodes > 1 else 1)
+    if asked.cpus_per_task:
+        per_pod = asked.cpus_per_task * (ranks if server.nodes > 1 else 1)
         requests["cpu"] = str(per_pod)
-    if deploy.mem_gb:
-        requests["memory"] = limits["memory"] = f"{deploy.mem_gb:g}G"
+    if asked.mem_gb:
+        requests["memory"] = limits["memory"] = f"{asked.mem_gb:g}G"
     return {"requests": requests, "limits": limits}
 
 

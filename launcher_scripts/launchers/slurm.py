@@ -54,8 +54,9 @@ class SlurmLauncher(Launcher):
         """Return the problems that the cluster reports, as far as this machine can reach it."""
         return problems_of_cluster(self.config, stages)
 
-    def notes(self) -> list[str]:
+    def notes(self, stages: Sequence[Stage]) -> list[str]:
         """Return a note for each folder that the nodes may not see."""
+        del stages
         folders = {
             "base_results_dir": self.config.base_results_dir,
             "export.model.checkpoint_path": self.config.export.model.checkpoint_path,

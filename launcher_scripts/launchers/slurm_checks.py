@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,7 +33,11 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     """Return why the stages cannot run, as far as this machine can reach the cluster."""
-    problems = [*_options(config), *_gpus(config, stages), *_images(config, stages)]
+    # The images that the stages use, by the key that names them.
+    own = {"deploy": "deploy.container"} if config.deploy.container is not None else {}
+    named = {own.get(each.name, "container"): image_of(each.name, config) for each in stages}
+    images = {key: image for key, image in named.items() if image is not None}
+    problems = [*_options(config), *_gpus(config, stages), *_images(config, images)]
     if is_dry_run(config):
         return problems
     if shutil.which("sbatch") is None:
@@ -42,7 +46,7 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
             "cluster_type=bcm needs sbatch, which is not on PATH; run on a login node, or use "
             "cluster_type=local or dry_run=true.",
         ]
-    problems += [*_problems_of_partition(config), *_problems_of_pyxis(config, stages)]
+    problems += [*_problems_of_partition(config), *_problems_of_pyxis(images)]
     nodes = max((stage.job.resources.nodes for stage in stages), default=1)
     if nodes > 1 and config.cluster.mpi is not None:
         with suppress(OSError, subprocess.TimeoutExpired):
@@ -50,13 +54,6 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     if config.cluster.probe and not problems:
         problems += _problems_seen_from_nodes(config, nodes)
     return problems
-
-
-def _images_of(config: Config, stages: Sequence[Stage]) -> dict[str, str]:
-    """Return the images that the stages use, by the key that names them."""
-    own = {"deploy": "deploy.container"} if config.deploy.container is not None else {}
-    images = {own.get(each.name, "container"): image_of(each.name, config) for each in stages}
-    return {key: image for key, image in images.items() if image is not None}
 
 
 def _options(config: Config) -> Iterator[str]:
@@ -97,9 +94,9 @@ def _gpus(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
             )
 
 
-def _images(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
+def _images(config: Config, images: Mapping[str, str]) -> Iterator[str]:
     """Yield the problems of images, and of folders that no container can see."""
-    for key, image in _images_of(config, stages).items():
+    for key, image in images.items():
         if image.startswith(("/", "./")):
             if not (is_dry_run(config) or Path(image).is_file()):
                 yield f"{key}={image} is not a file; give an existing image, or a registry path."
@@ -108,7 +105,7 @@ def _images(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
                 f"{key}={image} would be searched in a registry; write a file with its absolute "
                 f"path, such as {Path(image).absolute()}."
             )
-    for key in MOUNTED if _images_of(config, stages) else ():
+    for key in MOUNTED if images else ():
         path = operator.attrgetter(key)(config)
         if ":" in path or "," in path:
             yield f"{key}={path}: pyxis mounts no folder with : or , in its name; choose another."
@@ -157,8 +154,7 @@ def _problems_of_partition(config: Config) -> Iterator[str]:
             )
 
 
-def _problems_of_pyxis(config: Config, stages: Sequence[Stage]) -> list[str]:
-    images = _images_of(config, stages)
+def _problems_of_pyxis(images: Mapping[str, str]) -> list[str]:
     described = _answer(["srun", "--help"]) if images else None
     if described is None or "--container-image" in described:
         return []

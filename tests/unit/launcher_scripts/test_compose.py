@@ -16,6 +16,7 @@ from inference.evaluation.tasks.text_tasks import TEXT_TASKS
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import Composition, compose_config
 from launcher_scripts.configuration.diagnosis import files_of_group
+from launcher_scripts.configuration.nemo_root import ConfigRoot
 from launcher_scripts.configuration.schema import KEYS
 from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR
@@ -318,7 +319,7 @@ def test_saved_configuration_composes_to_itself(tmp_path: Path) -> None:
     first = compose("export=gpt3/sample", "base_results_dir=/r")
     assert first.config is not None
     (tmp_path / "saved.yaml").write_text(repeatable(first.config))
-    again = compose_config(["deploy.drain_s=5"], config_dir=tmp_path, config_name="saved.yaml")
+    again = compose_config(["deploy.drain_s=5"], ConfigRoot(tmp_path, "saved.yaml"))
     assert again.problems == ()
     assert again.config is not None
     assert again.config.deploy.drain_s == 5
@@ -370,7 +371,7 @@ def test_wrong_keys_and_values_of_a_file_are_named_with_those_of_the_command(
     (tmp_path / "saved.yaml").write_text(
         "export: {modl: {}, model: {processes: many, weight_data_type: fp61}}\ndeploy: 3\n"
     )
-    found = compose_config(["dry_run=2"], config_dir=tmp_path, config_name="saved")
+    found = compose_config(["dry_run=2"], ConfigRoot(tmp_path, "saved"))
     for text in (
         "dry_run=2: expected true or false",
         "export.modl (in a configuration file): unknown key export.modl",

@@ -197,6 +197,13 @@ def test_what_pods_cannot_do_is_refused_at_once(
     assert not list(tmp_path.rglob("*_manifests.yaml"))
 
 
+def test_a_server_that_cannot_be_placed_is_refused(
+    render: Render, capsys: pytest.CaptureFixture[str]
+) -> None:
+    render(*CLAIM, "deploy.uptime=3-00:00:00", status=2)
+    assert "deploy.uptime=3-00:00:00 makes a chain of Slurm jobs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("folder", ["/models", "gpt/../.."])
 def test_a_folder_outside_the_claim_is_refused(
     render: Render, folder: str, capsys: pytest.CaptureFixture[str]

@@ -22,8 +22,8 @@ def conf(tmp_path: Path) -> Path:
 def compose(conf: Path, *words: str) -> Composition:
     arguments = read_arguments([f"--config-path={conf}", *words])
     assert arguments.problems == ()
-    assert arguments.config_dir == conf
-    return compose_config(arguments.overrides, config_dir=conf)
+    assert arguments.root.folder == conf
+    return compose_config(arguments.overrides, arguments.root)
 
 
 def test_its_keys_count_and_missing_ones_have_our_defaults(conf: Path) -> None:

@@ -150,7 +150,7 @@ def test_image_of_the_server_is_looked_at_like_that_of_the_other_jobs(tmp_path: 
 def test_folders_in_memory_are_remarked_upon() -> None:
     assert own_file_system(Path("/dev/shm/results")) == "tmpfs"
     assert own_file_system(Path("/proc")) is None
-    notes = launcher("base_results_dir=/dev/shm/results").notes()
+    notes = launcher("base_results_dir=/dev/shm/results").notes([])
     assert any(
         "base_results_dir=/dev/shm/results is on a local file system of this" in n for n in notes
     )

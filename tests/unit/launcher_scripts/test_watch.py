@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from inference.evaluation.task import Metric
+from launcher_scripts.configuration.schema import WatchSection
 from launcher_scripts.main import main
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
 from launcher_scripts.watch import Watch
-from launcher_scripts.watch_state import Watched, WatchState, read_state
+from launcher_scripts.watch_state import Watched, WatchState
 from tests.conftest import ROOT
 from tests.waiting import until
 
@@ -50,8 +51,10 @@ def words(tmp_path: Path, *more: str) -> list[str]:
 
 def watch(tmp_path: Path, *more: str) -> tuple[int, dict[int, Watched]]:
     status = main(words(tmp_path, *more))
-    (state,) = (tmp_path / "gpt_books_5m").glob("watch_*/watch.json")
-    return status, read_state(state.parent, tmp_path / "a run's").watched
+    (path,) = (tmp_path / "gpt_books_5m").glob("watch_*/watch.json")
+    state = WatchState(WatchSection(str(path.parent)), tmp_path / "a run's")
+    state.read()
+    return status, state.watched
 
 
 def test_checkpoints_are_converted_in_order_and_only_once(
@@ -196,8 +199,8 @@ def judged(tmp_path: Path, values: list[float], *more: str, **changes: Any) -> W
         each = Watched(step, "", state="evaluated", metrics={"acc": figure})
         each.repository = str(repository)
         made.state.watched[step] = each
-        made.ranking.judge(each, is_sound=value < 0.9)
-    made.ranking.keep_the_best()
+        made.state.judge(each, is_sound=value < 0.9)
+    made.state.keep_the_best()
     return made.state
 
 
