@@ -139,7 +139,8 @@ class SourceMapping:
     format: str  # of the readers it applies to
     matches: Callable[[Facts], bool]  # whether a checkpoint is of this kind
     config: Callable[[Facts], FTConfig]
-    # Of each layout record's name; asked once the config is known.
+    # Of each layout record's name, or a tensor's of which it differs from layer to layer; asked
+    # once the config is known.
     weights: Callable[[Facts, Any], Mapping[str, TensorSource]]
     unsupported: Callable[[Facts], list[str]] = lambda _: []  # why the layout cannot hold a model
     ignored: tuple[str, ...] = ()  # patterns of source tensors without anything to convert
@@ -155,7 +156,7 @@ class SourceMapping:
     carried: tuple[str, ...] = ()  # ignored tensors that belong to the model nevertheless
 
     def sources(self, facts: Facts, config: Any) -> dict[str, TensorSource]:
-        """Return the source of each tensor of the layout, by its name, added prompts included."""
+        """Return the sources of the layout, as `weights`, those of added prompts included."""
         return {PROMPT_TABLE: Copy("prompt:{task}"), **self.weights(facts, config)}
 
     def is_ignored(self, key: str) -> bool:
