@@ -85,11 +85,10 @@ class Facts:
             raise CheckpointMismatchError(f"{key} is {found}: expected {axis + 1} axes")
         return shape[axis]
 
-    def rows(self, key: str, default: int = 0) -> int:
-        """Return the rows of a tensor that training ranks cut on axis 0 (`default` if absent)."""
-        if not self.has(key):
-            return default
-        return sum(piece.shape[0] for piece in self.pieces(key) if piece.shape)
+    def rows(self, key: str) -> int:
+        """Return the rows of a tensor that training ranks cut on axis 0; 0 if it is absent."""
+        pieces = self.pieces(key) if self.has(key) else ()
+        return sum(piece.shape[0] for piece in pieces if piece.shape)
 
     def same_values(self, first: str, second: str) -> bool:
         """Return whether two tensors are stored with the same bytes."""
