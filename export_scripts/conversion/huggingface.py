@@ -212,7 +212,7 @@ def _views(
         if spec.name == PROMPT_TABLE or spec.name.endswith(IA3):  # of an adapter
             continue
         origin = table.get(spec.name)
-        views = origin.at(index).views(tensor.shape, source.config) if origin else []
+        views = origin.views(tensor.shape, source.config) if origin else []
         if not views and not isinstance(origin, Compute):
             homeless[spec.name] = None
         for pattern, view in views:

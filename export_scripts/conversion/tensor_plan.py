@@ -100,13 +100,14 @@ def plan_tensors(
     shapes: list[str] = []
     stated: list[str] = []
     for spec, index, tensor in mapping.family.expand(config):
-        if spec.name not in table:
+        source = table.get(tensor.name) or table.get(spec.name)
+        if source is None:
             stated.append(
                 f"{mapping.title} has no {tensor.name}, which a stated value of config.ini asks "
                 "for: leave that value out"
             )
             continue
-        plan = TensorPlan(tensor, table[spec.name].at(index), index)
+        plan = TensorPlan(tensor, source, index)
         plans.append(plan)
         used.update(facts.resolve(key) for key, _ in plan.reads)
         absent = [key for key, _ in plan.reads if not facts.has(key)]

@@ -12,10 +12,9 @@ from export_scripts.families.dense.huggingface import GATED, chosen_layers
 from export_scripts.families.dense.layout import DENSE, DenseConfig
 from export_scripts.families.gpt.megatron import (
     CORE_LAYER,
-    CORE_WTE,
     GPT_CORE_MAPPINGS,
     common_fields,
-    core_is_tied,
+    core_embedding,
     core_names,
     core_traits,
     is_core,
@@ -93,28 +92,24 @@ def core_config(facts: Facts) -> DenseConfig:
         ValueError: The special tokens are not known.
     """
     traits = core_traits(facts)
-    present: dict[str, Any] = {
-        field: facts.has(_FIRST_LAYER + name) for field, name in _PRESENT.items()
-    }
     settings = traits.settings
     is_scaled = _is_gemma(traits) or traits.source.get("apply_embedding_scaling")
-    fields = {
-        **common_fields(facts, traits, vocab_size=facts.rows(CORE_WTE), tied=core_is_tied(facts)),
-        **present,
-        "attention_scale": _attention_scale(traits),
-        "attention_softcap": _number(settings, "attn_logit_softcapping"),
-        "logit_softcap": _number(settings, "final_logit_softcapping"),
-        "embedding_scale": math.sqrt(traits.hidden) if is_scaled else 1.0,
-        **_core_windows(traits),
-        "rotary_layers": _layers(traits, "no_rope_freq"),
-        **_core_rotary(traits),
-    }
-    if fields["rotary_layers"] == () and not settings.problems:
+    rotary_layers = _layers(traits, "no_rope_freq")
+    if rotary_layers == () and not settings.problems:
         settings.note("no_rope_freq: it leaves no layer with rotary positions")
     return settings.built(
         DenseConfig,
         facts,
-        **fields,
+        **common_fields(facts, traits),
+        **core_embedding(facts),
+        **{field: facts.has(_FIRST_LAYER + name) for field, name in _PRESENT.items()},
+        **_core_windows(traits),
+        **_core_rotary(traits),
+        rotary_layers=rotary_layers,
+        attention_scale=_attention_scale(traits),
+        attention_softcap=_number(settings, "attn_logit_softcapping"),
+        logit_softcap=_number(settings, "final_logit_softcapping"),
+        embedding_scale=math.sqrt(traits.hidden) if is_scaled else 1.0,
         model_name="llama",
         kv_head_num=traits.query_groups,
         hidden_size=traits.hidden,

@@ -9,7 +9,6 @@ from typing import Any
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
 from export_scripts.families.layout.decoder import HEAD, LAYER
-from export_scripts.families.layout.spec import WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, key
 from export_scripts.families.mapping.names import Names, fused_layer, in_layers
 from export_scripts.families.mapping.settings import Settings
@@ -20,7 +19,6 @@ from export_scripts.families.mapping.sources import (
     Copy,
     Get,
     Parts,
-    PerIndex,
     TensorSource,
     Views,
     same,
@@ -155,26 +153,29 @@ def _check_ranges(ranges: Mapping[str, Any], num_layer: int) -> None:
     refuse(problems)
 
 
-def _int8_weights(ranges: Mapping[str, Any]) -> dict[str, TensorSource]:
-    def source(
-        spec: WeightSpec, modules: tuple[str, ...], suffix: str, index: Mapping[str, int | str]
-    ) -> TensorSource:
-        entries = [ranges[_OPT_LAYER.format(**index) + module] for module in modules]
-
-        def compute(config: GPTConfig, *weights: Any) -> Any:
-            if isinstance(weights[0], ShapeTensor):  # checked as those of the matrix itself
-                return ShapeTensor([config.dim(size, index) for size in spec.shape])
-            return _VALUES[suffix](config, weights, entries)
-
-        return Compute(compute, tuple(f"{_OPT_LAYER}{module}.weight" for module in modules))
-
+def _int8_weights(ranges: Mapping[str, Any], config: GPTConfig) -> dict[str, TensorSource]:
+    """Return the sources of int8 weights and their scales, each of its own layer."""
     specs = {spec.name: spec for spec in LAYOUT}
     return {
-        key: PerIndex(functools.partial(source, specs[key], modules, suffix))
+        tensor.name: Compute(
+            functools.partial(
+                _computed,
+                tensor.shape,
+                values,
+                [ranges[_OPT_LAYER.format(**index) + module] for module in modules],
+            ),
+            tuple(f"{_OPT_LAYER}{module}.weight" for module in modules),
+        )
         for name, modules in _MODULES.items()
-        for suffix in _VALUES
-        for key in [f"{LAYER}{name}.{suffix}"]
+        for suffix, values in _VALUES.items()
+        for index, tensor in specs[f"{LAYER}{name}.{suffix}"].expand(config)
     }
+
+
+def _computed(shape: Any, values: Any, entries: Any, config: GPTConfig, *weights: Any) -> Any:
+    if isinstance(weights[0], ShapeTensor):  # checked as those of the matrix itself
+        return ShapeTensor(shape)
+    return values(config, weights, entries)
 
 
 def _quantized(_config: GPTConfig, weights: Any, _entries: Any) -> Any:
@@ -294,7 +295,7 @@ def _opt_sources(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:
         table[HEAD] = Compute(_widened, (_OPT.stored_head(facts), _PROJECT_OUT))
     if facts.activation_ranges is not None:
         _check_ranges(facts.activation_ranges, config.num_layer)
-        table |= _int8_weights(facts.activation_ranges)
+        table |= _int8_weights(facts.activation_ranges, config)
     return table
 
 

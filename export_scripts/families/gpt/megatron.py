@@ -64,9 +64,7 @@ def not_gpt(traits: MegatronTraits) -> list[str]:
     return reasons + foreign_settings(traits)
 
 
-def common_fields(
-    facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: bool
-) -> dict[str, Any]:
+def common_fields(facts: Facts, traits: MegatronTraits) -> dict[str, Any]:
     """Return what the configs of all Megatron-style decoders have.
 
     Raises:
@@ -79,15 +77,13 @@ def common_fields(
     )  # fmt: skip
     return {
         **{name: getattr(traits, name) for name in names},
-        "vocab_size": vocab_size,
         "start_id": start_id,
         "end_id": end_id,
-        "tie_word_embeddings": tied,
     }
 
 
-def gpt_config(facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: bool) -> GPTConfig:
-    """Return the config of a Megatron-style GPT that passed `unsupported`.
+def gpt_config(facts: Facts, traits: MegatronTraits, **own: Any) -> GPTConfig:
+    """Return the config of a Megatron-style GPT that passed `unsupported`, with fields of its own.
 
     Raises:
         ValueError: The special tokens are unknown, or an added archive contradicts itself.
@@ -96,7 +92,8 @@ def gpt_config(facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: b
         GPTConfig,
         facts,
         model_name="gpt",
-        **common_fields(facts, traits, vocab_size=vocab_size, tied=tied),
+        **common_fields(facts, traits),
+        **own,
         activation_type=_ACTIVATIONS[traits.activation],
         has_adapters=traits.adapter_inter_size > 0,
         adapter_inter_size=traits.adapter_inter_size,
@@ -239,7 +236,7 @@ def _config(facts: Facts) -> GPTConfig:
     traits = _traits(facts)
     # A head that is neither stored nor tied is reported as missing later.
     tied = traits.tied and not facts.has(f"{_names(facts)['model.lm_head']}.weight")
-    return gpt_config(facts, traits, vocab_size=rows, tied=tied)
+    return gpt_config(facts, traits, vocab_size=rows, tie_word_embeddings=tied)
 
 
 GPT_MEGATRON_MAPPINGS: tuple[SourceMapping, ...] = tuple(
@@ -321,11 +318,15 @@ def core_traits(facts: Facts) -> MegatronTraits:
     return MegatronTraits(facts.reader.format, config)
 
 
-def core_is_tied(facts: Facts) -> bool:
-    """Return whether the head is the embedding, of which pipeline stages may store a copy."""
-    return core_traits(facts).tied and (
+def core_embedding(facts: Facts) -> dict[str, Any]:
+    """Return the vocabulary, and whether the head is its embedding.
+
+    Pipeline stages may store a copy of that.
+    """
+    is_tied = core_traits(facts).tied and (
         not facts.has(CORE_HEAD) or facts.same_values(CORE_HEAD, CORE_WTE)
     )
+    return {"vocab_size": facts.rows(CORE_WTE), "tie_word_embeddings": is_tied}
 
 
 GPT_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
@@ -335,9 +336,7 @@ GPT_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         family=GPT,
         format=source_format,
         matches=is_core,
-        config=lambda facts: gpt_config(
-            facts, core_traits(facts), vocab_size=facts.rows(CORE_WTE), tied=core_is_tied(facts)
-        ),
+        config=lambda facts: gpt_config(facts, core_traits(facts), **core_embedding(facts)),
         weights=lambda facts, _: gpt_sources(facts, core_traits(facts), core_names(facts)),
         unsupported=lambda facts: (
             not_gpt(core_traits(facts)) + tuned_keys(facts) + unknown_model(facts)

@@ -50,8 +50,6 @@ def ini_field(
         "key": key, "sections": sections, "as_digit": as_digit, "unless_default": unless_default,
         "absent": absent,
     }  # fmt: skip
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -40,9 +40,7 @@ class FTTensor:
 
     def file_names(self, tp_size: int) -> tuple[str, ...]:
         """Return every file of this tensor."""
-        if self.split is None:
-            return (self.file_name(),)
-        return tuple(self.file_name(rank) for rank in range(tp_size))
+        return tuple(self.file_name(rank) for rank in range(1 if self.split is None else tp_size))
 
     def local_shape(self, tp_size: int) -> tuple[int, ...]:
         """Return the shape of one file.

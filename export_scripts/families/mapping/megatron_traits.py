@@ -126,20 +126,21 @@ def _normalization(config: Mapping[str, Any]) -> str:
 _Activation = tuple[str, bool, bool, bool]
 
 
-def _nemo_activation(config: Mapping[str, Any]) -> _Activation:
-    """Return what NeMo computes, whose openai_gelu overrides `activation`."""
+def nemo_activation(config: Mapping[str, Any]) -> _Activation:
+    """Return what NeMo computes, whose openai_gelu overrides `activation`.
+
+    NeMo 1.x, nlp/modules/common/megatron/mlp.py. The fused kernels, there and in megatron-core
+    (megatron/core/fusions), compute the tanh form, with a gate and without.
+    """
     word = str(config.get("activation") or "gelu")
-    bare, gated = _bare(word), _bare(word) in _GATED
-    kind = _GATED.get(bare) or _PLAIN.get(bare)
+    bare = word.lower().removeprefix("fast-").removeprefix("fast_")
+    kind, gated = _GATED.get(bare) or _PLAIN.get(bare), bare in _GATED
     kind = "gelu" if kind and config.get("openai_gelu") else kind or word
     # Without a gate the fused kernel needs a bias to add.
     has_kernel = kind == "gelu" and (gated or _first(config, "bias", default=True))
-    fused = nemo_fuses_activation(config) and bool(has_kernel)
-    return kind, gated, fused, nemo_gelu_is_exact(config)
-
-
-def _bare(word: str) -> str:
-    return word.lower().removeprefix("fast-").removeprefix("fast_")
+    fuses = _first(config, "bias_activation_fusion", "bias_gelu_fusion", default=True)
+    by_erf = bare in ("gelu", "geglu") and not config.get("openai_gelu")
+    return kind, gated, bool(has_kernel and fuses), by_erf
 
 
 def _megatron_activation(args: Mapping[str, Any]) -> _Activation:
@@ -161,7 +162,7 @@ def _core_activation(config: Mapping[str, Any]) -> _Activation:
 # Formats -> the name of their configuration in messages, keys of the longest sequence, activation.
 _FORMATS: Mapping[str, tuple[str, tuple[str, ...], Callable[[Mapping[str, Any]], _Activation]]] = {
     "nemo": (
-        "model_config.yaml", ("max_position_embeddings", "encoder_seq_length"), _nemo_activation
+        "model_config.yaml", ("max_position_embeddings", "encoder_seq_length"), nemo_activation
     ),
     "megatron": ("the checkpoint's args", ("max_position_embeddings",), _megatron_activation),
     "nemo2": ("context/model.yaml", ("seq_length",), _core_activation),
@@ -169,21 +170,6 @@ _FORMATS: Mapping[str, tuple[str, tuple[str, ...], Callable[[Mapping[str, Any]],
 }  # fmt: skip
 # Keys that are set where positions are scaled as Llama 3.1's.
 _SCALED = {"nemo2": "scale_factor", "bridge": "rope_scaling"}
-
-
-def nemo_fuses_activation(config: Mapping[str, Any]) -> bool:
-    """Return whether a NeMo configuration asks for the kernel that fuses bias and activation."""
-    return bool(_first(config, "bias_activation_fusion", "bias_gelu_fusion", default=True))
-
-
-def nemo_gelu_is_exact(config: Mapping[str, Any]) -> bool:
-    """Return whether a NeMo model computes gelu by erf where no kernel fuses it with its bias.
-
-    NeMo 1.x, nlp/modules/common/megatron/mlp.py. The fused kernels, there and in megatron-core
-    (megatron/core/fusions), compute the tanh form, with a gate and without.
-    """
-    word = _bare(str(config.get("activation") or "gelu"))
-    return word in ("gelu", "geglu") and not config.get("openai_gelu")
 
 
 NORMS_ELSEWHERE = "norms stand elsewhere"

@@ -85,11 +85,10 @@ class Facts:
             raise CheckpointMismatchError(f"{key} is {found}: expected {axis + 1} axes")
         return shape[axis]
 
-    def rows(self, key: str, default: int = 0) -> int:
-        """Return the rows of a tensor that training ranks cut on axis 0 (`default` if absent)."""
-        if not self.has(key):
-            return default
-        return sum(piece.shape[0] for piece in self.pieces(key) if piece.shape)
+    def rows(self, key: str) -> int:
+        """Return the rows of a tensor that training ranks cut on axis 0; 0 if it is absent."""
+        pieces = self.pieces(key) if self.has(key) else ()
+        return sum(piece.shape[0] for piece in pieces if piece.shape)
 
     def same_values(self, first: str, second: str) -> bool:
         """Return whether two tensors are stored with the same bytes."""
@@ -139,7 +138,8 @@ class SourceMapping:
     format: str  # of the readers it applies to
     matches: Callable[[Facts], bool]  # whether a checkpoint is of this kind
     config: Callable[[Facts], FTConfig]
-    # Of each layout record's name; asked once the config is known.
+    # Of each layout record's name, or a tensor's of which it differs from layer to layer; asked
+    # once the config is known.
     weights: Callable[[Facts, Any], Mapping[str, TensorSource]]
     unsupported: Callable[[Facts], list[str]] = lambda _: []  # why the layout cannot hold a model
     ignored: tuple[str, ...] = ()  # patterns of source tensors without anything to convert
@@ -155,7 +155,7 @@ class SourceMapping:
     carried: tuple[str, ...] = ()  # ignored tensors that belong to the model nevertheless
 
     def sources(self, facts: Facts, config: Any) -> dict[str, TensorSource]:
-        """Return the source of each tensor of the layout, by its name, added prompts included."""
+        """Return the sources of the layout, as `weights`, those of added prompts included."""
         return {PROMPT_TABLE: Copy("prompt:{task}"), **self.weights(facts, config)}
 
     def is_ignored(self, key: str) -> bool:

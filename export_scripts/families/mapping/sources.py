@@ -71,10 +71,6 @@ class TensorSource:
         """Keys read, each with the axis on which training ranks cut it (None: replicated)."""
         return ()
 
-    def at(self, index: Mapping[str, int | str]) -> TensorSource:  # noqa: ARG002
-        """Return the source of the tensor of an index."""
-        return self
-
     def build(self, get: Get, config: Any) -> Parts:
         """Return the tensor; `get` gives the pieces of a key, one per training rank."""
         raise NotImplementedError
@@ -353,17 +349,6 @@ class Adjusted(TensorSource):
         others = [join(get(key), 0) for key in self.others]
         changed = tuple(self.function(float32(part), config, *others) for part in tensors)
         return Parts(parts.axis, changed)
-
-
-@dataclass(frozen=True)
-class PerIndex(TensorSource):
-    """A source that differs from layer to layer."""
-
-    choose: Callable[[Mapping[str, int | str]], TensorSource]
-
-    def at(self, index: Mapping[str, int | str]) -> TensorSource:
-        """Return the one of an index."""
-        return self.choose(index)
 
 
 @dataclass(frozen=True)

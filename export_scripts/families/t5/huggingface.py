@@ -30,7 +30,6 @@ from export_scripts.families.t5.layout import (
 _EMBEDDING = "shared.weight"
 # Copies of the embedding that a file may hold next to, or instead of, shared.weight.
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-_SIDES = ("encoder", "decoder")
 # model_type -> how its classes begin.
 _MODEL_TYPES = {"t5": "T5", "mt5": "MT5"}
 
@@ -169,9 +168,10 @@ def _scales_logits(settings: Settings) -> bool:
 def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
     """Return each tensor's source; most have the names of the layout."""
     names: dict[str, Any] = {
-        (module := spec.name.rpartition(".")[0]): module for spec in LAYOUT if "block" in spec.name
+        (module := spec.name.rpartition(".")[0]): module
+        for spec in LAYOUT
+        if spec.name.startswith(("encoder.", "decoder."))
     }
-    names |= {f"{side}.final_layer_norm": f"{side}.final_layer_norm" for side in _SIDES}
     if config.use_gated_activation:
         gates = {"wi": "wi_0", "wi2": "wi_1"}
         names |= {
