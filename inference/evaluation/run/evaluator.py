@@ -4,11 +4,10 @@ import secrets
 import string
 import time
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -41,10 +40,9 @@ from inference.evaluation.run.reference import reference_of
 from inference.evaluation.run.served_model import connect
 from inference.evaluation.run.task_run import (
     EvaluationProgress,
-    Movement,
     ProgressCallback,
     TaskRun,
-    movement,
+    asked_again,
     run_task,
 )
 from inference.evaluation.task import EvaluationError, TextGenerator
@@ -100,12 +98,12 @@ def evaluate(
                 run_task(each, served, concurrency=options.concurrency, progress=progress)
                 for each in prepared
             ]
-            repeats = [movement(run, served, bounds) for run in runs]
+            runs = [asked_again(run, served, bounds) for run in runs]
             latency = _latency(options, served, runs, progress)
         if options.reference == "huggingface":
             runs = _with_source(options, runs, progress)
     seconds = time.perf_counter() - start
-    runs = list(map(partial(_completed, options, baseline), runs, repeats))
+    runs = [_completed(options, baseline, run) for run in runs]
     letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(3))
     report = Report(
         run_id=f"{facts.name}_{started_at:%Y-%m-%d_%H-%M-%S}_{letters}",
@@ -117,8 +115,7 @@ def evaluate(
         bounds=bounds,
         environment=describe_environment(),
     )
-    moved = ChainMap(*(each.by_metric for each in repeats))
-    report = _gated(report, options, baseline, runs, moved)
+    report = _gated(report, options, baseline, runs)
     if store is not None:
         report = replace(report, history=comparable_history(earlier, report))
     write_report(output_dir, report, [each for run in runs for each in run.predictions])
@@ -188,9 +185,7 @@ def _with_source(
     return found
 
 
-def _completed(
-    options: EvaluationOptions, baseline: Baseline | None, run: TaskRun, repeat: Movement
-) -> TaskRun:
+def _completed(options: EvaluationOptions, baseline: Baseline | None, run: TaskRun) -> TaskRun:
     """Return a run with the way it was asked, and its reference and baseline next to its own."""
     reference = run.prepared.reference
     text_model = options.ensemble_name or options.model_name
@@ -201,7 +196,7 @@ def _completed(
     report = replace(
         run.report,
         through=through,
-        note="; ".join(filter(None, (run.prepared.note, *options.left_out, repeat.text))),
+        note="; ".join(filter(None, (run.prepared.note, *options.left_out, run.report.note))),
         reference=None if reference is None else run.against(reference),
     )
     predictions = tuple(
@@ -220,7 +215,6 @@ def _gated(
     options: EvaluationOptions,
     baseline: Baseline | None,
     runs: Sequence[TaskRun],
-    moved: Mapping[str, float],
 ) -> Report:
     """Return the report with the gate applied.
 
@@ -239,7 +233,7 @@ def _gated(
         pairs={}
         if baseline is None
         else ChainMap(*(baseline.pairs(run.report, run.predictions) for run in runs)),
-        moved=moved,
+        moved=ChainMap(*(run.moved for run in runs)),
         advisory={
             metric.name
             for task in report.tasks
