@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import cast
+from typing import Any
 
 from inference.evaluation.gate import amount_text
 from inference.evaluation.options import Bound
@@ -115,14 +115,9 @@ def run_task(
         EvaluationError: at least one sample could not be evaluated.
     """
     task, samples = prepared.task, prepared.samples
-    timer = RequestTimer(model)
+    timer: Any = RequestTimer(model)
     answered = _ask_all(
-        task,
-        samples,
-        cast("TextGenerator", timer),
-        concurrency=concurrency,
-        progress=progress,
-        phase=phase or task.name,
+        task, samples, timer, concurrency=concurrency, progress=progress, phase=phase or task.name
     )
     requests = timer.statistics(concurrency=concurrency)
     scores = [answered[sample.index][0] for sample in samples]
