@@ -123,7 +123,7 @@ def smallest_drop(
     from inference.evaluation.exact_tests import power
 
     caught = partial(power, count, margin, alpha, deviation**2)
-    if caught(1.0) < POWER:
+    if margin >= 1 or caught(1.0) < POWER:
         return None
     return _root(lambda drop: caught(drop) - POWER, margin, 1.0)
 
