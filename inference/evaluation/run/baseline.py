@@ -93,19 +93,22 @@ class Baseline:
             if metric is None:
                 known = ", ".join(self.metrics) or "none"
                 found.append(f"{key}: the baseline has no {name}; it has {known}; {_REMEDY}")
-            elif bound.paired is None:
-                continue
-            elif not any(metric.sample_value in each.quantities for each in self.scores.values()):
-                found.append(
-                    f"{key}: the baseline ({self.source}) keeps no scores of samples, as those of "
-                    f"earlier versions; {_REMEDY[:-1]}, or use margin, which compares totals."
-                )
-            else:
-                try:
-                    PairedBound.parse(bound.paired).margin(metric)
-                except ValueError as error:
-                    found.append(f"{key}={bound.paired}: {error}")
+            elif bound.paired is not None and (reason := self._not_paired(metric, bound.paired)):
+                found.append(f"{key}{reason}")
         return found
+
+    def _not_paired(self, metric: Metric, sentence: str) -> str:
+        """Return why samples cannot be compared as a sentence says; empty if they can."""
+        try:
+            PairedBound.parse(sentence).margin(metric)
+        except ValueError as error:
+            return f"={sentence}: {error}"
+        if any(metric.sample_value in each.quantities for each in self.scores.values()):
+            return ""
+        return (
+            f": the baseline ({self.source}) keeps no scores of samples, as those of earlier "
+            f"versions; {_REMEDY[:-1]}, or use margin, which compares totals."
+        )
 
     def values(self, prediction: Prediction) -> dict[str, float]:
         """Return the stored quantities of a sample; none where it is not known."""
