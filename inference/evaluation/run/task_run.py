@@ -66,7 +66,7 @@ class TaskRun:
     prepared: Prepared
     report: TaskReport
     predictions: tuple[Prediction, ...]
-    moved: Mapping[str, float] = field(default_factory=dict)
+    moved: dict[str, float] = field(default_factory=dict)
 
     def against(self, reference: Reference) -> ReferenceComparison:
         """Compare every metric with a reference, sample by sample where it has samples.
