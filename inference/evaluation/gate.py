@@ -258,7 +258,7 @@ def _paired(
         notes.append("better than the bound would let it be worse: check model, data and prompts")
     deviation = test.deviation
     if pairs.is_binary:  # what changed to the worse and to the better alike
-        deviation = math.sqrt(2 * min(pairs.losses, pairs.gains) / test.count)
+        deviation = math.sqrt(2 * min(pairs.changed) / test.count)
     return _verdict(
         metric,
         sentence,

@@ -43,8 +43,8 @@ def _tried(client: OpenAIClient, body: Mapping[str, Any]) -> Mapping[str, Any] |
         return None
 
 
-def _text(answer: Mapping[str, Any], row: int = 0) -> str:
-    text = choices_of(answer)[row].get("text")
+def _text(answer: Mapping[str, Any]) -> str:
+    text = choices_of(answer)[0].get("text")
     if not isinstance(text, str):
         raise RequestFailedError("an answer without text")
     return text
