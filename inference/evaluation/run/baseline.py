@@ -51,8 +51,8 @@ class Baseline:
 
     @property
     def source(self) -> str:
-        """The run that its figures come from, in words."""
-        return f"run {self.run_id} of {self.started_at}"
+        """The run that its figures come from, in words; empty where there is none."""
+        return f"run {self.run_id} of {self.started_at}" if self.run_id else ""
 
     def check(self, task: str, version: int, dataset: Dataset, samples: Sequence[Sample]) -> None:
         """Raise ValueError if it was measured on other samples, or scored by other rules."""
@@ -124,6 +124,9 @@ class Baseline:
         both = [(each, self.values(each)) for each in predictions]
         found = {metric.name: pairs_of(metric, both) for metric in task.metrics}
         return {name: each for name, each in found.items() if each and name in self.metrics}
+
+
+NO_BASELINE = Baseline(SCHEMA_VERSION, run_id="", started_at="", samples={}, metrics={})
 
 
 def _some(values: Sequence[Any]) -> str:

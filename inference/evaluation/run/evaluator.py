@@ -185,7 +185,7 @@ def _with_source(
     return found
 
 
-def _completed(options: EvaluationOptions, baseline: Baseline | None, run: TaskRun) -> TaskRun:
+def _completed(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> TaskRun:
     """Return a run with the way it was asked, and its reference and baseline next to its own."""
     reference = run.prepared.reference
     text_model = options.ensemble_name or options.model_name
@@ -203,7 +203,7 @@ def _completed(options: EvaluationOptions, baseline: Baseline | None, run: TaskR
         replace(
             each,
             reference={} if reference is None else reference.values(each),
-            baseline={} if baseline is None else baseline.values(each),
+            baseline=baseline.values(each),
         )
         for each in run.predictions
     )
@@ -211,10 +211,7 @@ def _completed(options: EvaluationOptions, baseline: Baseline | None, run: TaskR
 
 
 def _gated(
-    report: Report,
-    options: EvaluationOptions,
-    baseline: Baseline | None,
-    runs: Sequence[TaskRun],
+    report: Report, options: EvaluationOptions, baseline: Baseline, runs: Sequence[TaskRun]
 ) -> Report:
     """Return the report with the gate applied.
 
@@ -229,10 +226,8 @@ def _gated(
     gate = apply_gate(
         report.metrics,
         bounds,
-        baseline={} if baseline is None else baseline.metrics,
-        pairs={}
-        if baseline is None
-        else ChainMap(*(baseline.pairs(run.report, run.predictions) for run in runs)),
+        baseline=baseline.metrics,
+        pairs=ChainMap(*(baseline.pairs(run.report, run.predictions) for run in runs)),
         moved=ChainMap(*(run.moved for run in runs)),
         advisory={
             metric.name
@@ -244,13 +239,11 @@ def _gated(
             metric.name: run.prepared.task.remedy() for run in runs for metric in run.report.metrics
         },
     )
-    report = replace(report, gate=gate)
+    source = baseline.source
     if updated is not None and gate.passed:
         baseline = write_baseline(updated, report, chain(*(run.predictions for run in runs)))
-    if baseline is None:
-        return report
-    source = baseline.source if updated is None else f"this run, recorded in {updated}"
-    return replace(report, baseline=baseline.metrics, baseline_source=source)
+        source = f"this run, recorded in {updated}"
+    return replace(report, gate=gate, baseline=baseline.metrics, baseline_source=source)
 
 
 def _with_own_facts(facts: RunFacts, weights_dir: Path | None, seconds: float) -> RunFacts:
