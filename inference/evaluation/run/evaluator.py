@@ -4,8 +4,8 @@ import secrets
 import string
 import time
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain
@@ -74,34 +74,48 @@ def evaluate(
     if problems := check_evaluation(options):
         raise ValueError("\n".join(problems))
     output_dir = Path(options.output_dir)
-    started_at = datetime.now(timezone.utc)
-    start = time.perf_counter()
-    with _junit_on_failure(output_dir):
-        if options.protocol == OPENAI and model is None:
-            asked = open_model(options)
-            options, model = within_abilities(options, asked.lacks), asked
-        tasks = known_tasks(options)
-        bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
-        bounds |= parse_bounds(options.gate)[0]
-        prepared = [prepare(task) for task in tasks]
-        if problems := check_bounds_of_groups(bounds, prepared):
-            raise ValueError("\n".join(problems))
-        baseline = stored_baseline(options, prepared)
-        store = options.history_dir
-        earlier = [] if store is None else read_history(Path(store))
-        output_dir.mkdir(parents=True, exist_ok=True)
-        for name in FILE_NAMES:  # two reports are never mixed
-            (output_dir / name).unlink(missing_ok=True)
-        progress(EvaluationProgress("connect", done=0, total=1))
-        with nullcontext(model) if model is not None else connect(options) as served:
-            runs = [
-                run_task(each, served, concurrency=options.concurrency, progress=progress)
-                for each in prepared
-            ]
-            runs = [asked_again(run, served, bounds) for run in runs]
-            latency = _latency(options, served, runs, progress)
-        if options.reference == "huggingface":
-            runs = _with_source(options, runs, progress)
+    try:
+        return _evaluate(options, facts, model, progress)
+    except (EvaluationError, ValueError) as error:
+        if not (output_dir / REPORT_JSON).exists():
+            output_dir.mkdir(parents=True, exist_ok=True)
+            replace_file(output_dir / JUNIT, junit_error_text(str(error)))
+        raise
+
+
+def _evaluate(
+    options: EvaluationOptions,
+    facts: RunFacts,
+    model: TextGenerator | None,
+    progress: ProgressCallback,
+) -> Report:
+    started_at, start = datetime.now(timezone.utc), time.perf_counter()
+    if options.protocol == OPENAI and model is None:
+        asked = open_model(options)
+        options, model = within_abilities(options, asked.lacks), asked
+    tasks = known_tasks(options)
+    bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
+    bounds |= parse_bounds(options.gate)[0]
+    prepared = [prepare(task) for task in tasks]
+    if problems := check_bounds_of_groups(bounds, prepared):
+        raise ValueError("\n".join(problems))
+    baseline = stored_baseline(options, prepared)
+    store = None if options.history_dir is None else Path(options.history_dir)
+    earlier = [] if store is None else read_history(store)
+    output_dir = Path(options.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for name in FILE_NAMES:  # two reports are never mixed
+        (output_dir / name).unlink(missing_ok=True)
+    progress(EvaluationProgress("connect", done=0, total=1))
+    with nullcontext(model) if model is not None else connect(options) as served:
+        runs = [
+            run_task(each, served, concurrency=options.concurrency, progress=progress)
+            for each in prepared
+        ]
+        runs = [asked_again(run, served, bounds) for run in runs]
+        latency = _latency(options, served, runs, progress)
+    if options.reference == "huggingface":
+        runs = _with_source(options, runs, progress)
     seconds = time.perf_counter() - start
     runs = [_completed(options, baseline, run) for run in runs]
     letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(3))
@@ -120,23 +134,10 @@ def evaluate(
         report = replace(report, history=comparable_history(earlier, report))
     write_report(output_dir, report, [each for run in runs for each in run.predictions])
     if store is not None:
-        append_run(Path(store), report, output_dir)
+        append_run(store, report, output_dir)
     for tracker in options.trackers:
-        track(tracker, report, output_dir, folder=Path(store or output_dir))
+        track(tracker, report, output_dir, folder=store or output_dir)
     return report
-
-
-@contextmanager
-def _junit_on_failure(output_dir: Path) -> Iterator[None]:
-    """Write a junit.xml with the reason for a missing report; an earlier whole one is kept."""
-    try:
-        yield
-    except (EvaluationError, ValueError) as error:
-        if (output_dir / REPORT_JSON).exists():
-            raise
-        output_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(output_dir / JUNIT, junit_error_text(str(error)))
-        raise
 
 
 def _latency(
