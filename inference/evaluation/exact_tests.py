@@ -82,7 +82,7 @@ def _null(count: int, margin: float) -> list[tuple[Floats, Floats]]:
     Each is the sorted scores of all tables, and the chance of less than each, then 1.
     """
     most = min((1 - margin) / 2, _MOST_GAINS / count)
-    rates = [*np.geomspace(0.02 / count, most, 25), *np.linspace(0, most, 40)]
+    rates = [*np.geomspace(min(0.02 / count, most), most, 25), *np.linspace(0, most, 40)]
     found = []
     for rate in rates:
         losses, gains, chances = _tables(count, rate + margin, rate)

@@ -81,7 +81,7 @@ class Verdict:
         elif self.status == INSUFFICIENT:
             parts.append(f"{self.needed:,} samples would decide")
         if self.smallest is not None:
-            parts.append(f"80 % of runs catch {self._amount(self.smallest)}")
+            parts.append(f"80 % of runs catch {amount_text(self.smallest, self.unit)}")
         return "; ".join(part for part in (*parts, self.note, self.remedy) if part)
 
     def __str__(self) -> str:
@@ -100,14 +100,12 @@ class Verdict:
 
     @property
     def _drop_text(self) -> str:
-        drop, low, high = (self._amount(each or 0.0) for each in (self.drop, self.low, self.high))
+        found = (self.drop, self.low, self.high)
+        drop, low, high = (amount_text(each or 0.0, self.unit) for each in found)
         limits = {HELD: f"at most {high}", BREACHED: f"at least {low}"}
         word = "drop" if self.higher_is_better else "rise"
         within = limits.get(self.status, f"between {low} and {high}")
         return f"{word} {drop}, {within}, over {self.samples:,} samples"
-
-    def _amount(self, drop: float) -> str:
-        return amount_text(drop, self.unit)
 
 
 def amount_text(drop: float, unit: str) -> str:
@@ -260,7 +258,7 @@ def _paired(
         notes.append("better than the bound would let it be worse: check model, data and prompts")
     deviation = test.deviation
     if pairs.is_binary:  # what changed to the worse and to the better alike
-        deviation = math.sqrt(2 * min(pairs.losses, pairs.gains) / test.count)
+        deviation = math.sqrt(2 * min(pairs.changed) / test.count)
     return _verdict(
         metric,
         sentence,

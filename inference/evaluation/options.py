@@ -7,7 +7,6 @@ default, which `--help` prints and every check reads. The evaluator takes the sa
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -276,18 +275,12 @@ class EvaluateSection:
             token_file=None if self.token_file is None else Path(self.token_file),
         )
 
-    @property
-    def text_tasks(self) -> Mapping[str, TextTaskOptions]:
-        """Options of the tasks whose answer is text, by name."""
-        names = ("boolq", "mnli", "xnli", "squad", "translation", "summarization")
-        return {name: getattr(self, name) for name in names}
-
     def reference_path(self, task: str) -> Path | None:
         """Return the file of figures that `task` is compared with, if any."""
         if self.reference not in REFERENCES:
             return Path(self.reference)
-        own = self.lambada if task == "lambada" else self.text_tasks.get(task, TextTaskOptions())
-        return None if own.reference_path is None else Path(own.reference_path)
+        path = getattr(getattr(self, task, None), "reference_path", None)
+        return None if path is None else Path(path)
 
 
 @dataclass(kw_only=True)

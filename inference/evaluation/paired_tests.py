@@ -55,14 +55,10 @@ class Pairs:
         return not self.new_weights and {*self.new, *self.old} <= {0.0, 1.0}
 
     @property
-    def losses(self) -> int:
-        """Return the samples that became worse."""
-        return sum(new < old for new, old in zip(self.new, self.old, strict=True))
-
-    @property
-    def gains(self) -> int:
-        """Return the samples that became better."""
-        return sum(new > old for new, old in zip(self.new, self.old, strict=True))
+    def changed(self) -> tuple[int, int]:
+        """Return how many samples became worse, and how many became better."""
+        both = list(zip(self.new, self.old, strict=True))
+        return sum(new < old for new, old in both), sum(new > old for new, old in both)
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,7 @@ def smallest_drop(
     from inference.evaluation.exact_tests import power
 
     caught = partial(power, count, margin, alpha, deviation**2)
-    if caught(1.0) < POWER:
+    if margin >= 1 or caught(1.0) < POWER:
         return None
     return _root(lambda drop: caught(drop) - POWER, margin, 1.0)
 
@@ -142,7 +138,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def _check_binary(pairs: Pairs, margin: float, alpha: float) -> DropTest:
     from inference.evaluation.exact_tests import exact_p_values, signed_score
 
-    losses, gains, count = pairs.losses, pairs.gains, len(pairs.new)
+    (losses, gains), count = pairs.changed, len(pairs.new)
     drop = (losses - gains) / count
     breached, held = exact_p_values(losses, gains, count, margin)
     far = _NORMAL.inv_cdf(1 - alpha)

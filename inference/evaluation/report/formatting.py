@@ -1,6 +1,7 @@
 """Numbers, durations and rows of tables as people read them, the same in every page of a report.
 
-Functions named `..._text`, `..._title` and `..._hint` are filters of the templates.
+Functions named `..._text`, `..._title` and `..._hint` are filters of the templates; `..._rows`,
+`..._note`, `..._facts` and `verdict` are called there.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -30,12 +30,9 @@ _ENVIRONMENT.filters |= {
     if name.endswith(("_text", "_title", "_hint"))
 }
 _ENVIRONMENT.globals |= {
-    **{
-        name: value for name, value in vars(formatting).items() if name.endswith(("_HEAD", "_rows"))
-    },
-    "latency_note": formatting.latency_note,
-    "run_facts": formatting.run_facts,
-    "verdict": formatting.verdict,
+    name: value
+    for name, value in vars(formatting).items()
+    if name.endswith(("_HEAD", "_rows", "_note", "_facts", "verdict"))
 }
 
 

@@ -51,8 +51,8 @@ class Baseline:
 
     @property
     def source(self) -> str:
-        """The run that its figures come from, in words."""
-        return f"run {self.run_id} of {self.started_at}"
+        """The run that its figures come from, in words; empty where there is none."""
+        return f"run {self.run_id} of {self.started_at}" if self.run_id else ""
 
     def check(self, task: str, version: int, dataset: Dataset, samples: Sequence[Sample]) -> None:
         """Raise ValueError if it was measured on other samples, or scored by other rules."""
@@ -93,19 +93,22 @@ class Baseline:
             if metric is None:
                 known = ", ".join(self.metrics) or "none"
                 found.append(f"{key}: the baseline has no {name}; it has {known}; {_REMEDY}")
-            elif bound.paired is None:
-                continue
-            elif not any(metric.sample_value in each.quantities for each in self.scores.values()):
-                found.append(
-                    f"{key}: the baseline ({self.source}) keeps no scores of samples, as those of "
-                    f"earlier versions; {_REMEDY[:-1]}, or use margin, which compares totals."
-                )
-            else:
-                try:
-                    PairedBound.parse(bound.paired).margin(metric)
-                except ValueError as error:
-                    found.append(f"{key}={bound.paired}: {error}")
+            elif bound.paired is not None and (reason := self._not_paired(metric, bound.paired)):
+                found.append(f"{key}{reason}")
         return found
+
+    def _not_paired(self, metric: Metric, sentence: str) -> str:
+        """Return why samples cannot be compared as a sentence says; empty if they can."""
+        try:
+            PairedBound.parse(sentence).margin(metric)
+        except ValueError as error:
+            return f"={sentence}: {error}"
+        if any(metric.sample_value in each.quantities for each in self.scores.values()):
+            return ""
+        return (
+            f": the baseline ({self.source}) keeps no scores of samples, as those of earlier "
+            f"versions; {_REMEDY[:-1]}, or use margin, which compares totals."
+        )
 
     def values(self, prediction: Prediction) -> dict[str, float]:
         """Return the stored quantities of a sample; none where it is not known."""
@@ -121,6 +124,9 @@ class Baseline:
         both = [(each, self.values(each)) for each in predictions]
         found = {metric.name: pairs_of(metric, both) for metric in task.metrics}
         return {name: each for name, each in found.items() if each and name in self.metrics}
+
+
+NO_BASELINE = Baseline(SCHEMA_VERSION, run_id="", started_at="", samples={}, metrics={})
 
 
 def _some(values: Sequence[Any]) -> str:

@@ -4,11 +4,10 @@ import secrets
 import string
 import time
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -41,10 +40,9 @@ from inference.evaluation.run.reference import reference_of
 from inference.evaluation.run.served_model import connect
 from inference.evaluation.run.task_run import (
     EvaluationProgress,
-    Movement,
     ProgressCallback,
     TaskRun,
-    movement,
+    asked_again,
     run_task,
 )
 from inference.evaluation.task import EvaluationError, TextGenerator
@@ -76,36 +74,50 @@ def evaluate(
     if problems := check_evaluation(options):
         raise ValueError("\n".join(problems))
     output_dir = Path(options.output_dir)
-    started_at = datetime.now(timezone.utc)
-    start = time.perf_counter()
-    with _junit_on_failure(output_dir):
-        if options.protocol == OPENAI and model is None:
-            asked = open_model(options)
-            options, model = within_abilities(options, asked.lacks), asked
-        tasks = known_tasks(options)
-        bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
-        bounds |= parse_bounds(options.gate)[0]
-        prepared = [prepare(task) for task in tasks]
-        if problems := check_bounds_of_groups(bounds, prepared):
-            raise ValueError("\n".join(problems))
-        baseline = stored_baseline(options, prepared)
-        store = options.history_dir
-        earlier = [] if store is None else read_history(Path(store))
-        output_dir.mkdir(parents=True, exist_ok=True)
-        for name in FILE_NAMES:  # two reports are never mixed
-            (output_dir / name).unlink(missing_ok=True)
-        progress(EvaluationProgress("connect", done=0, total=1))
-        with nullcontext(model) if model is not None else connect(options) as served:
-            runs = [
-                run_task(each, served, concurrency=options.concurrency, progress=progress)
-                for each in prepared
-            ]
-            repeats = [movement(run, served, bounds) for run in runs]
-            latency = _latency(options, served, runs, progress)
-        if options.reference == "huggingface":
-            runs = _with_source(options, runs, progress)
+    try:
+        return _evaluate(options, facts, model, progress)
+    except (EvaluationError, ValueError) as error:
+        if not (output_dir / REPORT_JSON).exists():
+            output_dir.mkdir(parents=True, exist_ok=True)
+            replace_file(output_dir / JUNIT, junit_error_text(str(error)))
+        raise
+
+
+def _evaluate(
+    options: EvaluationOptions,
+    facts: RunFacts,
+    model: TextGenerator | None,
+    progress: ProgressCallback,
+) -> Report:
+    started_at, start = datetime.now(timezone.utc), time.perf_counter()
+    if options.protocol == OPENAI and model is None:
+        asked = open_model(options)
+        options, model = within_abilities(options, asked.lacks), asked
+    tasks = known_tasks(options)
+    bounds = {name: bound for task in tasks for name, bound in task.bounds().items()}
+    bounds |= parse_bounds(options.gate)[0]
+    prepared = [prepare(task) for task in tasks]
+    if problems := check_bounds_of_groups(bounds, prepared):
+        raise ValueError("\n".join(problems))
+    baseline = stored_baseline(options, prepared)
+    store = None if options.history_dir is None else Path(options.history_dir)
+    earlier = [] if store is None else read_history(store)
+    output_dir = Path(options.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for name in FILE_NAMES:  # two reports are never mixed
+        (output_dir / name).unlink(missing_ok=True)
+    progress(EvaluationProgress("connect", done=0, total=1))
+    with nullcontext(model) if model is not None else connect(options) as served:
+        runs = [
+            run_task(each, served, concurrency=options.concurrency, progress=progress)
+            for each in prepared
+        ]
+        runs = [asked_again(run, served, bounds) for run in runs]
+        latency = _latency(options, served, runs, progress)
+    if options.reference == "huggingface":
+        runs = _with_source(options, runs, progress)
     seconds = time.perf_counter() - start
-    runs = list(map(partial(_completed, options, baseline), runs, repeats))
+    runs = [_completed(options, baseline, run) for run in runs]
     letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(3))
     report = Report(
         run_id=f"{facts.name}_{started_at:%Y-%m-%d_%H-%M-%S}_{letters}",
@@ -117,29 +129,15 @@ def evaluate(
         bounds=bounds,
         environment=describe_environment(),
     )
-    moved = ChainMap(*(each.by_metric for each in repeats))
-    report = _gated(report, options, baseline, runs, moved)
+    report = _gated(report, options, baseline, runs)
     if store is not None:
         report = replace(report, history=comparable_history(earlier, report))
     write_report(output_dir, report, [each for run in runs for each in run.predictions])
     if store is not None:
-        append_run(Path(store), report, output_dir)
+        append_run(store, report, output_dir)
     for tracker in options.trackers:
-        track(tracker, report, output_dir, folder=Path(store or output_dir))
+        track(tracker, report, output_dir, folder=store or output_dir)
     return report
-
-
-@contextmanager
-def _junit_on_failure(output_dir: Path) -> Iterator[None]:
-    """Write a junit.xml with the reason for a missing report; an earlier whole one is kept."""
-    try:
-        yield
-    except (EvaluationError, ValueError) as error:
-        if (output_dir / REPORT_JSON).exists():
-            raise
-        output_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(output_dir / JUNIT, junit_error_text(str(error)))
-        raise
 
 
 def _latency(
@@ -188,9 +186,7 @@ def _with_source(
     return found
 
 
-def _completed(
-    options: EvaluationOptions, baseline: Baseline | None, run: TaskRun, repeat: Movement
-) -> TaskRun:
+def _completed(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> TaskRun:
     """Return a run with the way it was asked, and its reference and baseline next to its own."""
     reference = run.prepared.reference
     text_model = options.ensemble_name or options.model_name
@@ -201,14 +197,14 @@ def _completed(
     report = replace(
         run.report,
         through=through,
-        note="; ".join(filter(None, (run.prepared.note, *options.left_out, repeat.text))),
+        note="; ".join(filter(None, (run.prepared.note, *options.left_out, run.report.note))),
         reference=None if reference is None else run.against(reference),
     )
     predictions = tuple(
         replace(
             each,
             reference={} if reference is None else reference.values(each),
-            baseline={} if baseline is None else baseline.values(each),
+            baseline=baseline.values(each),
         )
         for each in run.predictions
     )
@@ -216,11 +212,7 @@ def _completed(
 
 
 def _gated(
-    report: Report,
-    options: EvaluationOptions,
-    baseline: Baseline | None,
-    runs: Sequence[TaskRun],
-    moved: Mapping[str, float],
+    report: Report, options: EvaluationOptions, baseline: Baseline, runs: Sequence[TaskRun]
 ) -> Report:
     """Return the report with the gate applied.
 
@@ -235,11 +227,9 @@ def _gated(
     gate = apply_gate(
         report.metrics,
         bounds,
-        baseline={} if baseline is None else baseline.metrics,
-        pairs={}
-        if baseline is None
-        else ChainMap(*(baseline.pairs(run.report, run.predictions) for run in runs)),
-        moved=moved,
+        baseline=baseline.metrics,
+        pairs=ChainMap(*(baseline.pairs(run.report, run.predictions) for run in runs)),
+        moved=ChainMap(*(run.moved for run in runs)),
         advisory={
             metric.name
             for task in report.tasks
@@ -250,13 +240,11 @@ def _gated(
             metric.name: run.prepared.task.remedy() for run in runs for metric in run.report.metrics
         },
     )
-    report = replace(report, gate=gate)
+    source = baseline.source
     if updated is not None and gate.passed:
         baseline = write_baseline(updated, report, chain(*(run.predictions for run in runs)))
-    if baseline is None:
-        return report
-    source = baseline.source if updated is None else f"this run, recorded in {updated}"
-    return replace(report, baseline=baseline.metrics, baseline_source=source)
+        source = f"this run, recorded in {updated}"
+    return replace(report, gate=gate, baseline=baseline.metrics, baseline_source=source)
 
 
 def _with_own_facts(facts: RunFacts, weights_dir: Path | None, seconds: float) -> RunFacts:

@@ -12,7 +12,7 @@ latency, divided evenly. An encoder is measured by the tokens in: its requests r
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import median
@@ -85,7 +85,7 @@ def measure_latency(
     shapes = list(dict.fromkeys(parse_shape(text) for text in options.shapes))
     if not generates(model):
         shapes = list(dict.fromkeys(RequestShape(shape.input_len, 0) for shape in shapes))
-    loads = list(_loads(model, tokens, shapes, options))
+    loads = _loads(model, tokens, shapes, options)
     measured: dict[Load, Answered] = {}
     for done, load in enumerate(loads):
         progress(EvaluationProgress("latency", done, len(loads)))
@@ -105,22 +105,20 @@ def _loads(
     tokens: Iterable[Sequence[int]],
     shapes: Sequence[RequestShape],
     options: LatencyOptions,
-) -> Iterator[Load]:
-    """Yield every point once, after the point for one token that its estimates need, if any."""
+) -> list[Load]:
+    """Return every point once, after the point for one token that its estimates need, if any."""
     needed = dict.fromkeys(
         each
         for shape in shapes
         for each in (RequestShape(shape.input_len, 1), shape)
         if each == shape or (shape.output_len and not model.streams)
     )
-    lengths = {shape.input_len for shape in shapes}
-    most = max(lengths) * _MAX_PROMPTS
+    most = max(shape.input_len for shape in shapes) * _MAX_PROMPTS
     ids = list(itertools.islice(itertools.chain.from_iterable(tokens), most))
-    prompts = {input_len: cut_prompts(ids, input_len=input_len) for input_len in lengths}
-    for shape, batch_size, concurrency in itertools.product(
-        needed, options.batch_sizes, options.concurrencies
-    ):
-        yield Load(prompts[shape.input_len], shape, batch_size, concurrency)
+    return [
+        Load(cut_prompts(ids, input_len=shape.input_len), shape, *load)
+        for shape, *load in itertools.product(needed, options.batch_sizes, options.concurrencies)
+    ]
 
 
 def _point(load: Load, measured: Mapping[Load, Answered]) -> LatencyPoint:

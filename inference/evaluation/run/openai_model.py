@@ -43,8 +43,8 @@ def _tried(client: OpenAIClient, body: Mapping[str, Any]) -> Mapping[str, Any] |
         return None
 
 
-def _text(answer: Mapping[str, Any], row: int = 0) -> str:
-    text = choices_of(answer)[row].get("text")
+def _text(answer: Mapping[str, Any]) -> str:
+    text = choices_of(answer)[0].get("text")
     if not isinstance(text, str):
         raise RequestFailedError("an answer without text")
     return text
@@ -250,7 +250,8 @@ def _probed(model: OpenAIModel) -> OpenAIModel:
 def _only_model(client: OpenAIClient) -> str:
     answer = client.get("/models")
     data = answer.get("data") if isinstance(answer, dict) else None
-    names = [str(each.get("id")) for each in data or () if isinstance(each, dict)]
+    models = data if isinstance(data, list) else []
+    names = [str(each.get("id")) for each in models if isinstance(each, dict)]
     if len(names) != 1:
         raise EvaluationError(
             f"{client.url} serves {', '.join(names) or 'no model that it lists'}; name the one to "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from inference.evaluation.bounds import check_bounds, parse_bounds
 from inference.evaluation.options import Bound, EvaluationOptions
-from inference.evaluation.run.baseline import Baseline, read_baseline
+from inference.evaluation.run.baseline import NO_BASELINE, Baseline, read_baseline
 from inference.evaluation.run.reference import Reference, read_reference
 from inference.evaluation.task import Dataset, EvaluationError, Sample, Task
 from inference.evaluation.tasks import known_tasks
@@ -84,10 +84,10 @@ def check_bounds_of_groups(bounds: Mapping[str, Bound], prepared: Sequence[Prepa
     return check_bounds(bounds, known=known)
 
 
-def stored_baseline(options: EvaluationOptions, prepared: Sequence[Prepared]) -> Baseline | None:
-    """Return the baseline to compare with. Raises ValueError if it is of other samples."""
+def stored_baseline(options: EvaluationOptions, prepared: Sequence[Prepared]) -> Baseline:
+    """Return the baseline to compare with, if any. Raises ValueError if it is of other samples."""
     if options.baseline != "compare" or options.baseline_path is None:
-        return None
+        return NO_BASELINE
     baseline = read_baseline(Path(options.baseline_path))
     for each in prepared:
         baseline.check(each.task.name, each.task.version, each.dataset, each.samples)

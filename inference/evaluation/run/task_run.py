@@ -8,9 +8,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import cast
+from typing import Any
 
 from inference.evaluation.gate import amount_text
 from inference.evaluation.options import Bound
@@ -57,11 +57,16 @@ ProgressCallback = Callable[[EvaluationProgress], None]
 
 @dataclass(frozen=True)
 class TaskRun:
-    """A finished task: its report and every prediction, in the order of the samples."""
+    """A finished task: its report and every prediction, in the order of the samples.
+
+    Attributes:
+        moved: the change of each metric over samples that were asked again.
+    """
 
     prepared: Prepared
     report: TaskReport
     predictions: tuple[Prediction, ...]
+    moved: dict[str, float] = field(default_factory=dict)
 
     def against(self, reference: Reference) -> ReferenceComparison:
         """Compare every metric with a reference, sample by sample where it has samples.
@@ -110,17 +115,11 @@ def run_task(
         EvaluationError: at least one sample could not be evaluated.
     """
     task, samples = prepared.task, prepared.samples
-    timer = RequestTimer(model)
-    start = time.perf_counter()
+    timer: Any = RequestTimer(model)
     answered = _ask_all(
-        task,
-        samples,
-        cast("TextGenerator", timer),
-        concurrency=concurrency,
-        progress=progress,
-        phase=phase or task.name,
+        task, samples, timer, concurrency=concurrency, progress=progress, phase=phase or task.name
     )
-    seconds = time.perf_counter() - start
+    requests = timer.statistics(concurrency=concurrency)
     scores = [answered[sample.index][0] for sample in samples]
     predictions = tuple(
         Prediction(
@@ -142,8 +141,8 @@ def run_task(
         version=task.version,
         dataset=prepared.dataset,
         metrics=task.metrics(samples, scores),
-        seconds=seconds,
-        requests=timer.statistics(start=start, seconds=seconds, concurrency=concurrency),
+        seconds=requests.seconds,
+        requests=requests,
     )
     return TaskRun(prepared, report, predictions)
 
@@ -225,41 +224,31 @@ def _failure_message(
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Movement:
-    """The change of each metric over samples that were asked again, and the same in words."""
-
-    by_metric: dict[str, float] = field(default_factory=dict)
-    text: str = ""
-
-
-def movement(run: TaskRun, model: TextGenerator, bounds: Mapping[str, Bound]) -> Movement:
-    """Ask samples again where a bound compares a metric that is a mean over them.
+def asked_again(run: TaskRun, model: TextGenerator, bounds: Mapping[str, Bound]) -> TaskRun:
+    """Return a run with what the load moves, where a bound compares a mean over its samples.
 
     Only metrics of other scores than 0 and 1 are known so well by a few samples.
     """
     compared = {name for name, bound in bounds.items() if bound.is_relative}
     metrics = run.report.metrics
     if not any(metric.scale and metric.name in compared for metric in metrics):
-        return Movement()
+        return run
     task, samples = run.prepared.task, run.prepared.samples
     chosen = range(0, len(samples), max(1, len(samples) // _ASKED_AGAIN))[:_ASKED_AGAIN]
     both = [(run.predictions[index], task.score(samples[index], model).values) for index in chosen]
     asked = f"{len(both)} samples asked again, one at a time,"
     changed = sum(first.values != again for first, again in both)
     if not changed:
-        return Movement(text=f"{asked} gave the same digits")
-    units = {metric.name: metric.unit for metric in metrics}
-    pairs = {metric.name: pairs_of(metric, both) for metric in metrics}
-    moved = {
-        name: abs(check_drop(each, 0.0, confidence=0.95).drop)
-        for name, each in pairs.items()
-        if each is not None and not each.is_binary
-    }
-    figures = ", ".join(f"{name} by {amount_text(d, units[name])}" for name, d in moved.items())
-    return Movement(
-        moved,
+        return replace(run, report=replace(run.report, note=f"{asked} gave the same digits"))
+    moved, figures = {}, []
+    for metric in metrics:
+        pairs = pairs_of(metric, both)
+        if pairs is not None and not pairs.is_binary:
+            drop = moved[metric.name] = abs(check_drop(pairs, 0.0, confidence=0.95).drop)
+            figures.append(f"{metric.name} by {amount_text(drop, metric.unit)}")
+    note = (
         f"{asked} gave other digits for {changed}"
-        + (f", which moves {figures}" * bool(moved))
-        + "; evaluate.concurrency=1 gives the same each time",
+        + f", which moves {', '.join(figures)}" * bool(figures)
+        + "; evaluate.concurrency=1 gives the same each time"
     )
+    return replace(run, moved=moved, report=replace(run.report, note=note))

@@ -34,6 +34,7 @@ class RequestTimer:
 
     def __init__(self, model: TextGenerator) -> None:
         self._model = model
+        self._start = time.perf_counter()
         self._lock = threading.Lock()
         self._generated = 0
         self._spans: list[tuple[float, float]] = []  # end and duration of each request, seconds
@@ -54,12 +55,13 @@ class RequestTimer:
 
         return timed
 
-    def statistics(self, *, start: float, seconds: float, concurrency: int) -> RequestStatistics:
-        """Sum up the requests since `start` (time.perf_counter) over a run of `seconds`."""
+    def statistics(self, *, concurrency: int) -> RequestStatistics:
+        """Sum up the requests of a run, from the making of this timer until now."""
+        seconds = time.perf_counter() - self._start
         interval_s = interval_for(seconds, count=len(self._spans))
         completed = [0] * max(1, math.ceil(seconds / interval_s))
         for end, _ in self._spans:
-            completed[min(int((end - start) / interval_s), len(completed) - 1)] += 1
+            completed[min(int((end - self._start) / interval_s), len(completed) - 1)] += 1
         return RequestStatistics(
             count=len(self._spans),
             concurrency=concurrency,

@@ -44,14 +44,10 @@ def shape_problems(shapes: Sequence[RequestShape], options: EvaluationOptions) -
     longest = min((each for each in limits if each is not None), default=None)
     if longest is None:
         return []
+    or_raise = ", or raise export.triton_deployment.parameters.max_seq_len"
     return [
         f"evaluate.latency.shapes has {shape.input_len}+{shape.output_len}, and a sequence of this "
-        f"model holds {longest} tokens; lower it"
-        + (
-            ", or raise export.triton_deployment.parameters.max_seq_len."
-            if longest != positions
-            else "."
-        )
+        f"model holds {longest} tokens; lower it{or_raise * (longest != positions)}."
         for shape in shapes
         if _tokens(shape, architecture) > longest
     ]

@@ -105,7 +105,7 @@ class TextTask(Task):
     def __init__(self, kind: TextTaskKind, options: EvaluationOptions) -> None:
         super().__init__(options)
         self.kind, self.name, self.grouped = kind, kind.name, kind.grouped
-        self.own = options.text_tasks[kind.name]
+        self.own: TextTaskOptions = getattr(options, kind.name)
         names = tuple(f"{self.name}_{each.name}" for each in kind.measures)
         self.metric_names = tuple(kind.corpus) or names
 

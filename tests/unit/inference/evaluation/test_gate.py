@@ -14,6 +14,7 @@ from inference.evaluation.gate import (
     EXIT_PASS,
     GateResult,
     apply_gate,
+    detectable,
 )
 from inference.evaluation.options import Bound
 from inference.evaluation.paired_tests import Pairs
@@ -137,6 +138,16 @@ def test_a_run_that_became_better_is_judged_where_no_drop_is_allowed(make_metric
     pairs = answers(100, gained=gained)
     (verdict,) = paired(make_metric(scale="mean"), "no drop at 95 %", pairs).verdicts
     assert verdict.status == status
+
+
+@pytest.mark.parametrize("amount", ["1", "99.9 points", "150 points"])
+def test_a_bound_that_allows_nearly_every_loss_is_judged(make_metric, amount):
+    metric = make_metric(scale="mean", count=2, stderr=0.5)
+    bound = f"no drop of more than {amount} at 95 %"
+    (verdict,) = paired(metric, bound, answers(2, lost=1)).verdicts
+    assert verdict.status == "held"
+    assert verdict.smallest is None
+    assert "catch no drop" in detectable({NAME: metric}, {NAME: Bound(paired=bound)})[0]
 
 
 @pytest.mark.parametrize("lost", [math.nan, -math.inf])

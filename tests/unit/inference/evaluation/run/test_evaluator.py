@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -130,6 +131,14 @@ def test_a_server_that_goes_before_samples_are_asked_again_is_named(options, mod
     asked = options(baseline="compare", baseline_path=path, gate=gate)
     with pytest.raises(EvaluationError, match="refused"):
         evaluate(asked, FACTS, model=model, progress=progress)
+    assert files(tmp_path / "out") == ["junit.xml"]
+
+
+def test_a_gate_that_cannot_be_applied_is_reported_in_junit(options, model, tmp_path, monkeypatch):
+    refuse = Mock(side_effect=ValueError("not measured"))
+    monkeypatch.setattr("inference.evaluation.run.evaluator.apply_gate", refuse)
+    with pytest.raises(ValueError, match="not measured"):
+        evaluate(options(), FACTS, model=model)
     assert files(tmp_path / "out") == ["junit.xml"]
 
 

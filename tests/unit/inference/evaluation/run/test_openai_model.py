@@ -211,6 +211,15 @@ def test_what_cannot_be_asked_is_said_by_name(server: Server, tmp_path: Path) ->
         open_model(options(server, tmp_path, url="127.0.0.1:1", model="x"))
 
 
+@pytest.mark.parametrize("listed", [None, 3, {"data": 3}, {"data": [3]}])
+def test_a_list_of_models_that_is_none_is_said(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: Any
+) -> None:
+    monkeypatch.setattr(OpenAIClient, "get", lambda *_: listed)
+    with pytest.raises(EvaluationError, match="serves no model that it lists; name the one"):
+        open_model(options(server, tmp_path))
+
+
 def test_an_answer_nested_without_end_is_a_failed_request(server: Server, tmp_path: Path) -> None:
     server.abilities = frozenset({"nesting"})
     with pytest.raises(EvaluationError, match=r"completes text at .*RecursionError"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.options import EvaluationOptions, LambadaOptions
+from inference.evaluation.options import Bound, EvaluationOptions, LambadaOptions
 from inference.evaluation.run.baseline import Baseline, read_baseline, write_baseline
 from inference.evaluation.run.preparation import prepare
 from inference.evaluation.run.reference import read_reference
@@ -184,6 +184,17 @@ def test_scores_by_other_rules_are_an_error(report, passages, model, tmp_path):
         stored(report, found, tmp_path).check(
             "lambada", 2, found.report.dataset, found.prepared.samples
         )
+
+
+def test_a_sentence_about_a_metric_of_all_answers_together_is_refused(
+    report, make_metric, tmp_path
+):
+    bleu = make_metric("translation_bleu", 30.0, unit="BLEU", sample_value="translation_sentence")
+    task = replace(report.tasks[0], metrics=(bleu,))
+    baseline = stored(replace(report, tasks=(task,)), None, tmp_path)
+    bound = Bound(paired="no drop of more than 1 at 95 %")
+    (problem,) = baseline.problems({"translation_bleu": bound})
+    assert problem.endswith("translation_bleu is made of all answers together; use margin.")
 
 
 def test_invalid_baselines_are_refused(tmp_path):
