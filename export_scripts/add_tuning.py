@@ -159,11 +159,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit status."""
-
-    def handler(options: argparse.Namespace) -> None:
-        say(str(add_tuning(**vars(options))))
-
-    return run_command(_parser(), handler, arguments)
+    return run_command(_parser(), lambda options: say(str(add_tuning(**vars(options)))), arguments)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ class _Adapter:
     def describe(self) -> str:
         """Return a remark on what is merged."""
         updates = [change for _, change in self.changes if isinstance(change, _Update)]
-        ranks = sorted({update.up[0].shape[1] for update in updates if update.up[0].shape[1:]})
+        ranks = sorted({update.up[0].shape[1] for update in updates})
         replaced = len(self.changes) - len(updates)
         also = f", {replaced} tensors replaced" if replaced else ""
         return (

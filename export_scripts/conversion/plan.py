@@ -187,7 +187,7 @@ def _open(
 ) -> Facts:
     path = Path(request.checkpoint_path)
     if is_ft_folder(path):
-        reader = _open_shards(path, request)
+        reader = open_ft_folder(path)
     else:
         reader = reader or open_checkpoint(
             path, scratch_dir=scratch_dir, name=request.checkpoint_name
@@ -197,11 +197,8 @@ def _open(
     def opened(paths: Sequence[Path]) -> tuple[Any, ...]:
         return tuple(open_checkpoint(path, base=reader, scratch_dir=scratch_dir) for path in paths)
 
-    prompts, ia3, adapters = (
-        opened(request.prompt_checkpoints),
-        opened(request.ia3_checkpoints),
-        opened(request.adapter_checkpoints),
-    )
+    added = (request.prompt_checkpoints, request.ia3_checkpoints, request.adapter_checkpoints)
+    prompts, ia3, adapters = map(opened, added)
     return Facts(
         reader=reader,
         tp_size=request.tp_size,
@@ -219,22 +216,6 @@ def _open(
             **added_tensors("adapter", adapters),
         },
     )
-
-
-def _open_shards(path: Path, request: ConversionRequest) -> FTFolder:
-    problems = []
-    if not request.is_huggingface:
-        problems.append(
-            f"{path} is a folder of shards, which becomes a Hugging Face folder alone: convert its "
-            "checkpoint, or that folder, to other shards"
-        )
-    if request.lora_checkpoints:
-        problems.append(
-            f"{path} is a folder of shards, whose names no LoRA adapter has: write it as a Hugging "
-            "Face folder first, and merge the adapters into that"
-        )
-    refuse(problems)
-    return open_ft_folder(path)
 
 
 def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
@@ -299,13 +280,23 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
 
 
 def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -> list[str]:
-    names = request.names
+    names, path = request.names, facts.reader.path
     problems = mapping.reasons(facts)
+    if isinstance(facts.reader, FTFolder) and not request.is_huggingface:
+        problems.append(
+            f"{path} is a folder of shards, which becomes a Hugging Face folder alone: convert its "
+            "checkpoint, or that folder, to other shards"
+        )
+    if isinstance(facts.reader, FTFolder) and request.lora_checkpoints:
+        problems.append(
+            f"{path} is a folder of shards, whose names no LoRA adapter has: write it as a Hugging "
+            "Face folder first, and merge the adapters into that"
+        )
     if not (mapping.family.has_shards or request.is_huggingface):
         problems.append(
-            f"{facts.reader.path} is a mixture of experts, which has no folder of shards: write it "
-            f"as a Hugging Face folder ({names['output_format']}=huggingface) and serve that with "
-            "vLLM (deploy.engine=vllm)"
+            f"{path} is a mixture of experts, which has no folder of shards: write it as a Hugging "
+            f"Face folder ({names['output_format']}=huggingface) and serve that with vLLM "
+            "(deploy.engine=vllm)"
         )
     added = {
         "prompt": request.prompt_checkpoints,
@@ -322,8 +313,8 @@ def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -
     kinds = MODEL_TYPES.get(request.model_type or "", (request.model_type,))
     if request.model_type is not None and mapping.family.name not in kinds:
         problems.append(
-            f"{names['model_type']}={request.model_type}, but {facts.reader.path} is a "
-            f"{mapping.family.name} model"
+            f"{names['model_type']}={request.model_type}, but {path} is a {mapping.family.name} "
+            "model"
         )
     return problems
 
