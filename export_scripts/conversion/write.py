@@ -33,8 +33,8 @@ from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE
 
 _SCAN_VALUES = 1 << 20
-# Tensors of the family by name, with the parts that were made of their sources.
-_Built = dict[str, tuple[TensorPlan, Parts]]
+# Tensors of the family, with the parts that were made of their sources.
+_Built = dict[TensorPlan, Parts]
 
 
 @dataclass
@@ -210,11 +210,11 @@ class _Worker:
         for tensor in file.tensors:
             self._keep(built, tensor.items)
             for item in tensor.items:
-                if item.tensor.name not in built:
+                if item not in built:
                     damaged.setdefault(tensor.key, []).extend(self._damage(item))
-                    built[item.tensor.name] = item, build_parts(self.plan, item)
+                    built[item] = build_parts(self.plan, item)
             for item, view in tensor.pieces:
-                _, parts = built[item.tensor.name]
+                parts = built[item]
                 if view is not None:
                     parts = taken(parts, view)
                     window = whole_window(parts.shape)
@@ -226,8 +226,8 @@ class _Worker:
 
     def _keep(self, built: _Built, items: Sequence[TensorPlan]) -> None:
         """Forget what is no longer needed."""
-        for name in built.keys() - {item.tensor.name for item in items}:
-            item, _ = built.pop(name)
+        for item in built.keys() - items:
+            del built[item]
             self._forget(item)
 
 
