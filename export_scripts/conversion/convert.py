@@ -98,11 +98,8 @@ def convert(request: ConversionRequest, *, progress: Progress | None = None) -> 
     """Write <output_dir>/<tp_size>-gpu unless it is already complete.
 
     An interrupted run of the same request is continued. The folder appears by one rename once
-    every file is on disk.
-
-    Args:
-        request: What to convert.
-        progress: Called with (bytes done, bytes in total), one call at a time, from any thread.
+    every file is on disk. `progress` is called with (bytes done, bytes in total), one call at a
+    time, from any thread.
 
     Raises:
         CheckpointMismatchError: The source cannot be converted; every reason is listed.

@@ -157,10 +157,7 @@ def with_adapters(
 ) -> CheckpointReader:
     """Return a checkpoint with adapters merged into it, in order; nothing is read yet.
 
-    Args:
-        reader: The model.
-        paths: The adapters.
-        scratch_dir: Where gzip archives are unpacked while the reader is in use.
+    Gzip archives are unpacked in `scratch_dir` while the reader is in use.
 
     Raises:
         CheckpointMismatchError: An adapter cannot be merged; every reason is listed.

@@ -237,9 +237,7 @@ def _tokenizer(request: ConversionRequest, reader: CheckpointReader) -> dict[str
 def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMapping, Facts]:
     """Return the source mapping of a checkpoint, and the facts for it.
 
-    Args:
-        facts: The checkpoint.
-        model_type: Kind the user expects, where one source can become several families.
+    Where one source can become several families, `model_type` is the kind the user expects.
 
     Raises:
         CheckpointMismatchError: No mapping matches it.

@@ -88,10 +88,8 @@ class WriteBehind:
 class FTWriter:
     """The files of one folder while they are written. Use within a `folder_lock`.
 
-    Args:
-        paths: Where to write.
-        identity: Digest of everything that decides the contents; a journal of another identity is
-            not continued.
+    `identity` is a digest of everything that decides the contents; a journal of another one is not
+    continued.
     """
 
     def __init__(self, paths: WorkPaths, identity: str) -> None:
