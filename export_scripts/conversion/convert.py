@@ -74,7 +74,7 @@ def check_conversion(request: ConversionRequest) -> list[str]:
 
 def _is_slow_to_open(request: ConversionRequest) -> bool:
     """Return whether a large archive would have to be unpacked."""
-    entry, _ = chosen_entry(Path(request.checkpoint_path), request.checkpoint_name)
+    entry, _ = chosen_entry(request.checkpoint_path, request.checkpoint_name)
     archives = (entry, *(path for _, path in request.sources))
     return any(
         path.is_file() and path.stat().st_size > _QUICK_GZIP_BYTES and is_gzip(path)
@@ -137,7 +137,7 @@ def _identity(request: ConversionRequest) -> str:
     latest = request.checkpoint_name in (None, LATEST)
     facts = {
         "version": __version__,
-        "sources": [(name, _source_print(Path(path))) for name, path in request.sources],
+        "sources": [(name, _source_print(path)) for name, path in request.sources],
         "tp_size": request.tp_size,
         **({"max_shard_bytes": request.max_shard_bytes} if request.is_huggingface else {}),
         "weight_data_type": request.weight_data_type,
@@ -207,14 +207,14 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str
         "tool": f"slipway {__version__}",
         "command": sys.argv,
         "source": {
-            "path": str(Path(request.checkpoint_path).absolute()),
+            "path": str(request.checkpoint_path.absolute()),
             "format": reader.format,
             "origin": plan.mapping.name,
             "files": [str(path.absolute()) for path in reader.files],
-            "fingerprint": _source_print(Path(request.checkpoint_path)),
+            "fingerprint": _source_print(request.checkpoint_path),
         },
         "lora": [
-            {"path": str(Path(path).absolute()), "fingerprint": _source_print(Path(path))}
+            {"path": str(path.absolute()), "fingerprint": _source_print(path)}
             for path in request.lora_checkpoints
         ],
         "family": plan.mapping.family.name,

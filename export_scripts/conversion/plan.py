@@ -185,7 +185,7 @@ def _tokenizer_problems(request: ConversionRequest, facts: Facts) -> list[str]:
 def _open(
     request: ConversionRequest, scratch_dir: Path | None, reader: CheckpointReader | None = None
 ) -> Facts:
-    path = Path(request.checkpoint_path)
+    path = request.checkpoint_path
     if is_ft_folder(path):
         reader = open_ft_folder(path)
     else:
@@ -349,7 +349,7 @@ def _divisibility_problems(
     """Return a problem for each size that the parallel sizes do not divide."""
     problems = []
     names, tp_size, pp_size = request.names, request.tp_size, request.pp_size
-    model = f"{mapping.family.name} model {Path(request.checkpoint_path).name}"
+    model = f"{mapping.family.name} model {request.checkpoint_path.name}"
     # A folder may store heads more often than a model has them.
     sizes = {
         name.removeprefix("stored_"): config.dim(name, {}) for name in mapping.family.divisible

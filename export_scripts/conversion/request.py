@@ -91,8 +91,8 @@ class ConversionRequest(ConversionOptions):
     def folder(self) -> Path:
         """The folder to write."""
         if self.is_huggingface:
-            return Path(self.output_dir) / "huggingface"
-        return ft_directory(Path(self.output_dir), self.tp_size)
+            return self.output_dir / "huggingface"
+        return ft_directory(self.output_dir, self.tp_size)
 
     @property
     def sources(self) -> list[tuple[str, Path]]:
@@ -153,11 +153,11 @@ def request_problems(request: ConversionRequest) -> list[str]:
         )
     problems += [
         f"{names[key]}={path} does not exist; check the spelling, and that this machine sees it"
-        + (hub_advice(Path(path)) if key == "checkpoint_path" else "")
+        + (hub_advice(path) if key == "checkpoint_path" else "")
         for key, path in request.sources
-        if not Path(path).exists()
+        if not path.exists()
     ]
-    problems += _output_problems(Path(request.output_dir), names["output_dir"])
+    problems += _output_problems(request.output_dir, names["output_dir"])
     families = (mapping.family.name for mapping in SOURCE_MAPPINGS)
     kinds = tuple(dict.fromkeys((*MODEL_TYPES, *families)))
     if request.model_type is not None and request.model_type not in kinds:
