@@ -77,7 +77,7 @@ class ConversionRequest(ConversionOptions):
     checkpoint_name: str | None = None
     # One of OUTPUT_FORMATS; a Hugging Face folder has no ranks.
     output_format: str = "fastertransformer"
-    # Of its fields in messages: by default options of the command.
+    # Of the other fields in messages: by default options of the command.
     names: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: OPTION_NAMES, repr=False, compare=False
     )
@@ -110,6 +110,7 @@ OPTION_NAMES: Mapping[str, str] = {
     **{
         field.name: f"--{field.name.replace('_', '-')}"
         for field in dataclasses.fields(ConversionRequest)
+        if field.compare
     },
     "tp_size": "--tensor-model-parallel-size",
     "pp_size": "--pipeline-model-parallel-size",
