@@ -32,15 +32,10 @@ from export_scripts.synthesize import whole_folder, write_values
 def add_tuning(
     ft_dir: Path, output_dir: Path, *, prompts: Sequence[Path] = (), ia3: Sequence[Path] = ()
 ) -> Path:
-    """Write a folder with the weights of another one and what was tuned on top; return it.
+    """Write <output_dir>/<N>-gpu, with a folder's weights and what NeMo tuned on top; return it.
 
     The other folder is left as it is; on the same file system its files are linked, not copied.
-
-    Args:
-        ft_dir: Folder of shards, whatever made it.
-        output_dir: Folder under which <N>-gpu appears, complete.
-        prompts: Prompt-learning archives of NeMo.
-        ia3: IA3 archives of NeMo, one task each, for a T5.
+    IA3 archives are for a T5, one task each. The new folder appears complete.
 
     Raises:
         ValueError: The folder or an archive cannot be used, or the result exists.
@@ -159,11 +154,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit status."""
-
-    def handler(options: argparse.Namespace) -> None:
-        say(str(add_tuning(**vars(options))))
-
-    return run_command(_parser(), handler, arguments)
+    return run_command(_parser(), lambda options: say(str(add_tuning(**vars(options)))), arguments)
 
 
 if __name__ == "__main__":

@@ -93,26 +93,17 @@ def _bytes(text: str) -> int:
     return int(found[1]) * int(1000 ** " KMGT".index(found[2].upper() or " "))
 
 
-def request_of(options: argparse.Namespace) -> ConversionRequest:
-    """Return the request in parsed arguments.
-
-    Raises:
-        ValueError: A --set is not KEY=VALUE.
-    """
-    values = vars(options) | {
-        "checkpoint_path": cached_model(options.checkpoint_path),
-        "given": [parse_pair(text, "--set") for text in options.given],
-    }
-    return built(ConversionRequest, values)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit status."""
 
     def handler(options: argparse.Namespace) -> None:
+        values = vars(options) | {
+            "checkpoint_path": cached_model(options.checkpoint_path),
+            "given": [parse_pair(text, "--set") for text in options.given],
+        }
         line = ProgressLine()
         try:
-            summary = convert(request_of(options), progress=line)
+            summary = convert(built(ConversionRequest, values), progress=line)
         finally:
             line.close()
         say(summary_text(summary))

@@ -33,14 +33,10 @@ from export_scripts.ft.validation import read_manifest, validate_directory
 
 
 def describe(path: Path, *, tensors: bool = False) -> dict[str, Any]:
-    """Return a description of a path, and what can be done with it.
-
-    Args:
-        path: A checkpoint, a converted folder, or a config.json with or without its weights.
-        tensors: Also list every tensor.
+    """Return a description of a path, and what can be done with it; `tensors` lists them all.
 
     Raises:
-        ValueError: The path is none of them.
+        ValueError: It is not a checkpoint, a converted folder or a config.json.
     """
     if path.name == HUGGINGFACE_CONFIG and path.is_file():
         path = path.parent

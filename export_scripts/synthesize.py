@@ -87,14 +87,8 @@ def synthesize(
 ) -> Path:
     """Write <output_dir>/<N>-gpu with random weights and return it; it appears complete.
 
-    A seed gives the same model for every N. The largest tensor is held in memory in fp32.
-
-    Args:
-        family: Family of the model.
-        config: Its sizes.
-        output_dir: Folder under which the folder appears.
-        seed: Seed of the weights.
-        sparse: Leave matrices as holes, which read as zeros and take no space on disk.
+    A seed gives the same model for every N. Sparse matrices are holes, which read as zeros and take
+    no space on disk; of others the largest is held in memory in fp32.
 
     Raises:
         ValueError: The folder exists.

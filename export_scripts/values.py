@@ -167,8 +167,11 @@ class Key:
             return f"{key}: line breaks and control characters are not allowed here ({self.text})."
         if self.is_name and (found := name_problem(text)):
             return f"{key} {found} ({self.text})."
-        if self.is_path and (found := path_problem(text)):
-            return f"{key}: {found} ({self.text})."
+        names = text.split("/") if self.is_path else []
+        if any(len(name.encode(errors="replace")) > _PART_BYTES for name in names):
+            return (
+                f"{key}: a name in it is longer than {_PART_BYTES} bytes; shorten it ({self.text})."
+            )
         if len(text.encode(errors="replace")) > _PATH_BYTES and not self.has_lines:
             return f"{key}: longer than {_PATH_BYTES} bytes ({self.text}); give a shorter one."
         return None
@@ -237,15 +240,6 @@ def name_problem(text: str) -> str | None:
         return f"cannot be part of names of files and jobs; {rule}"
     if (size := len(text.encode())) > NAME_BYTES:
         return f"has {size} bytes, and a name at most {NAME_BYTES}; shorten it"
-    return None
-
-
-def path_problem(text: str) -> str | None:
-    """Return why no file system takes a path."""
-    if any(len(part.encode(errors="replace")) > _PART_BYTES for part in text.split("/")):
-        return f"a name in it is longer than {_PART_BYTES} bytes; shorten it"
-    if len(text.encode(errors="replace")) > _PATH_BYTES:
-        return f"longer than {_PATH_BYTES} bytes; give a shorter path"
     return None
 
 

@@ -13,7 +13,7 @@ from stages.progress import Progress
 
 # Configuration keys, for messages.
 KEYS: Mapping[str, str] = {
-    **{each.name: f"convert.{each.name}" for each in fields(ConversionRequest)},
+    **{each.name: f"convert.{each.name}" for each in fields(ConversionRequest) if each.compare},
     "checkpoint_path": "export.model.checkpoint_path",
     "checkpoint_name": "export.model.checkpoint_name",
     "output_dir": "export.triton_deployment.triton_model_dir",

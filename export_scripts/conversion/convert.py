@@ -74,7 +74,7 @@ def check_conversion(request: ConversionRequest) -> list[str]:
 
 def _is_slow_to_open(request: ConversionRequest) -> bool:
     """Return whether a large archive would have to be unpacked."""
-    entry, _ = chosen_entry(Path(request.checkpoint_path), request.checkpoint_name)
+    entry, _ = chosen_entry(request.checkpoint_path, request.checkpoint_name)
     archives = (entry, *(path for _, path in request.sources))
     return any(
         path.is_file() and path.stat().st_size > _QUICK_GZIP_BYTES and is_gzip(path)
@@ -98,11 +98,8 @@ def convert(request: ConversionRequest, *, progress: Progress | None = None) -> 
     """Write <output_dir>/<tp_size>-gpu unless it is already complete.
 
     An interrupted run of the same request is continued. The folder appears by one rename once
-    every file is on disk.
-
-    Args:
-        request: What to convert.
-        progress: Called with (bytes done, bytes in total), one call at a time, from any thread.
+    every file is on disk. `progress` is called with (bytes done, bytes in total), one call at a
+    time, from any thread.
 
     Raises:
         CheckpointMismatchError: The source cannot be converted; every reason is listed.
@@ -140,7 +137,7 @@ def _identity(request: ConversionRequest) -> str:
     latest = request.checkpoint_name in (None, LATEST)
     facts = {
         "version": __version__,
-        "sources": [(name, _source_print(Path(path))) for name, path in request.sources],
+        "sources": [(name, _source_print(path)) for name, path in request.sources],
         "tp_size": request.tp_size,
         **({"max_shard_bytes": request.max_shard_bytes} if request.is_huggingface else {}),
         "weight_data_type": request.weight_data_type,
@@ -210,14 +207,14 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str
         "tool": f"slipway {__version__}",
         "command": sys.argv,
         "source": {
-            "path": str(Path(request.checkpoint_path).absolute()),
+            "path": str(request.checkpoint_path.absolute()),
             "format": reader.format,
             "origin": plan.mapping.name,
             "files": [str(path.absolute()) for path in reader.files],
-            "fingerprint": _source_print(Path(request.checkpoint_path)),
+            "fingerprint": _source_print(request.checkpoint_path),
         },
         "lora": [
-            {"path": str(Path(path).absolute()), "fingerprint": _source_print(Path(path))}
+            {"path": str(path.absolute()), "fingerprint": _source_print(path)}
             for path in request.lora_checkpoints
         ],
         "family": plan.mapping.family.name,

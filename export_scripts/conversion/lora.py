@@ -112,7 +112,7 @@ class _Adapter:
     def describe(self) -> str:
         """Return a remark on what is merged."""
         updates = [change for _, change in self.changes if isinstance(change, _Update)]
-        ranks = sorted({update.up[0].shape[1] for update in updates if update.up[0].shape[1:]})
+        ranks = sorted({update.up[0].shape[1] for update in updates})
         replaced = len(self.changes) - len(updates)
         also = f", {replaced} tensors replaced" if replaced else ""
         return (
@@ -157,10 +157,7 @@ def with_adapters(
 ) -> CheckpointReader:
     """Return a checkpoint with adapters merged into it, in order; nothing is read yet.
 
-    Args:
-        reader: The model.
-        paths: The adapters.
-        scratch_dir: Where gzip archives are unpacked while the reader is in use.
+    Gzip archives are unpacked in `scratch_dir` while the reader is in use.
 
     Raises:
         CheckpointMismatchError: An adapter cannot be merged; every reason is listed.

@@ -185,9 +185,9 @@ def _tokenizer_problems(request: ConversionRequest, facts: Facts) -> list[str]:
 def _open(
     request: ConversionRequest, scratch_dir: Path | None, reader: CheckpointReader | None = None
 ) -> Facts:
-    path = Path(request.checkpoint_path)
+    path = request.checkpoint_path
     if is_ft_folder(path):
-        reader = _open_shards(path, request)
+        reader = open_ft_folder(path)
     else:
         reader = reader or open_checkpoint(
             path, scratch_dir=scratch_dir, name=request.checkpoint_name
@@ -197,11 +197,8 @@ def _open(
     def opened(paths: Sequence[Path]) -> tuple[Any, ...]:
         return tuple(open_checkpoint(path, base=reader, scratch_dir=scratch_dir) for path in paths)
 
-    prompts, ia3, adapters = (
-        opened(request.prompt_checkpoints),
-        opened(request.ia3_checkpoints),
-        opened(request.adapter_checkpoints),
-    )
+    added = (request.prompt_checkpoints, request.ia3_checkpoints, request.adapter_checkpoints)
+    prompts, ia3, adapters = map(opened, added)
     return Facts(
         reader=reader,
         tp_size=request.tp_size,
@@ -219,22 +216,6 @@ def _open(
             **added_tensors("adapter", adapters),
         },
     )
-
-
-def _open_shards(path: Path, request: ConversionRequest) -> FTFolder:
-    problems = []
-    if not request.is_huggingface:
-        problems.append(
-            f"{path} is a folder of shards, which becomes a Hugging Face folder alone: convert its "
-            "checkpoint, or that folder, to other shards"
-        )
-    if request.lora_checkpoints:
-        problems.append(
-            f"{path} is a folder of shards, whose names no LoRA adapter has: write it as a Hugging "
-            "Face folder first, and merge the adapters into that"
-        )
-    refuse(problems)
-    return open_ft_folder(path)
 
 
 def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
@@ -256,9 +237,7 @@ def _tokenizer(request: ConversionRequest, reader: CheckpointReader) -> dict[str
 def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMapping, Facts]:
     """Return the source mapping of a checkpoint, and the facts for it.
 
-    Args:
-        facts: The checkpoint.
-        model_type: Kind the user expects, where one source can become several families.
+    Where one source can become several families, `model_type` is the kind the user expects.
 
     Raises:
         CheckpointMismatchError: No mapping matches it.
@@ -299,13 +278,23 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
 
 
 def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -> list[str]:
-    names = request.names
+    names, path = request.names, facts.reader.path
     problems = mapping.reasons(facts)
+    if isinstance(facts.reader, FTFolder) and not request.is_huggingface:
+        problems.append(
+            f"{path} is a folder of shards, which becomes a Hugging Face folder alone: convert its "
+            "checkpoint, or that folder, to other shards"
+        )
+    if isinstance(facts.reader, FTFolder) and request.lora_checkpoints:
+        problems.append(
+            f"{path} is a folder of shards, whose names no LoRA adapter has: write it as a Hugging "
+            "Face folder first, and merge the adapters into that"
+        )
     if not (mapping.family.has_shards or request.is_huggingface):
         problems.append(
-            f"{facts.reader.path} is a mixture of experts, which has no folder of shards: write it "
-            f"as a Hugging Face folder ({names['output_format']}=huggingface) and serve that with "
-            "vLLM (deploy.engine=vllm)"
+            f"{path} is a mixture of experts, which has no folder of shards: write it as a Hugging "
+            f"Face folder ({names['output_format']}=huggingface) and serve that with vLLM "
+            "(deploy.engine=vllm)"
         )
     added = {
         "prompt": request.prompt_checkpoints,
@@ -322,8 +311,8 @@ def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -
     kinds = MODEL_TYPES.get(request.model_type or "", (request.model_type,))
     if request.model_type is not None and mapping.family.name not in kinds:
         problems.append(
-            f"{names['model_type']}={request.model_type}, but {facts.reader.path} is a "
-            f"{mapping.family.name} model"
+            f"{names['model_type']}={request.model_type}, but {path} is a {mapping.family.name} "
+            "model"
         )
     return problems
 
@@ -360,7 +349,7 @@ def _divisibility_problems(
     """Return a problem for each size that the parallel sizes do not divide."""
     problems = []
     names, tp_size, pp_size = request.names, request.tp_size, request.pp_size
-    model = f"{mapping.family.name} model {Path(request.checkpoint_path).name}"
+    model = f"{mapping.family.name} model {request.checkpoint_path.name}"
     # A folder may store heads more often than a model has them.
     sizes = {
         name.removeprefix("stored_"): config.dim(name, {}) for name in mapping.family.divisible

@@ -77,7 +77,7 @@ class ConversionRequest(ConversionOptions):
     checkpoint_name: str | None = None
     # One of OUTPUT_FORMATS; a Hugging Face folder has no ranks.
     output_format: str = "fastertransformer"
-    # Of its fields in messages: by default options of the command.
+    # Of the other fields in messages: by default options of the command.
     names: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: OPTION_NAMES, repr=False, compare=False
     )
@@ -91,8 +91,8 @@ class ConversionRequest(ConversionOptions):
     def folder(self) -> Path:
         """The folder to write."""
         if self.is_huggingface:
-            return Path(self.output_dir) / "huggingface"
-        return ft_directory(Path(self.output_dir), self.tp_size)
+            return self.output_dir / "huggingface"
+        return ft_directory(self.output_dir, self.tp_size)
 
     @property
     def sources(self) -> list[tuple[str, Path]]:
@@ -110,6 +110,7 @@ OPTION_NAMES: Mapping[str, str] = {
     **{
         field.name: f"--{field.name.replace('_', '-')}"
         for field in dataclasses.fields(ConversionRequest)
+        if field.compare
     },
     "tp_size": "--tensor-model-parallel-size",
     "pp_size": "--pipeline-model-parallel-size",
@@ -153,11 +154,11 @@ def request_problems(request: ConversionRequest) -> list[str]:
         )
     problems += [
         f"{names[key]}={path} does not exist; check the spelling, and that this machine sees it"
-        + (hub_advice(Path(path)) if key == "checkpoint_path" else "")
+        + (hub_advice(path) if key == "checkpoint_path" else "")
         for key, path in request.sources
-        if not Path(path).exists()
+        if not path.exists()
     ]
-    problems += _output_problems(Path(request.output_dir), names["output_dir"])
+    problems += _output_problems(request.output_dir, names["output_dir"])
     families = (mapping.family.name for mapping in SOURCE_MAPPINGS)
     kinds = tuple(dict.fromkeys((*MODEL_TYPES, *families)))
     if request.model_type is not None and request.model_type not in kinds:

@@ -23,9 +23,9 @@ _REMEDY = (
 Window = list[tuple[int, int]]  # of a tensor: the first index and the end on each axis
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TensorPlan:
-    """One tensor to write."""
+    """One tensor to write; equal to itself alone."""
 
     tensor: FTTensor
     source: TensorSource
@@ -69,7 +69,7 @@ class WrittenTensor:
     @property
     def items(self) -> tuple[TensorPlan, ...]:
         """The tensors of the family it consists of."""
-        return tuple({item.tensor.name: item for item, _ in self.pieces}.values())
+        return tuple(dict.fromkeys(item for item, _ in self.pieces))
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,6 @@ from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE
 
 _SCAN_VALUES = 1 << 20
-# Tensors of the family by name, with the parts that were made of their sources.
-_Built = dict[str, tuple[TensorPlan, Parts]]
 
 
 @dataclass
@@ -62,23 +60,21 @@ def write_files(plan: ConversionPlan, writer: FTWriter, counter: Counter) -> lis
 
     The first other exception ends all workers, and is raised.
     """
-    worker = _Worker(plan, writer, counter)
-    # Source order: reads go forward, and a layer's small tensors come between its large ones,
-    # which keeps the disk busy.
-    order = sorted(range(len(plan.files)), key=lambda number: worker.place(plan.files[number]))
+    stopping = threading.Event()
+    groups = [_Group(plan, files, writer, counter, stopping) for files in plan.files]
     pool = concurrent.futures.ThreadPoolExecutor(plan.request.processes, "convert")
     try:
-        futures = {number: pool.submit(worker.write, plan.files[number]) for number in order}
-        done, _ = concurrent.futures.wait(
-            futures.values(), return_when=concurrent.futures.FIRST_EXCEPTION
-        )
+        # Source order: reads go forward, and a layer's small tensors come between its large ones,
+        # which keeps the disk busy.
+        futures = [pool.submit(group.write) for group in sorted(groups, key=_Group.place)]
+        done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
         for future in done:
             future.result()
     finally:
-        worker.stopping.set()
+        stopping.set()
         pool.shutdown(wait=True, cancel_futures=True)
     writer.flush()
-    return [problem for number in range(len(futures)) for problem in futures[number].result()]
+    return [problem for group in groups for problem in group.problems]
 
 
 def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
@@ -95,18 +91,23 @@ def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
         raise CheckpointMismatchError(f"{where}: {each}" for each in error.problems) from error
 
 
-@dataclass(frozen=True)
-class _Worker:
-    """State that all workers of a conversion share; each writes one group of files at a time."""
+@dataclass
+class _Group:
+    """Files of the same tensors, which one worker writes."""
 
     plan: ConversionPlan
+    files: Sequence[WrittenFile]
     writer: FTWriter
     counter: Counter
-    stopping: threading.Event = field(default_factory=threading.Event)
+    stopping: threading.Event  # set once another worker has failed
+    problems: list[str] = field(default_factory=list)  # of the values; known once it is written
+    # Tensors of the family, with the parts that were made of their sources.
+    _built: dict[TensorPlan, Parts] = field(default_factory=dict)
+    _damaged: dict[str, list[str]] = field(default_factory=dict)  # problems of tensors, by key
 
-    def place(self, files: Sequence[WrittenFile]) -> tuple[str, int]:
-        """Return the file and offset at which their first tensor begins in the source."""
-        read = self._read(files[0].tensors[0].items[0])
+    def place(self) -> tuple[str, int]:
+        """Return the file and offset at which the first tensor begins in the source."""
+        read = self._read(self.files[0].tensors[0].items[0])
         return next(((str(stored.path), stored.offset) for _, stored in read), ("", 0))
 
     def _read(self, item: TensorPlan) -> Iterator[tuple[str, StoredTensor]]:
@@ -134,9 +135,9 @@ class _Worker:
         for _, piece in self._read(item):
             self.plan.facts.maps.forget(piece)
 
-    def _problems(self, tensor: WrittenTensor, found: ValueRange, kind: str) -> list[str]:
+    def _value_problems(self, tensor: WrittenTensor, found: ValueRange) -> list[str]:
         """Return a problem if a tensor was written with infinities or NaN."""
-        name, extents = tensor.key, []
+        name, kind, extents = tensor.key, self.files[0].data_type, []
         names = (name, *(item.tensor.name for item in tensor.items))
         if found.finite or any(map(self.plan.request.allows, names)):
             return []
@@ -165,56 +166,47 @@ class _Worker:
         self.counter.add(len(chunk))
         return chunk
 
-    def write(self, files: Sequence[WrittenFile]) -> list[str]:
-        """Return the problems of some files, whose missing ones are written."""
+    def write(self) -> None:
+        """Write the missing files, and note the problems of their values."""
         try:
-            return self._written(files)
+            records = [self._record(file) for file in self.files]
+            self._keep(())
+            for tensor in self.files[0].tensors:
+                self.problems += self._damaged.get(tensor.key) or self._value_problems(
+                    tensor, _range(records, tensor.key)
+                )
         except CheckpointMismatchError as error:
-            return error.problems
+            self.problems = error.problems
+            self._keep(())
 
-    def _written(self, files: Sequence[WrittenFile]) -> list[str]:
-        """Write the missing ones of some files; return the problems of their values.
-
-        What the tensors of a file are made of is kept for the next file if that has the same.
-        """
-        records: list[Mapping[str, Any]] = []
-        damaged: dict[str, list[str]] = {}
-        built: _Built = {}
-        for file in files:
-            if record := self.writer.records.get(file.name):
-                self.counter.add(file.size_bytes, written=False)
-            else:
-                ranges = {tensor.key: ValueRange() for tensor in file.tensors}
-                pieces = self._pieces(file, ranges, damaged, built)
-                chunks = file_chunks(pieces, file.data_type, file.size_bytes, file.header)
-                facts = functools.partial(_facts, file, ranges)
-                chunks = map(self._counted, chunks)
-                record = self.writer.write(file.name, file.size_bytes, chunks, facts=facts)
-            records.append(record)
-        self._keep(built, ())
-        return [
-            problem
-            for tensor in files[0].tensors
-            for problem in damaged.get(tensor.key)
-            or self._problems(tensor, _range(records, tensor.key), files[0].data_type)
-        ]
+    def _record(self, file: WrittenFile) -> Mapping[str, Any]:
+        """Return the record of a file, which is written unless it is there."""
+        if record := self.writer.records.get(file.name):
+            self.counter.add(file.size_bytes, written=False)
+            return record
+        ranges = {tensor.key: ValueRange() for tensor in file.tensors}
+        pieces = self._pieces(file, ranges)
+        chunks = file_chunks(pieces, file.data_type, file.size_bytes, file.header)
+        facts = functools.partial(_facts, file, ranges)
+        return self.writer.write(
+            file.name, file.size_bytes, map(self._counted, chunks), facts=facts
+        )
 
     def _pieces(
-        self,
-        file: WrittenFile,
-        ranges: Mapping[str, ValueRange],
-        damaged: dict[str, list[str]],
-        built: _Built,
+        self, file: WrittenFile, ranges: Mapping[str, ValueRange]
     ) -> Iterator[tuple[Parts, Window, ValueRange]]:
-        """Yield what follows each other in a file, and note the damage of each tensor."""
+        """Yield what follows each other in a file, and note the damage of each tensor.
+
+        What a tensor is made of is kept for the next one or the next file, if that has the same.
+        """
         for tensor in file.tensors:
-            self._keep(built, tensor.items)
+            self._keep(tensor.items)
             for item in tensor.items:
-                if item.tensor.name not in built:
-                    damaged.setdefault(tensor.key, []).extend(self._damage(item))
-                    built[item.tensor.name] = item, build_parts(self.plan, item)
+                if item not in self._built:
+                    self._damaged.setdefault(tensor.key, []).extend(self._damage(item))
+                    self._built[item] = build_parts(self.plan, item)
             for item, view in tensor.pieces:
-                _, parts = built[item.tensor.name]
+                parts = self._built[item]
                 if view is not None:
                     parts = taken(parts, view)
                     window = whole_window(parts.shape)
@@ -224,10 +216,10 @@ class _Worker:
                 yield parts, window, ranges[tensor.key]
                 del parts
 
-    def _keep(self, built: _Built, items: Sequence[TensorPlan]) -> None:
+    def _keep(self, items: Sequence[TensorPlan]) -> None:
         """Forget what is no longer needed."""
-        for name in built.keys() - {item.tensor.name for item in items}:
-            item, _ = built.pop(name)
+        for item in self._built.keys() - items:
+            del self._built[item]
             self._forget(item)
 
 

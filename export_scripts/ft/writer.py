@@ -37,6 +37,7 @@ class WorkPaths:
     def __init__(self, final: Path) -> None:
         self.final = final
         self.manifest = manifest_path(final)
+        self.new_manifest = self.manifest.with_name(f".{self.manifest.name}.writing")
         self.staging = staging_directory(final)
         hidden = final.with_name(f".{final.name}")
         self.journal = hidden.with_suffix(".journal")
@@ -87,10 +88,8 @@ class WriteBehind:
 class FTWriter:
     """The files of one folder while they are written. Use within a `folder_lock`.
 
-    Args:
-        paths: Where to write.
-        identity: Digest of everything that decides the contents; a journal of another identity is
-            not continued.
+    `identity` is a digest of everything that decides the contents; a journal of another one is not
+    continued.
     """
 
     def __init__(self, paths: WorkPaths, identity: str) -> None:
@@ -212,7 +211,7 @@ class FTWriter:
             queue.wait()
 
     def finish(self, manifest: Mapping[str, Any]) -> None:
-        """Publish the folder: flush its contents, write the manifest, rename the folder.
+        """Publish the folder: write its manifest, flush both to disk, rename them.
 
         Raises:
             CheckpointMismatchError: The folder differs from the journal.
@@ -223,12 +222,14 @@ class FTWriter:
         if found != set(self.records):
             odd = sorted(found ^ set(self.records))
             raise CheckpointMismatchError(f"{paths.staging} changed while converting: {odd}")
+        text = json.dumps(manifest, indent=1) + "\n"
+        paths.new_manifest.write_text(text, encoding="utf-8")
         sync_file_system(paths.staging)
         if paths.final.exists():
             if paths.manifest.exists():
                 paths.manifest.rename(paths.replaced_manifest)
             paths.final.rename(paths.replaced)
-        _write_manifest(paths.manifest, manifest)
+        paths.new_manifest.rename(paths.manifest)
         paths.staging.rename(paths.final)
         sync_folder(paths.final.parent)
         paths.journal.unlink()
@@ -285,16 +286,6 @@ def _boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return ""
-
-
-def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.writing")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
 
 
 def _remove(path: Path) -> None:
