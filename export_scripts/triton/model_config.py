@@ -149,7 +149,6 @@ def parse_config(text: str) -> Any:
 class ModelSizes:
     """The facts about an exported model that decide the resources of its server."""
 
-    name: str
     tp_size: int
     pp_size: int
     device: str = "auto"
@@ -184,7 +183,6 @@ def _sizes(path: Path) -> ModelSizes | None:
     if "tensor_para_size" not in values:
         return None
     return ModelSizes(
-        name=path.parent.name,
         tp_size=values["tensor_para_size"],
         pp_size=values.get("pipeline_para_size", 1),
         device=values.get("device", "auto"),
