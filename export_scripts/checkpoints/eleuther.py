@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, StoredTensor, read_small, yaml_table
-from export_scripts.checkpoints.partitioned import RankName, join_ranks, number_in
+from export_scripts.checkpoints.partitioned import Place, join_ranks, number_in
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.errors import CheckpointMismatchError, first_names
 
@@ -50,9 +50,7 @@ def open_eleuther(path: Path) -> CheckpointReader:
     files = _layer_files(folder)
     config_files, config = _model_config(folder)
     count = _rank_count(folder, files, config.get("model-parallel-size"))
-    states: dict[RankName, dict[str, StoredTensor]] = {
-        RankName(f"rank {rank}", rank, 0): {} for rank in range(count)
-    }
+    states: dict[Place, dict[str, StoredTensor]] = {(rank, 0): {} for rank in range(count)}
     numbers: list[int] = []
     for number, ranks in files.items():
         contents = [_tensors(ranks[rank]) for rank in range(count)]
@@ -75,9 +73,7 @@ def open_eleuther(path: Path) -> CheckpointReader:
         format="eleuther",
         path=path,
         config=config,
-        tensors=join_ranks(
-            states, states.__getitem__, {"tensor_model_parallel_size": count}, where=folder
-        ),
+        tensors=join_ranks(states, where=folder),
         files=(*(file for ranks in files.values() for file in ranks.values()), *config_files),
         remarks=() if folder == path else (f"{folder.name} of {path} is read",),
     )

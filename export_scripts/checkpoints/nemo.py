@@ -27,6 +27,7 @@ from export_scripts.checkpoints.partitioned import (
     flatten,
     join_ranks,
     parse_rank_folder,
+    ranks_by_place,
 )
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
 from export_scripts.checkpoints.tokenizers import nemo_files
@@ -97,17 +98,14 @@ def open_nemo(
     weights = _find_weights(container, config, trees, remarks, name)
     if config is None:
         config = _config_of_checkpoint(trees(next(iter(weights.values()))), path)
+    places = ranks_by_place(weights, config, where=path)
+    states = {place: flatten(trees(weights[rank])) for place, rank in places.items()}
+    layer_offset = _layer_offset({**depths, **config}, path) if depths else None
     return CheckpointReader(
         format="nemo",
         path=path,
         config=config,
-        tensors=join_ranks(
-            weights,
-            lambda rank: flatten(trees(weights[rank])),
-            config,
-            where=path,
-            layer_offset=_layer_offset({**depths, **config}, path) if depths else None,
-        ),
+        tensors=join_ranks(states, where=path, layer_offset=layer_offset),
         files=(container.path,)
         if container.path.is_file()
         else tuple(sorted({region.path for region in weights.values()})),
