@@ -50,10 +50,6 @@ class Container:
         }
         return Container(self.path, members, self.kept, self.folder + folder)
 
-    def find(self, name: str) -> Region | None:
-        """Return the member called `name`, or None."""
-        return self.members.get(name)
-
     def needed(self, name: str, why: str) -> Region:
         """Return a member; `why` ends the message where it is missing.
 

@@ -51,14 +51,13 @@ def is_nemo(path: Path) -> bool:
     if path.is_file():
         with path.open("rb") as file:
             return is_gzip(path) or file.read(512)[257:262] == b"ustar"
-    if not path.is_dir():
-        return False
-    if (path / CONFIG_NAME).is_file() or any(path.glob("*.ckpt")):
-        return True
-    if _is_distributed_nemo(_model_folder(path)) or _last_folders(path):
-        return True
-    ranks = [entry for entry in path.iterdir() if parse_rank_folder(entry.name)]
-    return any(any(rank.glob("*.ckpt")) for rank in ranks)
+    return path.is_dir() and (
+        (path / CONFIG_NAME).is_file()
+        or any(path.glob("*.ckpt"))
+        or _is_distributed_nemo(_model_folder(path))
+        or bool(_last_folders(path))
+        or any(parse_rank_folder(e.name) and any(e.glob("*.ckpt")) for e in path.iterdir())
+    )
 
 
 def open_nemo(
@@ -82,11 +81,11 @@ def open_nemo(
     """
     remarks: list[str] = []
     container = open_container(_chosen_folder(path, remarks), scratch_dir=scratch_dir)
-    if container.find(WEIGHTS + METADATA_NAME):
+    if WEIGHTS + METADATA_NAME in container.members:
         return open_nemo2(container, tuple(remarks))
     config = _read_config(container)
     for folder in (_DISTRIBUTED, ""):
-        if container.find(folder + METADATA_NAME):
+        if folder + METADATA_NAME in container.members:
             inside = container.within(folder)
             found = read_distributed(inside, format="nemo", remarks=tuple(remarks))
             if config is None:
