@@ -51,8 +51,14 @@ _ALSO_SERVED_AS = {"T5": ("T5-Encoder",)}
 _ENCODER_DECODERS = ("T5",)
 # Tokenizers whose files do not state that a text ends with the end token.
 _PLAIN_TOKENIZERS = ("bpe", "sentencepiece", "wordpiece")
-_SCRIPTS = Path(__file__).parent / "models"
-_SCRIPT = "model.py"
+# What the scripts of the Python backend do, and the class that each runs.
+_SCRIPTS = {
+    "generation": ("Generates tokens", "python_backend", "GenerationModel"),
+    "encoder": ("Turns tokens into hidden states", "encoder_backend", "EncoderModel"),
+    _PREPROCESSING: ("Turns text into tokens", "text_models", "Preprocessing"),
+    _POSTPROCESSING: ("Turns tokens into text", "text_models", "Postprocessing"),
+    _TOKENIZER: ("Turns text into tokens", "text_models", "QueryTokenizer"),
+}
 _KEEP = b"An object store has no empty folders: this file makes version 1 exist there.\n"
 _NO_END = (
     "{}/config.ini does not say which token ends a text; add eos_token_id to [encoder], or build "
@@ -300,7 +306,12 @@ def _served_model(request: RepositoryRequest, model_type: str) -> TritonModelCon
 
 
 def _script(model: str) -> dict[str, bytes]:
-    return {_SCRIPT: (_SCRIPTS / model / _SCRIPT).read_bytes()}
+    does, module, name = _SCRIPTS[model]
+    text = (
+        f'"""{does}; what the server runs is inference.backend.{module}."""\n\n'
+        f"from inference.backend.{module} import {name} as TritonPythonModel  # noqa: F401\n"
+    )
+    return {"model.py": text.encode()}
 
 
 def _text_models(
