@@ -216,7 +216,7 @@ def build_repository(request: RepositoryRequest) -> list[Path]:
         models += _text_models(request, models[0].signature, model_type, config, tokenizer)
     if not request.overwrite and (differing := _differing(request, models)):
         raise ValueError("\n".join(differing))
-    return [_write_model(request.model_dir.parent, model) for model in models]
+    return [write_model(request.model_dir.parent, model) for model in models]
 
 
 def _weight_problems(
@@ -397,7 +397,8 @@ def _differing(request: RepositoryRequest, models: Sequence[TritonModelConfig]) 
     ]
 
 
-def _write_model(repository: Path, model: TritonModelConfig) -> Path:
+def write_model(repository: Path, model: TritonModelConfig) -> Path:
+    """Write the folder of a model and return it; the configuration comes last."""
     folder = repository / model.name
     version = folder / _VERSION
     version.mkdir(parents=True, exist_ok=True)
