@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.backends import INDEX_NAME, torch_dist_tensors, zarr_tensors
-from export_scripts.checkpoints.base import CheckpointReader, Piece, json_table, read_small
+from export_scripts.checkpoints.base import CheckpointReader, json_table, read_small
 from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.pt_archive import read_torch_file
@@ -58,14 +58,19 @@ def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
         common = read_torch_file(region)
     if not isinstance(common, Mapping):
         raise CheckpointMismatchError(f"{where}: {_COMMON_NAME} does not hold a checkpoint")
-    tensors = _as_pieces(_with_joined_halves(_layers(found, where)), where)
-    stored = {values.path for (piece,) in tensors.values() for values in piece.stored}
+    tensors = _with_joined_halves(_layers(found, where))
+    problems = [f"{name}: {each}" for name, tensor in tensors.items() for each in tensor.problems()]
+    refuse(listed(problems, f"{where}: "))
     own = {METADATA_NAME, INDEX_NAME, _COMMON_NAME} & container.members.keys()
-    files = stored | {container.members[name].path for name in own}
+    files = {container.members[name].path for name in own}
+    files |= {values.path for tensor in tensors.values() for values in tensor.stored}
     return CheckpointReader(
         path=container.path,
         config=common,
-        tensors=tensors,
+        tensors={
+            name: tensor.stored if len(tensor.chunks) == 1 else (tensor,)
+            for name, tensor in tensors.items()
+        },
         files=(container.path,) if container.path.is_file() else tuple(sorted(files)),
         kept=container.kept,
         is_distributed=True,
@@ -137,13 +142,3 @@ def _with_joined_halves(tensors: Mapping[str, ChunkedTensor]) -> dict[str, Chunk
         if other is not None and (other.dtype, other.shape) == (half.dtype, half.shape):
             joined[bare] = concatenated(joined.pop(name), joined.pop(bare + _LINEAR))
     return joined
-
-
-def _as_pieces(tensors: Mapping[str, ChunkedTensor], where: str) -> dict[str, tuple[Piece, ...]]:
-    """Return each tensor as its only piece."""
-    problems = [f"{name}: {each}" for name, tensor in tensors.items() for each in tensor.problems()]
-    refuse(listed(problems, f"{where}: "))
-    return {
-        name: (tensor.stored if len(tensor.chunks) == 1 else (tensor,))
-        for name, tensor in tensors.items()
-    }
