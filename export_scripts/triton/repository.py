@@ -383,8 +383,7 @@ def _end_id(config: FTConfig) -> int | None:
 
 def _token_id(config: FTConfig, *names: str) -> int | None:
     """Return the first of the fields, by the names of several families, that the config has."""
-    found: int | None = next(getattr(config, name) for name in names if hasattr(config, name))
-    return found
+    return next((getattr(config, name) for name in names if hasattr(config, name)), None)
 
 
 def _differing(request: RepositoryRequest, models: Sequence[TritonModelConfig]) -> list[str]:
