@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.backends import INDEX_NAME, torch_dist_tensors, zarr_tensors
-from export_scripts.checkpoints.base import CheckpointReader, json_table, read_small
+from export_scripts.checkpoints.base import CheckpointReader, json_file
 from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.pt_archive import read_torch_file
@@ -91,8 +91,7 @@ def _backend(container: Container) -> str:
             "torch.distributed.checkpoint without megatron-core, or not to the end; save it with "
             "--ckpt-format torch_dist"
         )
-    content = read_small(container.members[METADATA_NAME])
-    backend = json_table(content, f"{container.path}: {name}").get("sharded_backend")
+    backend = json_file(container.members[METADATA_NAME]).get("sharded_backend")
     if not isinstance(backend, str) or backend not in _BACKENDS:
         raise CheckpointMismatchError(
             f"{container.path}: {name}: sharded_backend = {backend!r}; known: "
