@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from export_scripts.commands import command_parser, parse_pair, run_command, say
-from export_scripts.triton.model_folders import ENGINES
 from export_scripts.triton.object_store import parse_location, publish_repository
 from export_scripts.triton.repository import (
     DATA_TYPES,
+    ENGINES,
     RepositoryRequest,
     build_repository,
     check_repository,
@@ -46,7 +46,7 @@ def _build(arguments: argparse.Namespace) -> None:
         summary = publish_repository(
             request.model_dir.parent, location, overwrite=arguments.overwrite
         )
-        say(f"{summary.url} ({summary.sent} of {summary.files} files sent)")
+        say(f"{location.triton_url} ({summary.sent} of {summary.files} files sent)")
 
 
 def _parser() -> argparse.ArgumentParser:

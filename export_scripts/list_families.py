@@ -10,7 +10,7 @@ from typing import Any
 from export_scripts.commands import command_parser, run_command, say
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.tables import markdown_table, text_table
-from export_scripts.triton.model_folders import ENGINES
+from export_scripts.triton.repository import ENGINES
 
 
 def support_table() -> list[dict[str, Any]]:

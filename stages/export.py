@@ -136,5 +136,6 @@ class ExportStage(Stage):
             )
         except (OSError, ValueError) as error:
             raise StageError(str(error)) from error
-        remark = f"{sent.url}: {sent.sent} of {sent.files} files sent, {sent.sent_bytes} bytes"
-        return summary | {"published": sent.url, "remarks": [remark]}
+        url = self.publish_to.triton_url
+        remark = f"{url}: {sent.sent} of {sent.files} files sent, {sent.sent_bytes} bytes"
+        return summary | {"published": url, "remarks": [remark]}

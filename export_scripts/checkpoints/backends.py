@@ -120,7 +120,7 @@ def _lost_files(container: Container, entries: Sequence[_Entry]) -> list[str]:
         ends.setdefault(file, []).append(offset + size)
     problems = []
     for file, inside in sorted(ends.items()):
-        region = container.find(file)
+        region = container.members.get(file)
         if region is None:
             problems.append(
                 f"{container.path} lacks {container.folder}{file}, which holds {len(inside)} "
@@ -219,8 +219,10 @@ _EXPECTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def zarr_tensors(container: Container, wanted: Callable[[str], bool]) -> dict[str, ChunkedTensor]:
-    """Return the tensors of an archive or a folder whose name is wanted.
+def zarr_tensors(
+    container: Container, wanted: Callable[[str], bool]
+) -> tuple[dict[str, ChunkedTensor], None]:
+    """Return the tensors of an archive or a folder whose name is wanted; common.pt holds the rest.
 
     Raises:
         CheckpointMismatchError: Chunks are missing, truncated or compressed.
@@ -232,7 +234,7 @@ def zarr_tensors(container: Container, wanted: Callable[[str], bool]) -> dict[st
         name: _read(container, f"{name}/", problems) for name in filter(wanted, sorted(names))
     }
     refuse(listed(problems, f"{container.path}: {container.folder}"))
-    return tensors
+    return tensors, None
 
 
 def _read(container: Container, folder: str, problems: list[str]) -> ChunkedTensor:
@@ -257,7 +259,7 @@ def _read(container: Container, folder: str, problems: list[str]) -> ChunkedTens
         name = folder + (separator.join(map(str, place)) or "0")
         begin = tuple(i * each for i, each in zip(place, step, strict=True))
         shape = tuple(min(c, n - b) for c, n, b in zip(step, whole, begin, strict=True))
-        region = container.find(name)
+        region = container.members.get(name)
         if region is None:
             problems.append(f"{name} is missing")
         elif region.size != full_bytes:

@@ -393,13 +393,13 @@ def json_table(content: bytes | str, source: object, *, is_strict: bool = False)
         raise CheckpointMismatchError(str(error)) from error
 
 
-def json_file(path: Path) -> dict[str, Any]:
+def json_file(source: Region | Path) -> dict[str, Any]:
     """Return the object in a JSON file of a checkpoint.
 
     Raises:
         CheckpointMismatchError: It holds something else, is far too large, or cannot be read.
     """
     try:
-        return json_table(read_small(path), path)
+        return json_table(read_small(source), source)
     except OSError as error:
-        raise CheckpointMismatchError(f"{path} cannot be read: {error.strerror}") from error
+        raise CheckpointMismatchError(f"{source} cannot be read: {error.strerror}") from error

@@ -69,14 +69,16 @@ class ChunkedTensor(Piece):
         """Return the reason the chunks do not make the whole: overlap, excess or holes."""
         if len(self.chunks) > _MOST_CHUNKS:
             return [f"it has {len(self.chunks)} chunks; expected at most {_MOST_CHUNKS}"]
-        boxes = [(begin, _end(begin, values)) for begin, values in self.chunks.items()]
+        boxes = [
+            (each, _end(each, values), list(values.shape)) for each, values in self.chunks.items()
+        ]
         outside = [
-            f"a chunk of {_sizes(box)} at {list(box[0])} reaches beyond {list(self.shape)}"
-            for box in boxes
-            if any(map(operator.gt, box[1], self.shape))
+            f"a chunk of {sizes} at {list(begin)} reaches beyond {list(self.shape)}"
+            for begin, end, sizes in boxes
+            if any(map(operator.gt, end, self.shape))
         ]
         overlapping = [
-            f"chunks of {_sizes(a)} at {list(a[0])} and of {_sizes(b)} at {list(b[0])} overlap"
+            f"chunks of {a[2]} at {list(a[0])} and of {b[2]} at {list(b[0])} overlap"
             for a, b in itertools.combinations(boxes, 2)
             if all(map(operator.lt, map(max, a[0], b[0]), map(min, a[1], b[1])))
         ]
@@ -108,10 +110,6 @@ def concatenated(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:
 def _end(begin: Place, values: StoredTensor) -> Place:
     """Return the index behind a chunk's last value on each axis."""
     return tuple(map(operator.add, begin, values.shape))
-
-
-def _sizes(box: tuple[Place, Place]) -> list[int]:
-    return list(map(operator.sub, box[1], box[0]))
 
 
 def _row(values: StoredTensor, index: int) -> StoredTensor:

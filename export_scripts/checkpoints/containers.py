@@ -50,10 +50,6 @@ class Container:
         }
         return Container(self.path, members, self.kept, self.folder + folder)
 
-    def find(self, name: str) -> Region | None:
-        """Return the member called `name`, or None."""
-        return self.members.get(name)
-
     def needed(self, name: str, why: str) -> Region:
         """Return a member; `why` ends the message where it is missing.
 
@@ -152,15 +148,10 @@ def _tar_members(tar: Path, shown: Path) -> dict[str, Region]:
             f"{shown} is not a readable tar archive ({error}); expected a .nemo file"
         ) from error
     refuse(problems)
-    return _without_wrapper(members)
-
-
-def _without_wrapper(members: dict[str, Region]) -> dict[str, Region]:
-    """Return the members without the folder that contains them all, if there is one."""
     tops = {name.partition("/")[0] for name in members}
-    if len(tops) != 1 or not all("/" in name for name in members):
-        return members
-    return {name.partition("/")[2]: region for name, region in members.items()}
+    if len(tops) == 1 and tops.isdisjoint(members):  # one folder contains them all
+        return {name.partition("/")[2]: region for name, region in members.items()}
+    return members
 
 
 def _unsafe(info: tarfile.TarInfo) -> str | None:

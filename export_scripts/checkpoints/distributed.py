@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.backends import INDEX_NAME, torch_dist_tensors, zarr_tensors
-from export_scripts.checkpoints.base import CheckpointReader, Piece, json_table, read_small
+from export_scripts.checkpoints.base import CheckpointReader, json_file
 from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.pt_archive import read_torch_file
@@ -18,7 +18,7 @@ from export_scripts.errors import CheckpointMismatchError, listed, refuse
 
 METADATA_NAME = "metadata.json"
 _COMMON_NAME = "common.pt"
-_BACKENDS = ("torch_dist", "zarr")
+_BACKENDS = {"torch_dist": torch_dist_tensors, "zarr": zarr_tensors}
 
 # Prefixes of a wrapped model's tensors; the optimizer repeats the names after its own prefix.
 _WRAPPERS = re.compile(r"^(?:(?:model|module)\.)+")
@@ -33,7 +33,7 @@ _EXPERT = re.compile(r"(\bmlp\.experts)\.experts\.(?=\d+\.)")
 _MOST_LAYERS = 10_000
 
 # The halves of a gated projection, which some versions store apart.
-_HALVES = ("_w", "_v")
+_GATE, _LINEAR = "_w", "_v"
 
 
 def is_distributed(path: Path) -> bool:
@@ -52,25 +52,25 @@ def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
         CheckpointMismatchError: It is damaged, incomplete or unsafe.
     """
     where = str(container)
-    backend = _backend(container)
-    common: Any = None
-    if backend == "zarr":
-        found = zarr_tensors(container, _is_of_model)
-    else:
-        found, common = torch_dist_tensors(container, _is_of_model)
+    found, common = _BACKENDS[_backend(container)](container, _is_of_model)
     if common is None:
         region = container.needed(_COMMON_NAME, "the description of what was saved")
         common = read_torch_file(region)
     if not isinstance(common, Mapping):
         raise CheckpointMismatchError(f"{where}: {_COMMON_NAME} does not hold a checkpoint")
-    tensors = _as_pieces(_with_joined_halves(_layers(found, where)), where)
-    stored = {values.path for (piece,) in tensors.values() for values in piece.stored}
-    own = (container.find(n) for n in (METADATA_NAME, INDEX_NAME, _COMMON_NAME))
-    files = {*stored, *(region.path for region in own if region is not None)}
+    tensors = _with_joined_halves(_layers(found, where))
+    problems = [f"{name}: {each}" for name, tensor in tensors.items() for each in tensor.problems()]
+    refuse(listed(problems, f"{where}: "))
+    own = {METADATA_NAME, INDEX_NAME, _COMMON_NAME} & container.members.keys()
+    files = {container.members[name].path for name in own}
+    files |= {values.path for tensor in tensors.values() for values in tensor.stored}
     return CheckpointReader(
         path=container.path,
         config=common,
-        tensors=tensors,
+        tensors={
+            name: tensor.stored if len(tensor.chunks) == 1 else (tensor,)
+            for name, tensor in tensors.items()
+        },
         files=(container.path,) if container.path.is_file() else tuple(sorted(files)),
         kept=container.kept,
         is_distributed=True,
@@ -85,20 +85,19 @@ def _is_of_model(name: str) -> bool:
 def _backend(container: Container) -> str:
     """Return the backend that `metadata.json` names."""
     name = container.folder + METADATA_NAME
-    if container.find(METADATA_NAME) is None:
+    if METADATA_NAME not in container.members:
         raise CheckpointMismatchError(
             f"{container.path} has {container.folder}{INDEX_NAME} but no {name}: it was saved by "
             "torch.distributed.checkpoint without megatron-core, or not to the end; save it with "
             "--ckpt-format torch_dist"
         )
-    content = read_small(container.members[METADATA_NAME])
-    backend = json_table(content, f"{container.path}: {name}").get("sharded_backend")
-    if backend not in _BACKENDS:
+    backend = json_file(container.members[METADATA_NAME]).get("sharded_backend")
+    if not isinstance(backend, str) or backend not in _BACKENDS:
         raise CheckpointMismatchError(
             f"{container.path}: {name}: sharded_backend = {backend!r}; known: "
             f"{', '.join(_BACKENDS)}"
         )
-    return str(backend)
+    return backend
 
 
 def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, ChunkedTensor]:
@@ -135,21 +134,10 @@ def _apart(
 
 def _with_joined_halves(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
     """Return the tensors with the halves of each gated projection joined, as other formats do."""
-    gate, linear = _HALVES
     joined = dict(tensors)
     for name, half in tensors.items():
-        bare = name.removesuffix(gate)
-        other = tensors.get(bare + linear) if name.endswith(gate) else None
+        bare = name.removesuffix(_GATE)
+        other = tensors.get(bare + _LINEAR) if name.endswith(_GATE) else None
         if other is not None and (other.dtype, other.shape) == (half.dtype, half.shape):
-            joined[bare] = concatenated(joined.pop(name), joined.pop(bare + linear))
+            joined[bare] = concatenated(joined.pop(name), joined.pop(bare + _LINEAR))
     return joined
-
-
-def _as_pieces(tensors: Mapping[str, ChunkedTensor], where: str) -> dict[str, tuple[Piece, ...]]:
-    """Return each tensor as its only piece."""
-    problems = [f"{name}: {each}" for name, tensor in tensors.items() for each in tensor.problems()]
-    refuse(listed(problems, f"{where}: "))
-    return {
-        name: (tensor.stored if len(tensor.chunks) == 1 else (tensor,))
-        for name, tensor in tensors.items()
-    }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, StoredTensor, read_small, yaml_table
-from export_scripts.checkpoints.partitioned import RankName, join_ranks, number_in
+from export_scripts.checkpoints.partitioned import Place, join_ranks, number_in
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.errors import CheckpointMismatchError, first_names
 
@@ -50,12 +50,10 @@ def open_eleuther(path: Path) -> CheckpointReader:
     files = _layer_files(folder)
     config_files, config = _model_config(folder)
     count = _rank_count(folder, files, config.get("model-parallel-size"))
-    states: dict[RankName, dict[str, StoredTensor]] = {
-        RankName(f"rank {rank}", rank, 0): {} for rank in range(count)
-    }
+    states: dict[Place, dict[str, StoredTensor]] = {(rank, 0): {} for rank in range(count)}
     numbers: list[int] = []
     for number, ranks in files.items():
-        contents = [_tensors(ranks[rank]) for rank in range(count)]
+        contents = [read_torch_table(ranks[rank], "a table of tensors") for rank in range(count)]
         if _LAYER in contents[0]:
             part = f"layers.{len(numbers)}."
             numbers.append(number)
@@ -63,8 +61,10 @@ def open_eleuther(path: Path) -> CheckpointReader:
             part = "embedding."
         else:  # some releases keep norm and head in one file
             part = "final."
-        for state, stored in zip(states.values(), contents, strict=True):
-            own = {part + key: tensor for key, tensor in stored.items()}
+        for state, table in zip(states.values(), contents, strict=True):
+            own = {
+                f"{part}{k}": value for k, value in table.items() if isinstance(value, StoredTensor)
+            }
             if twice := sorted(own.keys() & state.keys()):
                 raise CheckpointMismatchError(
                     f"{folder}/layer_{number:02d}: another file holds {first_names(twice)}, too"
@@ -75,9 +75,7 @@ def open_eleuther(path: Path) -> CheckpointReader:
         format="eleuther",
         path=path,
         config=config,
-        tensors=join_ranks(
-            states, states.__getitem__, {"tensor_model_parallel_size": count}, where=folder
-        ),
+        tensors=join_ranks(states, where=folder),
         files=(*(file for ranks in files.values() for file in ranks.values()), *config_files),
         remarks=() if folder == path else (f"{folder.name} of {path} is read",),
     )
@@ -125,11 +123,6 @@ def _check_layers(folder: Path, numbers: Sequence[int], declared: Any) -> None:
             f"{folder} holds {count} transformer layers, its configuration says "
             f"num-layers: {declared}"
         )
-
-
-def _tensors(path: Path) -> dict[str, StoredTensor]:
-    contents = read_torch_table(path, "a table of tensors")
-    return {key: value for key, value in contents.items() if isinstance(value, StoredTensor)}
 
 
 def _model_config(folder: Path) -> tuple[list[Path], dict[str, Any]]:

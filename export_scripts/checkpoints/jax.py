@@ -17,7 +17,7 @@ from export_scripts.checkpoints.base import (
     json_file,
     truncated,
 )
-from export_scripts.checkpoints.partitioned import RankName, join_ranks, number_in
+from export_scripts.checkpoints.partitioned import join_ranks, number_in
 from export_scripts.checkpoints.pt_archive import zip_data_offset
 from export_scripts.errors import CheckpointMismatchError, first_names, refuse
 
@@ -60,14 +60,13 @@ def open_jax(path: Path) -> CheckpointReader:
     for number, (shard, files) in enumerate(parts.items()):
         arrays = [array for file in files for array in _read_npz(file)]
         names = _names(len(arrays), shard)
-        states[RankName(shard.name, number, 0)] = dict(zip(names, arrays, strict=True))
-    sizes = {"tensor_model_parallel_size": len(parts)}
+        states[number, 0] = dict(zip(names, arrays, strict=True))
     config_files, config = _model_config(step)
     return CheckpointReader(
         format="jax",
         path=path,
         config=config,
-        tensors=join_ranks(states, states.__getitem__, sizes, where=step),
+        tensors=join_ranks(states, where=step),
         files=(*(file for files in parts.values() for file in files), *config_files),
         remarks=() if step == path else (f"{step.name} of {path} is read",),
     )

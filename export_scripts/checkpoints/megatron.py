@@ -18,6 +18,7 @@ from export_scripts.checkpoints.partitioned import (
     flatten,
     join_ranks,
     parse_rank_folder,
+    ranks_by_place,
 )
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.errors import CheckpointMismatchError
@@ -70,11 +71,13 @@ def open_megatron(path: Path) -> CheckpointReader:
     for kind, ranks in (("tensor", tp_ranks), ("pipeline", pp_ranks)):
         key = f"{kind}_model_parallel_size"
         config[key] = count_of(config, key, default=1 + max(ranks), where=root)
+    places = ranks_by_place(files, config, where=root)
+    states = {place: _state(trees[rank], root) for place, rank in places.items()}
     return CheckpointReader(
         format="megatron",
         path=path,
         config=config,
-        tensors=join_ranks(files, lambda rank: _state(trees[rank], root), config, where=root),
+        tensors=join_ranks(states, where=root),
         files=tuple(sorted(files.values())),
         tokenizer=_tokenizer_files(root),
         remarks=remarks,

@@ -27,6 +27,7 @@ from export_scripts.checkpoints.partitioned import (
     flatten,
     join_ranks,
     parse_rank_folder,
+    ranks_by_place,
 )
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
 from export_scripts.checkpoints.tokenizers import nemo_files
@@ -50,14 +51,13 @@ def is_nemo(path: Path) -> bool:
     if path.is_file():
         with path.open("rb") as file:
             return is_gzip(path) or file.read(512)[257:262] == b"ustar"
-    if not path.is_dir():
-        return False
-    if (path / CONFIG_NAME).is_file() or any(path.glob("*.ckpt")):
-        return True
-    if _is_distributed_nemo(_model_folder(path)) or _last_folders(path):
-        return True
-    ranks = [entry for entry in path.iterdir() if parse_rank_folder(entry.name)]
-    return any(any(rank.glob("*.ckpt")) for rank in ranks)
+    return path.is_dir() and (
+        (path / CONFIG_NAME).is_file()
+        or any(path.glob("*.ckpt"))
+        or _is_distributed_nemo(_model_folder(path))
+        or bool(_last_folders(path))
+        or any(parse_rank_folder(e.name) and any(e.glob("*.ckpt")) for e in path.iterdir())
+    )
 
 
 def open_nemo(
@@ -81,11 +81,11 @@ def open_nemo(
     """
     remarks: list[str] = []
     container = open_container(_chosen_folder(path, remarks), scratch_dir=scratch_dir)
-    if container.find(WEIGHTS + METADATA_NAME):
+    if WEIGHTS + METADATA_NAME in container.members:
         return open_nemo2(container, tuple(remarks))
     config = _read_config(container)
     for folder in (_DISTRIBUTED, ""):
-        if container.find(folder + METADATA_NAME):
+        if folder + METADATA_NAME in container.members:
             inside = container.within(folder)
             found = read_distributed(inside, format="nemo", remarks=tuple(remarks))
             if config is None:
@@ -97,17 +97,14 @@ def open_nemo(
     weights = _find_weights(container, config, trees, remarks, name)
     if config is None:
         config = _config_of_checkpoint(trees(next(iter(weights.values()))), path)
+    places = ranks_by_place(weights, config, where=path)
+    states = {place: flatten(trees(weights[rank])) for place, rank in places.items()}
+    layer_offset = _layer_offset({**depths, **config}, path) if depths else None
     return CheckpointReader(
         format="nemo",
         path=path,
         config=config,
-        tensors=join_ranks(
-            weights,
-            lambda rank: flatten(trees(weights[rank])),
-            config,
-            where=path,
-            layer_offset=_layer_offset({**depths, **config}, path) if depths else None,
-        ),
+        tensors=join_ranks(states, where=path, layer_offset=layer_offset),
         files=(container.path,)
         if container.path.is_file()
         else tuple(sorted({region.path for region in weights.values()})),

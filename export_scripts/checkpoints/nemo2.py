@@ -42,7 +42,7 @@ def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> Checkpoin
     Raises:
         CheckpointMismatchError: The checkpoint is unsafe, damaged or incomplete.
     """
-    if container.find(_MODEL) is None:
+    if _MODEL not in container.members:
         raise CheckpointMismatchError(
             f"{container.path} lacks {_MODEL}, which states its model's sizes; copy its context/ "
             "folder too, or save it with NeMo 2.0 or newer"
@@ -77,14 +77,14 @@ def _huggingface_files(container: Container, *folders: str) -> dict[str, Region]
         ours: region
         for folder in reversed(folders)
         for theirs, ours in HUGGINGFACE_FILES.items()
-        if (region := container.find(folder + theirs))
+        if (region := container.members.get(folder + theirs))
     }
 
 
 def _tokenizer_files(container: Container, settings: Any) -> dict[str, Region]:
     found = _huggingface_files(container, *_TOKENIZER_FOLDERS)
     path = settings.get("model_path") if isinstance(settings, Mapping) else None
-    region = container.find(CONTEXT + PurePosixPath(str(path)).name) if path else None
+    region = container.members.get(CONTEXT + PurePosixPath(str(path)).name) if path else None
     return found | ({"tokenizer.model": region} if region else {})
 
 
@@ -106,7 +106,7 @@ def open_bridge(path: Path) -> CheckpointReader:
     """
     root, remarks = _checkpoint_folder(path)
     container = open_container(root)
-    if container.find(METADATA_NAME) is None:
+    if METADATA_NAME not in container.members:
         raise CheckpointMismatchError(
             f"{root} lacks {METADATA_NAME}: it was not saved to the end, or with another "
             "checkpoint.ckpt_format than torch_dist; save it with that one"

@@ -20,6 +20,7 @@ _WRAPPED = re.compile(r"^(model\.)?(?:module\.)+(?=[a-z])")
 
 _Value = TypeVar("_Value")
 State = Mapping[str, StoredTensor]  # the tensors of one rank
+Place = tuple[int, int]  # tp_rank, pp_rank
 LayerOffset = Callable[[str, int], int]  # of a key and a stage
 
 # A damaged number must not list missing ranks until memory runs out.
@@ -68,16 +69,24 @@ def count_of(config: Mapping[str, Any], key: str, *, default: int, where: object
     return value
 
 
-def _ranks_by_place(
-    found: Iterable[RankName], tp_size: int, pp_size: int, where: str
-) -> dict[tuple[int, int], RankName]:
-    """Return the folder of each (tp_rank, pp_rank); missing and superfluous ones are refused."""
+def ranks_by_place(
+    found: Iterable[RankName], config: Mapping[str, Any], *, where: Path
+) -> dict[Place, RankName]:
+    """Return every rank of a training configuration, which states the parallel sizes.
+
+    Raises:
+        CheckpointMismatchError: Ranks are missing, superfluous or duplicated.
+    """
+    tp_size, pp_size = (
+        count_of(config, f"{kind}_model_parallel_size", default=1, where=where)
+        for kind in ("tensor", "pipeline")
+    )
     if tp_size * pp_size > _MOST_RANKS:
         raise CheckpointMismatchError(
             f"{where}: its configuration says TP {tp_size}, PP {pp_size}: expected at most "
             f"{_MOST_RANKS} training ranks; the configuration is damaged"
         )
-    by_rank: dict[tuple[int, int], RankName] = {}
+    by_rank: dict[Place, RankName] = {}
     problems = []
     for rank in sorted(found, key=lambda r: r.folder):
         place = (rank.tp_rank, rank.pp_rank)
@@ -110,7 +119,7 @@ def _rank_folder(tp_rank: int, pp_rank: int, known: Mapping[Any, RankName], pp_s
     return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp_size > 1 else "")
 
 
-def _layers_before(states: Mapping[tuple[int, int], State]) -> LayerOffset:
+def _layers_before(states: Mapping[Place, State]) -> LayerOffset:
     """Return the rule for a stage's first layer: the depths of all earlier ones together."""
     held: dict[tuple[str, int], set[str]] = {}
     for (_, pp_rank), state in states.items():
@@ -127,32 +136,20 @@ def _layers_before(states: Mapping[tuple[int, int], State]) -> LayerOffset:
 
 
 def join_ranks(
-    ranks: Iterable[RankName],
-    read: Callable[[RankName], State],
-    config: Mapping[str, Any],
-    *,
-    where: Path,
-    layer_offset: LayerOffset | None = None,
+    states: Mapping[Place, State], *, where: Path, layer_offset: LayerOffset | None = None
 ) -> dict[str, tuple[StoredTensor, ...]]:
     """Return each tensor's pieces in tensor-rank order, layers numbered globally.
 
     Args:
-        ranks: The ranks that are there.
-        read: Returns the tensors of one.
-        config: The training configuration, with its parallel sizes.
+        states: The tensors of every rank.
         where: The checkpoint, for messages.
         layer_offset: Gives the global number of layer 0 of a stage; None where stages show it.
 
     Raises:
-        CheckpointMismatchError: Ranks are missing, superfluous or duplicated, those of a stage hold
-            different tensors, or stages hold different values under one name.
+        CheckpointMismatchError: Ranks of a stage hold different tensors, or stages hold different
+            values under one name.
     """
-    tp_size, pp_size = (
-        count_of(config, f"{kind}_model_parallel_size", default=1, where=where)
-        for kind in ("tensor", "pipeline")
-    )
-    by_rank = _ranks_by_place(ranks, tp_size, pp_size, str(where))
-    states = {place: read(rank) for place, rank in by_rank.items()}
+    tp_size, pp_size = (1 + max(ranks) for ranks in zip(*states, strict=True))
     layer_offset = layer_offset or _layers_before(states)
     maps = FileMaps()
     joined: dict[str, tuple[StoredTensor, ...]] = {}

@@ -201,7 +201,7 @@ class _PlainData:
             return value
         if id(value) not in self._done:
             self._done[id(value)] = None
-            result = self._done[id(value)] = self._container(value)
+            result = self._done[id(value)] = self._converted(value)
             if isinstance(result, (dict, list)) and id(result) not in self._sizes:
                 items = result.values() if isinstance(result, dict) else result
                 size = 1 + sum(self._sizes.get(id(item), 1) for item in items)
@@ -213,17 +213,14 @@ class _PlainData:
                     )
         return self._done[id(value)]
 
-    def _container(self, value: Any) -> Any:
-        if isinstance(value, Inert):
-            return self._inert(value)
+    def _converted(self, value: Any) -> Any:
         if isinstance(value, Mapping):
             return {
                 key if isinstance(key, (str, int)) else repr(key): self(item)
                 for key, item in value.items()
             }
-        return [self(item) for item in value]
-
-    def _inert(self, value: Inert) -> Any:
+        if not isinstance(value, Inert):
+            return [self(item) for item in value]
         state = value.state
         if isinstance(state, tuple) and len(state) == 2:  # (attributes, slots), either may be None
             parts = [part for part in state if isinstance(part, Mapping) and part]

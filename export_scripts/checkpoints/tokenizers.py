@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import Region, json_table
+from export_scripts.checkpoints.base import Region, json_file
 from export_scripts.checkpoints.containers import Container
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.wire_format import WireFormatError, wire_fields
@@ -64,7 +64,7 @@ def special_ids(files: Mapping[str, Region]) -> SpecialIds:
     if "tokenizer.model" in files:
         return _sentencepiece_ids(files["tokenizer.model"])
     if "vocab.json" in files:
-        token = _table_in(files["vocab.json"]).get(_END_OF_TEXT)
+        token = json_file(files["vocab.json"]).get(_END_OF_TEXT)
         return SpecialIds(token, token) if isinstance(token, int) else SpecialIds()
     if "vocab.txt" in files:
         lines = files["vocab.txt"].read().decode(errors="replace").split("\n")
@@ -77,7 +77,7 @@ def special_ids(files: Mapping[str, Region]) -> SpecialIds:
 
 def _added_ids(tokenizer: Region, settings: Region) -> SpecialIds:
     """Return the ids of the tokens that a Hugging Face tokenizer's settings name."""
-    added = _table_in(tokenizer).get("added_tokens")
+    added = json_file(tokenizer).get("added_tokens")
     ids: dict[str, int] = {
         item["content"]: item["id"]
         for item in (added if isinstance(added, list) else [])
@@ -91,7 +91,7 @@ def _added_ids(tokenizer: Region, settings: Region) -> SpecialIds:
                 f"{tokenizer.path}: added token {name[:40]!r} has the id {token}, which the "
                 f"tokenizers library refuses; ids are 0 to {_MOST_ID}"
             )
-    names = _table_in(settings)
+    names = json_file(settings)
 
     def known(key: str) -> int | None:
         token = names.get(key)
@@ -100,10 +100,6 @@ def _added_ids(tokenizer: Region, settings: Region) -> SpecialIds:
 
     found = SpecialIds(known("bos_token"), known("eos_token"), known("pad_token"))
     return SpecialIds() if found.bos is None and found.eos is None else found
-
-
-def _table_in(file: Region) -> dict[str, Any]:
-    return json_table(file.read(), file)
 
 
 def _sentencepiece_ids(file: Region) -> SpecialIds:
@@ -156,7 +152,7 @@ def _is_tokenizer(name: str, files: Mapping[str, Region]) -> bool:
             return {1, _TRAINER_SPEC} <= {field.number for field in wire_fields(data)}  # 1: pieces
         if name == "vocab.txt":
             return {b"[UNK]", b"[CLS]", b"[SEP]"} <= set(data.split())
-        vocabulary = _table_in(files["vocab.json"])
+        vocabulary = json_file(files["vocab.json"])
         if not vocabulary or not all(type(each) is int for each in vocabulary.values()):
             return False
         if name == "merges.txt":
@@ -180,7 +176,7 @@ def given_files(vocab_path: Path | None, merges_path: Path | None) -> dict[str, 
         if not path.is_file():
             raise ValueError(f"tokenizer file {path} does not exist")
         # Of other names, too, such as 20B_tokenizer.json.
-        is_whole = path.suffix == ".json" and isinstance(_table_in(Region(path)).get("model"), dict)
+        is_whole = path.suffix == ".json" and isinstance(json_file(path).get("model"), dict)
         stem = "tokenizer" if path.suffix == ".model" or is_whole else stem
         files[f"{stem}{path.suffix}"] = Region(path)
     return files

@@ -146,10 +146,10 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
     Args:
         data: One pickle.
         source: The file's name in messages.
-        place: Gives the byte range of a storage.
+        place: Gives the byte range of a storage; None refuses tensors.
     """
 
-    def __init__(self, data: io.BufferedIOBase, *, source: str, place: Place) -> None:
+    def __init__(self, data: io.BufferedIOBase, *, source: str, place: Place | None) -> None:
         super().__init__(data, encoding="utf-8")
         self._source = source
         self._place = place
@@ -199,6 +199,8 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
         _check_type(kind)
         if not isinstance(key, (str, int)) or type(count) is not int or count < 0:
             raise pickle.UnpicklingError(f"malformed storage {reprlib.repr(pid):.80}")
+        if self._place is None:
+            raise pickle.UnpicklingError("it holds tensors")
         if str(key) not in self._storages:
             record = self._place(str(key), kind.dtype, count)
             self._storages[str(key)] = Storage(kind.dtype, count, record)
@@ -279,12 +281,8 @@ _DAMAGED = (
 )  # fmt: skip
 
 
-def _no_place(*_: Any) -> Record:
-    raise pickle.UnpicklingError("it holds tensors")
-
-
-def unpickle(stream: io.BufferedIOBase, *, source: str, place: Place = _no_place) -> Any:
-    """Return the object tree of the pickle at the stream's position.
+def unpickle(stream: io.BufferedIOBase, *, source: str, place: Place | None = None) -> Any:
+    """Return the object tree of the pickle at the stream's position; without `place`, no tensors.
 
     Raises:
         CheckpointMismatchError: The pickle names a refused object, or is damaged.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from export_scripts.triton.parameters import PARAMETERS
+from export_scripts.triton.parameters import FIELDS, PARAMETERS
 from export_scripts.triton.signature import (
     FROM_TEXT,
     TOKENS_OF_ENCODER,
@@ -149,9 +149,8 @@ def parse_config(text: str) -> Any:
 class ModelSizes:
     """The facts about an exported model that decide the resources of its server."""
 
-    name: str
     tp_size: int
-    pp_size: int
+    pp_size: int = 1
     device: str = "auto"
     instance_count: int = 1
 
@@ -174,23 +173,16 @@ def _sizes(path: Path) -> ModelSizes | None:
     try:
         config = parse_config(path.read_text(encoding="utf-8"))
         given = config.parameters
-        values: dict[str, Any] = {
-            key: PARAMETERS[key].kind.read(given[key].string_value)
+        sizes: dict[str, Any] = {
+            FIELDS.get(key, key): PARAMETERS[key].kind.read(given[key].string_value)
             for key in ("tensor_para_size", "pipeline_para_size", "device")
             if key in given
         }
     except (OSError, ValueError):
         return None
-    if "tensor_para_size" not in values:
-        return None
-    return ModelSizes(
-        name=path.parent.name,
-        tp_size=values["tensor_para_size"],
-        pp_size=values.get("pipeline_para_size", 1),
-        device=values.get("device", "auto"),
-        # Without a count, a group has one.
-        instance_count=sum(group.count or 1 for group in config.instance_group) or 1,
-    )
+    # Without a count, a group has one.
+    count = sum(group.count or 1 for group in config.instance_group) or 1
+    return ModelSizes(**sizes, instance_count=count) if "tp_size" in sizes else None
 
 
 def ensemble_steps(

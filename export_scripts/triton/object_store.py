@@ -49,7 +49,6 @@ class StoreLocation:
 class PublishSummary:
     """Summary of a copy."""
 
-    url: str  # for tritonserver's --model-repository
     files: int
     sent: int
     sent_bytes: int
@@ -124,7 +123,7 @@ def publish_repository(
         store.delete(delete)
         for last in (False, True):
             store.send({n: p for n, p in send.items() if _is_config(n) is last}, count)
-    return PublishSummary(location.triton_url, len(files), len(send), done)
+    return PublishSummary(len(files), len(send), done)
 
 
 def _changes(files: dict[str, Path], store: _Store) -> tuple[dict[str, Path], list[str], list[str]]:

@@ -151,6 +151,8 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "is_sparse": Parameter(one_of("0"), "0", "NVIDIA's backend only"),
 }
+# Those that are fields of records under another name.
+FIELDS = {"tensor_para_size": "tp_size", "pipeline_para_size": "pp_size"}
 
 
 def parameter_problems(given: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ config.pbtxt is written last and atomically: without it the server ignores the f
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from export_scripts.families import FAMILIES
@@ -12,40 +13,34 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.files.replace import replace_file
 from export_scripts.ft.config_ini import read_config
+from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.tokenizer_files import (
     SETTINGS_FILE,
     TEMPLATE_FILE,
     TOKENIZER_CHOICES,
     TOKENIZER_KINDS,
+    TokenizerFiles,
     find_tokenizer,
 )
 from export_scripts.ft.validation import manifest_problems
 from export_scripts.suggest import did_you_mean
-from export_scripts.triton.model_config import TritonModelConfig
-from export_scripts.triton.model_folders import (
-    ENGINES,
-    ENSEMBLE,
-    POSTPROCESSING,
-    PREPROCESSING,
-    RESERVED_NAMES,
-    TEXT_ENCODER,
-    TOKENIZER,
-    VERSION,
-    RepositoryRequest,
-    end_id,
-    is_generative,
-    served_model,
-    served_type,
-    takes_text,
-    text_models,
+from export_scripts.triton import signature
+from export_scripts.triton.model_config import (
+    TritonModelConfig,
+    ensemble_steps,
+    text_encoder_steps,
 )
 from export_scripts.triton.parameters import parameter_problems
-from export_scripts.triton.signature import MODEL_SIGNATURES
+from export_scripts.triton.signature import ENCODERS, MODEL_SIGNATURES, ModelSignature
 
-__all__ = ["ENSEMBLE", "RepositoryRequest", "build_repository", "check_repository"]
-
+ENGINES = {"pytorch": "python", "fastertransformer": "fastertransformer"}  # -> Triton backend
 DATA_TYPES = ("fp32", "fp16", "bf16")
 CONFIG_FILE = "config.pbtxt"
+ENSEMBLE = "ensemble"
+_PREPROCESSING, _POSTPROCESSING = "preprocessing", "postprocessing"
+_TOKENIZER, _TEXT_ENCODER = "tokenizer", "text_encoder"
+_RESERVED_NAMES = (_PREPROCESSING, _POSTPROCESSING, ENSEMBLE, _TOKENIZER, _TEXT_ENCODER)
+_VERSION = "1"
 _INTERACTIVE_NEEDS = {"max_batch_size": 1, "max_queue_delay_us": None}
 # Per engine, the model types that keep sessions.
 _INTERACTIVE_TYPES = {
@@ -53,7 +48,18 @@ _INTERACTIVE_TYPES = {
     "fastertransformer": ("GPT",),
 }
 _ALSO_SERVED_AS = {"T5": ("T5-Encoder",)}
-_NO_INT8 = "is not supported for BERT by engine=pytorch; use 0."
+_ENCODER_DECODERS = ("T5",)
+# Tokenizers whose files do not state that a text ends with the end token.
+_PLAIN_TOKENIZERS = ("bpe", "sentencepiece", "wordpiece")
+# What the scripts of the Python backend do, and the class that each runs.
+_SCRIPTS = {
+    "generation": ("Generates tokens", "python_backend", "GenerationModel"),
+    "encoder": ("Turns tokens into hidden states", "encoder_backend", "EncoderModel"),
+    _PREPROCESSING: ("Turns text into tokens", "text_models", "Preprocessing"),
+    _POSTPROCESSING: ("Turns tokens into text", "text_models", "Postprocessing"),
+    _TOKENIZER: ("Turns text into tokens", "text_models", "QueryTokenizer"),
+}
+_KEEP = b"An object store has no empty folders: this file makes version 1 exist there.\n"
 _NO_END = (
     "{}/config.ini does not say which token ends a text; add eos_token_id to [encoder], or build "
     "without the text models."
@@ -62,6 +68,51 @@ _NO_TOKENIZER = (
     f"{{}} holds no tokenizer ({TOKENIZER_CHOICES}), which the text models need; convert with one, "
     "or build without the ensemble."
 )
+
+
+@dataclass(frozen=True)
+class RepositoryRequest:
+    """The request for a Triton repository.
+
+    `model_dir` is `<repository>/<model name>`, with the weights at `model_dir/1/<tp_size>-gpu`.
+    `max_queue_delay_us` switches the server's batcher on; the C++ backend batches only with it,
+    our engine always does. A portable repository holds no absolute path. `parameters` are
+    further entries for the model's config.pbtxt. `model_type` other than that of the weights can be
+    T5-Encoder, for the encoder of a whole T5.
+    """
+
+    model_dir: Path
+    tp_size: int
+    pp_size: int
+    max_batch_size: int
+    data_type: str
+    int8_mode: int = 0
+    enable_custom_all_reduce: int = 0
+    engine: str = "pytorch"
+    decoupled: bool = False
+    ensemble: bool = True
+    overwrite: bool = False
+    portable: bool = True
+    interactive: bool = False
+    answer_only: bool = False
+    max_queue_delay_us: int | None = None
+    instance_count: int = 1
+    model_type: str | None = None
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def weights_dir(self) -> Path:
+        """Folder of the converted weights."""
+        return ft_directory(self.model_dir / _VERSION, self.tp_size)
+
+    def has_text_models(self, model_type: str) -> bool:
+        """Return whether there are text models around a model of this type."""
+        return self.ensemble and model_type != "bert"
+
+
+def is_generative(model_type: str) -> bool:
+    """Return whether a model of this type generates tokens."""
+    return model_type not in ENCODERS
 
 
 def check_repository(
@@ -88,7 +139,7 @@ def check_repository(
     for key, choices in (("int8_mode", (0, 1, 2)), ("enable_custom_all_reduce", (0, 1))):
         if int(getattr(request, key)) not in choices:
             found.append(problem(key, f"must be one of {', '.join(map(str, choices))}."))
-    if request.model_dir.name in RESERVED_NAMES:
+    if request.model_dir.name in _RESERVED_NAMES:
         found.append(
             problem("model_dir", f"ends in '{request.model_dir.name}', the name of a text model.")
         )
@@ -101,7 +152,8 @@ def check_repository(
         if mode == 2:
             found.append(problem("int8_mode", "needs engine=fastertransformer; use 0 or 1."))
         if mode == 1 and "bert" in (request.model_type, kind):
-            found.append(problem("int8_mode", _NO_INT8))
+            text = "is not supported for BERT by engine=pytorch; use 0."
+            found.append(problem("int8_mode", text))
         section = f"{name['parameters']}." if "parameters" in name else "parameter "
         found += [
             f"{section}{each}={request.parameters[each]} {text}"
@@ -116,40 +168,6 @@ def check_repository(
     return found
 
 
-def build_repository(request: RepositoryRequest) -> list[Path]:
-    """Write the repository's models and return their folders, the ensemble last.
-
-    Files with the same bytes are left alone; rebuilding changes nothing. The weights are read
-    once, to compare them with the checksums of their manifest.
-
-    Raises:
-        ValueError: the request or the weights do not fit (every problem is listed), or a folder
-            holds another configuration and `overwrite` is off.
-        CheckpointMismatchError: the weights' config.ini is missing or unreadable.
-    """
-    problems = check_repository(request)
-    family, config = read_config(request.weights_dir)
-    problems += _weight_problems(request, family, config)
-    problems += [
-        f"{request.weights_dir} is damaged: {each}; convert it again with overwrite=true"
-        for each in manifest_problems(request.weights_dir, checksums=True).values()
-    ]
-    model_type = served_type(request, family)
-    tokenizer = None
-    if request.ensemble and takes_text(model_type):
-        tokenizer = find_tokenizer(request.weights_dir)
-        problems += [] if tokenizer else [_NO_TOKENIZER.format(request.weights_dir)]
-        problems += [] if end_id(config) is not None else [_NO_END.format(request.weights_dir)]
-    if problems:
-        raise ValueError("\n".join(problems))
-    models = [served_model(request, model_type)]
-    if tokenizer is not None:
-        models += text_models(request, models[0].signature, model_type, config, tokenizer)
-    if not request.overwrite and (differing := _differing(request, models)):
-        raise ValueError("\n".join(differing))
-    return [_write_model(request.model_dir.parent, model) for model in models]
-
-
 def repository_models(request: RepositoryRequest, *, kind: str | None = None) -> list[Path]:
     """Return the folders of the models that a request makes, before its weights exist.
 
@@ -161,10 +179,44 @@ def repository_models(request: RepositoryRequest, *, kind: str | None = None) ->
     family = FAMILIES.get(kind or "")
     model_type = request.model_type or (family.model_type if family else "")
     names = [request.model_dir.name]
-    if request.ensemble and takes_text(model_type):
-        around = (PREPROCESSING, POSTPROCESSING, ENSEMBLE)
-        names += around if is_generative(model_type) else (TOKENIZER, TEXT_ENCODER)
+    if request.has_text_models(model_type):
+        around = (_PREPROCESSING, _POSTPROCESSING, ENSEMBLE)
+        names += around if is_generative(model_type) else (_TOKENIZER, _TEXT_ENCODER)
     return [request.model_dir.parent / name for name in names]
+
+
+def build_repository(request: RepositoryRequest) -> list[Path]:
+    """Write the repository's models and return their folders, the ensemble last.
+
+    Files with the same bytes are left alone; rebuilding changes nothing. The weights are read
+    once, to compare them with the checksums of their manifest.
+
+    Raises:
+        ValueError: the request or the weights do not fit (every problem is listed), or a folder
+            holds another configuration and `overwrite` is off.
+        CheckpointMismatchError: the weights' config.ini is missing or unreadable.
+    """
+    family, config = read_config(request.weights_dir)
+    problems = check_repository(request, kind=family.name)
+    problems += _weight_problems(request, family, config)
+    problems += [
+        f"{request.weights_dir} is damaged: {each}; convert it again with overwrite=true"
+        for each in manifest_problems(request.weights_dir, checksums=True).values()
+    ]
+    model_type = request.model_type or family.model_type
+    tokenizer = None
+    if request.has_text_models(model_type):
+        tokenizer = find_tokenizer(request.weights_dir)
+        problems += [] if tokenizer else [_NO_TOKENIZER.format(request.weights_dir)]
+        problems += [] if _end_id(config) is not None else [_NO_END.format(request.weights_dir)]
+    if problems:
+        raise ValueError("\n".join(problems))
+    models = [_served_model(request, model_type)]
+    if tokenizer is not None:
+        models += _text_models(request, models[0].signature, model_type, config, tokenizer)
+    if not request.overwrite and (differing := _differing(request, models)):
+        raise ValueError("\n".join(differing))
+    return [write_model(request.model_dir.parent, model) for model in models]
 
 
 def _weight_problems(
@@ -176,20 +228,18 @@ def _weight_problems(
             f"{request.weights_dir} is for {config.tensor_para_size} tensor-parallel ranks, "
             f"but tp_size={request.tp_size} is requested."
         )
-    if request.engine == "fastertransformer" and not family.ft_backend:
-        found.append(
-            f"engine=fastertransformer cannot serve a {family.name} model; use engine=pytorch."
-        )
     if request.engine == "fastertransformer":
+        if not family.ft_backend:
+            found.append(
+                f"engine=fastertransformer cannot serve a {family.name} model; use engine=pytorch."
+            )
         found += [
             f"engine=fastertransformer cannot serve this model: {reason}; use engine=pytorch."
             for reason in config.ft_limits()
         ]
-    model_type = served_type(request, family)
+    model_type = request.model_type or family.model_type
     if model_type not in (family.model_type, *_ALSO_SERVED_AS.get(family.model_type, ())):
         found.append(f"model_type={model_type}, but {request.weights_dir} holds {family.name}.")
-    if request.engine == "pytorch" and int(request.int8_mode) and model_type == "bert":
-        found.append(f"int8_mode={request.int8_mode} {_NO_INT8}")
     if request.decoupled and not is_generative(model_type):
         found.append(f"decoupled=True, but a {model_type} model does not stream.")
     keeping = _INTERACTIVE_TYPES.get(request.engine, ())
@@ -211,6 +261,131 @@ def _weight_problems(
     return found
 
 
+def _served_model(request: RepositoryRequest, model_type: str) -> TritonModelConfig:
+    """Return the model that runs the weights."""
+    tensors = signature.model_signature(model_type, data_type=request.data_type)
+    is_python = request.engine == "pytorch"
+    if not is_python:
+        tensors = signature.as_sent_by_fastertransformer(tensors, model_type)
+    elif is_generative(model_type):
+        tensors += signature.BIASES
+    if request.interactive:
+        tensors = signature.interactive(tensors)
+    elif is_python and is_generative(model_type) and model_type not in _ENCODER_DECODERS:
+        tensors += signature.SCORES
+    # The C++ backend joins a BERT's file names to its folder without a slash.
+    end = "/" if model_type == "bert" and not is_python else ""
+    parameters = {
+        "tensor_para_size": str(request.tp_size),
+        "pipeline_para_size": str(request.pp_size),
+        "data_type": request.data_type,
+        "model_type": model_type,
+        "int8_mode": str(int(request.int8_mode)),
+        "enable_custom_all_reduce": str(int(request.enable_custom_all_reduce)),
+    }
+    if model_type == "bert":
+        parameters |= {"is_sparse": "0", "is_remove_padding": str(int(is_python))}
+    if not request.portable:
+        parameters["model_checkpoint_path"] = f"{request.weights_dir.resolve()}{end}"
+    kind = "generation" if is_generative(model_type) else "encoder"
+    return TritonModelConfig(
+        name=request.model_dir.name,
+        backend=ENGINES[request.engine],
+        max_batch_size=request.max_batch_size,
+        signature=tensors,
+        parameters=parameters | dict(request.parameters),
+        # Triton's Python backend takes this for its script's name; the folder is found by the
+        # rule for an empty name: <tensor_para_size>-gpu.
+        default_model_filename="" if is_python else f"{request.weights_dir.name}{end}",
+        decoupled=request.decoupled,
+        max_queue_delay_us=request.max_queue_delay_us,
+        interactive=request.interactive,
+        instance_count=request.instance_count,
+        files=_script(kind) if is_python else {},
+    )
+
+
+def _script(model: str) -> dict[str, bytes]:
+    does, module, name = _SCRIPTS[model]
+    text = (
+        f'"""{does}; what the server runs is inference.backend.{module}."""\n\n'
+        f"from inference.backend.{module} import {name} as TritonPythonModel  # noqa: F401\n"
+    )
+    return {"model.py": text.encode()}
+
+
+def _text_models(
+    request: RepositoryRequest,
+    model: ModelSignature,
+    model_type: str,
+    config: FTConfig,
+    files: TokenizerFiles,
+) -> list[TritonModelConfig]:
+    """Return the models between text and tokens, and the ensemble of all, which takes text."""
+    start_id = _token_id(config, "start_id", "decoder_start_token_id")
+    tokens = {"start_id": start_id, "end_id": _end_id(config)}
+    common = {
+        "tokenizer_type": files.kind,
+        "tokenizer_path": ".",
+        **{name: str(token) for name, token in tokens.items() if token is not None},
+        **({"interactive": "1"} if request.interactive else {}),
+    }
+    name = request.model_dir.name
+    has_encoder = model_type in (*ENCODERS, *_ENCODER_DECODERS)
+    append_end = int(has_encoder and files.kind in _PLAIN_TOKENIZERS)
+    before = {"append_end_id": str(append_end)}
+    if is_generative(model_type):
+        after = {
+            "answer_only": str(int(request.answer_only)),
+            "output_holds_prompt": str(int(not has_encoder)),
+            "streaming": str(int(request.decoupled)),
+            "strict_lengths": request.parameters.get("strict_lengths", "0"),
+        }
+        parts = {
+            _PREPROCESSING: (signature.PREPROCESSING, before),
+            _POSTPROCESSING: (signature.postprocessing(model), after),
+        }
+        around, outer = ENSEMBLE, signature.ensemble(model, keeps_sessions=request.interactive)
+        steps = ensemble_steps(model, model_name=name, decoupled=request.decoupled)
+    else:
+        parts = {_TOKENIZER: (signature.TOKENIZER, before)}
+        around, outer = _TEXT_ENCODER, signature.text_encoder(model)
+        steps = text_encoder_steps(model, model_name=name)
+    tokenizer = {path.name: path.read_bytes() for path in files.all_files}
+    return [
+        *(
+            TritonModelConfig(
+                name=part,
+                backend="python",
+                max_batch_size=request.max_batch_size,
+                signature=signature.with_leading_axis(tensors) if request.interactive else tensors,
+                parameters={**common, **more},
+                files=tokenizer | _script(part),
+            )
+            for part, (tensors, more) in parts.items()
+        ),
+        TritonModelConfig(
+            name=around,
+            backend="ensemble",
+            max_batch_size=request.max_batch_size,
+            signature=outer,
+            decoupled=request.decoupled,
+            steps=steps,
+            files={"README": _KEEP},
+        ),
+    ]
+
+
+def _end_id(config: FTConfig) -> int | None:
+    """Return the token that ends a text, None where config.ini does not say."""
+    return _token_id(config, "end_id", "eos_token_id")
+
+
+def _token_id(config: FTConfig, *names: str) -> int | None:
+    """Return the first of the fields, by the names of several families, that the config has."""
+    return next((getattr(config, name) for name in names if hasattr(config, name)), None)
+
+
 def _differing(request: RepositoryRequest, models: Sequence[TritonModelConfig]) -> list[str]:
     paths = {request.model_dir.parent / each.name / CONFIG_FILE: each for each in models}
     return [
@@ -221,9 +396,10 @@ def _differing(request: RepositoryRequest, models: Sequence[TritonModelConfig]) 
     ]
 
 
-def _write_model(repository: Path, model: TritonModelConfig) -> Path:
+def write_model(repository: Path, model: TritonModelConfig) -> Path:
+    """Write the folder of a model and return it; the configuration comes last."""
     folder = repository / model.name
-    version = folder / VERSION
+    version = folder / _VERSION
     version.mkdir(parents=True, exist_ok=True)
     text = model.to_text().encode()
     config_path = folder / CONFIG_FILE

@@ -6,13 +6,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from export_scripts.triton.parameters import PARAMETERS
+from export_scripts.triton.parameters import FIELDS, PARAMETERS
 from inference.backend.triton_model import ModelArguments
 from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
 
-# Parameters that are fields of a record under another name.
-_FIELDS = {"tensor_para_size": "tp_size", "pipeline_para_size": "pp_size"}
 _NVIDIA_ONLY = ("enable_custom_all_reduce",)
 
 
@@ -60,7 +58,7 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
 
 def _fields_of(record: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of parameters that are fields of a record."""
-    named = {_FIELDS.get(key, key): value for key, value in values.items()}
+    named = {FIELDS.get(key, key): value for key, value in values.items()}
     return {each.name: named[each.name] for each in fields(record) if each.name in named}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from export_scripts.ft.config_ini import read_config
 from export_scripts.triton.model_config import TritonModelConfig
+from export_scripts.triton.repository import write_model
 from export_scripts.triton.signature import ModelSignature, TensorSignature
 
 MAX_BATCH_SIZE = 128
@@ -118,15 +119,13 @@ def write_text_repository(
         "model_checkpoint_path": weights.resolve(),
         **(parameters or {}),
     }
-    text = TritonModelConfig(
+    served = TritonModelConfig(
         name=name,
         backend="python",
         max_batch_size=MAX_BATCH_SIZE,
         signature=ModelSignature(inputs, outputs),
         parameters={key: str(value) for key, value in given.items() if value is not None},
         max_queue_delay_us=0,
-    ).to_text()
-    version = folder / name / "1"
-    version.mkdir(parents=True)
-    (version / "model.py").write_text(_SCRIPT.format(model), encoding="utf-8")
-    (folder / name / "config.pbtxt").write_text(text, encoding="utf-8")
+        files={"model.py": _SCRIPT.format(model).encode()},
+    )
+    write_model(folder, served)

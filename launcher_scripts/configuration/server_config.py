@@ -140,7 +140,6 @@ def _served_sizes(config: Config) -> ModelSizes:
     if folder and not is_store_url(folder) and (found := served_model_of(Path(folder))):
         return found
     return ModelSizes(
-        name=Path(triton.triton_model_dir).name,
         tp_size=model.tensor_model_parallel_size,
         pp_size=triton.pipeline_model_parallel_size,
         device=str(triton.parameters.get("device", "auto")),

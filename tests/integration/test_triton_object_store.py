@@ -47,7 +47,7 @@ def test_a_copy_is_whole_and_says_how_far_it_is(location: StoreLocation, tmp_pat
     summary = publish_repository(repository, location, progress=lambda *done: seen.append(done))
     assert summary.files == summary.sent == len(_keys(location)) == 2
     assert seen[-1] == (summary.sent_bytes, summary.sent_bytes)
-    with new_server(summary.url, tmp_path) as server:
+    with new_server(location.triton_url, tmp_path) as server:
         server.start(timeout_s=240)
         assert server.models == ("double",)
     assert "only-for-tests" not in (tmp_path / "triton.log").read_text()

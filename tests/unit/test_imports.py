@@ -142,7 +142,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.ranks",
     ),
     # Runs in the server, which has the whole project.
-    "export_scripts.triton.models": ("inference.backend",),
     "export_scripts.triton.backends": ("inference.backend",),
     "inference.front": (
         "export_scripts.files",

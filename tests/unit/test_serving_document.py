@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from export_scripts.families import FAMILIES
-from export_scripts.triton.model_folders import is_generative
+from export_scripts.triton.repository import is_generative
 from export_scripts.triton.signature import MODEL_SIGNATURES
 from inference.client import main as client
 from inference.server.tensors import file_tensors

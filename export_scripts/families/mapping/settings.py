@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from export_scripts.checkpoints.base import json_table
+from export_scripts.checkpoints.base import json_file
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import MOST_LAYERS, ConfigT, FTConfig
 from export_scripts.families.mapping.prompts import prompt_fields
@@ -239,7 +239,7 @@ def _is_negative(value: Any) -> bool:
 def _generation_config(facts: Facts) -> Mapping[str, Any]:
     """Return generation_config.json, which newer folders keep the token ids in."""
     file = facts.tokenizer.get("generation_config.json")
-    return json_table(file.read(), file) if file else {}
+    return json_file(file) if file else {}
 
 
 def huggingface_settings(source: Mapping[str, Any]) -> Settings:

@@ -43,6 +43,12 @@ def test_norm_and_head_are_found_by_their_keys_whatever_their_numbers(tmp_path: 
     )
 
 
+def test_a_tensor_with_a_number_for_its_name_is_named_by_it(tmp_path: Path) -> None:
+    step = write_layers(tmp_path, ranks=1)
+    torch.save({7: torch.zeros(1)}, step / "layer_12-model_00-model_states.pt")
+    assert "final.7" in open_eleuther(tmp_path).tensors
+
+
 def test_step_folder_itself_is_accepted(tmp_path: Path) -> None:
     step = write_layers(tmp_path)
     assert layer_directory(step) == step

@@ -113,14 +113,23 @@ def test_engines_differ_in_backend_script_and_weights_folder(request_: Repositor
     assert _config(theirs).default_model_filename == "2-gpu"
 
 
+BERT_CONFIG = (
+    "[bert]\nmodel_name = x\nhead_num = 4\nsize_per_head = 8\ninter_size = 88\nnum_layer = 2\n"
+    "weight_data_type = fp32\ntensor_para_size = 2\n"
+)
+
+
+def test_a_bert_is_not_served_as_another_encoder(request_: RepositoryRequest) -> None:
+    (request_.weights_dir / "config.ini").write_text(BERT_CONFIG)
+    with pytest.raises(ValueError, match=r"model_type=T5-Encoder, but .*/2-gpu holds bert\."):
+        build_repository(replace(request_, model_type="T5-Encoder"))
+
+
 @pytest.mark.parametrize("portable", [True, False])
 def test_folder_of_a_bert_ends_in_a_slash_for_the_cpp_backend(
     request_: RepositoryRequest, portable: bool
 ) -> None:
-    (request_.weights_dir / "config.ini").write_text(
-        "[bert]\nmodel_name = x\nhead_num = 4\nsize_per_head = 8\ninter_size = 88\nnum_layer = 2\n"
-        "weight_data_type = fp32\ntensor_para_size = 2\n"
-    )
+    (request_.weights_dir / "config.ini").write_text(BERT_CONFIG)
     request = replace(request_, engine="fastertransformer", ensemble=False, portable=portable)
     config = _config(build_repository(request)[0])
     assert config.default_model_filename == "2-gpu/"
