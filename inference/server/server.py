@@ -18,8 +18,8 @@ from inference.front.link import FrontProcess, FrontSettings, Readiness, Served
 from inference.front.rules import READY_PATH
 from inference.front.sockets import ServerSockets, new_sockets
 from inference.front.validation import leaves_types_to_the_backend, read_configs
-from inference.plain_path import plain_folder
 from inference.ports import accepts_connections
+from inference.private_folder import plain_folder
 from inference.server import supervisor
 from inference.server.admin import Admin, RefusalError, is_interactive
 from inference.server.health import Health, front_target, model_targets
