@@ -45,10 +45,8 @@ class OpenAIServer(ServedProcess):
     ) -> None:
         """Start the server and return once it has answered a small request.
 
-        `check` is called repeatedly; an exception that it raises ends the start.
-
-        Raises:
-            ServerStartError: the port is taken, the server ended, or time ran out.
+        `check` is called repeatedly; an exception that it raises ends the start. Raises
+        ServerStartError if the port is taken, the server ended, or time ran out.
         """
         self._check_ports()
         self._choose_ports()

@@ -162,11 +162,9 @@ class TritonServer(ServedProcess):
     def await_answer(self, model: str, *, timeout_s: float, check: Callable[[], None]) -> None:
         """Send a model of a started server a small request, and wait for the answer.
 
-        `check` is called repeatedly; an exception that it raises ends the wait.
-
-        Raises:
-            ServerStartError: the model has answered with an error, or not within `timeout_s`, or
-                the server has ended.
+        `check` is called repeatedly; an exception that it raises ends the wait. Raises
+        ServerStartError if the model has answered with an error, or not within `timeout_s`, or the
+        server has ended.
         """
         summary = "tritonserver is ready, but does not answer:"
         pool = ThreadPoolExecutor(1, thread_name_prefix="probe")
@@ -310,10 +308,8 @@ class TritonServer(ServedProcess):
     def take_over(self) -> None:
         """Have the front of the former server pass requests on to this one, which is ready.
 
-        The former one finishes the requests that it has; `stop` waits for them.
-
-        Raises:
-            ServerStartError: The front cannot serve this one; it stays with the former.
+        The former one finishes the requests that it has; `stop` waits for them. Raises
+        ServerStartError if the front cannot serve this one; it stays with the former.
         """
         former, sockets = self.former, self._sockets
         assert former is not None
