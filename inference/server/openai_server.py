@@ -70,18 +70,9 @@ class OpenAIServer(ServedProcess):
             self.stop(drain_s=0)
             raise
 
-    def failure(self, *, patience_s: float = 0.0) -> str | None:
-        """Return why a started server no longer serves, None while it does.
-
-        A server that runs but does not answer, such as one that is very busy, gets `patience_s`.
-        """
-        if (status := self.poll()) is not None:
-            return f"{self.name} ended with status {status}"
-        if self._is_healthy():
-            self._silent_since = None
-        elif self._is_silent(patience_s):
-            return f"{self.name} does not answer on {self.address('http')}"
-        return None
+    def _fault(self) -> None:
+        if not self._is_healthy():
+            raise ConnectionError("neither /health nor /v1/models")
 
     def _is_healthy(self) -> bool:
         """Return whether /health, or the list of models of a server without it, answers."""

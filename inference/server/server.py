@@ -206,26 +206,15 @@ class TritonServer(ServedProcess):
         if self._front is not None and self._sockets is not None:
             self._front.send(Readiness(self._sockets.folder, is_ready))
 
-    def failure(self, *, patience_s: float = 0.0) -> str | None:
-        """Return why a started server no longer serves all its models, None while it does.
-
-        A server that runs but does not answer, such as one that is very busy, gets `patience_s`.
-        """
-        if (status := self.poll()) is not None:
-            return self._lost() or f"tritonserver ended with status {status}"
+    def _fault(self) -> str | None:
         if fault := crash_of(self.log_path) or self._stopped_process():
             return fault
         if self._front is not None and (status := self._front.poll()) is not None:
             return f"the front, which clients reach, ended with status {status}"
         try:
             lost = [name for name in self.models if not self.admin.is_model_ready(name)]
-        except (OSError, RefusalError) as error:
-            if loss := self._lost():  # the server is about to end
-                return loss
-            if not self._is_silent(patience_s):
-                return None
-            return f"tritonserver does not answer on {self.address('http')}: {error}"
-        self._silent_since = None
+        except RefusalError as error:
+            raise ConnectionError(str(error)) from error
         if lost:
             return self._lost() or "; ".join(f"model {name} is not ready" for name in lost)
         return self._health.failure() if self._health is not None else None
