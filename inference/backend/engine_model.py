@@ -143,7 +143,6 @@ class EngineModel:
         self.engine = self._started_engine()
         keep_loaded()
         self.metrics = ModelMetrics(self.name, arguments.instance, self.engine.load)
-        self.metrics.start()
         self._running: dict[Exchange, Future[Any]] = {}
         self._next_check = 0  # index of the running request to check next
         self._canary_steps = -1  # of the engine, at the last canary that was answered BUSY
