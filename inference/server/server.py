@@ -253,13 +253,7 @@ class TritonServer(ServedProcess):
             self._wanted_ports = dict(self.former.ports)
         self._choose_ports()
         command, environment = self._command()
-        reports = "" if self._sockets is None else str(self._sockets.reports)
-        self._spawn(
-            command,
-            segments=self._shm_prefix,
-            env={**environment, REPORTS_VARIABLE: reports},
-            cwd=self.work_dir,
-        )
+        self._spawn(command, segments=self._shm_prefix, env=environment, cwd=self.work_dir)
         if self._sockets is not None and self.former is None:
             served = self._served(self._sockets)
             settings = FrontSettings(
@@ -278,17 +272,19 @@ class TritonServer(ServedProcess):
         installation = find_triton(own_backends=not self.is_old)
         program = [*self.prefix, str(installation.program), *installation.arguments()]
         repository = self._held.enter_context(plain_folder(self._source))
+        environment = installation.environment()
         if self.is_old:
             known = installation.known_options()
             options = old_server_options(repository, self.ports, host=self.host, known=known)
         else:
             self._sockets = new_sockets()
             self._held.callback(self._sockets.remove)
+            environment[REPORTS_VARIABLE] = str(self._sockets.reports)
             configs = read_configs(Path(self._source)).values()
             completes = any(map(leaves_types_to_the_backend, configs))
             options = server_options(repository, self._sockets, completes_configs=completes)
         segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
-        return [*program, *options, segments], installation.environment()
+        return [*program, *options, segments], environment
 
     def can_have_a_successor(self) -> bool:
         """Return whether another server can take over: it has a front, and keeps no sessions."""
