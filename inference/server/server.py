@@ -36,8 +36,6 @@ from inference.server.server_log import (
 )
 from inference.supervision import REPORTS_VARIABLE
 
-__all__ = ["ServerStartError", "TritonServer"]
-
 _POLL_S = 0.1
 _TAKE_OVER_S = 60.0  # the front loads the new server's tokenizer
 _PORT_TAKEN = re.compile(r"Address already in use|failed to start \w+ service", re.IGNORECASE)
