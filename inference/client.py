@@ -77,25 +77,22 @@ def finished(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
         return _failed(f"{arguments.url or 'the server'}: {words}")
     except (ValueError, OSError) as error:
         return _failed(str(error))
-    except _NobodyReadsError:
-        return 1
     except KeyboardInterrupt:
         return 130
 
 
-class _NobodyReadsError(Exception):
-    """Standard output was closed, as by `| head`."""
-
-
 def print_now(text: str = "", end: str = "\n") -> None:
-    """Write to standard output at once, so that a stream is seen as it comes."""
+    """Write to standard output at once, so that a stream is seen as it comes.
+
+    Once that was closed, as by `| head`, the command ends with status 1.
+    """
     try:
         sys.stdout.write(text + end)
         sys.stdout.flush()
     except BrokenPipeError:
         # The rest of the buffer must not fail again at the end of the process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise _NobodyReadsError from None
+        raise SystemExit(1) from None
 
 
 def _failed(message: str) -> int:

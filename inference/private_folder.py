@@ -1,8 +1,13 @@
-"""A folder of a process among temporary files; the next one removes what a killed one left."""
+"""Folders among temporary files: private ones, and such with names that tritonserver can take.
+
+Its Python backend starts an interpreter with an unquoted shell command and assumes ASCII names:
+with a space in the repository's path, a model would load for ever.
+"""
 
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 import tempfile
 import threading
@@ -18,7 +23,7 @@ class PrivateFolder:
     """A new folder of mode 700, locked for as long as this process lives.
 
     The lock shows the next process of the same user and kind that the folder is in use. The folders
-    of processes that were killed have none, and are removed.
+    of processes that were killed have none, and are removed by the next one.
     """
 
     def __init__(self, kind: str, *, place: Path | None = None) -> None:
@@ -67,3 +72,29 @@ def abandoned_paths(paths: Iterable[Path], flags: int) -> Iterator[Path]:
                     yield path
             finally:
                 os.close(held)
+
+
+def is_plain(path: Path | str) -> bool:
+    """Return whether a path is one word to a shell, of plain ASCII characters."""
+    return shlex.quote(str(path)) == str(path)
+
+
+def plain_temporary_folder() -> Path:
+    """Return where temporary files go, if its name is safe, else /tmp."""
+    folder = tempfile.gettempdir()
+    return Path(folder if is_plain(folder) else "/tmp")
+
+
+@contextlib.contextmanager
+def plain_folder(folder: str) -> Iterator[str]:
+    """Yield a safe name of a folder: its own, or a link in a temporary folder.
+
+    An address outside this machine stays as it is.
+    """
+    if is_plain(folder) or not Path(folder).is_dir():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="slipway-", dir=plain_temporary_folder()) as home:
+        link = Path(home) / "repository"
+        link.symlink_to(Path(folder).resolve())
+        yield str(link)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -72,15 +72,8 @@ class FasterTransformerModel:
         return config
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Start the engine (called by Triton), see `EngineModel`."""
+        """Start the engine (called by Triton), see `EngineModel`, whose methods come next."""
         kind = ModelArguments(args).read("model_type", default="GPT")
-        self._model = EncoderModel() if kind in EncoderModel.served_by else GenerationModel()
-        self._model.initialize(args)
-
-    def execute(self, requests: Sequence[Any]) -> None:
-        """Take requests, which are answered later (called by Triton)."""
-        self._model.execute(requests)
-
-    def finalize(self) -> None:
-        """Stop the engine (called by Triton)."""
-        self._model.finalize()
+        model = EncoderModel() if kind in EncoderModel.served_by else GenerationModel()
+        model.initialize(args)
+        self.execute, self.finalize = model.execute, model.finalize

@@ -44,9 +44,6 @@ _SEND_S = 0.4  # for the server to send them
 # Of Python's lock among threads. With Python's own 5 ms new tokens wait while the engine's thread
 # plans the next step.
 _SWITCH_S = 0.0005
-# Responses that wait: from then on newer frames replace older ones. Triton takes about 0.3 ms for
-# each.
-_BACKLOG = 128
 # A check whether a client has left takes 0.1 ms; this many are checked at a time.
 _ASKED_AT_ONCE = 64
 # Triton's code for an error, and the reason in the metrics.
@@ -143,14 +140,14 @@ class EngineModel:
         self.engine = self._started_engine()
         keep_loaded()
         self.metrics = ModelMetrics(self.name, arguments.instance, self.engine.load)
-        self.metrics.start()
         self._running: dict[Exchange, Future[Any]] = {}
         self._next_check = 0  # index of the running request to check next
         self._canary_steps = -1  # of the engine, at the last canary that was answered BUSY
         self._lock = threading.Lock()
         self.streams = StreamSender()
         self.engine.after_step = self.streams.flush
-        self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Of what sends responses; the thread of these calls it, in order.
+        self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._deliver, name="responses", daemon=True),
@@ -236,18 +233,9 @@ class EngineModel:
         self.metrics.stop()
         self.engine.stop()
         self.streams.stop()
-        self._outbox.put(None)
+        self.outbox.put(None)
         for thread in self._threads:
             thread.join()
-
-    def later(self, send: Callable[[], None]) -> None:
-        """Call `send` from the thread of the responses, in order."""
-        self._outbox.put(send)
-
-    @property
-    def is_behind(self) -> bool:
-        """Return whether the queue of responses is backed up."""
-        return self._outbox.qsize() > _BACKLOG
 
     def _follow(
         self, exchange: Exchange, future: Future[Any], answer: Callable[[Any], None]
@@ -258,10 +246,9 @@ class EngineModel:
         def finished(done: Future[Any]) -> None:
             with self._lock:
                 self._running.pop(exchange, None)
+            send = partial(self._send_result, exchange, done, answer)
             # An answer follows the tokens that it consists of.
-            self.streams.after(
-                partial(self.later, partial(self._send_result, exchange, done, answer))
-            )
+            self.streams.after(partial(self.outbox.put, send))
 
         future.add_done_callback(finished)
 
@@ -292,7 +279,7 @@ class EngineModel:
 
     def _deliver(self) -> None:
         """Send responses in order; the engine never waits for a client."""
-        for send in iter(self._outbox.get, None):
+        for send in iter(self.outbox.get, None):
             send()
 
     def _watch(self) -> None:
@@ -328,7 +315,7 @@ class EngineModel:
         pb_utils.Logger.log_error(text)
         if report_end(text):
             flushed = threading.Event()
-            self.streams.after(partial(self.later, flushed.set))
+            self.streams.after(partial(self.outbox.put, flushed.set))
             flushed.wait(_FLUSH_S)
             time.sleep(_SEND_S)
             os._exit(1)

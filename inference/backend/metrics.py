@@ -66,7 +66,7 @@ class ModelMetrics:
     """
 
     def __init__(self, model: str, instance: Instance, load: Callable[[], EngineLoad]) -> None:
-        """Declare the metrics; the thread calls `load`.
+        """Declare the metrics and begin to report; the thread calls `load`.
 
         Those of one of several instances have its number as the label `engine`.
         """
@@ -102,9 +102,6 @@ class ModelMetrics:
         }
         self._plain[_RESTARTS].increment(float(os.environ.get(RESTARTS_VARIABLE) or 0))
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-
-    def start(self) -> None:
-        """Begin to report."""
         self._thread.start()
 
     def stop(self) -> None:

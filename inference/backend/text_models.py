@@ -34,10 +34,6 @@ class _Encoder(TensorModel):
         self._end_id = arguments.read("end_id", TOKEN_ID)
         self._suffix = [self._end_id] if arguments.flag("append_end_id") else []
 
-    def texts(self, name: str, tensor: np.ndarray[Any, Any]) -> list[str]:
-        """Return the texts of an input. Raises ValueError as `row_texts` does."""
-        return row_texts(name, tensor, most_bytes=self.tokenizer.most_text_bytes)
-
     def encode(
         self, texts: Sequence[str], *, name: str, special: bool = True
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -71,7 +67,7 @@ class Preprocessing(_Encoder):
 
         Raises ValueError with every problem.
         """
-        texts = self.texts("QUERY", tensors["QUERY"])
+        texts = row_texts("QUERY", tensors["QUERY"], most_bytes=self.tokenizer.most_text_bytes)
         rows = len(texts)
         words, problems = {}, []
         for kind in ("BAD_WORDS", "STOP_WORDS"):
@@ -101,7 +97,7 @@ class QueryTokenizer(_Encoder):
 
     def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
         """Return ids and lengths. Raises ValueError for input that is not text."""
-        texts = self.texts("query", tensors["query"])
+        texts = row_texts("query", tensors["query"], most_bytes=self.tokenizer.most_text_bytes)
         ids, lengths = self.encode(texts, name="query")
         return {"input_ids": ids, "request_input_len": lengths}
 

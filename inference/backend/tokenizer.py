@@ -9,6 +9,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -81,16 +82,11 @@ class Tokenizer:
     special_ids: frozenset[int]
     prefix_ids: tuple[int, ...]
     _bytes: Mapping[int, int]  # tokens of single bytes, for characters outside the vocabulary
+    _piece: Callable[[int], str]  # the vocabulary's spelling of an id
+    _decode_known: Callable[[list[int]], str]
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of `text`, with the model's own start and end markers if `special`."""
-        raise NotImplementedError
-
-    def _piece(self, index: int) -> str:
-        """Return the vocabulary's spelling of an id."""
-        raise NotImplementedError
-
-    def _decode_known(self, ids: list[int]) -> str:
         raise NotImplementedError
 
     def word_forms(self, word: str) -> list[list[int]]:
@@ -149,7 +145,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     def __init__(self, backend: Any, *, start_marker: str | None = None) -> None:
-        self._backend = backend
+        self._backend, self._piece = backend, backend.id_to_token
+        self._decode_known = partial(backend.decode, skip_special_tokens=False)
         longest_word = getattr(backend.model, "max_input_chars_per_word", None)
         if longest_word is not None:
             self.most_text_bytes = _MOST_WORDPIECE_BYTES
@@ -178,12 +175,6 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = self._backend.encode(text, add_special_tokens=special).ids
         return [*(self._more if special else ()), *ids]
 
-    def _piece(self, index: int) -> str:
-        return str(self._backend.id_to_token(index))
-
-    def _decode_known(self, ids: list[int]) -> str:
-        return str(self._backend.decode(ids, skip_special_tokens=False))
-
 
 def _byte_tokens(vocab: Mapping[str, int]) -> dict[int, int]:
     """Return the tokens of single bytes, if the vocabulary has all 256."""
@@ -198,7 +189,8 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model_path: Path, *, start_marker: str | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
 
-        self._backend = SentencePieceProcessor(model_file=str(model_path))
+        self._backend = backend = SentencePieceProcessor(model_file=str(model_path))
+        self._piece, self._decode_known = backend.id_to_piece, backend.decode
         self.vocab_size = int(self._backend.vocab_size())
         every = range(self.vocab_size)
         self.special_ids = frozenset(filter(self._backend.is_control, every))
@@ -211,12 +203,6 @@ class SentencePieceTokenizer(Tokenizer):
         """Return the ids of `text`, see `Tokenizer`."""
         prefix = self.prefix_ids if special else ()
         return [*prefix, *self._backend.encode(text)]
-
-    def _piece(self, index: int) -> str:
-        return str(self._backend.id_to_piece(index))
-
-    def _decode_known(self, ids: list[int]) -> str:
-        return str(self._backend.decode(ids))
 
 
 def _load_hf(found: TokenizerFiles) -> Tokenizer:

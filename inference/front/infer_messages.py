@@ -7,20 +7,13 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from export_scripts.wire_format import WireFormatError, wire_fields
+from inference.front import validation
 from inference.front.guard import RejectedError
 from inference.front.sessions import Namespace
 from inference.front.strict_json import MOST_JSON_BYTES, MOST_JSON_MB
-from inference.front.validation import (
-    MODEL_FIELDS,
-    MOST_ENTRIES,
-    DeclaredInputs,
-    check_fields,
-    check_form,
-    check_texts,
-)
 
 SEQUENCE_KEY = b"sequence_id"  # of the parameter that names a session
-_MOST_FIELDS = 4 * MOST_ENTRIES + 16
+_MOST_FIELDS = 4 * validation.MOST_ENTRIES + 16
 _RAW_INPUT_CONTENTS = 7  # of service_pb2.ModelInferRequest
 
 
@@ -61,7 +54,7 @@ def check_infer_message(
     data: bytes,
     size_bytes: int,
     limit: int,
-    models: Mapping[str, DeclaredInputs],
+    models: Mapping[str, validation.DeclaredInputs],
     sessions: Namespace | None,
 ) -> bytes | None:
     """Check a ModelInferRequest of gRPC `without_raw_tensors`, as `check_infer` does.
@@ -70,7 +63,21 @@ def check_infer_message(
     None where SEQUENCE_KEY is not in the data.
     """
     message = parsed(service_pb2.ModelInferRequest, data)
-    check_message(message, size_bytes, limit=limit, model=models.get(message.model_name))
+    fields = {key: getattr(message, key) for key in validation.MODEL_FIELDS}
+    validation.check_fields("the request:", fields, validation.MODEL_FIELDS)
+    request = {
+        "id": message.id,
+        "parameters": _parameters(message),
+        "inputs": [
+            {**_tensor(each), "datatype": each.datatype, "shape": list(each.shape)}
+            for each in message.inputs
+        ],
+        "outputs": [_tensor(each) for each in message.outputs],
+    }
+    model = models.get(message.model_name)
+    validation.check_form(request, size_bytes, limit=limit, model=model)
+    for each in message.inputs:
+        validation.check_texts(repr(each.name)[:40], len(each.contents.bytes_contents))
     name = SEQUENCE_KEY.decode()
     if name not in message.parameters:
         return None
@@ -79,23 +86,6 @@ def check_infer_message(
     own = sessions.inside(getattr(parameter, parameter.WhichOneof("parameter_choice")))
     setattr(parameter, "string_param" if isinstance(own, str) else "int64_param", own)
     return bytes(message.SerializeToString())
-
-
-def check_message(
-    message: Any, size_bytes: int, *, limit: int, model: DeclaredInputs | None = None
-) -> None:
-    """Check a parsed ModelInferRequest, of `size_bytes` with raw tensors. Raises RejectedError."""
-    check_fields("the request:", {key: getattr(message, key) for key in MODEL_FIELDS}, MODEL_FIELDS)
-    inputs = [
-        {**_tensor(each), "datatype": each.datatype, "shape": list(each.shape)}
-        for each in message.inputs
-    ]
-    outputs = [_tensor(each) for each in message.outputs]
-    request = {"id": message.id, "parameters": _parameters(message)}
-    request |= {"inputs": inputs, "outputs": outputs}
-    check_form(request, size_bytes, limit=limit, model=model)
-    for each in message.inputs:
-        check_texts(repr(each.name)[:40], len(each.contents.bytes_contents))
 
 
 def _tensor(message: Any) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                 await _fail(context, error)
             finally:
                 if not call.done():
-                    self._context.cancellations.add(call)
+                    upstream.cancellations.add(call)
         if refusal is not None:
             await _refuse(context, refusal)
 

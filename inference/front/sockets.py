@@ -6,8 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from inference.plain_path import is_plain
-from inference.private_folder import PrivateFolder
+from inference.private_folder import PrivateFolder, is_plain
 
 # Of the 108 bytes of a socket's name, `/slipway-sockets-12345678/grpc:8001` takes the rest.
 _LONGEST_FOLDER = 68

@@ -38,6 +38,7 @@ class Upstream:
         self.models = read_declared_inputs(served.repository)
         self.endpoint: Any = None
         self.streams = StreamReceiver()
+        self.cancellations = Cancellations()
         self.channel = grpc.aio.insecure_channel(f"unix:{self.sockets.grpc}", CHANNEL_OPTIONS)
         self.http, self.metrics = (
             client_session(aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=_KEPT_S))
@@ -124,7 +125,6 @@ class FrontContext(Exchangeable[Upstream]):
         self.shared_memory = access.client_shared_memory
         self.sessions = ClientSessions(host)
         self.workers = Workers()
-        self.cancellations = Cancellations()
         self.limit = access.max_request_bytes
 
     def note_use(self) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 from inference.front.access import OpenAIOptions, access_of, add_access_options
 from inference.parent_process import StopRequested, stop_signals
 from inference.ports import DEFAULT_PORTS, TRITON_PORTS
-from inference.server.server import ServerStartError, TritonServer
-from inference.server.server_log import forwarded_log
+from inference.server.server import TritonServer
+from inference.server.server_log import ServerStartError, forwarded_log
 
 _POLL_S = 0.25
 _PATIENCE_S = 30.0

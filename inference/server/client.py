@@ -49,11 +49,9 @@ class TritonClient:
     each request. `model_name` and `ensemble_name` are those of the repository. `credentials` hold
     TLS and the token, `channel_options` are gRPC's.
 
-    Failures raise tritonclient's InferenceServerException, with the server's message, or stating
+    Raises ValueError if the protocol is unknown, or `max_in_flight` is not positive. Failures of
+    requests raise tritonclient's InferenceServerException, with the server's message, or stating
     that the server is unreachable.
-
-    Raises:
-        ValueError: the protocol is unknown, or `max_in_flight` is not positive.
     """
 
     def __init__(
@@ -128,10 +126,8 @@ class TritonClient:
     ) -> Generator[Outputs, None, None]:
         """Yield each response of one request; closing the iterator cancels the request.
 
-        An interactive model needs `turn`, its session.
-
-        Raises:
-            ValueError: the protocol is not grpc.
+        An interactive model needs `turn`, its session. Raises ValueError unless the protocol is
+        grpc.
         """
         if not self._is_grpc:
             raise ValueError("streaming needs protocol=grpc: HTTP carries one response a request.")
@@ -230,10 +226,8 @@ class TritonClient:
         """Return the ensemble's inputs, one row per prompt, options repeated in each row.
 
         `options` are values by the contract's names, and `bad_words` and `stop_words`, each one CSV
-        record. An option of None is left out.
-
-        Raises:
-            ValueError: the ensemble takes no such option (all of them are named).
+        record. An option of None is left out. Raises ValueError if the ensemble takes no such
+        option (all of them are named).
         """
         types = self.input_types(self.ensemble_name)
         values = {_OPTION_NAMES.get(k, k): v for k, v in (options or {}).items() if v is not None}
@@ -271,8 +265,7 @@ class TritonClient:
     ) -> Iterator[str]:
         """Yield the text of one prompt in pieces, which together are the whole text.
 
-        Raises:
-            ValueError: `options` ask for several beams, whose text changes after it was sent.
+        Raises ValueError for several beams, whose text changes after it was sent.
         """
         if (options or {}).get("beam_width", 1) not in (None, 1):
             raise ValueError("beam_width must be 1 to stream: a better beam replaces text sent.")
@@ -291,8 +284,7 @@ class TritonClient:
     def encode(self, texts: Sequence[str], *, model: str = "preprocessing") -> list[list[int]]:
         """Return the token ids of each text, made by the server's preprocessing or tokenizer.
 
-        Raises:
-            ValueError: `model` takes no text.
+        Raises ValueError if `model` takes no text.
         """
         types = self.input_types(model)
         names = next((names for names in _ENCODERS if names[0] in types), None)

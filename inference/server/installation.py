@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from inference.front.sockets import ServerSockets
-from inference.plain_path import is_plain, plain_temporary_folder
+from inference.private_folder import is_plain, plain_temporary_folder
 from inference.process_memory import memory_variables
 
 SERVER_VARIABLE = "TRITON_SERVER"

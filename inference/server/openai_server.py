@@ -45,10 +45,8 @@ class OpenAIServer(ServedProcess):
     ) -> None:
         """Start the server and return once it has answered a small request.
 
-        `check` is called repeatedly; an exception that it raises ends the start.
-
-        Raises:
-            ServerStartError: the port is taken, the server ended, or time ran out.
+        `check` is called repeatedly; an exception that it raises ends the start. Raises
+        ServerStartError if the port is taken, the server ended, or time ran out.
         """
         self._check_ports()
         self._choose_ports()
@@ -72,18 +70,9 @@ class OpenAIServer(ServedProcess):
             self.stop(drain_s=0)
             raise
 
-    def failure(self, *, patience_s: float = 0.0) -> str | None:
-        """Return why a started server no longer serves, None while it does.
-
-        A server that runs but does not answer, such as one that is very busy, gets `patience_s`.
-        """
-        if (status := self.poll()) is not None:
-            return f"{self.name} ended with status {status}"
-        if self._is_healthy():
-            self._silent_since = None
-        elif self._is_silent(patience_s):
-            return f"{self.name} does not answer on {self.address('http')}"
-        return None
+    def _fault(self) -> None:
+        if not self._is_healthy():
+            raise ConnectionError("neither /health nor /v1/models")
 
     def _is_healthy(self) -> bool:
         """Return whether /health, or the list of models of a server without it, answers."""

@@ -112,6 +112,29 @@ class ServedProcess:
         """Return the exit status (128 + n after signal n), or None while the server runs."""
         return self._process.poll() if self._process else None
 
+    def failure(self, *, patience_s: float = 0.0) -> str | None:
+        """Return why a started server no longer serves all its models, None while it does.
+
+        A server that runs but does not answer, such as one that is very busy, gets `patience_s`.
+        """
+        if (status := self.poll()) is not None:
+            return self._lost() or f"{self.name} ended with status {status}"
+        try:
+            fault = self._fault()
+        except OSError as error:
+            self._silent_since = self._silent_since or time.monotonic()
+            if loss := self._lost():  # the server is about to end
+                return loss
+            if time.monotonic() - self._silent_since < patience_s:
+                return None
+            return f"{self.name} does not answer on {self.address('http')}: {error}"
+        self._silent_since = None
+        return fault
+
+    def _fault(self) -> str | None:
+        """Return the fault of a server that runs. Raises OSError if it does not answer."""
+        raise NotImplementedError
+
     def stop(self, *, drain_s: float = 30.0) -> None:
         """End the server and everything it started; running requests get `drain_s` to finish."""
         if self._process is None:
@@ -185,11 +208,6 @@ class ServedProcess:
             while link.poll():
                 self._losses.append(link.recv_bytes().decode(errors="replace"))
         return "; ".join(self._losses)
-
-    def _is_silent(self, patience_s: float) -> bool:
-        """Note that the server does not answer; return whether that lasts for too long."""
-        self._silent_since = self._silent_since or time.monotonic()
-        return time.monotonic() - self._silent_since >= patience_s
 
     def _fail(
         self, summary: str, reasons: Sequence[str] = (), *, is_crash: bool = False

@@ -18,8 +18,8 @@ from inference.front.link import FrontProcess, FrontSettings, Readiness, Served
 from inference.front.rules import READY_PATH
 from inference.front.sockets import ServerSockets, new_sockets
 from inference.front.validation import leaves_types_to_the_backend, read_configs
-from inference.plain_path import plain_folder
 from inference.ports import accepts_connections
+from inference.private_folder import plain_folder
 from inference.server import supervisor
 from inference.server.admin import Admin, RefusalError, is_interactive
 from inference.server.health import Health, front_target, model_targets
@@ -35,8 +35,6 @@ from inference.server.server_log import (
     short_reason,
 )
 from inference.supervision import REPORTS_VARIABLE
-
-__all__ = ["ServerStartError", "TritonServer"]
 
 _POLL_S = 0.1
 _TAKE_OVER_S = 60.0  # the front loads the new server's tokenizer
@@ -162,11 +160,9 @@ class TritonServer(ServedProcess):
     def await_answer(self, model: str, *, timeout_s: float, check: Callable[[], None]) -> None:
         """Send a model of a started server a small request, and wait for the answer.
 
-        `check` is called repeatedly; an exception that it raises ends the wait.
-
-        Raises:
-            ServerStartError: the model has answered with an error, or not within `timeout_s`, or
-                the server has ended.
+        `check` is called repeatedly; an exception that it raises ends the wait. Raises
+        ServerStartError if the model has answered with an error, or not within `timeout_s`, or the
+        server has ended.
         """
         summary = "tritonserver is ready, but does not answer:"
         pool = ThreadPoolExecutor(1, thread_name_prefix="probe")
@@ -208,26 +204,15 @@ class TritonServer(ServedProcess):
         if self._front is not None and self._sockets is not None:
             self._front.send(Readiness(self._sockets.folder, is_ready))
 
-    def failure(self, *, patience_s: float = 0.0) -> str | None:
-        """Return why a started server no longer serves all its models, None while it does.
-
-        A server that runs but does not answer, such as one that is very busy, gets `patience_s`.
-        """
-        if (status := self.poll()) is not None:
-            return self._lost() or f"tritonserver ended with status {status}"
+    def _fault(self) -> str | None:
         if fault := crash_of(self.log_path) or self._stopped_process():
             return fault
         if self._front is not None and (status := self._front.poll()) is not None:
             return f"the front, which clients reach, ended with status {status}"
         try:
             lost = [name for name in self.models if not self.admin.is_model_ready(name)]
-        except (OSError, RefusalError) as error:
-            if loss := self._lost():  # the server is about to end
-                return loss
-            if not self._is_silent(patience_s):
-                return None
-            return f"tritonserver does not answer on {self.address('http')}: {error}"
-        self._silent_since = None
+        except RefusalError as error:
+            raise ConnectionError(str(error)) from error
         if lost:
             return self._lost() or "; ".join(f"model {name} is not ready" for name in lost)
         return self._health.failure() if self._health is not None else None
@@ -266,13 +251,7 @@ class TritonServer(ServedProcess):
             self._wanted_ports = dict(self.former.ports)
         self._choose_ports()
         command, environment = self._command()
-        reports = "" if self._sockets is None else str(self._sockets.reports)
-        self._spawn(
-            command,
-            segments=self._shm_prefix,
-            env={**environment, REPORTS_VARIABLE: reports},
-            cwd=self.work_dir,
-        )
+        self._spawn(command, segments=self._shm_prefix, env=environment, cwd=self.work_dir)
         if self._sockets is not None and self.former is None:
             served = self._served(self._sockets)
             settings = FrontSettings(
@@ -291,17 +270,19 @@ class TritonServer(ServedProcess):
         installation = find_triton(own_backends=not self.is_old)
         program = [*self.prefix, str(installation.program), *installation.arguments()]
         repository = self._held.enter_context(plain_folder(self._source))
+        environment = installation.environment()
         if self.is_old:
             known = installation.known_options()
             options = old_server_options(repository, self.ports, host=self.host, known=known)
         else:
             self._sockets = new_sockets()
             self._held.callback(self._sockets.remove)
+            environment[REPORTS_VARIABLE] = str(self._sockets.reports)
             configs = read_configs(Path(self._source)).values()
             completes = any(map(leaves_types_to_the_backend, configs))
             options = server_options(repository, self._sockets, completes_configs=completes)
         segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
-        return [*program, *options, segments], installation.environment()
+        return [*program, *options, segments], environment
 
     def can_have_a_successor(self) -> bool:
         """Return whether another server can take over: it has a front, and keeps no sessions."""
@@ -310,10 +291,8 @@ class TritonServer(ServedProcess):
     def take_over(self) -> None:
         """Have the front of the former server pass requests on to this one, which is ready.
 
-        The former one finishes the requests that it has; `stop` waits for them.
-
-        Raises:
-            ServerStartError: The front cannot serve this one; it stays with the former.
+        The former one finishes the requests that it has; `stop` waits for them. Raises
+        ServerStartError if the front cannot serve this one; it stays with the former.
         """
         former, sockets = self.former, self._sockets
         assert former is not None

@@ -12,8 +12,7 @@ _FLOAT_TYPES: dict[str, Any] = {"FP16": np.float16, "FP32": np.float32, "BF16": 
 def as_tensor(values: Sequence[Any], dtype: str) -> np.ndarray[Any, Any]:
     """Return one value per row in Triton's `dtype`: (B, 1), or (B, ...) if the values are arrays.
 
-    Raises:
-        ValueError: a value does not fit the type.
+    Raises ValueError if a value does not fit the type.
     """
     if dtype == "BYTES":
         column = np.empty((len(values), 1), dtype=object)
@@ -56,8 +55,7 @@ def typed_tensor(
 def file_tensors(entries: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray[Any, Any]]:
     """Return the tensors of a request file's `request` list.
 
-    Raises:
-        ValueError: an entry lacks a key, or its data does not fit its dtype.
+    Raises ValueError if an entry lacks a key, or its data does not fit its dtype.
     """
     read = [_file_tensor(entry, f"request[{number}]") for number, entry in enumerate(entries)]
     if problems := [each for each in read if isinstance(each, str)]:

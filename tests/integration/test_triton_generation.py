@@ -15,7 +15,8 @@ from tritonclient.utils import InferenceServerException
 
 from inference.client import main
 from inference.server.client import TritonClient
-from inference.server.server import ServerStartError, TritonServer
+from inference.server.server import TritonServer
+from inference.server.server_log import ServerStartError
 from tests.conftest import ROOT
 from tests.integration.triton_process import new_server, processes
 from tests.waiting import lives, until

@@ -20,7 +20,8 @@ import pytest
 
 from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
-from inference.server.server import ServerStartError, TritonServer
+from inference.server.server import TritonServer
+from inference.server.server_log import ServerStartError
 from tests.integration.triton_process import (
     DOUBLE,
     add_model,

@@ -271,7 +271,7 @@ async def open_endpoint(
     while not await is_ready(channel, ()):
         await asyncio.sleep(_POLL_S)
     await upstream.streams.open(upstream.sockets.folder)
-    models, text_model, parameters = await served_models(upstream, context.cancellations)
+    models, text_model, parameters = await served_models(upstream)
     if not models:
         raise ValueError(
             "the repository has no model that completes or encodes token ids without sessions"

@@ -19,7 +19,7 @@ from inference.front.guard import RejectedError
 from inference.front.openai.answers import Array, Candidate
 from inference.front.openai.prepare import ModelFacts
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL, without_internal_names
-from inference.front.upstream import Cancellations, Upstream
+from inference.front.upstream import Upstream
 from inference.streams import STREAM_PARAMETER
 
 _TEXT_MODELS = ("preprocessing", "tokenizer")  # of models that generate, and of encoders
@@ -41,12 +41,12 @@ _SCORES = ("token_log_probs", "top_token_ids", "top_token_log_probs")
 class TritonModel:
     """One model of a Triton server."""
 
-    def __init__(self, upstream: Upstream, facts: ModelFacts, cancellations: Cancellations) -> None:
+    def __init__(self, upstream: Upstream, facts: ModelFacts) -> None:
         self.facts = facts
         self._infer = upstream.channel.unary_unary(INFER_CALL)
         self._stream = upstream.channel.stream_stream(STREAM_CALL)
         self._streams = upstream.streams
-        self._cancellations = cancellations
+        self._cancellations = upstream.cancellations
 
     async def generate(
         self, job: Mapping[str, Array], *, streams: bool
@@ -187,7 +187,7 @@ async def is_ready(channel: grpc.aio.Channel, models: Sequence[str]) -> bool:
 
 
 async def served_models(
-    upstream: Upstream, cancellations: Cancellations
+    upstream: Upstream,
 ) -> tuple[dict[str, TritonModel], str, dict[str, str]]:
     """Return the models that complete or encode token ids, without sessions, and a text model.
 
@@ -220,7 +220,7 @@ async def served_models(
             streams=config.model_transaction_policy.decoupled,
             encodes=encodes,
         )
-        found[name] = TritonModel(upstream, facts, cancellations)
+        found[name] = TritonModel(upstream, facts)
     text_model = next((name for name in _TEXT_MODELS if name in texts), "")
     return found, text_model, texts.get(text_model, {})
 

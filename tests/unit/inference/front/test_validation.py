@@ -15,11 +15,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from inference.front.guard import RejectedError
-from inference.front.infer_messages import (
-    check_infer_message,
-    check_message,
-    without_raw_tensors,
-)
+from inference.front.infer_messages import check_infer_message, without_raw_tensors
 from inference.front.sessions import Namespace
 from inference.front.strict_json import MOST_JSON_MB, parse_json
 from inference.front.validation import (
@@ -51,6 +47,10 @@ def check_body(body: bytes, header: str | None = None) -> None:
     """Check a body of `infer` as the gateway does."""
     data = body[: length_of_json(header, len(body))]
     check_infer(data, len(body), LIMIT, MODEL, MINE)
+
+
+def check_message(message: Any, size_bytes: int) -> None:
+    check_infer_message(message.SerializeToString(), size_bytes, LIMIT, {}, MINE)
 
 
 def nested(opening: str, depth: int, closing: str) -> bytes:
@@ -166,7 +166,7 @@ def test_a_sequence_of_a_message_has_a_short_name(text: str) -> None:
     message = service_pb2.ModelInferRequest(model_name="m")
     message.parameters["sequence_id"].string_param = text
     with pytest.raises(RejectedError, match=r"sequence_id is .*; expected a text of up to 128"):
-        check_message(message, message.ByteSize(), limit=LIMIT)
+        check_message(message, message.ByteSize())
 
 
 @pytest.mark.parametrize("length", ["-1", "abc", "1e3", "", " 5", "9" * 30, "٣"])
@@ -276,7 +276,7 @@ def test_malformed_messages_are_refused(shape: list[int]) -> None:
     message = service_pb2.ModelInferRequest(model_name="x")
     message.inputs.add(name="x", shape=shape)
     with pytest.raises(RejectedError, match="input 'x' has"):
-        check_message(message, message.ByteSize(), limit=LIMIT)
+        check_message(message, message.ByteSize())
 
 
 @pytest.mark.parametrize("entries", ["inputs", "outputs", "parameters"])
@@ -288,7 +288,7 @@ def test_a_message_has_few_entries(entries: str) -> None:
         else:
             getattr(message, entries).add(name=str(number))
     with pytest.raises(RejectedError, match=f"300 {entries}, 256 at most"):
-        check_message(message, message.ByteSize(), limit=LIMIT)
+        check_message(message, message.ByteSize())
 
 
 _JSON = st.recursive(
@@ -405,9 +405,9 @@ def test_texts_are_counted(count: int) -> None:
     for each in (message, typed):
         if count > MOST_TEXTS:
             with pytest.raises(RejectedError, match="65537 texts, 65536 at most"):
-                check_message(each, 1 << 20, limit=LIMIT)
+                check_message(each, 1 << 20)
         else:
-            check_message(each, 1 << 20, limit=LIMIT)
+            check_message(each, 1 << 20)
 
 
 def test_empty_tensors_have_no_huge_sizes() -> None:
@@ -415,7 +415,7 @@ def test_empty_tensors_have_no_huge_sizes() -> None:
         message = service_pb2.ModelInferRequest(model_name="m")
         message.inputs.add(name="x", shape=shape, datatype="UINT32")
         with pytest.raises(RejectedError, match="fewer elements were sent"):
-            check_message(message, 100, limit=LIMIT)
+            check_message(message, 100)
 
 
 def test_no_name_of_a_message_has_a_second_reading() -> None:
@@ -439,10 +439,10 @@ def test_no_name_of_a_message_has_a_second_reading() -> None:
     }
     for said, change in changes.items():
         message = service_pb2.ModelInferRequest.FromString(named.SerializeToString())
-        check_message(message, 100, limit=LIMIT)
+        check_message(message, 100)
         change(message)
         with pytest.raises(RejectedError, match=said):
-            check_message(message, 100, limit=LIMIT)
+            check_message(message, 100)
 
 
 def test_canaries_are_the_servers_own() -> None:
@@ -454,7 +454,7 @@ def test_canaries_are_the_servers_own() -> None:
         lambda: check_body(json.dumps({"inputs": [X], "parameters": parameters}).encode()),
         lambda: check_generate(json.dumps(parameters).encode(), model=None),
         lambda: check_generate(json.dumps({"parameters": parameters}).encode(), model=None),
-        lambda: check_message(message, 100, limit=LIMIT),
+        lambda: check_message(message, 100),
     ):
         with pytest.raises(RejectedError, match="slipway_canary is true; expected none"):
             check()

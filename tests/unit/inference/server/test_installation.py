@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.plain_path import plain_temporary_folder
+from inference.private_folder import plain_temporary_folder
 from inference.server.installation import find_triton, old_server_options
 
 

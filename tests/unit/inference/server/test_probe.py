@@ -18,7 +18,8 @@ from export_scripts.triton.signature import (
     model_signature,
 )
 from inference.server.admin import Admin, probe_tensors
-from inference.server.server import ServerStartError, TritonServer
+from inference.server.server import TritonServer
+from inference.server.server_log import ServerStartError
 from tests.fake_triton import FakeTriton, Infer, RefusedError, served
 
 

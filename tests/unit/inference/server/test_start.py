@@ -15,8 +15,8 @@ from inference.front.sockets import ServerSockets
 from inference.ports import FREE_PORTS
 from inference.server.__main__ import main, serve_until_signal
 from inference.server.admin import Admin
-from inference.server.server import ServerStartError, TritonServer
-from inference.server.server_log import ServerLog
+from inference.server.server import TritonServer
+from inference.server.server_log import ServerLog, ServerStartError
 from tests.conftest import ROOT
 from tests.integration.triton_process import DOUBLE, add_model, new_server
 
