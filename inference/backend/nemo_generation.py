@@ -144,7 +144,7 @@ class NemoModel(TextModel):
             token_ids[b, 0, : len(ids)] = ids
             tokens[b, 0, : len(ids)] = [piece.encode() for piece in pieces]
             offsets[b, 0, 1:] = np.cumsum([*map(len, pieces), *[0] * (width - len(ids))])[:-1]
-            scores = [score.log_prob for score in (*row.prompt_scores, *row.scores)]
+            scores = [score.log_prob for score in (*row.prompt.scores, *row.scores)]
             logprob[b, 0, : len(scores)] = scores
             sentences[b, 0] = self.text(ids).encode()
         return {

@@ -172,7 +172,7 @@ class BeamRow:
             cum_log_probs=tuple(self.prompt.log_prob + h.cum_log_prob for h in found),
             output_log_probs=tuple(h.log_probs for h in found) if with_log_probs else (),
             finish_reasons=tuple(h.reason for h in found),
-            context_embedding=self.prompt.embedding,
+            prompt=self.prompt,
         )
 
 

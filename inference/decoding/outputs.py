@@ -118,7 +118,7 @@ def _score_tensors(request: GenerationRequest, results: Sequence[RowResult]) -> 
     for b, (row, result, count) in enumerate(zip(request.rows, results, counts, strict=True)):
         # The first token of a prompt has nothing before it that could score it.
         answer = len(row.returned_ids)
-        parts = ((1, result.prompt_scores, count[0]), (answer, result.scores, count[1]))
+        parts = ((1, result.prompt.scores, count[0]), (answer, result.scores, count[1]))
         for first, scores, best in parts:
             for place, score in enumerate(scores, first):
                 own[b, 0, place] = score.log_prob
@@ -130,7 +130,7 @@ def _score_tensors(request: GenerationRequest, results: Sequence[RowResult]) -> 
 def _embedding_tensors(
     request: GenerationRequest, results: Sequence[RowResult]
 ) -> dict[str, Array]:
-    embeddings = [result.context_embedding for result in results]
+    embeddings = [result.prompt.embedding for result in results]
     found = [(b, each) for b, each in enumerate(embeddings) if each is not None]
     if not found:
         return {}

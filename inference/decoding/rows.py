@@ -162,15 +162,15 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class PromptResult:
-    """The summed log probability of a prompt's tokens, and the score of each from the second on.
+    """The summed log probability of a prompt's tokens, and the `scores` from the second on.
 
     `embedding` is the sum of its hidden states, (hidden,) fp32. Each is empty for a row that did
     not ask for it.
     """
 
     log_prob: float = 0.0
-    tokens: tuple[TokenScore, ...] = ()
-    embedding: Array | None = None
+    scores: tuple[TokenScore, ...] = ()
+    embedding: Array | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -178,9 +178,8 @@ class RowResult:
     """The K hypotheses of one row, best first; only generated tokens, the end token included.
 
     `output_log_probs` is empty unless the row asked for log probabilities, and so is `scores`, of
-    each generated token, unless it asked for those. `prompt_scores` are of the prompt's tokens from
-    the second on, `context_embedding` is as in `PromptResult`. A finish reason of None marks a
-    hypothesis that still runs.
+    each generated token, unless it asked for those. `cum_log_probs` include what is summed over the
+    prompt. A finish reason of None marks a hypothesis that still runs.
     """
 
     output_ids: tuple[tuple[int, ...], ...]
@@ -188,5 +187,4 @@ class RowResult:
     output_log_probs: tuple[tuple[float, ...], ...]
     finish_reasons: tuple[FinishReason | None, ...]
     scores: tuple[TokenScore, ...] = ()
-    prompt_scores: tuple[TokenScore, ...] = ()
-    context_embedding: Array | None = field(default=None, compare=False)
+    prompt: PromptResult = PromptResult()

@@ -198,8 +198,7 @@ class SamplingRow:
             output_log_probs=(tuple(self._log_probs),) if self.options.return_log_probs else (),
             finish_reasons=(self.reason,),
             scores=tuple(self.scores),
-            prompt_scores=self.prompt.tokens,
-            context_embedding=self.prompt.embedding,
+            prompt=self.prompt,
         )
 
 

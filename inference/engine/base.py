@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any, Generic, TypeVar
@@ -42,14 +42,8 @@ _LOOK_S = 1.0  # a connection breaks a moment before the process at its other en
 _STOPPED = "the engine was stopped"
 
 
-@dataclass(frozen=True)
-class _Launched(Generic[RequestT]):
-    """A step that the ranks run, and the time of its start."""
-
-    step: PlannedStep[RequestT]
-    result: StepResult
-    began: float
-
+# A step that the ranks run, and the time of its start.
+_Launched = tuple[PlannedStep[RequestT], StepResult, float]
 
 # Engines of this process whose ranks use a GPU. cuBLAS keeps a workspace of 32 MiB for each stream,
 # and recorded graphs hold its address: workspaces are freed with the last of the engines.
@@ -288,7 +282,7 @@ class EngineBase(ABC, Generic[RequestT]):
             if under_way is not None:
                 self._finish(ranks, scheduler, under_way)
             under_way = launched
-            if under_way is not None and not under_way.step.overlaps:
+            if under_way is not None and not under_way[0].overlaps:
                 self._finish(ranks, scheduler, under_way)
                 under_way = None
         ranks.stop()
@@ -299,7 +293,7 @@ class EngineBase(ABC, Generic[RequestT]):
         """Run a step on the ranks; on a GPU they may not be done when this returns."""
         began = perf_counter()
         try:
-            return _Launched(step, ranks.run(step.plan, step.embeddings), began)
+            return step, ranks.run(step.plan, step.embeddings), began
         except Exception as error:  # whatever it was is the answer to the step's requests
             if self._settings.layout.world_size > 1:
                 raise  # the ranks no longer agree on the next step
@@ -309,16 +303,16 @@ class EngineBase(ABC, Generic[RequestT]):
     def _finish(
         self, ranks: RankGroup, scheduler: StepScheduler[RequestT], launched: _Launched[RequestT]
     ) -> None:
-        began = max(launched.began, self._last_finished)
+        step, result, began = launched
+        began = max(began, self._last_finished)
         try:
-            ranks.wait(launched.result)
+            ranks.wait(result)
             self.steps += 1
             self._last_finished = perf_counter()
-            seconds = self._last_finished - began
-            scheduler.finish(launched.step, launched.result, seconds=seconds)
+            scheduler.finish(step, result, seconds=self._last_finished - began)
             self.after_step()
         except Exception as error:  # whatever it was is the answer to the step's requests
-            self._give_up(scheduler, launched.step, error)
+            self._give_up(scheduler, step, error)
 
     def _give_up(
         self, scheduler: StepScheduler[RequestT], step: PlannedStep[RequestT], error: Exception

@@ -80,37 +80,24 @@ class BlockPool:
         )
         return sum(1 for _ in itertools.takewhile(bool, used))
 
-    def share(self, slot: int, hashes: Sequence[bytes]) -> int:
-        """Give a new slot the registered blocks of its prefix; return the tokens they hold.
+    def share(self, slot: int, first: int, hashes: Sequence[bytes]) -> int:
+        """Give a slot the registered blocks of its prefix, the `first`-th on; return their number.
 
-        `hashes` are those of the sequence up to the end of each of its first blocks.
+        Its own blocks at these places, which hold nothing yet, are free then. `hashes` are those of
+        the sequence up to the end of each of its first blocks.
         """
-        assert slot not in self._held, f"slot {slot} has blocks"
-        for prefix in hashes:
-            block = self._registered.get(prefix)
-            if block is None:
-                break
-            self._take(slot, block)
-        return len(self._held.get(slot, ())) * self.block_tokens
-
-    def adopt(self, slot: int, first: int, hashes: Sequence[bytes]) -> int:
-        """Give a slot registered blocks of its prefix in place of its own; return their number.
-
-        Its own from the `first`-th on, which hold nothing yet, are free then. `hashes` as for
-        `share`.
-        """
-        held, adopted = self._held[slot], 0
+        held, shared = self._held.setdefault(slot, []), 0
         for nth, prefix in enumerate(hashes[first:], first):
             block = self._registered.get(prefix)
             if block is None:
                 break
             self._drop(slot, held[nth : nth + 1])
             self._hold(slot, nth, block)
-            held[nth] = block
-            adopted += 1
-        if adopted:  # ranks drop what lies beyond a slot's newest entries
+            held[nth : nth + 1] = [block]
+            shared += 1
+        if shared:  # ranks drop what lies beyond a slot's newest entries
             self._entries[slot, len(held) - 1] = held[-1]
-        return adopted
+        return shared
 
     def register(self, slot: int, nth: int, prefix: bytes) -> None:
         """Register a slot's block for sharing; all of its tokens are being computed."""

@@ -92,11 +92,9 @@ class RowCache:
         blocks, session = self.blocks, row.owner.session
         if blocks.total is None:
             return
-        if row.prefix_hashes:
-            row.cached = blocks.share(row.slots[0], row.prefix_hashes)
-            row.registered = row.cached // blocks.block_tokens
-            if row.decoded is None:  # others than itself, before it was preempted, computed them
-                self.shared_tokens += row.cached
+        shared = self.share(row)
+        if row.decoded is None:  # others than itself, before it was preempted, computed them
+            self.shared_tokens += shared
         encoder = encoder_slot(row.slots, self.slots)
         if not row.owner.stays:
             blocks.extend(encoder, row.encoder_len)
@@ -123,19 +121,19 @@ class RowCache:
             row.prefix_hashes = prefix_hashes(row.prompt[:-1], size, self.shift(row))
         return self.blocks.used(row.prefix_hashes)
 
-    def share_again(self, row: RunningRow) -> None:
-        """Let a row skip what others have computed of its prompt since it began.
+    def share(self, row: RunningRow) -> int:
+        """Let a row skip what others have computed of its prompt; return these tokens.
 
         A row within a block goes on: what it has computed there would have to be wiped.
         """
         size = self.blocks.block_tokens
         if not row.prefix_hashes or row.cached % size:
-            return
+            return 0
         first = row.cached // size
-        if adopted := self.blocks.adopt(row.slots[0], first, row.prefix_hashes):
-            before, row.cached = row.cached, (first + adopted) * size
-            row.registered = first + adopted
-            self.shared_tokens += row.cached - before
+        if shared := self.blocks.share(row.slots[0], first, row.prefix_hashes):
+            row.registered = first + shared
+            row.cached = row.registered * size
+        return shared * size
 
     def register(self, row: RunningRow, tokens: int) -> None:
         """Register the full blocks among a row's first `tokens` tokens for sharing."""

@@ -88,7 +88,6 @@ class PromptOutputs:
     """
 
     def __init__(self, options: RowOptions) -> None:
-        """Gather what `options` ask for."""
         self._is_summed = options.return_log_probs and options.return_context_cum_log_probs
         self._top = options.num_prompt_log_probs
         self.wants_logits = self._is_summed or self._top > 0

@@ -67,7 +67,7 @@ def prompt_work(rows: Sequence[RunningRow], room: int, cache: RowCache) -> list[
     for row in [*sorted(rows[1:], key=_missing), *rows[:1]]:
         if row is rows[0]:
             reserved = 0
-        cache.share_again(row)
+        cache.shared_tokens += cache.share(row)  # computed since it began
         piece = _piece(row, room - reserved, fellows_are_behind=id(row.owner) in behind)
         if piece is not None:
             work.append(piece)

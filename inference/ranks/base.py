@@ -90,7 +90,6 @@ class RankBase(ABC):
     _encoder_graphs: Any = None
 
     def __init__(self, settings: RankSettings) -> None:
-        """Take a place and a device; subclasses load."""
         self.layout = settings.layout
         self.device = rank_device(settings)
         if self.device.type == "cuda":

@@ -14,6 +14,7 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from inference.model.weights import check_architecture
+from inference.parallel.layout import ParallelLayout
 from inference.ranks.settings import Placement
 
 
@@ -35,7 +36,8 @@ def check_ranks(
     wrong = [f"{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
     problems += wrong
     if not wrong:
-        layout, depths = placement.layout_of(0), {architecture.num_layer}
+        layout = ParallelLayout(0, placement.tp_size, placement.pp_size)
+        depths = {architecture.num_layer}
         if isinstance(architecture, EncoderDecoderArchitecture):
             depths.add(architecture.decoder_num_layer)
         problems += _problems(partial(check_architecture, architecture, layout.tp_size))

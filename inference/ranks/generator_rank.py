@@ -122,7 +122,6 @@ class GeneratorRank(RankBase):
         has_virtual: bool = False,
         embeddings: torch.Tensor | None = None,
     ) -> Step:
-        """Lay out some tokens."""
         encoded, tasks = self._read_by(segments)
         attention, count = self._attention(segments, self.model.rules), len(ids)
         shifts = np.repeat([s.shift for s in segments], [s.count for s in segments])

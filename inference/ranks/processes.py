@@ -10,10 +10,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
-from time import monotonic, sleep
 from typing import IO, TYPE_CHECKING
 
 from inference.control_groups import usable_cores
@@ -24,50 +23,27 @@ if TYPE_CHECKING:
     from inference.ranks.settings import RankSettings
 
 _TAIL_BYTES = 4000
-_POLL_S = 0.02
 # The folder that holds the package, so that workers import the same code.
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
-_early: dict[tuple[str, int], _Worker] = {}  # by weights and rank: started, without settings
+_early: dict[tuple[str, int], Worker] = {}  # by weights and rank: started, without settings
 
 
-class RankProcesses:
-    """Worker processes of this node.
+def start_worker(settings: RankSettings) -> Worker:
+    """Return the worker of a rank: one that was started early, or else a new one.
 
     Start them from a long-lived thread: the kernel ends them when their parent thread ends.
     """
-
-    def __init__(self, settings: Sequence[RankSettings]) -> None:
-        self._workers: dict[int, _Worker] = {}
-        for each in settings:
-            early = _early.pop((each.ft_dir, each.rank), None)
-            self._workers[each.rank] = early or _Worker(each.ft_dir, each.rank, each.threads)
-        for each in settings:
-            self._workers[each.rank].send(each)
-
-    def ended(self) -> dict[int, str]:
-        """Return the exit of each worker that is no longer running."""
-        return {rank: how for rank, worker in self._workers.items() if (how := worker.ended())}
-
-    def output(self, rank: int) -> str:
-        """Return the last lines a worker wrote."""
-        return self._workers[rank].output()
-
-    def stop(self, *, grace_s: float) -> None:
-        """Wait for the workers to exit, then kill those that remain."""
-        deadline = monotonic() + grace_s
-        for worker in self._workers.values():
-            while worker.ended() is None and monotonic() < deadline:
-                sleep(_POLL_S)
-            worker.close_lifeline()
-        for worker in self._workers.values():
-            worker.kill()
+    early = _early.pop((settings.ft_dir, settings.rank), None)
+    worker = early or Worker(settings.ft_dir, settings.rank, settings.threads)
+    worker.send(settings)
+    return worker
 
 
 @contextlib.contextmanager
 def early_workers(ft_dir: Path, world_size: int, threads: int | None) -> Iterator[None]:
-    """Start the workers of a model; a `RankProcesses` made within the block takes them over.
+    """Start the workers of a model; `start_worker` takes them over within the block.
 
     They import torch meanwhile, then wait for their settings. Workers that are not taken over end
     with the block. With more ranks than cores none is started: they would only delay each other.
@@ -76,7 +52,7 @@ def early_workers(ft_dir: Path, world_size: int, threads: int | None) -> Iterato
     threads = threads or threads_per_rank(world_size)
     try:
         for rank in ranks:
-            _early[str(ft_dir), rank] = _Worker(str(ft_dir), rank, threads)
+            _early[str(ft_dir), rank] = Worker(str(ft_dir), rank, threads)
         yield
     finally:
         for rank in ranks:
@@ -92,7 +68,9 @@ def threads_per_rank(local_ranks: int) -> int:
     return max(1, min(total, cores) // local_ranks)
 
 
-class _Worker:
+class Worker:
+    """A process that runs one rank, with a pipe to it that ends it when this process ends."""
+
     def __init__(self, ft_dir: str, rank: int, threads: int) -> None:
         self._log: IO[bytes] = TemporaryFile()  # noqa: SIM115 - read for as long as the worker lives
         environment = dict(os.environ, OMP_NUM_THREADS=str(threads))
@@ -118,6 +96,7 @@ class _Worker:
             self.process.stdin.flush()
 
     def ended(self) -> str | None:
+        """Return how it ended, None if it runs."""
         status = self.process.poll()
         if status is None:
             return None
@@ -125,17 +104,21 @@ class _Worker:
             return f"was ended by {signal_name(-status)}"
         return f"ended with status {status}"
 
-    def output(self) -> str:
+    def last_line(self) -> str:
+        """Return the last line that it wrote."""
         self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, self._log.tell() - _TAIL_BYTES))
-        return self._log.read().decode(errors="replace").strip()
+        *_, line = self._log.read().decode(errors="replace").strip().splitlines() or ["no output"]
+        return line
 
     def close_lifeline(self) -> None:
+        """Have it end by itself."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
 
     def kill(self) -> None:
+        """End it, and wait for that."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

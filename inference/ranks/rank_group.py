@@ -1,28 +1,18 @@
 """All ranks of an engine: rank 0, the other processes, and their connections."""
 
 import logging
-import threading
-from dataclasses import replace
 from functools import partial
 from time import monotonic, perf_counter
 
 import torch
-from torch.distributed.distributed_c10d import Store
 
 from inference.parallel.groups import RankGroups
-from inference.private_folder import PrivateFolder
 from inference.ranks.base import RankBase, StepResult
+from inference.ranks.node_ranks import NodeRanks
 from inference.ranks.plan import Command, StepPlan, pack_message
-from inference.ranks.processes import RankProcesses
-from inference.ranks.rendezvous import Rendezvous
+from inference.ranks.rendezvous import Rendezvous, device_problems
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import (
-    failure_of,
-    give_go,
-    join_node_store,
-    make_rank,
-    wait_until_reached,
-)
+from inference.ranks.startup import give_go, make_rank, wait_until_reached
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +36,14 @@ class RankGroup:
         start_timeout_s: float,
         rendezvous: Rendezvous | None = None,
     ) -> None:
+        """Take the ranks that a launcher has started, by their `rendezvous`; None starts them."""
         self._settings = settings
         self._start_timeout_s = start_timeout_s
-        self._rendezvous = rendezvous
-        self._count = settings.layout.world_size
-        self._processes: RankProcesses | None = None
-        self._store: Store | None = None
-        self._store_folder: PrivateFolder | None = None
+        self._count = settings.world_size
+        self._others: Rendezvous | NodeRanks | None = rendezvous
         self._groups: RankGroups | None = None
         self._rank: RankBase | None = None
         self._busy_since: float | None = None
-        self._ending = threading.Lock()  # held while the processes' output and store are used
 
     def start(self) -> None:
         """Load every rank and connect them.
@@ -78,40 +65,29 @@ class RankGroup:
         logger.info("%d ranks loaded in %.1f s", self._count, perf_counter() - started)
 
     def _start_all(self) -> None:
-        others = range(1, self._count)
-        settings, store = self._start_others(others)
-        self._store = store
-        wait = partial(wait_until_reached, store, others, ended=self._ended)
+        if self._others is None:
+            self._others = NodeRanks(timeout_s=self._settings.rank_timeout_s)
+        others, store, ranks = self._others, self._others.store, range(1, self._count)
+        others.announce(self._settings)
         timeout_s = self._start_timeout_s
+        wait = partial(wait_until_reached, store, ranks, ended=others.problems)
         problems: dict[int, str] = {}
         try:
-            self._rank = _load(settings)
+            self._rank = _load(self._settings)
         except RankError as error:
             problems[0] = str(error)
         problems |= wait("loaded", timeout_s=timeout_s)
-        if self._rendezvous is not None and self._rank is not None and not problems:
-            problems = self._rendezvous.device_problems(self._rank.device)
+        if self._rank is not None and not problems:
+            problems = device_problems(store, ranks, self._rank.device)
         if problems:
             raise RankError(_joined(problems))
         assert self._rank is not None
         give_go(store, "loaded")
-        self._groups = self._rank.connect(store, settings)
+        self._groups = self._rank.connect(store, self._settings)
         self._rank.prepare()
         if problems := wait("prepared", timeout_s=timeout_s):
             raise RankError(_joined(problems))
         give_go(store, "prepared")
-
-    def _start_others(self, others: range) -> tuple[RankSettings, Store]:
-        """Have the other ranks load: those of a launcher, or else new processes of this node."""
-        if self._rendezvous is not None:
-            self._rendezvous.announce(self._settings)
-            return self._settings, self._rendezvous.store
-        self._store_folder = PrivateFolder("store")
-        path = self._store_folder.path / "store"
-        store = join_node_store(path, timeout_s=self._settings.rank_timeout_s)
-        settings = replace(self._settings, store=str(path))
-        self._processes = RankProcesses([replace(settings, rank=rank) for rank in others])
-        return settings, store
 
     @property
     def rank(self) -> RankBase:
@@ -146,8 +122,8 @@ class RankGroup:
 
     def problem(self) -> str | None:
         """Return why the ranks cannot continue, or None; may be called from any thread."""
-        if ended := self._ended():
-            return _joined(ended)
+        if self._others is not None and (problems := self._others.problems()):
+            return _joined(problems)
         since = self._busy_since
         if self._count > 1 and since is not None:
             waited = monotonic() - since
@@ -159,14 +135,8 @@ class RankGroup:
         """End the other ranks; may be called from any thread, and again."""
         if self._groups is not None:
             self._groups.abort()
-        with self._ending:
-            processes, self._processes = self._processes, None
-            if processes is not None:
-                processes.stop(grace_s=grace_s)
-            if self._store_folder is not None:
-                self._store_folder.remove()
-        if self._rendezvous is not None:
-            self._rendezvous.close(grace_s=grace_s)
+        if self._others is not None:
+            self._others.close(grace_s=grace_s)
 
     def stop(self) -> None:
         """Stop the other ranks, and wait until they have ended."""
@@ -177,21 +147,6 @@ class RankGroup:
             except RuntimeError as error:  # a rank that is gone already
                 logger.warning("stopping ranks: %s", error)
         self.end()
-
-    def _ended(self) -> dict[int, str]:
-        """Return the exit of each worker, with its reason or its last line."""
-        if self._rendezvous is not None:
-            return self._rendezvous.problems()
-        reasons = {}
-        with self._ending:
-            processes = self._processes
-            if processes is None:
-                return {}
-            for rank, how in processes.ended().items():
-                reported = failure_of(self._store, rank) if self._store is not None else None
-                *_, last_line = processes.output(rank).splitlines() or ["no output"]
-                reasons[rank] = f"{how}: {reported or last_line}"
-        return reasons
 
 
 def _load(settings: RankSettings) -> RankBase:

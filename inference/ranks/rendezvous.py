@@ -115,20 +115,6 @@ class Rendezvous:
             sleep(_POLL_S / 5)
         self.close(grace_s=_LEAVE_S)
 
-    def device_problems(self, own: torch.device) -> dict[int, str]:
-        """Return the ranks that share the device of a lower rank, once every rank has loaded."""
-        seen = {device_name(own): 0}
-        problems = {}
-        for rank in self.others:
-            name = self.store.get(f"device/{rank}").decode()
-            first = seen.setdefault(name, rank)
-            if name and first != rank:
-                problems[rank] = (
-                    f"uses the same GPU as rank {first} ({name}); start at most one process per "
-                    "visible GPU, or compute on the CPU (device=cpu)"
-                )
-        return problems
-
     def problems(self) -> dict[int, str]:
         """Return the ranks that failed, fell silent or never joined; looks twice a second."""
         with self._lock:
@@ -240,6 +226,21 @@ class Follower:
                 return
             logger.error("%s; rank %d ends", reason, self.place.rank)
             os._exit(1)  # the main thread may be blocked, such as in a sum that never ends
+
+
+def device_problems(store: Store, others: range, own: torch.device) -> dict[int, str]:
+    """Return the ranks that share the device of a lower rank, once every rank has loaded."""
+    seen = {device_name(own): 0}
+    problems = {}
+    for rank in others:
+        name = store.get(f"device/{rank}").decode()
+        first = seen.setdefault(name, rank)
+        if name and first != rank:
+            problems[rank] = (
+                f"uses the same GPU as rank {first} ({name}); start at most one process per "
+                "visible GPU, or compute on the CPU (device=cpu)"
+            )
+    return problems
 
 
 def device_name(device: torch.device) -> str:

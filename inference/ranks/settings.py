@@ -30,10 +30,6 @@ class Placement:
         """Number of ranks."""
         return self.tp_size * self.pp_size
 
-    def layout_of(self, rank: int) -> ParallelLayout:
-        """Return the place of one rank in the tensor x pipeline grid."""
-        return ParallelLayout(rank, self.tp_size, self.pp_size)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings(Placement):
@@ -54,8 +50,8 @@ class RankSettings(Placement):
 
     @property
     def layout(self) -> ParallelLayout:
-        """This rank's place among the others."""
-        return self.layout_of(self.rank)
+        """This rank's place in the tensor x pipeline grid."""
+        return ParallelLayout(self.rank, self.tp_size, self.pp_size)
 
     def to_json(self) -> str:
         """Return the settings as one line of text."""

@@ -1,16 +1,14 @@
-"""The start of ranks: their kinds, the store of a node, and milestones reported through a store."""
+"""The start of ranks: their kinds, and milestones reported through a store."""
 
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Literal
 
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import Store
 
 from export_scripts.families.layout.architecture import (
@@ -27,7 +25,6 @@ from inference.ranks.settings import RankSettings
 
 logger = logging.getLogger(__name__)
 
-_KEPT = -1  # in place of the number of ranks: the last of them does not remove the file
 _POLL_S = 0.02
 _LOG_EVERY_S = 20.0  # the log of a start that hangs names the ranks it waits for
 _GO = "go"
@@ -48,16 +45,6 @@ def make_rank(settings: RankSettings) -> RankBase:
     """
     _, config = read_config(Path(settings.ft_dir))
     return _KINDS[type(config.architecture())](settings)
-
-
-def join_node_store(path: Path, *, timeout_s: float) -> Store:
-    """Return the store in a file of this node, whose waits end after `timeout_s`.
-
-    The file lies in a folder that only this user can enter: no port that others could connect to.
-    """
-    store = FileStore(os.fsencode(path).decode(), _KEPT)  # UTF-8, whatever the locale
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return store
 
 
 # States of a rank that the others wait for.

@@ -542,14 +542,14 @@ def check_frames(run: Run, frames: Sequence[GenerationStep], result: Any) -> Non
             whole = result.rows[b]
             if row is None:
                 continue
-            pooled, final = row.context_embedding, whole.context_embedding
+            pooled, final = row.prompt.embedding, whole.prompt.embedding
             if pooled is not None and not np.array_equal(pooled, final):
                 run.tally.wrong.append(f"{run.name}: partial context_embeddings in a frame")
             if len(whole.output_ids) > 1:
                 continue
             if whole.output_ids[0][: len(row.output_ids[0])] != row.output_ids[0]:
                 run.tally.wrong.append(f"{run.name}: a frame that is not a prefix of the answer")
-            if row.prompt_scores != whole.prompt_scores:
+            if row.prompt.scores != whole.prompt.scores:
                 run.tally.wrong.append(f"{run.name}: a frame with some of the prompt's scores")
 
 

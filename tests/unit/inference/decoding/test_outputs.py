@@ -14,6 +14,7 @@ from inference.decoding.rows import (
     P_TUNING,
     SOFT_PROMPT,
     GenerationRequest,
+    PromptResult,
     PromptTable,
     RowRequest,
     RowResult,
@@ -129,7 +130,7 @@ def test_context_embeddings_are_repeated_for_every_beam() -> None:
     )
     embedding = np.arange(6, dtype=np.float32)
     result = RowResult(((8,), (9,)), (-1.0, -2.0), (), ("length", "length"))
-    asked = dataclasses.replace(result, context_embedding=embedding)
+    asked = dataclasses.replace(result, prompt=PromptResult(embedding=embedding))
     outputs = assemble_outputs(request, [asked, result])
     np.testing.assert_array_equal(outputs["context_embeddings"][0], [embedding, embedding])
     assert not outputs["context_embeddings"][1].any()

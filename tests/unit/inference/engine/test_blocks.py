@@ -81,7 +81,7 @@ class BlocksOfSlots(RuleBasedStateMachine):
             return
         if most - self.pool.used(names) > self.pool.free:
             return
-        shared = self.pool.share(first, names)
+        shared = self.pool.share(first, 0, names) * SIZE
         if width > 1:
             self.pool.reserve(slots, most)
             self.beams[slots] = (most, length + answer_len)

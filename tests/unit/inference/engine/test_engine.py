@@ -167,7 +167,7 @@ def test_tokens_are_scored_by_the_logits_of_the_places_before(engine: Engine) ->
     for prompt, row, asked in zip(prompts, result.rows, (3, 0), strict=True):
         ids = [*prompt, *row.output_ids[0]]
         expected = torch.log_softmax(prompt_logits(engine, ids), -1)
-        scores = [*row.prompt_scores, *row.scores]
+        scores = [*row.prompt.scores, *row.scores]
         first = 1 if asked else len(prompt)
         assert len(scores) == len(ids) - first
         for place, score in enumerate(scores, first):
@@ -178,7 +178,7 @@ def test_tokens_are_scored_by_the_logits_of_the_places_before(engine: Engine) ->
             assert place < len(prompt) or score.top_log_probs[0] == score.log_prob
     tensors = assemble_outputs(request, result.rows)
     assert tensors["top_token_ids"].shape == (2, 1, request.padded_len + 3, 3)
-    best = result.rows[0].prompt_scores[0].log_prob
+    best = result.rows[0].prompt.scores[0].log_prob
     assert tensors["token_log_probs"][0, 0, 1] == np.float32(best)
     assert not tensors["token_log_probs"][1, 0, : len(prompts[1])].any()
     assert answers(engine, request) == answers(engine, request_of(engine, prompts, 3))
@@ -194,14 +194,14 @@ def test_scores_are_refused_where_there_are_none(engine: Engine) -> None:
 def test_context_embeddings_sum_the_prompt(engine: Engine) -> None:
     prompt = [4, 8, 15, 16, 23]
     request = request_of(engine, [prompt, [3]], 2, is_return_context_embeddings=True)
-    first, short = (row.context_embedding for row in engine.generate(request).rows)
+    first, short = (row.prompt.embedding for row in engine.generate(request).rows)
     assert first is not None
     assert short is not None
     assert first.shape == short.shape == (24,)
     assert np.abs(first).max() > 0
     (row,) = engine.generate(request_of(engine, [[3]], 2, is_return_context_embeddings=True)).rows
-    assert row.context_embedding is not None
-    np.testing.assert_allclose(short, row.context_embedding, atol=1e-5)  # sums in fp32
+    assert row.prompt.embedding is not None
+    np.testing.assert_allclose(short, row.prompt.embedding, atol=1e-5)  # sums in fp32
 
 
 def test_streaming_reports_every_step_but_the_last(engine: Engine) -> None:

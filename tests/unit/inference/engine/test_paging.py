@@ -695,6 +695,6 @@ def test_ranks_give_the_tokens_that_the_host_gives(
         with Engine(ft_dir, Placement(device="cpu"), options=each) as engine:
             rows_of_ranks = engine.generate(request).rows
         assert [row.output_ids for row in rows_of_ranks] == [row.output_ids for row in expected]
-        assert [len(row.prompt_scores) for row in rows_of_ranks] == [
+        assert [len(row.prompt.scores) for row in rows_of_ranks] == [
             number % 13 if number % 9 in (3, 7) else 0 for number in range(27)
         ]

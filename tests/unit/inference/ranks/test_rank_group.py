@@ -12,9 +12,9 @@ from inference.engine.engine import Engine
 from inference.engine.errors import EngineFailedError
 from inference.engine.options import EngineOptions
 from inference.parallel.groups import RankGroups
-from inference.ranks.processes import RankProcesses
-from inference.ranks.rank_group import RankGroup
-from inference.ranks.settings import Placement, RankSettings
+from inference.ranks.node_ranks import NodeRanks
+from inference.ranks.processes import Worker
+from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 
 
@@ -24,8 +24,8 @@ def test_a_rank_that_ends_before_it_connects_is_named(
     def connect(*arguments: Any, **options: Any) -> RankGroups:
         ranks = engine._ranks
         assert ranks is not None
-        assert ranks._processes is not None
-        ranks._processes._workers[1].process.kill()
+        assert isinstance(ranks._others, NodeRanks)
+        ranks._others._workers[1].process.kill()
         return RankGroups(*arguments, **options)
 
     monkeypatch.setattr("inference.ranks.base.RankGroups", connect)
@@ -37,33 +37,35 @@ def test_a_rank_that_ends_before_it_connects_is_named(
         engine.start()
 
 
-class EndedProcesses:
-    """Workers that have ended; another thread ends the group while they are asked."""
+class EndedWorker:
+    """A worker that has ended; another thread ends all of them while it is asked."""
 
-    def __init__(self, group: RankGroup) -> None:
-        self.ending = threading.Thread(target=group.end, kwargs={"grace_s": 0})
+    def __init__(self, ranks: NodeRanks) -> None:
+        self.ending = threading.Thread(target=ranks.close, kwargs={"grace_s": 0})
         self.stopped = False
 
-    def ended(self) -> dict[int, str]:
-        self.ending.start()
-        self.ending.join(0.2)
-        return {1: "ended with status 1"}
+    def ended(self) -> str:
+        if not self.ending.ident:
+            self.ending.start()
+            self.ending.join(0.2)
+        return "ended with status 1"
 
-    def output(self, _rank: int) -> str:
+    def last_line(self) -> str:
         assert not self.stopped, "the output is closed"
-        return "first\nlast"
+        return "last"
 
-    def stop(self, *, grace_s: float) -> None:
-        assert grace_s == 0
+    def close_lifeline(self) -> None:
+        pass
+
+    def kill(self) -> None:
         self.stopped = True
 
 
 def test_the_reason_is_read_while_another_thread_ends_the_ranks() -> None:
-    settings = RankSettings(ft_dir="/weights", rank=0, tp_size=2, slots=1, max_len=8, threads=1)
-    group = RankGroup(settings, start_timeout_s=1)
-    processes = EndedProcesses(group)
-    group._processes = cast(RankProcesses, processes)
-    assert group.problem() == "rank 1: ended with status 1: last"
-    processes.ending.join()
-    assert processes.stopped
-    assert group.problem() is None
+    ranks = NodeRanks(timeout_s=1)
+    worker = EndedWorker(ranks)
+    ranks._workers[1] = cast(Worker, worker)
+    assert ranks.problems() == {1: "ended with status 1: last"}
+    worker.ending.join()
+    assert worker.stopped
+    assert ranks.problems() == {}
