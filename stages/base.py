@@ -102,6 +102,7 @@ class StageError(RuntimeError):
         self.exit_code = exit_code
 
 
+@dataclass(eq=False)
 class Stage(Checkpointable):
     """Base of the four stages. Subclasses declare their inputs and outputs, and work in `run`."""
 
@@ -113,8 +114,7 @@ class Stage(Checkpointable):
     guards_configuration: ClassVar[bool] = True
     guards_inputs: ClassVar[bool] = False
 
-    def __init__(self, job: JobSettings) -> None:
-        self.job = job
+    job: JobSettings
 
     def check(self) -> list[str]:
         """Return every problem that can be found before the job starts."""

@@ -5,12 +5,13 @@ import math
 import shlex
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from export_scripts.files.replace import replace_file
 from inference.launch_environment import LaunchEnvironment
 from inference.ports import port_problem
-from stages.base import JobSettings, Stage, StageError, Summary
+from stages.base import Stage, StageError, Summary
 from stages.deploy_config import FASTERTRANSFORMER, DeployConfig, check_deploy
 from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
 from stages.gemm_tuning import tuning_command
@@ -24,6 +25,7 @@ from stages.serving import server_environment, server_prefix
 _UNLOAD_S = 20.0
 
 
+@dataclass(eq=False)
 class DeployStage(Stage):
     """Runs a server and publishes its address once it is ready.
 
@@ -33,12 +35,10 @@ class DeployStage(Stage):
 
     name = "deploy"
     sections = ("deploy",)
+
+    config: DeployConfig
     predecessor: str = ""
     ends_at: float | None = None
-
-    def __init__(self, job: JobSettings, config: DeployConfig) -> None:
-        super().__init__(job)
-        self.config = config
 
     @property
     def endpoint_path(self) -> Path:

@@ -18,7 +18,7 @@ from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
 from inference.evaluation.run.checks import check_evaluation, detectable_drops
 from inference.evaluation.task import EvaluationError
-from stages.base import JobSettings, Stage, StageError, Summary, as_json
+from stages.base import Stage, StageError, Summary, as_json
 from stages.deploy_config import DeployConfig, check_deploy
 from stages.endpoint import STOP_NAME, ServerEndpoint, read_endpoint, server_log
 from stages.progress import Progress
@@ -65,6 +65,7 @@ class NotEvaluatedError(StageError):
         super().__init__(message, exit_code=EXIT_NOT_EVALUATED)
 
 
+@dataclass(eq=False)
 class EvaluateStage(Stage):
     """Writes a report about a served model."""
 
@@ -73,9 +74,7 @@ class EvaluateStage(Stage):
     # A report of another configuration is kept under another name.
     guards_configuration = False
 
-    def __init__(self, job: JobSettings, config: EvaluateConfig) -> None:
-        super().__init__(job)
-        self.config = config
+    config: EvaluateConfig
 
     def check(self) -> list[str]:
         """Return the problems of tasks, data, bounds and of the server to be started."""
