@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable
 from pathlib import Path
 
-from launcher_scripts.configuration.evaluation_config import Context, evaluation_config
+from launcher_scripts.configuration.evaluation_config import Context, evaluation_stage
 from launcher_scripts.configuration.export_config import (
     conversion_request,
     planned_model,
@@ -17,7 +17,6 @@ from launcher_scripts.configuration.time_limit import minutes
 from stages.base import JobSettings, Resources, Stage
 from stages.convert import ConvertStage
 from stages.deploy import DeployStage
-from stages.evaluate import EvaluateStage
 from stages.export import ExportStage
 
 # Section with the `name` and `time_limit` of a stage's job, where it is not called as the stage.
@@ -84,5 +83,5 @@ STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
         publish_to=config.deploy.store,
     ),
     "deploy": lambda config, job, _: DeployStage(job, server_config(config)),
-    "evaluate": lambda config, job, context: EvaluateStage(job, evaluation_config(config, context)),
+    "evaluate": evaluation_stage,
 }
