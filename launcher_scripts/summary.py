@@ -1,7 +1,6 @@
 """The table of stages and their results at the end of a run."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from launcher_scripts.console import Console
@@ -17,7 +16,7 @@ def summary(planned: Sequence[PlannedStage], records: Records, console: Console)
     """Return the table of stages, and their results below it."""
     rows = [(each.name, *_row(each, records)) for each in planned]
     lines = ["", console.table(("stage", "state", "seconds", "outputs"), rows)]
-    lines += [f"results: {_results_dir(each.stage)}" for each in planned[:1]]
+    lines += [f"results: {each.stage.job.folder.parent}" for each in planned[:1]]
     for each in planned:
         lines += _findings(each.name, _found_by(each, records))
     return "\n".join(lines)
@@ -62,13 +61,9 @@ def _findings(name: str, found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _results_dir(stage: Stage) -> Path:
-    return stage.job.folder.parent
-
-
 def _shown_outputs(stage: Stage) -> str:
     """Return the stage's outputs, or the folder of several, relative to the results folder."""
-    base, paths = _results_dir(stage), stage.outputs()
+    base, paths = stage.job.folder.parent, stage.outputs()
     levels = (0, 1) if len(paths) > 1 else ()
     folders = ([*{path.parents[level] for path in paths}] for level in levels)
     places = next((each for each in folders if len(each) == 1), paths)

@@ -40,11 +40,6 @@ class DeployStage(Stage):
     predecessor: str = ""
     ends_at: float | None = None
 
-    @property
-    def endpoint_path(self) -> Path:
-        """The file with the address of the running server."""
-        return self.job.folder / ENDPOINT_NAME
-
     def check(self) -> list[str]:
         """Return the problems of engine, ports and times."""
         problems = check_deploy(self.config)
@@ -98,8 +93,8 @@ class DeployStage(Stage):
         return Progress() if self.predecessor else super().new_progress()
 
     def readiness_path(self) -> Path:
-        """Return the file that appears once the server is ready."""
-        return self.endpoint_path
+        """Return the file with the address of the server, once that is ready."""
+        return self.job.folder / ENDPOINT_NAME
 
     def ask_to_stop(self) -> bool:
         """Ask the server to end, through the file that it watches; False if the disk is full."""

@@ -156,7 +156,7 @@ class _Keeper:
         return True
 
     def _serves(self, job_id: str) -> bool:
-        return published_by(self._stage.endpoint_path) == job_id
+        return published_by(self._stage.readiness_path()) == job_id
 
     def _claim_record(self) -> None:
         """Make `job.json` the record of this job, unless it is already."""
