@@ -205,12 +205,12 @@ def mounts(config: Config) -> list[str]:
     own = (operator.attrgetter(key)(config) for key in MOUNTED)
     further = (str(each) for each in config.container_mounts if each is not None)
     wanted = [str(CHECKOUT), *own, *further]
-    pairs = [each if ":" in each else f"{each}:{each}" for each in dict.fromkeys(wanted)]
-    halves = [each.split(":")[:2] for each in pairs]
+    pairs = [each if ":" in each else f"{each}:{each}" for each in wanted]
+    halves = {each: each.split(":")[:2] for each in pairs}
     # What lies inside a mount with the same source and target needs none of its own.
-    same = {source for source, target in halves if source == target}
+    same = {source for source, target in halves.values() if source == target}
     return [
         pair
-        for pair, (source, target) in zip(pairs, halves, strict=True)
+        for pair, (source, target) in halves.items()
         if source != target or same.isdisjoint(map(str, Path(source).parents))
     ]
