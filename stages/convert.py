@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,7 @@ class ConvertStage(Stage):
         """
         from export_scripts.conversion.convert import convert
 
-        def report(done_bytes: int, total_bytes: int) -> None:
-            progress.update("converting", done=done_bytes, total=total_bytes, unit="bytes")
-
+        report = partial(progress.update, "converting", unit="bytes")
         self.request.output_dir.mkdir(parents=True, exist_ok=True)
         try:
             done = convert(self._found(), progress=report, names=KEYS)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,6 @@ KEYS: Mapping[str, str] = {
     "engine": "deploy.engine",
     "overwrite": "overwrite",
 }
-
-
 _MARKER = "export.json"
 # Files of this machine's runs, of no use to a server.
 _BOOKKEEPING = (_MARKER, "*.convert.json")
@@ -118,17 +117,13 @@ class ExportStage(Stage):
         }
         if self.publish_to is None:
             return summary
-
-        def report(done: int, total: int) -> None:
-            progress.update("publishing", done=done, total=total, unit="bytes")
-
         try:
             sent = publish_repository(
                 repository,
                 self.publish_to,
                 overwrite=self.job.overwrite,
                 without=_BOOKKEEPING,
-                progress=report,
+                progress=partial(progress.update, "publishing", unit="bytes"),
             )
         except (OSError, ValueError) as error:
             raise StageError(str(error)) from error
