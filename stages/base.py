@@ -144,6 +144,11 @@ class Stage(Checkpointable):
         """Return the file that appears once a stage that does not end is ready for the next."""
         return None
 
+    @property
+    def is_chained(self) -> bool:
+        """Whether the stage outlives the time limit of one job, and a chain of jobs runs it."""
+        return False
+
     def ask_to_stop(self) -> bool:
         """Ask the running stage, wherever it is, to shut down; False if it cannot be asked."""
         return False

@@ -114,21 +114,20 @@ class DeployStage(Stage):
 
     def notes(self) -> list[str]:
         """Return remarks, and the command of NVIDIA's server to show beforehand."""
-        notes = list(self.config.remarks)
-        if self.config.max_restarts and not self.config.may_start_again:
+        config, notes = self.config, list(self.config.remarks)
+        if config.max_restarts and not config.may_start_again:
             notes.append(
-                f"deploy.max_restarts={self.config.max_restarts} has no effect with NVIDIA's "
-                "backend over several nodes: its processes can enter MPI once in a job, so a "
-                "failure ends the job; start the stage again then"
+                f"deploy.max_restarts={config.max_restarts} has no effect with NVIDIA's backend "
+                "over several nodes: its processes can enter MPI once in a job, so a failure ends "
+                "the job; start the stage again then"
             )
-        if self.config.gemm_tuning.enabled and self.config.weights_dir.exists():
-            notes.append(f"deploy measures: {shlex.join(tuning_command(self.config))}")
-        if self.config.is_other_engine:
-            notes.append(f"deploy starts: {shlex.join(self.config.command_line)}")
-        if self.config.engine == FASTERTRANSFORMER:
+        if config.gemm_tuning.enabled and config.weights_dir.exists():
+            notes.append(f"deploy measures: {shlex.join(tuning_command(config))}")
+        if config.is_other_engine:
+            notes.append(f"deploy starts: {shlex.join(config.command_line)}")
+        if config.engine == FASTERTRANSFORMER:
             from inference.server.options import old_server_options
 
-            config = self.config
             variables = [f"{name}={value}" for name, value in server_environment(config).items()]
             options = old_server_options(config.source, config.ports, host=config.host)
             command = [*variables, *server_prefix(config), "tritonserver", *options]
@@ -146,11 +145,11 @@ class DeployStage(Stage):
         config = self.config
         if self.predecessor:
             # On ports that are free here: its predecessor may be on the same node.
-            ports = config.ports
-            taken = {
-                name for name, port in ports.items() if port and port_problem(config.host, port)
+            ports = {
+                name: 0 if port and port_problem(config.host, port) else port
+                for name, port in config.ports.items()
             }
-            config = config.with_ports(**ports | dict.fromkeys(taken, 0))
+            config = config.with_ports(**ports)
         else:
             for stale in (ENDPOINT_NAME, STOP_NAME, RELOAD_NAME):
                 (self.job.folder / stale).unlink(missing_ok=True)

@@ -11,7 +11,6 @@ from launcher_scripts.configuration.server_config import image_of
 from launcher_scripts.configuration.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.launchers.base import Job
-from stages.deploy import DeployStage
 from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
@@ -70,11 +69,6 @@ def batch_script(job: Job, after: str, *, array: Path | None = None, size: int =
     return "\n".join(lines) + "\n"
 
 
-def is_chained(job: Job) -> bool:
-    """Return whether a job is one of a chain, as a server's with `deploy.uptime`."""
-    return isinstance(job.stage, DeployStage) and job.stage.is_chained
-
-
 def _measure_memory(job: Job, array: Path | None) -> list[str]:
     """Return the lines of a step that records GPU memory while the job runs."""
     if not (is_set(MEMORY_MEASURE) and _needs_gpus(job)):
@@ -129,7 +123,7 @@ def sbatch_options(job: Job, after: str) -> dict[str, Any]:
         **_logs(log_path(job, "%j"), "%j"),
         "open-mode": "append",
         # The next job of a chain takes a lost one's place.
-        "no-requeue" if is_chained(job) else "requeue": True,
+        "no-requeue" if job.stage.is_chained else "requeue": True,
         "signal": f"B:USR2@{cluster.signal_delay_s}",
         "kill-on-invalid-dep": "yes" if after else None,
         "dependency": ",".join(filter(None, [after, own, cluster.dependency])) or None,
