@@ -60,10 +60,7 @@ Times = tuple[float, list[float]]
 
 
 class Program(NamedTuple):
-    """A contender; each runs in a process of its own.
-
-    In one process each would have its own threads, and with more threads than processors OpenMP
-    lets them sleep at each wait: every program would take up to twice as long.
+    """A contender, which has a process of its own.
 
     Attributes:
         make: Loads the model.
@@ -97,11 +94,6 @@ def programs(model: Model, args: argparse.Namespace) -> Iterator[Program]:
             yield Program(f"CTranslate2 {version('ctranslate2')} {kind}", make)
 
 
-def _begun(make: Callable[[], Generate], threads: int) -> Generate:
-    torch.set_num_threads(threads)
-    return make()
-
-
 def _measured(generate: Generate, prompts: Prompts, output_len: int) -> Times:
     moments: dict[int, float] = {}  # by the tokens so far
     start = time.perf_counter()
@@ -124,16 +116,15 @@ def rounds(
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:
     """Yield what every program does with each batch and each length of prompts."""
-    os.environ.update(memory_variables())  # as a server has them; every contender's process too
+    # Of every contender's process: the threads of torch, and memory as a server has it.
+    os.environ |= {**memory_variables(), "OMP_NUM_THREADS": str(args.threads)}
     torch.set_num_threads(args.threads)
     model = decoder_model(args.model, args.work_dir, weight_data_type=args.weight_data_type)
     generator = torch.Generator().manual_seed(1)
     ids = model.vocab_size - 300  # in every contender's vocabulary
     table = list(programs(model, args))
     with contextlib.ExitStack() as stack:
-        processes = [
-            stack.enter_context(own_process(_begun, each.make, args.threads)) for each in table
-        ]
+        processes = [stack.enter_context(own_process(each.make)) for each in table]
         for batch, length in itertools.product(args.batch, args.input_len):
             prompts = torch.randint(1, ids, (batch, length), generator=generator).tolist()
             times = rounds(processes, prompts, args)

@@ -74,25 +74,19 @@ async def _over_http(url: str, more: Mapping[str, Any]) -> AsyncIterator[Ask]:
         yield ask
 
 
-@contextlib.asynccontextmanager
-async def _in_process(engine: throughput.Server) -> AsyncIterator[Ask]:
-    loop = asyncio.get_running_loop()
+async def _ask(engine: throughput.Server, request: throughput.Request) -> list[float]:
+    began, done, loop = time.perf_counter(), asyncio.Event(), asyncio.get_running_loop()
+    seen: dict[int, float] = {}  # by the tokens so far
 
-    async def ask(request: throughput.Request) -> list[float]:
-        began, done = time.perf_counter(), asyncio.Event()
-        seen: dict[int, float] = {}  # by the tokens so far
+    def note(number: int, tokens: int) -> None:
+        del number
+        seen.setdefault(tokens, time.perf_counter() - began)
+        if tokens == request.output_len:
+            loop.call_soon_threadsafe(done.set)
 
-        def note(number: int, tokens: int) -> None:
-            del number
-            seen.setdefault(tokens, time.perf_counter() - began)
-            if tokens == request.output_len:
-                loop.call_soon_threadsafe(done.set)
-
-        engine.submit(0, request, note)
-        await done.wait()
-        return list(seen.values())
-
-    yield ask
+    engine.submit(0, request, note)
+    await done.wait()
+    return list(seen.values())
 
 
 def rows(
@@ -172,7 +166,7 @@ def _through_vllm(model: Model, args: argparse.Namespace) -> Iterator[tuple[str,
 def _engine(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     names = ("data_type", "device", "max_seq_len")
     engine = throughput.Slipway(model, **{name: getattr(args, name) for name in names})
-    yield from rows(lambda: _in_process(engine), model, args)
+    yield from rows(lambda: contextlib.nullcontext(partial(_ask, engine)), model, args)
 
 
 def measure(args: argparse.Namespace) -> Iterator[Cell]:

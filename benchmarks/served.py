@@ -107,11 +107,6 @@ def tensors(prompts: Sequence[Sequence[int]], **options: Any) -> Tensors:
     return {"input_ids": ids, "input_lengths": lengths, **options}
 
 
-def ask(client: TritonClient, model: str, inputs: Tensors) -> Answer:
-    """Return the answer to one request."""
-    return attempt(lambda: client.infer(model, inputs))
-
-
 def attempt(question: Callable[[], Tensors]) -> Answer:
     """Return what a question gives, or the first line of the server's refusal."""
     try:

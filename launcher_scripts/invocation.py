@@ -1,16 +1,27 @@
-"""The jobs that one command line asks for, or every reason why they cannot run."""
+"""The jobs that one command line asks for, or every reason why they cannot run; their start."""
 
 import operator
 import shlex
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from export_scripts.files.disk import full_disk
 from launcher_scripts import job_folder
 from launcher_scripts.actions import already_serves
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import KEYS, Config
-from launcher_scripts.configuration.settings import CHECKOUT, MEMORY_MEASURE, is_set
+from launcher_scripts.configuration.settings import (
+    CHECKOUT,
+    EXIT_FAILED,
+    EXIT_OK,
+    FULL_ERROR,
+    MEMORY_MEASURE,
+    is_set,
+)
 from launcher_scripts.console import Console
 from launcher_scripts.launchers import make_launcher
 from launcher_scripts.launchers.base import Job
@@ -57,6 +68,33 @@ def prepare_run(
         console.say(f"{label}: {note}" if label else note)
     jobs = {each.name: Job(each, config, revision) for each in stages}
     return Run(launcher, console, plan.stages, jobs, words)
+
+
+def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
+    """Write the files of runs, and `start` them unless a dry run or a user does; return the status.
+
+    Raises:
+        OSError: an error of the file system, if tracebacks are wanted, or if the reader of the
+            output has left.
+    """
+    config = runs[0].config
+    try:
+        for run in runs:
+            run.begin()
+            if run.only_renders:
+                run.render()
+        if runs[0].only_renders:
+            return EXIT_OK
+        for signum in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.default_int_handler)  # as Ctrl-C
+        return start()
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) or config.debug or is_set(FULL_ERROR):
+            raise
+        place = Path(config.base_results_dir)
+        plain = f"{error.filename or place}: {error.strerror}"
+        sys.stderr.write(f"{full_disk(error, place) or plain}\n")
+        return EXIT_FAILED
 
 
 def _ignored(config: Config) -> list[str]:

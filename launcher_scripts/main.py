@@ -113,8 +113,7 @@ def _run(words: Sequence[str]) -> int:
     if (other := _other_replica(composition.config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
         return EXIT_OK
-    from launcher_scripts.invocation import prepare_run
-    from launcher_scripts.run import execute
+    from launcher_scripts.invocation import execute, prepare_run
 
     run = prepare_run(composition, words, console, problems)
     if run is None:
@@ -123,8 +122,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
-    from launcher_scripts.invocation import prepare_run
-    from launcher_scripts.run import execute
+    from launcher_scripts.invocation import execute, prepare_run
     from launcher_scripts.sweep import Outcome, combinations, compose_all, run_and_compare
 
     wanted, problems = combinations(arguments.overrides)

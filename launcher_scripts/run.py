@@ -5,12 +5,11 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from export_scripts.files.disk import full_disk
 from launcher_scripts import job_folder
 from launcher_scripts.actions import note_last_run
 from launcher_scripts.configuration.schema import Config
@@ -19,9 +18,7 @@ from launcher_scripts.configuration.settings import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    FULL_ERROR,
     is_dry_run,
-    is_set,
 )
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.console import Console
@@ -35,9 +32,8 @@ from launcher_scripts.launchers.base import (
 )
 from launcher_scripts.pipeline import PlannedStage
 from launcher_scripts.stage_table import results_dir
-from launcher_scripts.summary import summary
 from stages import record
-from stages.base import Stage
+from stages.base import Stage, Summary
 from stages.endpoint import forwarding_hint, published_by
 from stages.progress import DamagedFileError, ProgressState, read_progress
 
@@ -125,7 +121,7 @@ class Run:
         if not self.launcher.in_foreground:
             status = self.submit_all()
             if status != EXIT_OK or not wait:
-                self.console.say(summary(self.planned, self.records(), self.console))
+                self.console.say(self.summary())
                 if status == EXIT_OK and self.jobs:
                     self.console.say(f"\n{_LOOK_AFTER}")
                 return status
@@ -137,7 +133,7 @@ class Run:
         finally:
             if self.launcher.in_foreground:
                 self.stop_all(notice)
-        self.console.say(summary(self.planned, self.records(), self.console))
+        self.console.say(self.summary())
         return status
 
     def submit_all(self) -> int:
@@ -192,6 +188,37 @@ class Run:
                 each = record.JobRecord(handle.job_id, each.stage, each.name, state)
             found[name] = each
         return found
+
+    def results(self) -> dict[str, Summary]:
+        """Return what each stage says about its result, by name; now, or when it ran earlier."""
+        records = self.records()
+        found = {}
+        for each in self.planned:
+            source = records.get(each.name) if each.runs else each.finding.marker
+            found[each.name] = source.summary if source else {}
+        return found
+
+    def summary(self) -> str:
+        """Return the table of stages, and their results below it."""
+        records = self.records()
+        rows = []
+        for each in self.planned:
+            state, seconds, outputs = each.state, "-", _shown_outputs(each.stage)
+            if each.runs:
+                found = records.get(each.name)
+                state = found.state if found else record.LOST
+                if each.name not in records:
+                    state = "not started"
+                if found is not None and found.seconds is not None:
+                    seconds = f"{found.seconds:.1f}"
+                if state != record.COMPLETED:
+                    outputs = "-"
+            rows.append((each.name, state, seconds, outputs))
+        lines = ["", self.console.table(("stage", "state", "seconds", "outputs"), rows)]
+        lines += [f"results: {each.stage.job.folder.parent}" for each in self.planned[:1]]
+        for name, result in self.results().items():
+            lines += _findings(name, result)
+        return "\n".join(lines)
 
     def _submit(self, name: str) -> JobHandle:
         job = self.jobs[name]
@@ -317,33 +344,6 @@ class Run:
                 self.console.say(f"{name}: job {job_id} does not end; see action=status")
 
 
-def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
-    """Write the files of runs, and `start` them unless a dry run or a user does; return the status.
-
-    Raises:
-        OSError: an error of the file system, if tracebacks are wanted, or if the reader of the
-            output has left.
-    """
-    config = runs[0].config
-    try:
-        for run in runs:
-            run.begin()
-            if run.only_renders:
-                run.render()
-        if runs[0].only_renders:
-            return EXIT_OK
-        for signum in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, signal.default_int_handler)  # as Ctrl-C
-        return start()
-    except OSError as error:
-        if isinstance(error, BrokenPipeError) or config.debug or is_set(FULL_ERROR):
-            raise
-        place = Path(config.base_results_dir)
-        plain = f"{error.filename or place}: {error.strerror}"
-        sys.stderr.write(f"{full_disk(error, place) or plain}\n")
-        return EXIT_FAILED
-
-
 def _progress_of(stage: Stage) -> ProgressState:
     """Return the progress of a job; one that cannot be read ends no job."""
     with contextlib.suppress(DamagedFileError):
@@ -355,6 +355,28 @@ def _is_ready(handle: JobHandle) -> bool:
     """Return whether the file that announces readiness is there and is this job's."""
     path = handle.job.stage.readiness_path()
     return path is not None and published_by(path) == handle.job_id
+
+
+def _shown_outputs(stage: Stage) -> str:
+    """Return the stage's outputs, or the folder of several, relative to the results folder."""
+    base, paths = stage.job.folder.parent, stage.outputs()
+    levels = (0, 1) if len(paths) > 1 else ()
+    folders = ([*{path.parents[level] for path in paths}] for level in levels)
+    places = next((each for each in folders if len(each) == 1), paths)
+    shown = (path.relative_to(base) if path.is_relative_to(base) else path for path in places)
+    return ", ".join(map(str, shown)) or "-"
+
+
+def _findings(name: str, result: Summary) -> list[str]:
+    lines = [f"{name}: {remark}" for remark in result.get("remarks", ())]
+    compared = result.get("references", {})
+    for metric, value in result.get("metrics", {}).items():
+        reference = f" ({compared[metric]})" if metric in compared else ""
+        lines.append(f"{metric}: {value:.4g}{reference}")
+    lines += [f"{task}: {text}" for task, text in result.get("times", {}).items()]
+    if "report" in result:
+        lines.append(f"report: {result['report']}")
+    return lines
 
 
 @contextmanager

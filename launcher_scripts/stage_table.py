@@ -3,8 +3,9 @@
 import operator
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from launcher_scripts.configuration.evaluation_config import Context, evaluation_config
+from launcher_scripts.configuration.evaluation_config import Context, evaluation_stage
 from launcher_scripts.configuration.export_config import (
     conversion_request,
     planned_model,
@@ -17,7 +18,6 @@ from launcher_scripts.configuration.time_limit import minutes
 from stages.base import JobSettings, Resources, Stage
 from stages.convert import ConvertStage
 from stages.deploy import DeployStage
-from stages.evaluate import EvaluateStage
 from stages.export import ExportStage
 
 # Section with the `name` and `time_limit` of a stage's job, where it is not called as the stage.
@@ -47,7 +47,7 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
     job = JobSettings(
         name=settings.name,
         folder=results_dir(config) / name,
-        resources=_resources(name, config, limit_min),
+        resources=_resources(name, config, settings, limit_min),
         overwrite=config.overwrite,
         # Slurm's signal may come up to a minute early.
         warning_s=45.0 if config.cluster_type == "local" else config.cluster.signal_delay_s + 60.0,
@@ -55,18 +55,16 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
     return STAGE_TABLE[name](config, job, context)
 
 
-def _resources(name: str, config: Config, limit_min: int) -> Resources:
-    """Return the resources of a stage's job, whose time limit is in minutes."""
+def _resources(name: str, config: Config, settings: Any, limit_min: int) -> Resources:
+    """Return the resources of a stage's job by its settings; the time limit is in minutes."""
     if name == "deploy":
         return deploy_resources(server_config(config), limit_min)
-    if name == "evaluate":
-        gpus, cpus, mem_gb = None, config.evaluate.cpus_per_task, config.evaluate.mem_gb
-    else:
-        gpus, mem_gb = config.export.run.gpus_per_node, config.export.run.mem_gb
-        processes = config.export.model.processes if name == "convert" else 1
-        cpus = config.export.run.cpus_per_task or processes
+    usual_cpus = {"convert": config.export.model.processes, "export": 1}
     return Resources(
-        gpus_per_node=gpus, cpus_per_task=cpus, mem_gb=mem_gb, time_limit_min=limit_min
+        gpus_per_node=None if name == "evaluate" else settings.gpus_per_node,
+        cpus_per_task=settings.cpus_per_task or usual_cpus.get(name),
+        mem_gb=settings.mem_gb,
+        time_limit_min=limit_min,
     )
 
 
@@ -84,5 +82,5 @@ STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
         publish_to=config.deploy.store,
     ),
     "deploy": lambda config, job, _: DeployStage(job, server_config(config)),
-    "evaluate": lambda config, job, context: EvaluateStage(job, evaluation_config(config, context)),
+    "evaluate": evaluation_stage,
 }

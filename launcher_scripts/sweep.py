@@ -24,7 +24,6 @@ from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import AFTER_TWIN, SubmissionError
 from launcher_scripts.run import Run
 from launcher_scripts.stage_table import results_dir
-from launcher_scripts.summary import metrics
 from stages import record
 from stages.progress import write_json
 
@@ -69,8 +68,8 @@ class Outcome:
 
     def result(self) -> dict[str, Any]:
         """Return what the records say, for programs."""
-        records = self.run.records()
-        known = [each for each in records.values() if each is not None]
+        known = [each for each in self.run.records().values() if each is not None]
+        results = self.run.results().values()
         # The worst state of the jobs.
         states = [state for state in _WORST_FIRST if state in {each.state for each in known}]
         if not known:
@@ -82,7 +81,7 @@ class Outcome:
             "state": states[0],
             "exit_status": self.status,
             "seconds": sum(each.seconds or 0.0 for each in known) or None,
-            "metrics": metrics(self.run.planned, records),
+            "metrics": {k: v for each in results for k, v in each.get("metrics", {}).items()},
         }
 
 

@@ -138,8 +138,6 @@ class Watch:
                 return EXIT_FAILED if failed else EXIT_OK
             time.sleep(self.options.poll_s)
 
-    # What training has written.
-
     def _look(self) -> None:
         """Take note of new checkpoints, of changed ones and of those that are gone."""
         now = time.time()
@@ -184,8 +182,6 @@ class Watch:
         if wait != each.problem and wait:
             self.console.say(f"step {each.step}: waiting, {wait}")
         each.problem = wait
-
-    # Pipelines.
 
     def _start(self, each: Watched) -> None:
         results = self.state.folder / f"step_{each.step:07d}"

@@ -102,6 +102,7 @@ class StageError(RuntimeError):
         self.exit_code = exit_code
 
 
+@dataclass(eq=False)
 class Stage(Checkpointable):
     """Base of the four stages. Subclasses declare their inputs and outputs, and work in `run`."""
 
@@ -113,8 +114,7 @@ class Stage(Checkpointable):
     guards_configuration: ClassVar[bool] = True
     guards_inputs: ClassVar[bool] = False
 
-    def __init__(self, job: JobSettings) -> None:
-        self.job = job
+    job: JobSettings
 
     def check(self) -> list[str]:
         """Return every problem that can be found before the job starts."""
@@ -143,6 +143,11 @@ class Stage(Checkpointable):
     def readiness_path(self) -> Path | None:
         """Return the file that appears once a stage that does not end is ready for the next."""
         return None
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether the stage outlives the time limit of one job, and a chain of jobs runs it."""
+        return False
 
     def ask_to_stop(self) -> bool:
         """Ask the running stage, wherever it is, to shut down; False if it cannot be asked."""

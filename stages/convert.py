@@ -1,13 +1,14 @@
 """Stage `convert`: a checkpoint becomes FasterTransformer shards, or a Hugging Face folder."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from export_scripts.conversion.request import ConversionRequest
 from export_scripts.errors import CheckpointMismatchError
-from stages.base import JobSettings, Stage, StageError, Summary, as_json
+from stages.base import Stage, StageError, Summary, as_json
 from stages.planned_model import PlannedModel
 from stages.progress import Progress
 
@@ -32,21 +33,24 @@ _WITHOUT_EFFECT = ("output_dir", "processes", "overwrite", "pp_size", "for_text"
 _CHECKPOINT_FOLDERS = (Path("checkpoints"), Path("results", "checkpoints"))
 
 
+@dataclass(eq=False)
 class ConvertStage(Stage):
-    """Writes `<triton_model_dir>/1/<TP>-gpu`, or `huggingface` there, from a checkpoint."""
+    """Writes `<triton_model_dir>/1/<TP>-gpu`, or `huggingface` there, from a checkpoint.
+
+    Attributes:
+        request: as configured; what is really read is in `_found`.
+        planned: stands for a checkpoint that is not here.
+    """
 
     name = "convert"
     sections = ("export", "convert")
     guards_inputs = True
 
-    def __init__(
-        self, job: JobSettings, request: ConversionRequest, *, planned: PlannedModel | None = None
-    ) -> None:
-        """Convert as `request` says; `planned` stands for a checkpoint that is not here."""
-        super().__init__(job)
-        self.planned = planned
-        # As configured; what is really read is in `_found`.
-        self.request = replace(request, overwrite=job.overwrite, names=KEYS)
+    request: ConversionRequest
+    planned: PlannedModel | None = None
+
+    def __post_init__(self) -> None:
+        self.request = replace(self.request, overwrite=self.job.overwrite, names=KEYS)
 
     def check(self) -> list[str]:
         """Return the problems of checkpoint, sizes and destination."""
@@ -115,9 +119,7 @@ class ConvertStage(Stage):
         """
         from export_scripts.conversion.convert import convert
 
-        def report(done_bytes: int, total_bytes: int) -> None:
-            progress.update("converting", done=done_bytes, total=total_bytes, unit="bytes")
-
+        report = partial(progress.update, "converting", unit="bytes")
         self.request.output_dir.mkdir(parents=True, exist_ok=True)
         try:
             done = convert(self._found(), progress=report)

@@ -5,12 +5,13 @@ import math
 import shlex
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from export_scripts.files.replace import replace_file
 from inference.launch_environment import LaunchEnvironment
 from inference.ports import port_problem
-from stages.base import JobSettings, Stage, StageError, Summary
+from stages.base import Stage, StageError, Summary
 from stages.deploy_config import FASTERTRANSFORMER, DeployConfig, check_deploy
 from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
 from stages.gemm_tuning import tuning_command
@@ -24,6 +25,7 @@ from stages.serving import server_environment, server_prefix
 _UNLOAD_S = 20.0
 
 
+@dataclass(eq=False)
 class DeployStage(Stage):
     """Runs a server and publishes its address once it is ready.
 
@@ -33,17 +35,10 @@ class DeployStage(Stage):
 
     name = "deploy"
     sections = ("deploy",)
+
+    config: DeployConfig
     predecessor: str = ""
     ends_at: float | None = None
-
-    def __init__(self, job: JobSettings, config: DeployConfig) -> None:
-        super().__init__(job)
-        self.config = config
-
-    @property
-    def endpoint_path(self) -> Path:
-        """The file with the address of the running server."""
-        return self.job.folder / ENDPOINT_NAME
 
     def check(self) -> list[str]:
         """Return the problems of engine, ports and times."""
@@ -98,8 +93,8 @@ class DeployStage(Stage):
         return Progress() if self.predecessor else super().new_progress()
 
     def readiness_path(self) -> Path:
-        """Return the file that appears once the server is ready."""
-        return self.endpoint_path
+        """Return the file with the address of the server, once that is ready."""
+        return self.job.folder / ENDPOINT_NAME
 
     def ask_to_stop(self) -> bool:
         """Ask the server to end, through the file that it watches; False if the disk is full."""
@@ -119,21 +114,20 @@ class DeployStage(Stage):
 
     def notes(self) -> list[str]:
         """Return remarks, and the command of NVIDIA's server to show beforehand."""
-        notes = list(self.config.remarks)
-        if self.config.max_restarts and not self.config.may_start_again:
+        config, notes = self.config, list(self.config.remarks)
+        if config.max_restarts and not config.may_start_again:
             notes.append(
-                f"deploy.max_restarts={self.config.max_restarts} has no effect with NVIDIA's "
-                "backend over several nodes: its processes can enter MPI once in a job, so a "
-                "failure ends the job; start the stage again then"
+                f"deploy.max_restarts={config.max_restarts} has no effect with NVIDIA's backend "
+                "over several nodes: its processes can enter MPI once in a job, so a failure ends "
+                "the job; start the stage again then"
             )
-        if self.config.gemm_tuning.enabled and self.config.weights_dir.exists():
-            notes.append(f"deploy measures: {shlex.join(tuning_command(self.config))}")
-        if self.config.is_other_engine:
-            notes.append(f"deploy starts: {shlex.join(self.config.command_line)}")
-        if self.config.engine == FASTERTRANSFORMER:
+        if config.gemm_tuning.enabled and config.weights_dir.exists():
+            notes.append(f"deploy measures: {shlex.join(tuning_command(config))}")
+        if config.is_other_engine:
+            notes.append(f"deploy starts: {shlex.join(config.command_line)}")
+        if config.engine == FASTERTRANSFORMER:
             from inference.server.installation import old_server_options
 
-            config = self.config
             variables = [f"{name}={value}" for name, value in server_environment(config).items()]
             options = old_server_options(config.source, config.ports, host=config.host)
             command = [*variables, *server_prefix(config), "tritonserver", *options]
@@ -151,11 +145,11 @@ class DeployStage(Stage):
         config = self.config
         if self.predecessor:
             # On ports that are free here: its predecessor may be on the same node.
-            ports = config.ports
-            taken = {
-                name for name, port in ports.items() if port and port_problem(config.host, port)
+            ports = {
+                name: 0 if port and port_problem(config.host, port) else port
+                for name, port in config.ports.items()
             }
-            config = config.with_ports(**ports | dict.fromkeys(taken, 0))
+            config = config.with_ports(**ports)
         else:
             for stale in (ENDPOINT_NAME, STOP_NAME, RELOAD_NAME):
                 (self.job.folder / stale).unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
 from inference.evaluation.run.checks import check_evaluation, detectable_drops
 from inference.evaluation.task import EvaluationError
-from stages.base import JobSettings, Stage, StageError, Summary, as_json
+from stages.base import Stage, StageError, Summary, as_json
 from stages.deploy_config import DeployConfig, check_deploy
 from stages.endpoint import STOP_NAME, ServerEndpoint, read_endpoint, server_log
 from stages.progress import Progress
@@ -37,27 +37,6 @@ _POLL_S = 0.5
 _UPDATES = 200  # of the progress of a task
 
 
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """The server to evaluate, and the evaluation.
-
-    Attributes:
-        options: tasks, data, report and gate; its `url` is replaced by the server's. With no
-            `server` the stage follows `endpoint_path`, or starts a server.
-        endpoint_path: published address of the pipeline's deploy job; None without one.
-        stops_server: ask the pipeline's server to end after the evaluation.
-        deploy: the server to run during the evaluation when there is no other.
-        facts: about the model and the run, for the report; the times of the earlier stages are
-            added from their records.
-    """
-
-    options: EvaluationOptions
-    deploy: DeployConfig
-    stops_server: bool = False
-    endpoint_path: Path | None = None
-    facts: RunFacts = field(default_factory=lambda: RunFacts(name=""))
-
-
 class NotEvaluatedError(StageError):
     """The evaluation could not be done."""
 
@@ -65,25 +44,38 @@ class NotEvaluatedError(StageError):
         super().__init__(message, exit_code=EXIT_NOT_EVALUATED)
 
 
+@dataclass(eq=False)
 class EvaluateStage(Stage):
-    """Writes a report about a served model."""
+    """Writes a report about a served model.
+
+    Attributes:
+        options: tasks, data, report and gate; its `url` is replaced by the server's. With no
+            `server` the stage follows `endpoint_path`, or starts a server.
+        deploy: the server to run during the evaluation when there is no other.
+        stops_server: ask the pipeline's server to end after the evaluation.
+        endpoint_path: published address of the pipeline's deploy job; None without one.
+        facts: about the model and the run, for the report; the times of the earlier stages are
+            added from their records.
+    """
 
     name = "evaluate"
     sections = ("evaluate",)
     # A report of another configuration is kept under another name.
     guards_configuration = False
 
-    def __init__(self, job: JobSettings, config: EvaluateConfig) -> None:
-        super().__init__(job)
-        self.config = config
+    options: EvaluationOptions
+    deploy: DeployConfig
+    stops_server: bool = False
+    endpoint_path: Path | None = None
+    facts: RunFacts = field(default_factory=lambda: RunFacts(name=""))
 
     def check(self) -> list[str]:
         """Return the problems of tasks, data, bounds and of the server to be started."""
-        problems = check_evaluation(self.config.options)
-        options, server = self.config.options, self.config.options.server
+        options, server = self.options, self.options.server
+        problems = check_evaluation(options)
         if server is None:
-            is_followed = self.config.endpoint_path is not None
-            return problems if is_followed else problems + check_deploy(self.config.deploy)
+            is_followed = self.endpoint_path is not None
+            return problems if is_followed else problems + check_deploy(self.deploy)
         if not _is_address(server, options.protocol):
             problems.append(
                 f"evaluate.server={server} is not an address; write host:port, such as "
@@ -100,11 +92,11 @@ class EvaluateStage(Stage):
 
     def forecasts(self) -> list[str]:
         """Return the smallest drops that the gate would catch."""
-        return detectable_drops(self.config.options)
+        return detectable_drops(self.options)
 
     @property
     def _output_dir(self) -> Path:
-        return Path(self.config.options.output_dir)
+        return Path(self.options.output_dir)
 
     def outputs(self) -> list[Path]:
         """Return the report."""
@@ -112,9 +104,9 @@ class EvaluateStage(Stage):
 
     def inputs(self) -> list[Path]:
         """Return what is served, unless the server is not the pipeline's own."""
-        if self.config.options.server:
+        if self.options.server:
             return []
-        deploy = self.config.deploy
+        deploy = self.deploy
         if deploy.is_other_engine:
             return [deploy.folder]
         return [deploy.weights_dir, *sorted(deploy.folder.glob("*/config.pbtxt"))]
@@ -125,13 +117,13 @@ class EvaluateStage(Stage):
 
     def identity(self) -> dict[str, Any]:
         """Return every option, and the server's address."""
-        options = as_json(asdict(self.config.options))
+        options = as_json(asdict(self.options))
         for name in _NOT_IDENTITY:
             options.pop(name)
         return {
             **_flat(options, "evaluate"),
-            "deploy.engine": self.config.deploy.engine,
-            "deploy.command": list(self.config.deploy.command_line),
+            "deploy.engine": self.deploy.engine,
+            "deploy.command": list(self.deploy.command_line),
         }
 
     def other_logs(self, job_id: str) -> list[Path]:
@@ -140,7 +132,7 @@ class EvaluateStage(Stage):
 
     def stop_grace_s(self) -> float:
         """Return the time that the evaluation's own server may take to end."""
-        return self.config.deploy.drain_s + super().stop_grace_s()
+        return self.deploy.drain_s + super().stop_grace_s()
 
     def run(self, progress: Progress) -> Summary:
         """Evaluate, write the report and apply the gate.
@@ -155,11 +147,11 @@ class EvaluateStage(Stage):
             self._output_dir.rename(next(each for each in free if not each.exists()))
         try:
             with self._server(progress) as (url, openai_url, ready_at):
-                options = replace(self.config.options, url=url, openai_url=openai_url)
+                options = replace(self.options, url=url, openai_url=openai_url)
                 return self._ask(options, self._facts(ready_at), progress)
         finally:
-            if self.config.endpoint_path is not None and self.config.stops_server:
-                self.config.endpoint_path.with_name(STOP_NAME).touch()
+            if self.endpoint_path is not None and self.stops_server:
+                self.endpoint_path.with_name(STOP_NAME).touch()
 
     def _ask(self, options: EvaluationOptions, facts: RunFacts, progress: Progress) -> Summary:
         from inference.evaluation.report.formatting import references, times
@@ -202,22 +194,22 @@ class EvaluateStage(Stage):
                 began = datetime.fromisoformat(found.started_at)
                 seconds = (datetime.fromisoformat(ready_at) - began).total_seconds()
             timings.append(StageTiming(found.stage, found.state, seconds))
-        return replace(self.config.facts, stages=tuple(timings))
+        return replace(self.facts, stages=tuple(timings))
 
     @contextmanager
     def _server(self, progress: Progress) -> Iterator[tuple[str, str | None, str]]:
         """Yield the gRPC or HTTP address of a ready server, its OpenAI URL, and its start."""
-        if self.config.options.server is not None:
-            yield self.config.options.server, self.config.options.openai_url, now()
-        elif self.config.endpoint_path is not None:
-            yield self._addresses(self._published(self.config.endpoint_path, progress))
+        if self.options.server is not None:
+            yield self.options.server, self.options.openai_url, now()
+        elif self.endpoint_path is not None:
+            yield self._addresses(self._published(self.endpoint_path, progress))
         else:
-            with serving(self.config.deploy, self.job.folder, progress) as (_, endpoint):
+            with serving(self.deploy, self.job.folder, progress) as (_, endpoint):
                 yield self._addresses(endpoint)
 
     def _published(self, path: Path, progress: Progress) -> ServerEndpoint:
         """Wait for the address that the deploy job publishes."""
-        deadline = time.monotonic() + self.config.deploy.ready_timeout_s
+        deadline = time.monotonic() + self.deploy.ready_timeout_s
         progress.update("waiting for the server")
         while True:
             endpoint = read_endpoint(path)
@@ -233,12 +225,12 @@ class EvaluateStage(Stage):
             if time.monotonic() > deadline:
                 raise NotEvaluatedError(
                     f"no server has published its address in {path} within "
-                    f"deploy.ready_timeout_s={self.config.deploy.ready_timeout_s:g} s"
+                    f"deploy.ready_timeout_s={self.deploy.ready_timeout_s:g} s"
                 )
             time.sleep(_POLL_S)
 
     def _addresses(self, endpoint: ServerEndpoint) -> tuple[str, str | None, str]:
-        options, openai = self.config.options, endpoint.openai
+        options, openai = self.options, endpoint.openai
         if options.protocol == OPENAI and openai is None:
             raise NotEvaluatedError(
                 "evaluate.protocol=openai needs a server of that protocol; set "

@@ -1,7 +1,8 @@
 """Stage `export`: FasterTransformer shards become a Triton repository."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from export_scripts.triton.repository import (
     check_repository,
     repository_models,
 )
-from stages.base import Finding, JobSettings, Stage, StageError, Summary, as_json
+from stages.base import Finding, Stage, StageError, Summary, as_json
 from stages.convert import KEYS as CONVERT_KEYS
 from stages.progress import Progress
 
@@ -27,36 +28,30 @@ KEYS: Mapping[str, str] = {
     "engine": "deploy.engine",
     "overwrite": "overwrite",
 }
-
-
 _MARKER = "export.json"
 # Files of this machine's runs, of no use to a server.
 _BOOKKEEPING = (_MARKER, "*.convert.json")
 
 
+@dataclass(eq=False)
 class ExportStage(Stage):
-    """Writes the models of a Triton repository around the shards of `convert`."""
+    """Writes the models of a Triton repository around the shards of `convert`.
+
+    Attributes:
+        kind: the configured kind of checkpoint (gpt3, t5, bert, ...), which decides the models of
+            the repository before there are weights; None for a generating model.
+        publish_to: where the finished repository is copied to, if anywhere.
+    """
 
     name = "export"
     sections = ("export",)
 
-    def __init__(
-        self,
-        job: JobSettings,
-        request: RepositoryRequest,
-        *,
-        kind: str | None = None,
-        publish_to: StoreLocation | None = None,
-    ) -> None:
-        """Build what `request` says, and copy the finished repository to `publish_to`, if any.
+    request: RepositoryRequest
+    kind: str | None = None
+    publish_to: StoreLocation | None = None
 
-        `kind` is the configured kind of checkpoint (gpt3, t5, bert, ...), which decides the models
-        of the repository before there are weights; None for a generating model.
-        """
-        super().__init__(job)
-        self.request = replace(request, overwrite=job.overwrite)
-        self.kind = kind
-        self.publish_to = publish_to
+    def __post_init__(self) -> None:
+        self.request = replace(self.request, overwrite=self.job.overwrite)
 
     def check(self) -> list[str]:
         """Return the problems of sizes, types and destination."""
@@ -122,17 +117,13 @@ class ExportStage(Stage):
         }
         if self.publish_to is None:
             return summary
-
-        def report(done: int, total: int) -> None:
-            progress.update("publishing", done=done, total=total, unit="bytes")
-
         try:
             sent = publish_repository(
                 repository,
                 self.publish_to,
                 overwrite=self.job.overwrite,
                 without=_BOOKKEEPING,
-                progress=report,
+                progress=partial(progress.update, "publishing", unit="bytes"),
             )
         except (OSError, ValueError) as error:
             raise StageError(str(error)) from error

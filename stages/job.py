@@ -22,7 +22,6 @@ from stages.base import Stage, StageError, Summary
 from stages.job_process import (
     JOB_ID_VARIABLE,
     STOP_SIGNALS,
-    ancestors,
     assist,
     cause_of,
     end_processes_of_job,
@@ -81,8 +80,7 @@ class StageJob(Checkpointable):
         except KeyboardInterrupt as error:
             stop = StageError("stopped by a signal")
             self._note_end(started, record.CANCELLED, stop, stopped=True)
-            # The parent processes wait for this one, and end by themselves.
-            end_processes_of_job(spare=[os.getpid(), *ancestors(os.getpid())])
+            end_processes_of_job()
             sys.excepthook = _print_cause
             raise stop from error
         except UncompletedJobError as error:

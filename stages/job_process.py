@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from export_scripts.files.disk import full_disk
 from inference.launch_environment import LaunchEnvironment
 from inference.parent_process import StopRequested, stop_signals
 from inference.server.supervisor import process_state
-from stages.base import Stage, StageError, Summary
+from stages.base import Stage, Summary
 
 # The id of the job, for every process that it starts; the launcher sets it.
 JOB_ID_VARIABLE = "SLIPWAY_JOB_ID"
@@ -68,29 +68,28 @@ def cause_of(error: BaseException, *, folder: Path | None = None) -> str:
     text = str(error).strip()
     if isinstance(error, OSError) and (full := full_disk(error, folder or Path.cwd())):
         return full
-    if isinstance(error, (ValueError, StageError, RuntimeError, OSError)) and text:
+    if isinstance(error, (ValueError, RuntimeError, OSError)) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def end_processes_of_job(mark: str | None = None, *, spare: Sequence[int] = ()) -> None:
+def end_processes_of_job(mark: str | None = None) -> None:
     """Kill the processes that a job has left behind, wherever they are in the process tree.
 
-    Args:
-        mark: the value of MARK_VARIABLE; this process's own by default.
-        spare: processes to leave alone.
+    This process and those above it, which wait for it and end by themselves, are spared. `mark` is
+    the value of MARK_VARIABLE; this process's own by default.
     """
     value = mark or os.environ.get(MARK_VARIABLE)
     if not value:
         return
     wanted = f"{MARK_VARIABLE}={value}".encode()
+    spared = [os.getpid(), *_ancestors(os.getpid())]
     for entry in Path("/proc").glob("[0-9]*"):
         # A process may be gone by now, or belong to another user.
         with contextlib.suppress(OSError):
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                pid = int(entry.name)
-                if pid not in spare:
-                    os.kill(pid, signal.SIGKILL)
+            is_of_job = wanted in (entry / "environ").read_bytes().split(b"\0")
+            if is_of_job and (pid := int(entry.name)) not in spared:
+                os.kill(pid, signal.SIGKILL)
 
 
 def owner_of_this_process() -> str:
@@ -130,7 +129,7 @@ def _start_ticks(pid: int) -> str:
     return str(state.started) if state is not None and state.letter != "Z" else ""
 
 
-def ancestors(pid: int) -> Iterator[int]:
+def _ancestors(pid: int) -> Iterator[int]:
     """Yield the process that started this one, the one that started that, and so on."""
     while (state := process_state(pid)) is not None and (pid := state.parent) > 1:
         yield pid

@@ -53,7 +53,7 @@ class Progress:
         self.state = ProgressState()
         self._written_at = 0.0
 
-    def update(self, phase: str, *, done: float = 0, total: float = 0, unit: str = "items") -> None:
+    def update(self, phase: str, done: float = 0, total: float = 0, *, unit: str = "items") -> None:
         """Report progress; a change of phase and the end of one are always written."""
         is_turning_point = phase != self.state.phase or (total > 0 and done >= total)
         self.state = ProgressState(phase, done, total, unit)

@@ -109,12 +109,8 @@ def take_part(
     number, ended_at = 0, None
     process: subprocess.Popen[bytes] | None = None
     try:
-        while True:
-            start = read_start(folder, job_id)
-            if start is not None and start.number == 0:
-                return
-            is_new = start is not None and start.number != number and not start.is_over
-            if start is not None and is_new:
+        while (start := read_start(folder, job_id)) is None or start.number != 0:
+            if start is not None and start.number != number and not start.is_over:
                 _end(process)
                 number, ended_at = start.number, None
                 variables = {**environment, **rendezvous_variables(folder, start)}
@@ -126,7 +122,7 @@ def take_part(
                         stdout=log,
                         stderr=subprocess.STDOUT if log else None,
                     )
-            if process is not None and process.poll() not in (None, 0) and start is not None:
+            if process is not None and start is not None and process.poll() not in (None, 0):
                 if ended_at is None:
                     ended_at = time.monotonic()
                     if process.returncode < 0:  # others log their own reason
@@ -148,11 +144,9 @@ def losses(folder: Path, job_id: str, number: int, *, wait_s: float) -> list[str
     """Return the processes of a start that a signal has ended, after a moment's wait."""
     deadline = time.monotonic() + wait_s
     pattern = _LOSS_NAME.format(job=job_id, life=_life(), number=number, rank="*")
-    while True:
-        paths = sorted(folder.glob(pattern))
-        if paths or time.monotonic() > deadline:
-            return [path.read_text(encoding="utf-8") for path in paths]
+    while not (paths := sorted(folder.glob(pattern))) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
+    return [path.read_text(encoding="utf-8") for path in paths]
 
 
 def _end(process: subprocess.Popen[bytes] | None) -> None:

@@ -11,10 +11,11 @@ from inference.evaluation.record import RunFacts
 from launcher_scripts.configuration.export_config import has_ensemble
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import server_config, stated_max_seq_len
+from stages.base import JobSettings
 from stages.convert import find_checkpoint
 from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
 from stages.endpoint import ENDPOINT_NAME
-from stages.evaluate import EvaluateConfig
+from stages.evaluate import EvaluateStage
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Context:
     git_revision: str = ""
 
 
-def evaluation_config(config: Config, context: Context) -> EvaluateConfig:
-    """Return the server and the options of the evaluation.
+def evaluation_stage(config: Config, job: JobSettings, context: Context) -> EvaluateStage:
+    """Return the evaluation, with its server and its options.
 
     Raises:
         ValueError: No server is available to the evaluation.
@@ -68,7 +69,8 @@ def evaluation_config(config: Config, context: Context) -> EvaluateConfig:
         command=context.command,
         git_revision=context.git_revision,
     )
-    return EvaluateConfig(
+    return EvaluateStage(
+        job,
         options=_evaluation_options(config, server),
         deploy=server,
         endpoint_path=endpoint_path if follows else None,

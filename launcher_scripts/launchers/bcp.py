@@ -13,7 +13,7 @@ from submitit.core.utils import pickle_load
 
 from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.launchers.base import Job, clean_environment
-from launcher_scripts.launchers.bcp_executor import MPIRUN, TIMED_OUT, BcpExecutor, BcpJob, runner
+from launcher_scripts.launchers.bcp_executor import MPIRUN, TIMED_OUT, BcpExecutor, runner
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher, log_of
 from stages import record
 from stages.base import Stage
@@ -48,13 +48,11 @@ class BcpHandle(LocalHandle):
     def _settle(self) -> str:
         """Return the state; the cause of a failure may be the time limit or another task."""
         state = super()._settle()
-        submitted = self.submitted
-        assert isinstance(submitted, BcpJob)
-        if submitted.process.poll() == TIMED_OUT:
+        if self.process.poll() == TIMED_OUT:
             limit_min = self.job.stage.job.resources.time_limit_min
             return self._end(record.FAILED, f"the time limit of {limit_min} minutes has passed")
-        for number in range(1, submitted.num_tasks):
-            path = submitted.task(number).paths.result_pickle
+        for number in range(1, self.submitted.num_tasks):
+            path = self.submitted.task(number).paths.result_pickle
             outcome, value = pickle_load(path) if path.exists() else ("", "")
             if outcome == "error":
                 cause = value.strip().splitlines()[-1]

@@ -97,6 +97,7 @@ class BcpExecutor(core.PicklingExecutor):
         self.python = python or sys.executable
         self.environment = dict(os.environ if environment is None else environment)
         self.bcprun = bcprun
+        self.parameters |= {"nodes": 1, "tasks_per_node": 1}
 
     @classmethod
     def affinity(cls) -> int:
@@ -108,9 +109,7 @@ class BcpExecutor(core.PicklingExecutor):
         return {"job_id", "log_path", "exports", "no_redirect", "setup", "arguments"}
 
     def _num_tasks(self) -> int:
-        nodes: int = self.parameters.get("nodes", 1)
-        per_node: int = self.parameters.get("tasks_per_node", 1)
-        return nodes * per_node
+        return int(self.parameters["nodes"] * self.parameters["tasks_per_node"])
 
     @property
     def _submitit_command_str(self) -> str:
@@ -146,12 +145,12 @@ class BcpExecutor(core.PicklingExecutor):
             "",
             "# command",
         ]
-        per_node = str(parameters.get("tasks_per_node", 1))
+        per_node = str(parameters["tasks_per_node"])
         if by_mpirun:
             words = [*_AS_ROOT, "-np", str(self._num_tasks()), "-npernode", per_node]
             words += ["-x", f"{LAUNCHER_VARIABLE}=mpirun"]
         else:
-            words = ["--nnodes", str(parameters.get("nodes", 1)), "--npernode", per_node]
+            words = ["--nnodes", str(parameters["nodes"]), "--npernode", per_node]
             if self.environment.get("NGC_ARRAY_TYPE", "").upper().startswith("MPI"):
                 words += ["--launcher", shlex.join([MPIRUN, *_AS_ROOT])]
             words += ["-no_redirect"] * parameters.get("no_redirect", True)

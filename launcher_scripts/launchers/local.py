@@ -1,10 +1,8 @@
 """Jobs on this machine, through submitit's local executor, in the foreground of the command."""
 
-import contextlib
 import itertools
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -43,8 +41,8 @@ class LocalHandle(JobHandle):
     """A job on this machine, whose processes have `mark` in their environment."""
 
     submitted: SubmittedJob[Any]
+    process: subprocess.Popen[bytes]
     mark: str
-    process_id: int
     _state: str | None = None
     _was_stopped: bool = False
 
@@ -61,8 +59,7 @@ class LocalHandle(JobHandle):
         deadline = time.monotonic() + grace_s
         while not self.submitted.done() and time.monotonic() < deadline:
             # Repeated: a process that is just starting may not handle the signal yet.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process_id, signal.SIGTERM)
+            self.process.terminate()
             waited_until = min(deadline, time.monotonic() + _ASK_AGAIN_S)
             while not self.submitted.done() and time.monotonic() < waited_until:
                 time.sleep(0.05)
@@ -154,9 +151,8 @@ class LocalLauncher(Launcher):
         assert submitted._process is not None
         if not log_path.exists():
             log_path.symlink_to(os.path.relpath(submitted.paths.stdout, log_path.parent))
-        process_id = submitted._process.pid
-        record.update_record(job.record_path, job_id, process=process_id)
-        return self.handle_class(job, job_id, log_path, submitted, mark, process_id)
+        record.update_record(job.record_path, job_id, process=submitted._process.pid)
+        return self.handle_class(job, job_id, log_path, submitted, submitted._process, mark)
 
     def _executor(self, job: Job, job_id: str, mark: str) -> PicklingExecutor:
         environment = clean_environment(os.environ) | job.environment

@@ -28,7 +28,6 @@ from launcher_scripts.launchers.slurm_chain import serve_in_chain
 from launcher_scripts.launchers.slurm_checks import own_file_system, problems_of_cluster
 from launcher_scripts.launchers.slurm_script import (
     batch_script,
-    is_chained,
     log_path,
     shape,
     step_of,
@@ -100,7 +99,7 @@ class SlurmLauncher(Launcher):
                 job.stage,
                 job.record_path,
                 step_of(job),
-                partial(serve_in_chain, self, job) if is_chained(job) else None,
+                partial(serve_in_chain, self, job) if job.stage.is_chained else None,
             )
             for job in jobs
         ]

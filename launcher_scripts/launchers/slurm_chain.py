@@ -5,7 +5,6 @@ ended for whatever reason, so that a lost node starts it at once. The job that h
 address serves, and `job.json` is its record; its predecessor sees that address and drains.
 """
 
-import copy
 import threading
 import time
 from collections.abc import Callable
@@ -107,8 +106,8 @@ class _Keeper:
 
     def _submit(self, after: str) -> bool:
         """Put a successor into the queue; return False if Slurm refuses it now."""
-        job, stage = self._job, copy.copy(self._stage)
-        stage.predecessor, stage.ends_at = self._id, self._ends_at
+        job = self._job
+        stage = replace(self._stage, predecessor=self._id, ends_at=self._ends_at)
         try:
             self._successor = self._launcher.submit(replace(job, stage=stage), after).job_id
         except SubmissionError as error:  # such as a limit of queued jobs
@@ -157,7 +156,7 @@ class _Keeper:
         return True
 
     def _serves(self, job_id: str) -> bool:
-        return published_by(self._stage.endpoint_path) == job_id
+        return published_by(self._stage.readiness_path()) == job_id
 
     def _claim_record(self) -> None:
         """Make `job.json` the record of this job, unless it is already."""

@@ -11,7 +11,6 @@ from launcher_scripts.configuration.server_config import image_of
 from launcher_scripts.configuration.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.launchers.base import Job
-from stages.deploy import DeployStage
 from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
@@ -70,11 +69,6 @@ def batch_script(job: Job, after: str, *, array: Path | None = None, size: int =
     return "\n".join(lines) + "\n"
 
 
-def is_chained(job: Job) -> bool:
-    """Return whether a job is one of a chain, as a server's with `deploy.uptime`."""
-    return isinstance(job.stage, DeployStage) and job.stage.is_chained
-
-
 def _measure_memory(job: Job, array: Path | None) -> list[str]:
     """Return the lines of a step that records GPU memory while the job runs."""
     if not (is_set(MEMORY_MEASURE) and _needs_gpus(job)):
@@ -129,7 +123,7 @@ def sbatch_options(job: Job, after: str) -> dict[str, Any]:
         **_logs(log_path(job, "%j"), "%j"),
         "open-mode": "append",
         # The next job of a chain takes a lost one's place.
-        "no-requeue" if is_chained(job) else "requeue": True,
+        "no-requeue" if job.stage.is_chained else "requeue": True,
         "signal": f"B:USR2@{cluster.signal_delay_s}",
         "kill-on-invalid-dep": "yes" if after else None,
         "dependency": ",".join(filter(None, [after, own, cluster.dependency])) or None,
@@ -205,12 +199,12 @@ def mounts(config: Config) -> list[str]:
     own = (operator.attrgetter(key)(config) for key in MOUNTED)
     further = (str(each) for each in config.container_mounts if each is not None)
     wanted = [str(CHECKOUT), *own, *further]
-    pairs = [each if ":" in each else f"{each}:{each}" for each in dict.fromkeys(wanted)]
-    halves = [each.split(":")[:2] for each in pairs]
+    pairs = [each if ":" in each else f"{each}:{each}" for each in wanted]
+    halves = {each: each.split(":")[:2] for each in pairs}
     # What lies inside a mount with the same source and target needs none of its own.
-    same = {source for source, target in halves if source == target}
+    same = {source for source, target in halves.values() if source == target}
     return [
         pair
-        for pair, (source, target) in zip(pairs, halves, strict=True)
+        for pair, (source, target) in halves.items()
         if source != target or same.isdisjoint(map(str, Path(source).parents))
     ]

@@ -299,7 +299,7 @@ def test_successor_that_is_late_is_replaced_a_bounded_number_of_times(
 
     def work() -> dict[str, Any]:
         mine = ServerEndpoint("here", 1, 2, 3, "gpt", None, job_id, 1, 1, "now")
-        write_json(stage.endpoint_path, asdict(mine))
+        write_json(stage.readiness_path(), asdict(mine))
         until(has_failed)
         return {"ended": "no longer needed"}
 

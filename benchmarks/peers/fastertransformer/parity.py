@@ -27,7 +27,6 @@ from benchmarks.served import (
     Answer,
     Served,
     Tensors,
-    ask,
     attempt,
     both,
     tensors,
@@ -75,7 +74,7 @@ def measure(args: argparse.Namespace) -> Iterator[Cell]:
                 continue
             expected = [transformers_answer(work_dir, name, prompt) for prompt in prompts]
             for engine, client in clients.items():
-                shown = [ask(client, name, tensors([prompt])) for prompt in prompts]
+                shown = [_asking(name, tensors([prompt]))(client) for prompt in prompts]
                 cells = [compared(*pair)[0] for pair in zip(expected, shown, strict=True)]
                 equal = f"{cells.count('equal')} of {len(cells)} equal"
                 yield f"{name}, {engine} against transformers", "tokens", equal

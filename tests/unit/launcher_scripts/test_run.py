@@ -23,7 +23,6 @@ from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.local import LocalLauncher
 from launcher_scripts.pipeline import PlannedStage
 from launcher_scripts.run import Run
-from launcher_scripts.summary import summary
 from stages.base import Stage
 from stages.progress import Progress
 from stages.record import read_record, write_record
@@ -85,7 +84,7 @@ def test_job_of_another_command_in_the_same_folder_is_not_shown_as_ones_own(
     record = read_record(path)
     assert record is not None
     write_record(path, replace(record, job_id="another", state="failed"))
-    assert "write  completed" in summary(run.planned, run.records(), run.console)
+    assert "write  completed" in run.summary()
 
 
 def test_failed_job_is_shown_cause_first_and_stops_the_next(tmp_path: Path) -> None:

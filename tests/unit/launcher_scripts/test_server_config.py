@@ -100,7 +100,7 @@ def test_place_in_a_store_stays_as_it_is_written() -> None:
 @pytest.mark.parametrize(("kind", "ensemble"), [("gpt3", "ensemble"), ("bert", None)])
 def test_evaluation_asks_the_ensemble_that_the_kind_has(kind: str, ensemble: str | None) -> None:
     stage = build_stage("evaluate", configure(f"export.run.model_type={kind}"), Context(), [])
-    assert stage.config.options.ensemble_name == ensemble  # type: ignore[attr-defined]
+    assert stage.options.ensemble_name == ensemble  # type: ignore[attr-defined]
 
 
 def test_pytriton_serves_texts_on_one_node(tmp_path: Path) -> None:

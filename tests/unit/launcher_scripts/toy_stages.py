@@ -131,8 +131,8 @@ class _StuckProgress(Progress):
         super().__init__(path)
         self._stage = stage
 
-    def update(self, phase: str, *, done: float = 0, total: float = 0, unit: str = "items") -> None:
-        super().update(phase, done=done, total=total, unit=unit)
+    def update(self, phase: str, done: float = 0, total: float = 0, *, unit: str = "items") -> None:
+        super().update(phase, done, total, unit=unit)
         for quarter in (1, 2, 3):
             path = self._stage.stuck_path(quarter)
             if 4 * done >= quarter * total > 0 and not path.exists():

@@ -20,7 +20,7 @@ from stages.base import JobSettings, Stage, StageError, Summary
 from stages.deploy import DeployStage
 from stages.deploy_config import DeployConfig, GemmTuning, check_deploy
 from stages.endpoint import ServerEndpoint, publish, read_endpoint
-from stages.evaluate import EvaluateConfig, EvaluateStage, NotEvaluatedError
+from stages.evaluate import EvaluateStage, NotEvaluatedError
 from stages.progress import DamagedFileError, Progress, read_progress, write_json
 from stages.record import JobRecord, read_record, update_record, write_record
 from stages.step import JobStep, run_in_step
@@ -78,8 +78,8 @@ def server(tmp_path: Path, **changes: Any) -> DeployConfig:
 def evaluation(tmp_path: Path, *, server_url: str | None = None, **changes: Any) -> EvaluateStage:
     report = str(tmp_path / "report")
     options = EvaluationOptions(output_dir=report, server=server_url, data_dir=tmp_path)
-    config = EvaluateConfig(options=options, deploy=server(tmp_path), **changes)
-    return EvaluateStage(JobSettings("evaluate", tmp_path / "evaluate"), config)
+    job = JobSettings("evaluate", tmp_path / "evaluate")
+    return EvaluateStage(job, options, server(tmp_path), **changes)
 
 
 def test_table_of_stages_is_in_pipeline_order() -> None:
@@ -266,7 +266,7 @@ def test_evaluation_waits_for_the_published_address_only_so_long(
         write_record(tmp_path / "job.json", JobRecord("7", "deploy", "d", "running"))
         old = ServerEndpoint("127.0.0.1", 8, 9, 10, "gpt", None, "6", 1, 1, "2024-01-01T00:00:00Z")
         publish(tmp_path / "endpoint.json", old)
-    stage.config = replace(stage.config, deploy=server(tmp_path, ready_timeout_s=0.2))
+    stage.deploy = server(tmp_path, ready_timeout_s=0.2)
     started = time.monotonic()
     with pytest.raises(NotEvaluatedError, match=r"deploy\.ready_timeout_s=0\.2"):
         stage()
@@ -284,8 +284,8 @@ def test_data_that_cannot_be_used_is_an_evaluation_that_was_not_done(tmp_path: P
     data_path = tmp_path / "passages.jsonl"
     data_path.write_text("{}\n")
     stage = evaluation(tmp_path, server_url="127.0.0.1:9")
-    options = replace(stage.config.options, lambada=LambadaOptions(data_path=str(data_path)))
-    stage.config = replace(stage.config, options=options)
+    options = replace(stage.options, lambada=LambadaOptions(data_path=str(data_path)))
+    stage.options = options
     with pytest.raises(NotEvaluatedError, match="is not a data set of this form"):
         stage()
     assert (Path(options.output_dir) / "junit.xml").is_file()
@@ -306,8 +306,7 @@ def test_report_of_another_configuration_is_set_aside(tmp_path: Path) -> None:
     report.write_text("{}")
     stage.mark_finished({})
     assert stage.finding().marker is not None
-    options = replace(stage.config.options, limit=3)
-    again = EvaluateStage(stage.job, replace(stage.config, options=options))
+    again = replace(stage, options=replace(stage.options, limit=3))
     assert again.finding().marker is None
     write_record(tmp_path / "job.json", JobRecord("7", "deploy", "d", "failed"))
     with pytest.raises(NotEvaluatedError):
