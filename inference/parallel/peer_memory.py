@@ -104,11 +104,12 @@ def open_peer_memory(
     every = [json.loads(store.get(f"memory/{rank}")) for rank in range(size)]
     problem = ""
     try:
-        for rank, other in enumerate(every):
+        for other in every:
             if "problem" in other:
                 raise OSError(other["problem"])
+        assert memory is not None
+        for rank, other in enumerate(every):
             if rank != place:
-                assert memory is not None
                 _map(memory, rank, offered, other)
     except OSError as error:
         problem = str(error)
