@@ -30,9 +30,6 @@ def test_all_ranks_do_without_where_one_has_no_memory(
         def handle(self) -> str:
             return "named"
 
-        def check_link(self, *_: int) -> None:
-            pass
-
         def map(self, _rank: int, handle: str, *_: int) -> None:
             self.mapped.append(handle)
 
