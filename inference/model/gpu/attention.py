@@ -136,7 +136,8 @@ class PagedAttention:
         if self.single and not self.rules.batch_invariant:
             evenly = launch.can_share and query.numel() >= _LEAST_EVEN
             one_each = self.cache.shape.kv_head_num == H
-            if one_each and not evenly and count * H <= _most_programs(D):
+            most = 1024 if D <= 64 else _PROGRAMS - 1  # for which that kernel is faster
+            if one_each and not evenly and count * H <= most:
                 launch.one_token_each(new)
                 return y
         elif new is not None:
@@ -168,11 +169,17 @@ class _Launch:
     def cache(self) -> KVCache:
         return self.step.cache
 
-    def _angles(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _inputs(self, new: torch.Tensor | None) -> tuple[Any, ...]:
+        """Return queries, new keys and values, the stride of all three's tokens, and angles."""
         # Absent tensors are not read, but need some pointer in their place.
-        return (
-            (self.query, self.query) if self.angles is None else (self.angles.cos, self.angles.sin)
-        )
+        query = keys = values = cos = sin = self.query
+        if new is not None:
+            assert len(query) == 1 or query.stride(0) == new.stride(0)
+            K = self.cache.shape.kv_head_num
+            keys, values = new[:, :K], new[:, K:]
+        if self.angles is not None:
+            cos, sin = self.angles.cos, self.angles.sin
+        return query, keys, values, query.stride(0), cos, sin
 
     def _stored(self) -> tuple[Any, ...]:
         keys, values = self.cache.blocks(self.layer)
@@ -202,28 +209,20 @@ class _Launch:
             "TABLE": 0 if table is None else table.shape[1],
         }
 
-    def _new_or_any(self, new: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new keys and values, whose tokens have the stride of the queries."""
-        if new is None:
-            return self.query, self.query  # not read
-        assert len(self.query) == 1 or self.query.stride(0) == new.stride(0)
-        K = self.cache.shape.kv_head_num
-        return new[:, :K], new[:, K:]
-
-    @property
-    def _factor(self) -> float:
+    def _result(self) -> tuple[torch.Tensor, int, float]:
+        """Return the output, the stride of its tokens, and the factor on the scores."""
         scale = self.step.rules.scale
-        return self.query.shape[2] ** -0.5 if scale is None else scale
+        factor = self.query.shape[2] ** -0.5 if scale is None else scale
+        return self.y, self.y.stride(0), factor
 
     def store(self, new: torch.Tensor) -> None:
         """Store the new keys and values, rotated, and rotate the queries in place."""
         constants = self._constants()
-        keys, values = self._new_or_any(new)
-        H, K = self.query.shape[1], keys.shape[1]
+        count, H, _ = self.query.shape
+        K = self.cache.shape.kv_head_num
         heads = triton.next_power_of_2(K)
-        store_new_tokens[(len(keys),)](
-            *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
-            *(self.step.slots, self.step.places),
+        store_new_tokens[(count,)](
+            *(*self._inputs(new), *self._stored(), self.step.slots, self.step.places),
             H=H,
             K=K,
             QUERIES=triton.next_power_of_2(H),
@@ -250,7 +249,7 @@ class _Launch:
         flash_attend_prompts[(len(tiles.slots), K)](
             *(self.query, self.query.stride(0), cache, *self._stored()[1:]),
             *(tiles.slots, tiles.places, tiles.rows, tiles.counts),
-            *(bias, self.y, self.y.stride(0), self._factor),
+            *(bias, *self._result()),
             G=group,
             K=K,
             ROWS=rows,
@@ -282,12 +281,11 @@ class _Launch:
         sums = torch.empty(programs, 2, 2, heads, device=device)
         described, cache = self._cache_rows(options["TOKENS"], width)
         bias, choices = self._bias()
-        keys, values = self._new_or_any(new)
         flash_decode_grouped[(programs,)](
-            *(self.query, keys, values, self.query.stride(0), *self._angles()),
-            *(cache, *self._stored(), tiles.slots, tiles.places, tiles.rows, tiles.counts, count),
+            *(*self._inputs(new), cache, *self._stored()),
+            *(tiles.slots, tiles.places, tiles.rows, tiles.counts, count),
             *(bias, mixed, sums, _tickets(device, triton.next_power_of_2(count * K))),
-            *(self.y, self.y.stride(0), self._factor),
+            *self._result(),
             G=group,
             K=K,
             GROUP=max(LEAST_ROWS, heads),
@@ -321,14 +319,12 @@ class _Launch:
         programs = multiprocessors(device) * _EVEN_PROGRAMS
         mixed = torch.empty(programs, 2, D, device=device)
         sums = torch.empty(programs, 2, 2, device=device)
-        tickets = _tickets(device, triton.next_power_of_2(count * H))
         bias, choices = self._bias()
-        keys, values = self._new_or_any(new)
         flash_decode_evenly[(programs,)](
-            *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
+            *(*self._inputs(new), *self._stored()),
             *(tiles.slots, tiles.places, tiles.rows, tiles.counts, count),
-            *(bias, mixed, sums, tickets),
-            *(self.y, self.y.stride(0), self._factor),
+            *(bias, mixed, sums, _tickets(device, triton.next_power_of_2(count * H))),
+            *self._result(),
             H=H,
             TOKENS=_EVEN_VALUES // constants["WIDTH"],
             ROWS=max(triton.next_power_of_2(count), _LEAST_EVEN_ROWS),
@@ -343,19 +339,19 @@ class _Launch:
     def one_token_each(self, new: torch.Tensor | None) -> None:
         """Do all of it in one kernel, for few sequences of one new token each."""
         constants = self._constants()
-        count, H, D = self.query.shape
-        few = count * H <= multiprocessors(self.query.device)
+        (count, H, D), device = self.query.shape, self.query.device
+        pairs = count * H
+        few = pairs <= multiprocessors(device)
         tokens = max(16, (_HELD_VALUES_OF_FEW if few else _HELD_VALUES) // constants["WIDTH"])
-        parts = _parts(self.cache.shape.max_len, tokens, count * H)
-        mixed = torch.empty(count * H, parts, D, device=self.query.device)
-        sums = torch.empty(count * H, parts, 2, device=self.query.device)
-        tickets = _tickets(self.query.device, triton.next_power_of_2(count * H))
+        parts = min(-(-self.cache.shape.max_len // tokens), _PROGRAMS // pairs, _MOST_PARTS)
+        parts = 1 << (max(parts, 1).bit_length() - 1)  # a power of two
+        mixed = torch.empty(pairs, parts, D, device=device)
+        sums = torch.empty(pairs, parts, 2, device=device)
         bias, choices = self._bias()
-        keys, values = self._new_or_any(new)
         attend_one_token[(count, H, parts)](
-            *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
-            *(self.step.slots, self.step.places, bias, mixed, sums, tickets),
-            *(self.y, self.y.stride(0), self._factor),
+            *(*self._inputs(new), *self._stored(), self.step.slots, self.step.places),
+            *(bias, mixed, sums, _tickets(device, triton.next_power_of_2(pairs))),
+            *self._result(),
             H=H,
             TOKENS=tokens,
             PARTS=parts,
@@ -370,17 +366,6 @@ class _Launch:
 def _tickets(device: torch.device, count: int) -> torch.Tensor:
     """Return zeros, one for each token's head; every kernel leaves them zero."""
     return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-def _most_programs(head_size: int) -> int:
-    """Return the most pairs of a sequence and a head for which `attend_one_token` is faster."""
-    return 1024 if head_size <= 64 else _PROGRAMS - 1
-
-
-def _parts(length: int, tokens: int, programs: int) -> int:
-    """Return the number of programs that share a head's tokens, a power of two."""
-    most = min(-(-length // tokens), max(_PROGRAMS // programs, 1), _MOST_PARTS)
-    return 1 << (max(most, 1).bit_length() - 1)
 
 
 def _prompt_options(rows: int, width: int, item_bytes: int) -> dict[str, int]:
