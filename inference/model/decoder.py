@@ -7,11 +7,11 @@ linears know how tensors are divided among ranks.
 # Shapes: N tokens of a step, E hidden
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
-from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
+from export_scripts.families.layout.architecture import DecoderArchitecture
 from inference.model.layers import (
     MLP,
     Attention,
@@ -76,26 +76,16 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         return choice.head_num // tp_size, choice.kv_head_num // tp_size, choice.size_per_head
 
     @cached_property
-    def _rotary(self) -> RotaryTable | None:
-        return self._table(self.architecture.rotary)
-
-    @cached_property
-    def _local_rotary(self) -> RotaryTable | None:
-        return self._table(self.architecture.local_rotary) or self._rotary
-
-    def tables(self) -> set[RotaryTable]:
-        """Return the model's rotary tables."""
-        return {each for each in (self._rotary, self._local_rotary) if each is not None}
-
-    def _table(self, rotary: Rotary | None) -> RotaryTable | None:
-        if rotary is None:
-            return None
-        return RotaryTable(
-            rotary,
-            interleaved=self.architecture.position == "rotary_interleaved",
-            device=self.weights.device,
-            dtype=self.weights.dtype,
+    def tables(self) -> tuple[RotaryTable | None, RotaryTable | None]:
+        """The rotary tables of the layers that see all tokens, and of those with a window."""
+        choice, weights = self.architecture, self.weights
+        interleaved = choice.position == "rotary_interleaved"
+        table = partial(RotaryTable, interleaved=interleaved, device=weights.device)
+        wide, local = (
+            None if rotary is None else table(rotary, dtype=weights.dtype)
+            for rotary in (choice.rotary, choice.local_rotary)
         )
+        return wide, local or wide
 
     def rules(self) -> AttentionRules:
         """Return the rules of attention in this stage's layers."""
@@ -247,7 +237,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         if choice.rotary_layers is not None and not choice.rotary_layers[layer]:
             return None
         slides = choice.sliding_layers is None or choice.sliding_layers[layer]
-        return self._local_rotary if slides and choice.sliding_window else self._rotary
+        return self.tables[bool(slides and choice.sliding_window)]
 
     def _query_key_norm(self, prefix: str) -> QueryKeyNorm | None:
         choice = self.architecture
@@ -294,7 +284,7 @@ class Decoder(GeneratorModel):
         self._embedding = loader.embedding() if layout.is_first_stage else None
         self.layers = [loader.layer(number) for number in layout.layers(architecture.num_layer)]
         self.head = loader.head() if layout.is_last_stage else None
-        self._rotary = loader.tables()
+        self._rotary = {table for table in loader.tables if table is not None}
         self.rules = loader.rules()
 
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:

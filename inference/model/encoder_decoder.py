@@ -20,7 +20,6 @@ from inference.model.layers import (
     MLP,
     Attention,
     Embedding,
-    Normalise,
     PartT,
     RowAttention,
     Sublayer,
@@ -108,7 +107,7 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
         bias = "shared.bias" if choice.bias else None
         return self.vocab_head(
             *(table, bias, choice.vocab_size),
-            norm=self.final_norm("decoder"),
+            norm=self.norm("decoder.final_layer_norm"),
             input_scale=choice.hidden**-0.5 if choice.scale_logits else 1.0,
         )
 
@@ -122,10 +121,6 @@ class T5Loader(LayerLoader[EncoderDecoderArchitecture]):
             max_distance=self.architecture.max_distance,
             bidirectional=side == "encoder",
         )
-
-    def final_norm(self, side: str) -> Normalise:
-        """Return the norm after a stack's last layer."""
-        return self.norm(f"{side}.final_layer_norm")
 
     def encoder_layer(self, number: int) -> T5Layer:
         """Return the encoder layer of global number `number`."""
@@ -264,8 +259,9 @@ class EncoderDecoder(GeneratorModel):
         loader = T5Loader(weights, architecture, reduce, gemm)
         self._embedding = loader.embedding() if layout.is_first_stage else None
         self.encoder = [loader.encoder_layer(number) for number in self.encoder_layers]
-        self._encoder_bias = loader.relative_bias("encoder")  # (H, offsets)
-        self._encoder_norm = loader.final_norm("encoder") if layout.is_last_stage else None
+        self.encoder_bias = loader.relative_bias("encoder")  # (H, offsets)
+        final_norm = "encoder.final_layer_norm"
+        self._encoder_norm = loader.norm(final_norm) if layout.is_last_stage else None
         self.decoder: list[T5Layer] = []
         self.head = None
         self.rules = AttentionRules()
@@ -278,16 +274,6 @@ class EncoderDecoder(GeneratorModel):
             if layout.is_last_stage:
                 self.head = loader.head()
 
-    def encoder_masks(
-        self,
-        rows: RaggedRows,
-        *,
-        tasks: torch.Tensor | None = None,
-        attentions: torch.Tensor | None = None,
-    ) -> RowMasks:
-        """Return what all layers of the encoder share for some rows."""
-        return RowMasks(rows, self._encoder_bias, self.dtype, tasks, attentions)
-
     def run_encoder(self, x: torch.Tensor, masks: RowMasks, layers: range) -> torch.Tensor:
         """Return the output (N, E) of some of this stage's encoder layers for their input (N, E).
 
@@ -299,7 +285,7 @@ class EncoderDecoder(GeneratorModel):
 
     def encode(self, ids: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
         """Return the encoder's output (N, E) for the ids (N,) of plain rows, of a single stage."""
-        masks = self.encoder_masks(rows)
+        masks = RowMasks(rows, self.encoder_bias, self.dtype)
         x = self.embed(Tokens(ids=ids, positions=rows.positions))
         return self.finish_encoder(self.run_encoder(x, masks, self.encoder_layers))
 

@@ -300,73 +300,6 @@ def _some_rows(
             tl.store(y_at + place, y.to(y_at.dtype.element_ty), mask=inside)
 
 
-def fused_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    epilogue: Epilogue,
-    residual: torch.Tensor | None,
-    *,
-    scale: torch.Tensor | None,
-    batch_invariant: bool,
-) -> torch.Tensor:
-    """Return activation(x W scale + bias) + residual, (N, O) in the type of x, (N, O/2) if gated.
-
-    Args:
-        x: (N, I) of 16 bits.
-        weight: (O, I), contiguous: the type of x, int8, or float8_e4m3fn. Rows of x are rounded to
-            the latter, and to 15 bits for int8 unless there is only one.
-        epilogue: Of all outputs.
-        residual: (N, O).
-        scale: (O,) fp32, for weights of 8 bits.
-        batch_invariant: Whether a row's result has to be the same for every N.
-    """
-    rows, inputs = x.shape
-    outputs, bias, first_activated = len(weight), epilogue.bias, epilogue.first_activated
-    x = x if x.stride(1) == 1 else x.contiguous()
-    y = x.new_empty(rows, outputs // 2 if epilogue.gated else outputs)
-    # Absent tensors are not read, but need some pointer in their place.
-    scale_at, bias_at = x if scale is None else scale, x if bias is None else bias
-    pointers = (weight, scale_at, bias_at, x if residual is None else residual.contiguous(), y)
-    options: dict[str, Any] = {
-        "ACTIVATION": _ACTIVATIONS[epilogue.activation],
-        "HAS_SCALE": scale is not None,
-        "HAS_BIAS": bias is not None,
-        "HAS_RESIDUAL": residual is not None,
-        "GATED": epilogue.gated,
-        **launch_options(x),
-    }
-    if rows == 1 and not batch_invariant and weight.dtype in (x.dtype, torch.int8):
-        tile = _ONE_ROW[weight.dtype.itemsize]
-        native = x.is_cuda and torch.version.cuda is not None
-        grid: Any = (triton.cdiv(outputs, tile["OUTPUTS"]),)
-        lines = 0
-        if native and scale is None:
-            room = _PROGRAMS_AT_ONCE * multiprocessors(x.device) // grid[0]
-            lines = _LINES_AHEAD if room else 0
-            tile = _larger(tile, min(room, inputs // tile["INPUTS"], _LARGEST_PROGRAM))
-        options |= {"LINES": lines, "LINE": _LINE_BYTES // weight.dtype.itemsize, "NATIVE": native}
-        _one_row[grid](x, *pointers, outputs, inputs, first_activated, **tile, **options)
-        return y
-    rounded, row_scale = (x, x) if scale is None else round_rows(x, weight.dtype)
-    padded = min(max(_LEAST_ROWS, triton.next_power_of_2(rows)), _MOST_TILE_ROWS)
-    digits = 1 if scale is None else len(rounded)
-    tile = _tile(rows, outputs, weight.dtype.itemsize, batch_invariant=batch_invariant)
-    if x.is_cuda:
-        read = tile["OUTPUTS"] * weight.dtype.itemsize + padded * digits * rounded.dtype.itemsize
-        stages = shared_bytes(x.device) // (tile["INPUTS"] * read)
-        tile["num_stages"] = max(min(tile["num_stages"], stages), 1)
-    grid = (triton.cdiv(outputs, tile["OUTPUTS"]), tile["PARTS"], triton.cdiv(rows, padded))
-    shared = (row_scale, x, x)  # not read by programs that share no inputs
-    if tile["PARTS"] > 1:
-        parts = x.new_empty(tile["PARTS"], rows, outputs, dtype=torch.float32)
-        shared = (row_scale, parts, _tickets(x.device))
-    sizes = (rows, rounded.stride(-2), outputs, inputs, first_activated)
-    _some_rows[grid](
-        rounded, *pointers, *shared, *sizes, ROWS=padded, DIGITS=digits, **tile, **options
-    )
-    return y
-
-
 def _tile(rows: int, outputs: int, item_bytes: int, *, batch_invariant: bool) -> dict[str, int]:
     """Return the tiles of the product of some rows.
 
@@ -434,51 +367,6 @@ def _gate_pairs(
     tl.store(y_at + output, y.to(y_at.dtype.element_ty), mask=output < count)
 
 
-def finish_rows(y: torch.Tensor, epilogue: Epilogue, residual: torch.Tensor | None) -> torch.Tensor:
-    """Return activation(y) + residual in one kernel, for contiguous rows y (N, O) with their bias.
-
-    The result lies in the place of `y`; of gated pairs it is activation(gate) * linear, (N, O/2).
-    """
-    if epilogue.activation is None and residual is None:
-        return y
-    rows, outputs = y.shape
-    options = {"ACTIVATION": _ACTIVATIONS[epilogue.activation], **_FINISHED, **launch_options(y)}
-    if epilogue.gated:
-        mixed = y.new_empty(rows, outputs // 2)
-        count = mixed.numel()
-        _gate_pairs[(triton.cdiv(count, _FINISHED["OUTPUTS"]),)](y, mixed, count, **options)
-        return mixed
-    first_activated = epilogue.first_activated
-    if not first_activated:  # all rows are alike: one long one
-        rows, outputs = 1, rows * outputs
-    first = first_activated if residual is None else 0
-    _finish_rows[(rows * triton.cdiv(outputs - first, _FINISHED["OUTPUTS"]),)](
-        *(y, y if residual is None else residual.contiguous(), outputs, first, first_activated),
-        HAS_RESIDUAL=residual is not None,
-        **options,
-    )
-    return y
-
-
-def _library_gemm(
-    x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue, residual: torch.Tensor | None
-) -> torch.Tensor:
-    """Return activation(x W + bias) + residual, (N, O), by cuBLAS, for `weight` (O, I).
-
-    It applies the usual activations within the product: 12,288 rows of 768 to 3072 outputs with
-    gelu take 104 us on an H200 so, 137 us with a kernel for it. A residual is overwritten by the
-    product that adds it: 8192 rows of 4096 to 4096 outputs take 424 us so, 461 us with a kernel.
-    """
-    bias, activation = epilogue.bias, epilogue.activation
-    if residual is not None and bias is None and activation is None and residual.is_contiguous():
-        return residual.addmm_(x, weight.t())
-    within = activation in ("gelu_tanh", "relu") and residual is None
-    if within and bias is not None and not (epilogue.first_activated or epilogue.gated):
-        use_gelu = activation == "gelu_tanh"
-        return torch._addmm_activation(bias, x, weight.t(), use_gelu=use_gelu)
-    return finish_rows(functional.linear(x, weight, bias), epilogue, residual)
-
-
 def _larger(tile: dict[str, int], times: int) -> dict[str, int]:
     """Return the tile with up to `times` its inputs and warps, a power of two."""
     times = 1 << max(times.bit_length() - 1, 0)
@@ -507,21 +395,17 @@ class CudaGemm:
         # FP8 products of libraries take multiples of 16.
         libraries_cannot = self._is_fp8 and any(size % 16 for size in self.weight.shape)
         self._all_rows = options.batch_invariant or libraries_cannot
-        self._most_rows = _MOST_ROWS[self.weight.dtype.itemsize]
+        self._item_bytes = self.weight.dtype.itemsize
+        self._activation = _ACTIVATIONS[epilogue.activation]
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual in the type of x."""
-        if len(x) <= self._most_rows or self._all_rows:
-            return fused_gemm(
-                *(x, self.weight, self.epilogue, residual),
-                scale=self.scale,
-                batch_invariant=self.batch_invariant,
-            )
+        if len(x) <= _MOST_ROWS[self._item_bytes] or self._all_rows:
+            return self._fused(x, residual)
         if self.scale is None:
-            return _library_gemm(x, self.weight, self.epilogue, residual)
+            return self._by_library(x, self.weight, residual)
         if not self._is_fp8:
-            wide = widen(self.weight, self.scale, x.dtype)
-            return _library_gemm(x, wide, self.epilogue, residual)
+            return self._by_library(x, widen(self.weight, self.scale, x.dtype), residual)
         rounded, row_scale = round_rows(x, self.weight.dtype)
         y = torch._scaled_mm(
             rounded[0],
@@ -530,5 +414,107 @@ class CudaGemm:
             scale_b=self.scale.unsqueeze(0),
             out_dtype=torch.bfloat16,  # the only one with scales of rows
         ).to(x.dtype)
-        y = y if self.epilogue.bias is None else y.add_(self.epilogue.bias)
-        return finish_rows(y, self.epilogue, residual)
+        return self._finished(
+            y if self.epilogue.bias is None else y.add_(self.epilogue.bias), residual
+        )
+
+    def _fused(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return activation(x W + bias) + residual by `_one_row` or `_some_rows`.
+
+        Rows are rounded to FP8 for weights in FP8, and to 15 bits for int8 if there are several.
+        """
+        (rows, inputs), (weight, scale) = x.shape, (self.weight, self.scale)
+        outputs, bias, gated = len(weight), self.epilogue.bias, self.epilogue.gated
+        x = x if x.stride(1) == 1 else x.contiguous()
+        y = x.new_empty(rows, outputs // 2 if gated else outputs)
+        # Absent tensors are not read, but need some pointer in their place.
+        scale_at, bias_at = x if scale is None else scale, x if bias is None else bias
+        pointers = (weight, scale_at, bias_at, x if residual is None else residual.contiguous(), y)
+        sizes = (outputs, inputs, self.epilogue.first_activated)
+        options: dict[str, Any] = {
+            "ACTIVATION": self._activation,
+            "HAS_SCALE": scale is not None,
+            "HAS_BIAS": bias is not None,
+            "HAS_RESIDUAL": residual is not None,
+            "GATED": gated,
+            **launch_options(x),
+        }
+        if rows == 1 and not self.batch_invariant and weight.dtype in (x.dtype, torch.int8):
+            tile = _ONE_ROW[self._item_bytes]
+            native = x.is_cuda and torch.version.cuda is not None
+            grid: Any = (triton.cdiv(outputs, tile["OUTPUTS"]),)
+            lines = 0
+            if native and scale is None:
+                room = _PROGRAMS_AT_ONCE * multiprocessors(x.device) // grid[0]
+                lines = _LINES_AHEAD if room else 0
+                tile = _larger(tile, min(room, inputs // tile["INPUTS"], _LARGEST_PROGRAM))
+            ahead = {"LINES": lines, "LINE": _LINE_BYTES // self._item_bytes, "NATIVE": native}
+            _one_row[grid](x, *pointers, *sizes, **ahead, **tile, **options)
+            return y
+        rounded, row_scale = (x, x) if scale is None else round_rows(x, weight.dtype)
+        padded = min(max(_LEAST_ROWS, triton.next_power_of_2(rows)), _MOST_TILE_ROWS)
+        digits = 1 if scale is None else len(rounded)
+        tile = _tile(rows, outputs, self._item_bytes, batch_invariant=self.batch_invariant)
+        if x.is_cuda:
+            # Bytes of shared memory for one of the inputs read at once.
+            read = tile["OUTPUTS"] * self._item_bytes + padded * digits * rounded.dtype.itemsize
+            stages = shared_bytes(x.device) // (tile["INPUTS"] * read)
+            tile["num_stages"] = max(min(tile["num_stages"], stages), 1)
+        grid = (triton.cdiv(outputs, tile["OUTPUTS"]), tile["PARTS"], triton.cdiv(rows, padded))
+        shared = (row_scale, x, x)  # not read by programs that share no inputs
+        if tile["PARTS"] > 1:
+            parts = x.new_empty(tile["PARTS"], rows, outputs, dtype=torch.float32)
+            shared = (row_scale, parts, _tickets(x.device))
+        _some_rows[grid](
+            *(rounded, *pointers, *shared, rows, rounded.stride(-2), *sizes),
+            ROWS=padded,
+            DIGITS=digits,
+            **tile,
+            **options,
+        )
+        return y
+
+    def _by_library(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return activation(x W + bias) + residual by cuBLAS, for `weight` (O, I) in the type of x.
+
+        It applies the usual activations within the product: 12,288 rows of 768 to 3072 outputs with
+        gelu take 104 us on an H200 so, 137 us with a kernel for it. A residual is overwritten by
+        the product that adds it: 8192 rows of 4096 to 4096 outputs take 424 us so, 461 us with a
+        kernel.
+        """
+        after, bias = self.epilogue, self.epilogue.bias
+        if residual is None:
+            within = after.activation in ("gelu_tanh", "relu")
+            if within and bias is not None and not (after.first_activated or after.gated):
+                use_gelu = after.activation == "gelu_tanh"
+                return torch._addmm_activation(bias, x, weight.t(), use_gelu=use_gelu)
+        elif bias is None and after.activation is None and residual.is_contiguous():
+            return residual.addmm_(x, weight.t())
+        return self._finished(functional.linear(x, weight, bias), residual)
+
+    def _finished(self, y: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return activation(y) + residual in one kernel, in the place of contiguous rows y (N, O).
+
+        Of gated pairs it is activation(gate) * linear, (N, O/2), in a place of its own.
+        """
+        if self.epilogue.activation is None and residual is None:
+            return y
+        rows, outputs = y.shape
+        options = {"ACTIVATION": self._activation, **_FINISHED, **launch_options(y)}
+        if self.epilogue.gated:
+            mixed = y.new_empty(rows, outputs // 2)
+            count = mixed.numel()
+            _gate_pairs[(triton.cdiv(count, _FINISHED["OUTPUTS"]),)](y, mixed, count, **options)
+            return mixed
+        first_activated = self.epilogue.first_activated
+        if not first_activated:  # all rows are alike: one long one
+            rows, outputs = 1, rows * outputs
+        first = first_activated if residual is None else 0
+        _finish_rows[(rows * triton.cdiv(outputs - first, _FINISHED["OUTPUTS"]),)](
+            *(y, y if residual is None else residual.contiguous(), outputs, first, first_activated),
+            HAS_RESIDUAL=residual is not None,
+            **options,
+        )
+        return y

@@ -46,20 +46,20 @@ class PeerMemory:
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
         return bytes(handle).hex()
 
-    def map(self, rank: int, handle: str) -> None:
-        """Map the memory of another rank."""
-        address = ctypes.c_uint64()
+    def map(self, rank: int, handle: str, device: int, other: int) -> None:
+        """Map the memory of another rank, on the GPU `other`, for this one's `device`.
+
+        Raises:
+            OSError: Atomic operations of the one do not reach the other.
+        """
+        linked, address = ctypes.c_int(), ctypes.c_uint64()
+        self._call("cuDeviceGetP2PAttribute", ctypes.byref(linked), _NATIVE_ATOMICS, device, other)
+        if not linked.value:
+            raise OSError(f"GPUs {device} and {other} have no NVLink")
         named = _Handle.from_buffer_copy(bytes.fromhex(handle))
         flags = ctypes.c_uint(_MAP_PEER)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), named, flags)
         self._mapped[rank] = address
-
-    def check_link(self, device: int, other: int) -> None:
-        """Raise OSError unless two GPUs are linked such that atomic operations reach the other."""
-        linked = ctypes.c_int()
-        self._call("cuDeviceGetP2PAttribute", ctypes.byref(linked), _NATIVE_ATOMICS, device, other)
-        if not linked.value:
-            raise OSError(f"GPUs {device} and {other} have no NVLink")
 
     def addresses(self, place: int) -> list[int]:
         """Return the addresses of all memories by rank; this one's is `place`."""
@@ -104,12 +104,15 @@ def open_peer_memory(
     every = [json.loads(store.get(f"memory/{rank}")) for rank in range(size)]
     problem = ""
     try:
-        for rank, other in enumerate(every):
+        for other in every:
             if "problem" in other:
                 raise OSError(other["problem"])
+        assert memory is not None
+        for rank, other in enumerate(every):
+            if other["host"] != offered["host"]:
+                raise OSError(f"rank {rank} runs on another host")
             if rank != place:
-                assert memory is not None
-                _map(memory, rank, offered, other)
+                memory.map(rank, other["handle"], device.index, other["device"])
     except OSError as error:
         problem = str(error)
     store.set(f"mapped/{place}", problem)
@@ -120,10 +123,3 @@ def open_peer_memory(
     if memory is not None:
         memory.unmap()  # and not freed: a peer may have it mapped still
     return None
-
-
-def _map(memory: PeerMemory, rank: int, own: dict[str, Any], other: dict[str, Any]) -> None:
-    if other["host"] != own["host"]:
-        raise OSError(f"rank {rank} runs on another host")
-    memory.check_link(own["device"], other["device"])
-    memory.map(rank, other["handle"])

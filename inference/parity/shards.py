@@ -179,26 +179,21 @@ def _with_parts(layer: Any, where: str, notes: _Notes) -> Any:
         if is_shared:
             notes.summands.add(Place(where, name))
 
+    def tapped(linear: Callable[[torch.Tensor], torch.Tensor], name: str) -> Any:
+        def run(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+            y = linear(x)
+            note(name, y)
+            return y if residual is None else y + residual
+
+        return run
+
     parts = {}
     for name, attribute, end in _PARTS:
         if (part := getattr(layer, attribute, None)) is not None:
             inner = part.part if isinstance(part, Sublayer) else part
-            inner = replace(
-                inner, **{end: _tapped_linear(getattr(inner, end), partial(note, name))}
-            )
+            inner = replace(inner, **{end: tapped(getattr(inner, end), name)})
             parts[attribute] = replace(part, part=inner) if isinstance(part, Sublayer) else inner
     return replace(layer, **parts)
-
-
-def _tapped_linear(
-    linear: Callable[[torch.Tensor], torch.Tensor], note: Callable[[torch.Tensor], None]
-) -> Callable[..., torch.Tensor]:
-    def run(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        y = linear(x)
-        note(y)
-        return y if residual is None else y + residual
-
-    return run
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,8 @@ class EncoderDecoderRank(GeneratorRank):
             has_virtual=plan.has_virtual,
             embeddings=embeddings,
         )
-        masks = self.model.encoder_masks(
-            rows,
+        masks = RowMasks(
+            *(rows, self.model.encoder_bias, self.model.dtype),
             tasks=rows.per_token(tasks) if any(t != self._no_task for t in tasks) else None,
             attentions=attentions,
         )

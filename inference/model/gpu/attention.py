@@ -146,11 +146,17 @@ class _Launch:
     def cache(self) -> KVCache:
         return self.step.cache
 
-    def _angles(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _inputs(self, new: torch.Tensor | None) -> tuple[Any, ...]:
+        """Return queries, new keys and values, the stride of all three's tokens, and angles."""
         # Absent tensors are not read, but need some pointer in their place.
-        return (
-            (self.query, self.query) if self.angles is None else (self.angles.cos, self.angles.sin)
-        )
+        query = keys = values = cos = sin = self.query
+        if new is not None:
+            assert len(query) == 1 or query.stride(0) == new.stride(0)
+            K = self.cache.shape.kv_head_num
+            keys, values = new[:, :K], new[:, K:]
+        if self.angles is not None:
+            cos, sin = self.angles.cos, self.angles.sin
+        return query, keys, values, query.stride(0), cos, sin
 
     def _stored(self) -> tuple[Any, ...]:
         keys, values = self.cache.blocks(self.layer)
@@ -180,28 +186,20 @@ class _Launch:
             "TABLE": 0 if table is None else table.shape[1],
         }
 
-    def _new_or_any(self, new: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new keys and values, whose tokens have the stride of the queries."""
-        if new is None:
-            return self.query, self.query  # not read
-        assert len(self.query) == 1 or self.query.stride(0) == new.stride(0)
-        K = self.cache.shape.kv_head_num
-        return new[:, :K], new[:, K:]
-
-    @property
-    def _factor(self) -> float:
+    def _result(self) -> tuple[torch.Tensor, int, float]:
+        """Return the output, the stride of its tokens, and the factor on the scores."""
         scale = self.step.rules.scale
-        return self.query.shape[2] ** -0.5 if scale is None else scale
+        factor = self.query.shape[2] ** -0.5 if scale is None else scale
+        return self.y, self.y.stride(0), factor
 
     def store(self, new: torch.Tensor) -> None:
         """Store the new keys and values, rotated, and rotate the queries in place."""
         constants = self._constants()
-        keys, values = self._new_or_any(new)
-        H, K = self.query.shape[1], keys.shape[1]
+        count, H, _ = self.query.shape
+        K = self.cache.shape.kv_head_num
         heads = triton.next_power_of_2(K)
-        store_new_tokens[(len(keys),)](
-            *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
-            *(self.step.slots, self.step.places),
+        store_new_tokens[(count,)](
+            *(*self._inputs(new), *self._stored(), self.step.slots, self.step.places),
             H=H,
             K=K,
             QUERIES=triton.next_power_of_2(H),
@@ -228,7 +226,7 @@ class _Launch:
         flash_attend_prompts[(len(tiles.slots), K)](
             *(self.query, self.query.stride(0), cache, *self._stored()[1:]),
             *(tiles.slots, tiles.places, tiles.rows, tiles.counts),
-            *(bias, self.y, self.y.stride(0), self._factor),
+            *(bias, *self._result()),
             G=group,
             K=K,
             ROWS=rows,
@@ -268,12 +266,11 @@ class _Launch:
         mixed = torch.empty(programs, 2, heads, width, device=device)
         sums = torch.empty(programs, 2, 2, heads, device=device)
         bias, choices = self._bias()
-        keys, values = self._new_or_any(new)
         kernel[(programs,)](
-            *(self.query, keys, values, self.query.stride(0), *self._angles(), *described),
-            *(*self._stored(), tiles.slots, tiles.places, tiles.rows, tiles.counts, count),
+            *(*self._inputs(new), *described, *self._stored()),
+            *(tiles.slots, tiles.places, tiles.rows, tiles.counts, count),
             *(bias, mixed, sums, _tickets(device, triton.next_power_of_2(count * K))),
-            *(self.y, self.y.stride(0), self._factor),
+            *self._result(),
             JOINED=max(joined // (heads * width), 1),
             ROWS=max(triton.next_power_of_2(count), _LEAST_SEQUENCES),
             NEW=new is not None,

@@ -86,13 +86,8 @@ def best_tokens(
 ) -> torch.Tensor:
     """Return the best token of each row as `TokenFeed.choose` does, of this rank's ids.
 
-    Args:
-        logits: (n, V) fp32, contiguous rows.
-        slots: (n,) integers.
-        forbidden: (n,) integers.
-        newest: Receives the tokens at `slots` if `keep` is true.
-        first: The first of this rank's ids.
-        keep: Whether no other rank has a say.
+    Rows of `logits` are contiguous. `first` is the first of the ids; with `keep`, if no other rank
+    has a say, `newest` receives the tokens at `slots`.
     """
     chosen = torch.empty(len(logits), 2, dtype=torch.int32, device=logits.device)
     _best_token[(len(logits),)](
@@ -350,15 +345,9 @@ def drawn_tokens(
 ) -> torch.Tensor:
     """Return the drawn token of each row as `TokenFeed.choose` does; drawn rows are overwritten.
 
-    Args:
-        logits: (n, V) fp32, contiguous rows of the whole vocabulary.
-        slots: (n,) integers.
-        forbidden: (n,) integers.
-        draws: (n, 6) fp32, see `StepPlan`.
-        newest: Receives the tokens at `slots`.
-        penalties: (n, 3) fp32, see `StepPlan`; None without.
-        seen: (slots, V) uint8, receives the tokens as well where there are penalties.
-        bias: (slots, V) fp32, from which the frequency penalty is subtracted there.
+    Rows of `logits` are contiguous and of the whole vocabulary. `newest` receives the tokens at
+    `slots`; where there are penalties so does `seen` (slots, V) uint8, and the frequency penalty is
+    subtracted from `bias` (slots, V) fp32.
     """
     rows, device = len(logits), logits.device
     assert penalties is None or penalties.shape == (rows, 3)  # the kernel would read beyond

@@ -70,14 +70,16 @@ class DecodeGraphs(SizedGraphs[DecodeGraph]):
         `group` are the query heads of a key/value head; `idle` are the numbers of what a place
         without a sequence reads of an encoder.
         """
-        super().__init__(graph_sizes(cache.shape.slots), "decoding steps")
+        slots = cache.shape.slots
+        small = [size for size in (1, 2, 4) if size < slots]
+        super().__init__([*small, *range(_STEP, slots, _STEP), slots], "decoding steps")
         self._model, self._cache, self._feed, self._layout = model, cache, feed, layout
         self._group = group
         self._idle = (0, cache.scratch_slot, 0, 0, *idle, -1)
         # The logits of every graph, of which one runs at a time: those of 66 graphs and a
         # vocabulary of 150,000 tokens would take 10 GB.
         width = 0 if model.head is None else model.head.width
-        self._logits = torch.empty(cache.shape.slots, width, device=cache.device)
+        self._logits = torch.empty(slots, width, device=cache.device)
 
     def record(self) -> None:
         """Record every size; the ranks of a stage do so at the same time."""
@@ -132,9 +134,3 @@ class DecodeGraphs(SizedGraphs[DecodeGraph]):
         if layout.pp_size > 1:
             return logits, None
         return logits, self._feed.choose(logits, slots, forbidden)
-
-
-def graph_sizes(sequences: int) -> list[int]:
-    """Return the sizes of graphs for up to `sequences` sequences, ascending."""
-    small = [size for size in (1, 2, 4) if size < sequences]
-    return [*small, *range(_STEP, sequences, _STEP), sequences]
