@@ -61,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return finished(arguments.run, arguments)
 
 
-def finished(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+def finished(run: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace) -> int:
     """Run a client's command and return its status; a failure is one line with status 1."""
     from tritonclient.utils import InferenceServerException
 
     accept_any_text()
     try:
-        return run(arguments)
+        return run(arguments) or 0
     except (InferenceServerException, ConnectionError, socket.gaierror) as error:
         words = str(error if isinstance(error, OSError) else error.message() or error)
         if "failed to connect" in words or "Connection refused" in words:
@@ -178,7 +178,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options | loaded | words
 
 
-def _generate(arguments: argparse.Namespace) -> int:
+def _generate(arguments: argparse.Namespace) -> None:
     prompts = list(arguments.prompts)
     if arguments.file:
         # Lines end with line feeds alone: other separators of Unicode belong to the text.
@@ -197,30 +197,27 @@ def _generate(arguments: argparse.Namespace) -> int:
         )
     if arguments.json:
         print_now(json.dumps(rows, ensure_ascii=False))
-        return 0
+        return
     for number, texts in enumerate(rows):
         for beam, text in enumerate(texts):
             if len(rows) > 1 or len(texts) > 1:
                 print_now(f"[{number}]" if len(texts) == 1 else f"[{number}, beam {beam}]")
             print_now(text)
-    return 0
 
 
-def _stream(arguments: argparse.Namespace) -> int:
+def _stream(arguments: argparse.Namespace) -> None:
     with opened_client(arguments, ensemble_name=arguments.model) as client:
         for piece in client.stream_text(
             arguments.prompt, output_len=arguments.output_len, options=_options(arguments)
         ):
             print_now(piece, end="")
     print_now()
-    return 0
 
 
-def _encode(arguments: argparse.Namespace) -> int:
+def _encode(arguments: argparse.Namespace) -> None:
     with opened_client(arguments) as client:
         for ids in client.encode(arguments.texts, model=arguments.model):
             print_now(" ".join(map(str, ids)))
-    return 0
 
 
 def _health(arguments: argparse.Namespace) -> int:
@@ -243,7 +240,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **over, **inner}
 
 
-def _request(arguments: argparse.Namespace) -> int:
+def _request(arguments: argparse.Namespace) -> None:
     content = json_object(arguments.file.read_bytes(), arguments.file) if arguments.file else {}
     content = merged(content, json_object(arguments.params, "--params"))
     if not isinstance(config := content.get("config", {}), dict):
@@ -263,11 +260,10 @@ def _request(arguments: argparse.Namespace) -> int:
     model = config.get("model_name") or "fastertransformer"
     with client:
         if streams:
-            frames = client.stream(model, tensors, turn=turn)
-            return _print_stream(frames, test=arguments.test)
+            _print_stream(client.stream(model, tensors, turn=turn), test=arguments.test)
+            return
         for name, value in client.infer(model, tensors, turn=turn).items():
             print_now(f"{name}:\n{value}\n")
-    return 0
 
 
 def _turn(config: Mapping[str, Any]) -> SessionTurn | None:
@@ -279,7 +275,7 @@ def _turn(config: Mapping[str, Any]) -> SessionTurn | None:
     return None
 
 
-def _print_stream(frames: Iterator[Mapping[str, np.ndarray[Any, Any]]], *, test: bool) -> int:
+def _print_stream(frames: Iterator[Mapping[str, np.ndarray[Any, Any]]], *, test: bool) -> None:
     started, shown = time.monotonic(), None
     for frame in frames:
         rows = frame["output_ids"]
@@ -290,12 +286,11 @@ def _print_stream(frames: Iterator[Mapping[str, np.ndarray[Any, Any]]], *, test:
         print_now(f"[After {elapsed:.2f}s] Partial result{chance}:\n{tokens}\n")
         ids = tokens.tolist()
         if test and shown is not None and ids[:-1] != shown:
-            return _failed(f"a frame does not add one token: {shown} became {ids}")
+            raise ValueError(f"a frame does not add one token: {shown} became {ids}")
         shown = ids
-    return 0
 
 
-_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str]] = {
     "generate": (_generate, "text in, text out, through the ensemble"),
     "stream": (_stream, "print one text while it is generated"),
     "encode": (_encode, "print the token ids of texts"),

@@ -16,7 +16,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ class StreamSender:
         self._waiting: deque[tuple[str, News] | Callable[[], None] | None] = deque()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._connection: socket.socket | None = None
+        self._is_lost = False
 
     def send(self, stream: str, news: News) -> None:
         """Add the new tokens of a stream to the next message."""
@@ -71,10 +70,9 @@ class StreamSender:
             self._thread.join()
 
     def _run(self) -> None:
-        self._connection = socket.socket(socket.AF_UNIX)
         path = Path(os.environ[REPORTS_VARIABLE]).with_name(SOCKET_NAME)
-        with self._connection:
-            self._attempt(methodcaller("connect", str(path)))
+        with socket.socket(socket.AF_UNIX) as connection:
+            self._attempt(connection.connect, str(path))
             ends = False
             while not ends:
                 self._wake.wait()
@@ -82,21 +80,20 @@ class StreamSender:
                 waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
                 messages = [each for each in waiting if isinstance(each, tuple)]
                 if messages:
-                    self._attempt(methodcaller("sendall", json.dumps(messages).encode() + b"\n"))
+                    self._attempt(connection.sendall, json.dumps(messages).encode() + b"\n")
                 for each in waiting:
                     if callable(each):
                         each()
                 ends = None in waiting
 
-    def _attempt(self, act: Callable[[socket.socket], None]) -> None:
+    def _attempt(self, act: Callable[[Any], object], argument: object) -> None:
         """Use the connection; where that fails, whole answers alone are sent from then on."""
-        if self._connection is None:
-            return
         try:
-            act(self._connection)
+            if not self._is_lost:
+                act(argument)
         except OSError as error:  # the front is gone, and the server about to follow
             logger.warning("streams: %s", error)
-            self._connection = None
+            self._is_lost = True
 
 
 class StreamReceiver:

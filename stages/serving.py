@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from inference.server.installation import mpi_start
 from inference.server.openai_server import OpenAIServer
 from inference.server.server_log import put_aside
 from inference.supervision import RESTARTS_VARIABLE
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 _ENSEMBLE, _TEXT_ENCODER = "ensemble", "text_encoder"
 # Models other than the one that takes token ids.
 _TEXT_MODELS = (_ENSEMBLE, "preprocessing", "postprocessing", "tokenizer", _TEXT_ENCODER)
-# Set by launchers of MPI processes.
-_MPI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
-_MPIRUN = ("mpirun", "-n", "1", "--allow-run-as-root")
-_REMOTE_SHELLS = ("ssh", "rsh")  # Open MPI's mpirun ends at once where there is neither
 _LEAST_PROBE_S = 60.0  # also for a server that took all its time to load
 
 
@@ -128,27 +124,13 @@ def server_environment(config: DeployConfig) -> dict[str, str]:
     if config.visible_devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = config.visible_devices
     if config.engine == FASTERTRANSFORMER:
-        # Parallel launches are faster and can hang.
-        environment["NCCL_LAUNCH_MODE"] = os.environ.get("NCCL_LAUNCH_MODE", "GROUP")
-        if not _is_under_mpi(config) and not server_prefix(config):
-            # By itself Open MPI would start a daemon, for which it wants a remote shell.
-            environment["OMPI_MCA_ess_singleton_isolated"] = "1"
+        environment |= mpi_start(is_step=config.is_mpi_step)[1]
     return environment
 
 
 def server_prefix(config: DeployConfig) -> tuple[str, ...]:
-    """Return the command prefix of the server: mpirun for NVIDIA's backend outside an MPI step.
-
-    Without mpirun, too, the backend's process is the only one of its MPI world.
-    """
-    if config.engine != FASTERTRANSFORMER or _is_under_mpi(config):
-        return ()
-    can_run = shutil.which(_MPIRUN[0]) and any(map(shutil.which, _REMOTE_SHELLS))
-    return _MPIRUN if can_run else ()
-
-
-def _is_under_mpi(config: DeployConfig) -> bool:
-    return config.is_mpi_step or any(name in os.environ for name in _MPI_VARIABLES)
+    """Return the command prefix of the server: mpirun for NVIDIA's backend outside an MPI step."""
+    return mpi_start(is_step=config.is_mpi_step)[0] if config.engine == FASTERTRANSFORMER else ()
 
 
 def _server(

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return finished(_ask, parser.parse_args(argv))
 
 
-def _ask(arguments: argparse.Namespace) -> int:
+def _ask(arguments: argparse.Namespace) -> None:
     prompts = arguments.prompts
     with opened_client(
         arguments, default_protocol="http", model_name=arguments.model_name
@@ -60,7 +60,6 @@ def _ask(arguments: argparse.Namespace) -> int:
                     ]
                     text = shown[0] if len(shown) == 1 else json.dumps(shown, ensure_ascii=False)
                     print_now(f"{name}: {text}")
-    return 0
 
 
 def _wait_until_ready(client: TritonClient, timeout_s: float) -> None:

@@ -8,7 +8,6 @@ model never becomes ready again.
 import argparse
 import contextlib
 import math
-import shutil
 import signal
 import sys
 import tempfile
@@ -20,12 +19,12 @@ from typing import Any
 from inference.front.access import OpenAIOptions, access_of, add_access_options
 from inference.parent_process import StopRequested, stop_signals
 from inference.ports import DEFAULT_PORTS, TRITON_PORTS
+from inference.server.installation import mpi_start
 from inference.server.server import TritonServer
 from inference.server.server_log import ServerStartError, forwarded_log
 
 _POLL_S = 0.25
 _PATIENCE_S = 30.0
-_MPIRUN = ("mpirun", "-n", "1", "--allow-run-as-root")
 _FASTERTRANSFORMER = "fastertransformer"
 
 
@@ -49,11 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error("--openai-port needs --engine=pytorch")
     with tempfile.TemporaryDirectory(prefix="slipway-server-") as folder:
         try:
+            prefix, variables = mpi_start() if is_old else ((), {})
             server = server_of(
                 arguments,
                 repository,
                 log_path=Path(folder) / "tritonserver.log",
-                prefix=_MPIRUN if is_old and shutil.which(_MPIRUN[0]) else (),
+                env=variables,
+                prefix=prefix,
                 is_old=is_old,
                 openai=openai,
             )

@@ -41,10 +41,6 @@ _NUMBERS = {
 _HIDDEN_TYPES = ("FP32", "FP16", "BF16")
 
 
-class NoAnswerError(OSError):
-    """The server did not answer in time, or cannot be reached."""
-
-
 class RefusalError(ValueError):
     """The server answered with an error; `code` is gRPC's, such as INTERNAL."""
 
@@ -56,8 +52,8 @@ class RefusalError(ValueError):
 class Admin(TritonClient):
     """A connection to one server; safe to use from several threads.
 
-    Its own methods raise NoAnswerError where the server does not answer, and RefusalError where it
-    answers with an error.
+    Its own methods raise ConnectionError where the server does not answer in time or cannot be
+    reached, and RefusalError where it answers with an error.
     """
 
     def __init__(self, target: str, *, hidden: int | None = None) -> None:
@@ -115,7 +111,7 @@ class Admin(TritonClient):
             # Where gRPC itself, and not the server, says that it is unavailable.
             is_away = code == "UNAVAILABLE" and ("connect" in words or "Socket closed" in words)
             if is_away or code in ("DEADLINE_EXCEEDED", "CANCELLED"):
-                raise NoAnswerError(words) from error
+                raise ConnectionError(words) from error
             raise RefusalError(code, words) from error
 
 

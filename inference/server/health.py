@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from export_scripts.triton.parameters import PARAMETERS
-from inference.server.admin import Admin, NoAnswerError, RefusalError, is_interactive
+from inference.server.admin import Admin, RefusalError, is_interactive
 from inference.server.process import ServedProcess
 from inference.server.supervisor import descendants, model_of, process_state
 from inference.supervision import BUSY, CANARY_PARAMETER
@@ -40,7 +40,7 @@ class Target:
 
     Attributes:
         name: As it is reported.
-        ask: Sends a small request with a timeout in seconds. Raises NoAnswerError for silence,
+        ask: Sends a small request with a timeout in seconds. Raises OSError for silence,
             RefusalError for an answer that shows a fault.
         advanced: Returns a number that grows with what it has finished.
         processes: Returns the ids of the processes that do its work.
@@ -48,7 +48,7 @@ class Target:
     """
 
     name: str
-    ask: Callable[[float], None]
+    ask: Callable[[float], object]
     advanced: Callable[[], float]
     processes: Callable[[], Sequence[int]]
     longest_s: float = _LONGEST_S
@@ -126,7 +126,7 @@ class Health:
         except RefusalError as error:
             target.silent_since = None
             target.faults.append(f"answers a canary with: {error}")
-        except NoAnswerError:
+        except OSError:
             self._be_silent(target, began, before, computed_s)
         else:
             took_s = time.monotonic() - began
@@ -152,7 +152,7 @@ class Health:
 
 def _advanced(target: Target) -> float | None:
     """Return what a target has finished, None where the server does not say."""
-    with contextlib.suppress(NoAnswerError, RefusalError):
+    with contextlib.suppress(OSError, RefusalError):
         return target.advanced()
     return None
 
@@ -202,16 +202,9 @@ def _model_target(admin: Admin, name: str, root: int) -> Target:
 
 def front_target(server: ServedProcess, port: str, *, pid: int) -> Target:
     """Return a target for a server's front at a port: any answer to HTTP shows that it lives."""
-
-    def ask(timeout_s: float) -> None:
-        try:
-            server.ask("/v2/health/live", timeout_s=timeout_s, port=port)
-        except OSError as error:
-            raise NoAnswerError(str(error)) from error
-
     return Target(
         f"the front at its port {server.ports[port]}",
-        ask,
+        lambda timeout_s: server.ask("/v2/health/live", timeout_s=timeout_s, port=port),
         advanced=lambda: 0.0,
         processes=lambda: [pid],
         longest_s=_LONGEST_READY_S,

@@ -25,6 +25,10 @@ SERVER_VARIABLE = "TRITON_SERVER"
 OWN_BACKENDS = Path(__file__).resolve().parents[2] / "export_scripts" / "triton" / "backends"
 _OPTION = re.compile(r"^\s*--([a-z][a-z-]*)", re.MULTILINE)
 _HELP_TIMEOUT_S = 120.0  # a container's first read of the program can be slow
+# Set by launchers of MPI processes.
+_MPI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+_MPIRUN = ("mpirun", "-n", "1", "--allow-run-as-root")
+_REMOTE_SHELLS = ("ssh", "rsh")  # Open MPI's mpirun ends at once where there is neither
 # The server itself waits this long for running requests; `stop` sets the limit that counts.
 _EXIT_TIMEOUT_S = 3600
 _EVERYWHERE = "0.0.0.0"  # where tritonserver listens by itself
@@ -275,3 +279,19 @@ def old_server_options(
         *(f"--{name}={host}" for name in addresses if known is None or name in known),
         f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
     ]
+
+
+def mpi_start(*, is_step: bool = False) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the command prefix of a server with NVIDIA's backend, and its variables.
+
+    In an MPI step it is one of the step's processes, elsewhere mpirun starts it. Without mpirun,
+    too, the backend's process is the only one of its MPI world.
+    """
+    # Parallel launches are faster and can hang.
+    variables = {"NCCL_LAUNCH_MODE": os.environ.get("NCCL_LAUNCH_MODE", "GROUP")}
+    if is_step or any(name in os.environ for name in _MPI_VARIABLES):
+        return (), variables
+    if shutil.which(_MPIRUN[0]) and any(map(shutil.which, _REMOTE_SHELLS)):
+        return _MPIRUN, variables
+    # By itself Open MPI would start a daemon, for which it wants a remote shell.
+    return (), {**variables, "OMPI_MCA_ess_singleton_isolated": "1"}

@@ -141,7 +141,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """Compile a template. Raises ValueError if it is not one."""
+        """Compile a template. Raises TemplateError, RecursionError or ValueError for others."""
         self.source = source
         self.end_token = tokens.get("eos_token", "")
         self._tokens = dict(tokens)
@@ -156,10 +156,7 @@ class ChatTemplate:
             "raise_exception": _raise,
             "strftime_now": lambda pattern: datetime.now().strftime(pattern),
         }
-        try:
-            self._template = environment.from_string(source)
-        except (TemplateError, RecursionError) as error:
-            raise ValueError(str(error)) from error
+        self._template = environment.from_string(source)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the prompt for the answer to a conversation, unless the template refuses it."""
@@ -206,7 +203,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
             tokens[name] = text
     try:
         return ChatTemplate(source, tokens)
-    except ValueError as error:
+    except (TemplateError, RecursionError, ValueError) as error:
         raise ValueError(f"the chat template in {folder} is not one: {error}") from error
 
 

@@ -232,9 +232,9 @@ def _model_limits(config: Any, repository: Path | None) -> tuple[int, int | None
     """
     parameters = {key: value.string_value for key, value in config.parameters.items()}
     limit = int(parameters.get("max_seq_len", _DEFAULT_CONTEXT))
-    folder = parameters.get("model_checkpoint_path")
-    if folder is None and repository is not None:
-        folder = str(repository / config.name / "1" / f"{parameters['tensor_para_size']}-gpu")
+    folder, tp_size = (parameters.get(key) for key in ("model_checkpoint_path", "tensor_para_size"))
+    if folder is None and repository is not None and tp_size is not None:
+        folder = str(repository / config.name / "1" / f"{tp_size}-gpu")
     if folder is None or not (Path(folder) / "config.ini").is_file():
         return limit, None
     _, model = read_config(Path(folder))

@@ -17,7 +17,7 @@ import pytest
 
 from export_scripts.triton.model_config import parse_config
 from inference.server import health
-from inference.server.admin import Admin, NoAnswerError, RefusalError
+from inference.server.admin import Admin, RefusalError
 from inference.server.health import Health, Target, front_target, model_targets
 from inference.server.process import ServedProcess
 from inference.supervision import BUSY
@@ -54,7 +54,7 @@ class Model:
         if self.error is not None:
             raise RefusalError("INTERNAL", self.error)
         if not self.answers.wait(timeout_s):
-            raise NoAnswerError
+            raise ConnectionError
 
     def run(self, script: str) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", script])
@@ -164,7 +164,7 @@ def test_wait_grows_with_the_slowest_answer(model: Model, monkeypatch: pytest.Mo
 
 def test_target_is_asked_also_where_the_server_does_not_say_what_it_finished(model: Model) -> None:
     def mute() -> float:
-        raise NoAnswerError
+        raise ConnectionError
 
     target = model.target()
     target.advanced = mute
@@ -215,11 +215,11 @@ def test_front_that_accepts_and_does_not_answer_is_silent() -> None:
     server = HTTPServer(("127.0.0.1", 0), Handler)
     asked = ServedProcess(ports={"http": server.server_port}, log_path=Path("no log"))
     target = front_target(asked, "http", pid=os.getpid())
-    with pytest.raises(NoAnswerError):
+    with pytest.raises(TimeoutError):
         target.ask(0.2)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     target.ask(10.0)
     server.shutdown()
     server.server_close()
-    with pytest.raises(NoAnswerError):
+    with pytest.raises(ConnectionError):
         target.ask(10.0)

@@ -185,3 +185,23 @@ def test_host_of_another_machine_is_refused_by_name(
     said = capsys.readouterr().err
     assert said.startswith("tritonserver was not started:")
     assert problem in said
+
+
+def test_nvidias_server_starts_without_mpirun_where_that_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open MPI's mpirun ends at once where there is no remote shell, as in many images."""
+    for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "NCCL_LAUNCH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "mpirun").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    made: list[TritonServer] = []
+
+    def serve(server: TritonServer, **_: float) -> int:
+        made.append(server)
+        return 0
+
+    monkeypatch.setattr("inference.server.__main__.serve_until_signal", serve)
+    assert main([f"--model-repository={tmp_path}", "--engine=fastertransformer"]) == 0
+    assert made[0].prefix == ()
+    assert made[0].env == {"NCCL_LAUNCH_MODE": "GROUP", "OMPI_MCA_ess_singleton_isolated": "1"}

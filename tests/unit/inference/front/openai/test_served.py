@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 import pytest
+from tritonclient.grpc import model_config_pb2
 
+from inference.front.openai import served
 from inference.front.openai.served import api_error, stream_error
 
 
@@ -35,3 +39,9 @@ def test_an_error_on_a_stream_has_the_status_that_it_begins_with(
 ) -> None:
     error = stream_error(message)
     assert (error.status, str(error)) == (status, text)
+
+
+def test_limits_of_another_projects_model_are_the_engines(tmp_path: Path) -> None:
+    """Its inputs may have the same names; it must not keep the endpoint from opening."""
+    config = model_config_pb2.ModelConfig(name="other", backend="python")
+    assert served._model_limits(config, tmp_path) == (4096, None)
