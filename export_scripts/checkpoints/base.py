@@ -72,9 +72,7 @@ class Piece:
     def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:  # noqa: ARG002
         """Return consecutive parts along an axis that need less gathering than the whole.
 
-        Args:
-            axis: The axis; None for the whole.
-            unit: Number of its entries that belong together.
+        Without an axis, the whole; `unit` of the axis's entries belong together.
         """
         return (self,)
 

@@ -171,10 +171,8 @@ def check_repository(
 def repository_models(request: RepositoryRequest, *, kind: str | None = None) -> list[Path]:
     """Return the folders of the models that a request makes, before its weights exist.
 
-    Args:
-        request: What is built.
-        kind: Name of the family (t5_encoder, bert, ...) or of a group of them (gpt3, mt5); the
-            request's model_type takes precedence. None stands for a generator.
+    `kind` is the name of the family (t5_encoder, bert, ...) or of a group of them (gpt3, mt5); the
+    request's model_type takes precedence. None stands for a generator.
     """
     family = FAMILIES.get(kind or "")
     model_type = request.model_type or (family.model_type if family else "")
