@@ -358,6 +358,10 @@ def yaml_table(content: bytes, source: object) -> dict[str, Any]:
         table = None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CheckpointMismatchError(f"{source} is not YAML: {error}") from error
+    except (LookupError, AttributeError) as error:  # of PyYAML, on `!!bool yep`
+        raise CheckpointMismatchError(
+            f"{source} is not YAML: a value does not fit its tag"
+        ) from error
     if not isinstance(table, dict | None):
         raise CheckpointMismatchError(f"{source} is not a table")
     return table or {}
