@@ -155,7 +155,6 @@ GPTJ = ModelSignature(
     inputs=(*_GENERATION_REQUIRED, *_SAMPLING, _TASK, *_DECAY, *_ADDED),
     outputs=(*_GENERATION_OUTPUTS, *_LOG_PROBS),
 )
-GPTNEOX = GPTJ
 
 _ENCODER_REQUIRED = (
     _tensor("input_ids", "UINT32", (-1,), "encoder input, right-padded"),
@@ -202,7 +201,7 @@ BERT = ModelSignature(
 MODEL_SIGNATURES: dict[str, ModelSignature] = {
     "GPT": GPT,
     "GPT-J": GPTJ,
-    "GPT-NeoX": GPTNEOX,
+    "GPT-NeoX": GPTJ,
     "Llama": GPT,  # ours alone; the C++ backend has no such model
     "T5": T5,
     "T5-Encoder": T5_ENCODER,
