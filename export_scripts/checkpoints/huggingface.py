@@ -193,19 +193,14 @@ def index_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors or torch file by name.
 
     Raises:
-        CheckpointMismatchError: The file is damaged or unsafe.
+        CheckpointMismatchError: The file is damaged or unsafe, or its header disagrees with it.
     """
     if path.suffix == ".safetensors":
-        return index_safetensors(path)
+        return _index_safetensors(path)
     return flatten(read_torch_file(path))
 
 
-def index_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name.
-
-    Raises:
-        CheckpointMismatchError: The header is damaged or disagrees with the file.
-    """
+def _index_safetensors(path: Path) -> dict[str, StoredTensor]:
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(len(_GIT_LFS)) == _GIT_LFS:
