@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from export_scripts.triton.repository import ENSEMBLE, TEXT_ENCODER, TEXT_MODELS
 from inference.server.installation import mpi_start
 from inference.server.openai_server import OpenAIServer
 from inference.server.server_log import put_aside
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
     AnyServer: TypeAlias = TritonServer | OpenAIServer
 
-_ENSEMBLE, _TEXT_ENCODER = "ensemble", "text_encoder"
-# Models other than the one that takes token ids.
-_TEXT_MODELS = (_ENSEMBLE, "preprocessing", "postprocessing", "tokenizer", _TEXT_ENCODER)
 _LEAST_PROBE_S = 60.0  # also for a server that took all its time to load
 
 
@@ -97,7 +95,7 @@ def serving(
         endpoint = _endpoint(config, server, job_id, restarts, model=model)
         progress.update("sending a first request")
         left_s = config.ready_timeout_s - (time.monotonic() - began)
-        outermost = _TEXT_ENCODER if _TEXT_ENCODER in server.models else model
+        outermost = TEXT_ENCODER if TEXT_ENCODER in server.models else model
         server.await_answer(
             endpoint.ensemble or outermost, timeout_s=max(left_s, _LEAST_PROBE_S), check=check
         )
@@ -176,7 +174,7 @@ def _endpoint(
         grpc=ports.get("grpc", 0),
         metrics=ports.get("metrics", ports["http"]),
         model=model,
-        ensemble=_ENSEMBLE if _ENSEMBLE in server.models else None,
+        ensemble=ENSEMBLE if ENSEMBLE in server.models else None,
         job_id=job_id,
         tp=config.tp_size,
         pp=config.pp_size,
@@ -192,7 +190,7 @@ def _model_name(config: DeployConfig, server: TritonServer) -> str:
     """Return the served model that takes token ids: as configured, or the only one there is."""
     if config.model_name in server.models:
         return config.model_name
-    others = [name for name in server.models if name not in _TEXT_MODELS]
+    others = [name for name in server.models if name not in TEXT_MODELS]
     if len(others) != 1:
         raise StageError(
             f"{config.source} serves {', '.join(server.models)}, but not {config.model_name}; "

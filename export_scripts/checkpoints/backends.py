@@ -201,7 +201,6 @@ def _entries(tree: Any) -> Iterator[tuple[_Key, _Entry]]:
 
 
 _HEADER_NAME = ".zarray"
-_MOST = 1_000_000
 
 # megatron-core writes bfloat16, which numpy lacks, by name.
 _TYPES = {
@@ -242,7 +241,7 @@ def _read(container: Container, folder: str, problems: list[str]) -> ChunkedTens
     name = folder + _HEADER_NAME
     try:
         header = json_table(read_small(container.members[name]), name)
-        found = _oddities(header, name)
+        found = _oddities(header, name, len(container.members))
     except CheckpointMismatchError as error:
         found = error.problems
     if found:
@@ -262,7 +261,8 @@ def _read(container: Container, folder: str, problems: list[str]) -> ChunkedTens
         region = container.members.get(name)
         if region is None:
             problems.append(f"{name} is missing")
-        elif region.size != full_bytes:
+            break
+        if region.size != full_bytes:
             problems.append(f"{name} has {region.size} bytes; expected {full_bytes}")
         else:
             own = None if shape == step else stride
@@ -270,7 +270,7 @@ def _read(container: Container, folder: str, problems: list[str]) -> ChunkedTens
     return ChunkedTensor(dtype, whole, chunks)
 
 
-def _oddities(header: Mapping[str, Any], name: str) -> list[str]:
+def _oddities(header: Mapping[str, Any], name: str, files: int) -> list[str]:
     problems = [
         f"{name}: {key} = {header.get(key)!r}; expected {choices[0]!r}, as megatron-core writes it"
         for key, choices in _EXPECTED.items()
@@ -278,9 +278,11 @@ def _oddities(header: Mapping[str, Any], name: str) -> list[str]:
     ]
     shape, chunk = header.get("shape"), header.get("chunks")
     if not _are_sizes(shape) or not _are_sizes(chunk) or len(shape) != len(chunk):
-        problems.append(f"{name}: shape = {shape!r}, chunks = {chunk!r}; expected sizes")
-    elif math.prod(-(-size // step) for size, step in zip(shape, chunk, strict=True)) > _MOST:
-        problems.append(f"{name}: more than {_MOST} chunks")
+        problems.append(f"{name}: shape = {shape!r:.100}, chunks = {chunk!r:.100}; expected sizes")
+        return problems
+    count = math.prod(-(-size // step) for size, step in zip(shape, chunk, strict=True))
+    if count > files:  # whose names would cost more than the header
+        problems.append(f"{name}: more chunks than the checkpoint has files")
     return problems
 
 

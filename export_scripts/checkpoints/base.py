@@ -72,9 +72,7 @@ class Piece:
     def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:  # noqa: ARG002
         """Return consecutive parts along an axis that need less gathering than the whole.
 
-        Args:
-            axis: The axis; None for the whole.
-            unit: Number of its entries that belong together.
+        Without an axis, the whole; `unit` of the axis's entries belong together.
         """
         return (self,)
 
@@ -360,6 +358,10 @@ def yaml_table(content: bytes, source: object) -> dict[str, Any]:
         table = None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CheckpointMismatchError(f"{source} is not YAML: {error}") from error
+    except (LookupError, AttributeError) as error:  # of PyYAML, on `!!bool yep`
+        raise CheckpointMismatchError(
+            f"{source} is not YAML: a value does not fit its tag"
+        ) from error
     if not isinstance(table, dict | None):
         raise CheckpointMismatchError(f"{source} is not a table")
     return table or {}

@@ -76,9 +76,7 @@ def read_yaml(container: Container, name: str) -> dict[str, Any]:
 def open_container(path: Path, *, scratch_dir: Path | None = None) -> Container:
     """Return the members of a tar archive, a gzip tar or a folder.
 
-    Args:
-        path: The archive or folder.
-        scratch_dir: Where a gzip tar is unpacked; the system's temporary folder by default.
+    A gzip tar is unpacked in `scratch_dir`, by default the system's temporary folder.
 
     Raises:
         CheckpointMismatchError: The archive is damaged or unsafe.

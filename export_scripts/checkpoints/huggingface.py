@@ -103,7 +103,6 @@ def open_huggingface(path: Path) -> CheckpointReader:
     configuration = open_configuration(path)
     files, index = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
-    home: dict[str, Path] = {}
     problems: list[str] = []
     for file in files:
         try:
@@ -112,13 +111,12 @@ def open_huggingface(path: Path) -> CheckpointReader:
             problems += error.problems
             continue
         problems += [
-            f"tensor {key} is in both {home[key].name} and {file.name} under {path}"
+            f"tensor {key} is in both {tensors[key].path.name} and {file.name} under {path}"
             for key in found
             if key in tensors
         ]
         tensors |= found
-        home |= dict.fromkeys(found, file)
-    refuse(listed(problems or _misplaced(path, index, home)))
+    refuse(listed(problems or _misplaced(path, index, tensors)))
     pieces = {key: (tensor,) for key, tensor in tensors.items()}
     return dataclasses.replace(configuration, tensors=pieces, files=(path / CONFIG_NAME, *files))
 
@@ -171,17 +169,19 @@ def _indexed_files(index: Path) -> dict[str, str]:
     return without_wrappers(named)
 
 
-def _misplaced(path: Path, index: Mapping[str, str], home: Mapping[str, Path]) -> list[str]:
+def _misplaced(
+    path: Path, index: Mapping[str, str], tensors: Mapping[str, StoredTensor]
+) -> list[str]:
     """Return the tensors that are in another file than the index says, or in none.
 
     Those that it does not list are read as transformers reads them, which takes all that each of
     its files holds. safetensors' own converter lists tied tensors that it leaves out.
     """
-    lost = [key for key in index if key not in home and not key.endswith(TIED_TABLES)]
+    lost = [key for key in index if key not in tensors and not key.endswith(TIED_TABLES)]
     problems = [
-        f"{key} is in {home[key].name}, and not in {file}"
+        f"{key} is in {tensors[key].path.name}, and not in {file}"
         for key, file in index.items()
-        if key in home and home[key].name != file
+        if key in tensors and tensors[key].path.name != file
     ]
     if lost:
         problems.append(f"no file holds {first_names(lost)}")
@@ -193,19 +193,14 @@ def index_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors or torch file by name.
 
     Raises:
-        CheckpointMismatchError: The file is damaged or unsafe.
+        CheckpointMismatchError: The file is damaged or unsafe, or its header disagrees with it.
     """
     if path.suffix == ".safetensors":
-        return index_safetensors(path)
+        return _index_safetensors(path)
     return flatten(read_torch_file(path))
 
 
-def index_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name.
-
-    Raises:
-        CheckpointMismatchError: The header is damaged or disagrees with the file.
-    """
+def _index_safetensors(path: Path) -> dict[str, StoredTensor]:
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(len(_GIT_LFS)) == _GIT_LFS:

@@ -135,7 +135,7 @@ def _read_npy(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> StoredTensor
     begin = zip_data_offset(path, file, info)
     file.seek(begin)
     fields, offset = _npy_header(file, where)
-    dtype = _NPY_TYPES.get(fields.get("descr", ""))
+    dtype = _NPY_TYPES.get(str(fields.get("descr")))
     if dtype is None or fields.get("fortran_order") is not False:
         raise CheckpointMismatchError(
             f"{where} has type {fields.get('descr')!r}; expected bfloat16, float16 or float32"
@@ -164,4 +164,6 @@ def _npy_header(file: BinaryIO, where: str) -> tuple[dict[str, Any], int]:
             raise ValueError(f"shape {shape}")
     except (ValueError, SyntaxError, KeyError, TypeError) as error:
         raise CheckpointMismatchError(f"{where} has a damaged header: {error}") from error
+    except (MemoryError, RecursionError) as error:
+        raise CheckpointMismatchError(f"{where} has a damaged header: it nests too deep") from error
     return fields, 8 + width + length

@@ -140,10 +140,7 @@ def join_ranks(
 ) -> dict[str, tuple[StoredTensor, ...]]:
     """Return each tensor's pieces in tensor-rank order, layers numbered globally.
 
-    Args:
-        states: The tensors of every rank.
-        where: The checkpoint, for messages.
-        layer_offset: Gives the global number of layer 0 of a stage; None where stages show it.
+    `layer_offset` gives the global number of layer 0 of a stage; None where stages show it.
 
     Raises:
         CheckpointMismatchError: Ranks of a stage hold different tensors, or stages hold different

@@ -152,7 +152,10 @@ def _read_legacy(region: Region, stream: io.BufferedReader) -> Any:
         raise CheckpointMismatchError(f"{region} was saved on a big-endian machine")
     begin = stream.tell()
     load()
-    keys = [str(key) for key in load()]
+    listed = load()
+    if not isinstance(listed, list):
+        raise CheckpointMismatchError(f"{region} is a pickle, but not of torch.save")
+    keys = [str(key) for key in listed]
     end = stream.tell()
     size = stream.seek(0, io.SEEK_END)
     for key in keys:

@@ -53,10 +53,7 @@ class SpecialIds:
 
 
 def special_ids(files: Mapping[str, Region]) -> SpecialIds:
-    """Return the special ids that tokenizer files state.
-
-    Args:
-        files: The files by their names in the FT folder.
+    """Return the special ids that tokenizer files state, by their names in the FT folder.
 
     Raises:
         CheckpointMismatchError: A tokenizer file cannot be read.

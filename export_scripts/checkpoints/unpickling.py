@@ -143,10 +143,7 @@ class _Ordered(OrderedDict[Any, Any]):
 class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc, unused-ignore]
     """The pure Python unpickler (its memo cannot be made to allocate) with an allow-list.
 
-    Args:
-        data: One pickle.
-        source: The file's name in messages.
-        place: Gives the byte range of a storage; None refuses tensors.
+    `place` gives the byte range of a storage; None refuses tensors. Messages name `source`.
     """
 
     def __init__(self, data: io.BufferedIOBase, *, source: str, place: Place | None) -> None:

@@ -26,11 +26,8 @@ class SequentialFile:
 
     Space is reserved at once, which makes the writes several times cheaper, and chunks of whole
     blocks from aligned memory pass by the page cache: no copy, no flood of dirty pages to write
-    back at the end. File systems without either get plain writes.
-
-    Args:
-        path: The file; replaced if it exists. Its folder is made.
-        size_bytes: Its size.
+    back at the end. File systems without either get plain writes. A file at `path` is replaced, and
+    its folder is made.
 
     Raises:
         OSError: The file cannot be written, here and in every method; the error names it.

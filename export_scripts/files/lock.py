@@ -14,17 +14,14 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextlib.contextmanager
 def folder_lock(path: Path, busy: str) -> Iterator[bool]:
-    """Hold a lock that the system releases when the process ends.
+    """Hold a lock, the file `path`, that the system releases when the process ends.
 
     Yields False on a file system without locks, where others are not kept away. Afterwards the
     lock's file goes, with the folders that were made for it and are still empty.
 
-    Args:
-        path: The lock's file.
-        busy: What to say where another process holds it.
-
     Raises:
-        ValueError: Another process holds it, or it is a link, whose target would be emptied.
+        ValueError: Another process holds it (the message begins with `busy`), or it is a
+            link, whose target would be emptied.
     """
     made = [folder for folder in path.parents if not folder.exists()]
     fd, is_held = _opened(path, busy)

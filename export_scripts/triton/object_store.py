@@ -63,7 +63,7 @@ def parse_location(url: str, *, endpoint_url: str | None = None) -> StoreLocatio
     parts = urlsplit(url)
     if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
         raise ValueError(f"{url} is not of the form s3://bucket/prefix.")
-    if parts.netloc.endswith(":") or ":" in parts.netloc:
+    if ":" in parts.netloc:
         raise ValueError(
             f"{url} names a server; give s3://bucket/prefix, and the server as endpoint_url."
         )

@@ -40,11 +40,10 @@ class Parameter:
 
     kind: Kind
     # Its value when it is missing, as config.pbtxt would say it; in words where it depends on the
-    # model or the machine.
+    # model or the machine, and REQUIRED where the engine does not start without it.
     default: str
     meaning: str  # for docs and messages
     configured_by: str = ""  # key of the configuration that sets it, where there is one
-    is_required: bool = False  # the engine does not start without it
 
 
 def whole(low: int, high: int) -> Kind:
@@ -73,22 +72,21 @@ def one_of(*choices: str) -> Kind:
 FLAG = Kind("0 or 1", lambda text: ("0", "1").index(text) == 1)
 TOKEN_ID = whole(0, (1 << 31) - 1)
 TEXT = Kind("a text", str)
+REQUIRED = "required"
 _OF_MODEL, _OF_TRITON = "export.model.", "export.triton_deployment."
 
-
-def _required(kind: Kind, meaning: str, key: str) -> Parameter:
-    return Parameter(kind, "required", meaning, configured_by=key, is_required=True)
-
-
 PARAMETERS: Mapping[str, Parameter] = {
-    "tensor_para_size": _required(
-        whole(1, 4096), "ranks that share each layer", f"{_OF_MODEL}tensor_model_parallel_size"
+    "tensor_para_size": Parameter(
+        whole(1, 4096),
+        REQUIRED,
+        "ranks that share each layer",
+        f"{_OF_MODEL}tensor_model_parallel_size",
     ),
-    "pipeline_para_size": _required(
-        whole(1, 4096), "groups of layers", f"{_OF_TRITON}pipeline_model_parallel_size"
+    "pipeline_para_size": Parameter(
+        whole(1, 4096), REQUIRED, "groups of layers", f"{_OF_TRITON}pipeline_model_parallel_size"
     ),
-    "data_type": _required(
-        one_of("fp32", "fp16", "bf16"), "type of computation", f"{_OF_TRITON}data_type"
+    "data_type": Parameter(
+        one_of("fp32", "fp16", "bf16"), REQUIRED, "type of computation", f"{_OF_TRITON}data_type"
     ),
     "is_half": Parameter(
         FLAG,

@@ -38,8 +38,9 @@ DATA_TYPES = ("fp32", "fp16", "bf16")
 CONFIG_FILE = "config.pbtxt"
 ENSEMBLE = "ensemble"
 _PREPROCESSING, _POSTPROCESSING = "preprocessing", "postprocessing"
-_TOKENIZER, _TEXT_ENCODER = "tokenizer", "text_encoder"
-_RESERVED_NAMES = (_PREPROCESSING, _POSTPROCESSING, ENSEMBLE, _TOKENIZER, _TEXT_ENCODER)
+_TOKENIZER, TEXT_ENCODER = "tokenizer", "text_encoder"
+# Models other than the one that takes token ids.
+TEXT_MODELS = (_PREPROCESSING, _POSTPROCESSING, ENSEMBLE, _TOKENIZER, TEXT_ENCODER)
 _VERSION = "1"
 _INTERACTIVE_NEEDS = {"max_batch_size": 1, "max_queue_delay_us": None}
 # Per engine, the model types that keep sessions.
@@ -139,7 +140,7 @@ def check_repository(
     for key, choices in (("int8_mode", (0, 1, 2)), ("enable_custom_all_reduce", (0, 1))):
         if int(getattr(request, key)) not in choices:
             found.append(problem(key, f"must be one of {', '.join(map(str, choices))}."))
-    if request.model_dir.name in _RESERVED_NAMES:
+    if request.model_dir.name in TEXT_MODELS:
         found.append(
             problem("model_dir", f"ends in '{request.model_dir.name}', the name of a text model.")
         )
@@ -171,17 +172,15 @@ def check_repository(
 def repository_models(request: RepositoryRequest, *, kind: str | None = None) -> list[Path]:
     """Return the folders of the models that a request makes, before its weights exist.
 
-    Args:
-        request: What is built.
-        kind: Name of the family (t5_encoder, bert, ...) or of a group of them (gpt3, mt5); the
-            request's model_type takes precedence. None stands for a generator.
+    `kind` is the name of the family (t5_encoder, bert, ...) or of a group of them (gpt3, mt5); the
+    request's model_type takes precedence. None stands for a generator.
     """
     family = FAMILIES.get(kind or "")
     model_type = request.model_type or (family.model_type if family else "")
     names = [request.model_dir.name]
     if request.has_text_models(model_type):
         around = (_PREPROCESSING, _POSTPROCESSING, ENSEMBLE)
-        names += around if is_generative(model_type) else (_TOKENIZER, _TEXT_ENCODER)
+        names += around if is_generative(model_type) else (_TOKENIZER, TEXT_ENCODER)
     return [request.model_dir.parent / name for name in names]
 
 
@@ -349,7 +348,7 @@ def _text_models(
         steps = ensemble_steps(model, model_name=name, decoupled=request.decoupled)
     else:
         parts = {_TOKENIZER: (signature.TOKENIZER, before)}
-        around, outer = _TEXT_ENCODER, signature.text_encoder(model)
+        around, outer = TEXT_ENCODER, signature.text_encoder(model)
         steps = text_encoder_steps(model, model_name=name)
     tokenizer = {path.name: path.read_bytes() for path in files.all_files}
     return [

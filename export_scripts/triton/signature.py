@@ -155,7 +155,6 @@ GPTJ = ModelSignature(
     inputs=(*_GENERATION_REQUIRED, *_SAMPLING, _TASK, *_DECAY, *_ADDED),
     outputs=(*_GENERATION_OUTPUTS, *_LOG_PROBS),
 )
-GPTNEOX = GPTJ
 
 _ENCODER_REQUIRED = (
     _tensor("input_ids", "UINT32", (-1,), "encoder input, right-padded"),
@@ -202,7 +201,7 @@ BERT = ModelSignature(
 MODEL_SIGNATURES: dict[str, ModelSignature] = {
     "GPT": GPT,
     "GPT-J": GPTJ,
-    "GPT-NeoX": GPTNEOX,
+    "GPT-NeoX": GPTJ,
     "Llama": GPT,  # ours alone; the C++ backend has no such model
     "T5": T5,
     "T5-Encoder": T5_ENCODER,
@@ -245,11 +244,14 @@ TOKENIZER = ModelSignature(
     ),
 )
 
-_ENSEMBLE_TEXT: tuple[TensorSignature, ...] = (
-    _tensor("INPUT_0", "BYTES", (1,), "text of the row"),
-    _tensor("INPUT_1", "UINT32", (-1,), "new tokens wanted"),
-    _optional("INPUT_2", "BYTES", (1,), "bad words, one CSV record"),
-    _optional("INPUT_3", "BYTES", (1,), "stop words, one CSV record"),
+_ENSEMBLE_TEXT = ModelSignature(
+    inputs=(
+        _tensor("INPUT_0", "BYTES", (1,), "text of the row"),
+        _tensor("INPUT_1", "UINT32", (-1,), "new tokens wanted"),
+        _optional("INPUT_2", "BYTES", (1,), "bad words, one CSV record"),
+        _optional("INPUT_3", "BYTES", (1,), "stop words, one CSV record"),
+    ),
+    outputs=(_tensor("OUTPUT_0", "BYTES", (-1,), "(B, K): text"),),
 )
 # Inputs of a generation model to the output of preprocessing that each takes.
 FROM_TEXT = {
@@ -312,19 +314,14 @@ def ensemble(model: ModelSignature, *, keeps_sessions: bool = False) -> ModelSig
 
     One that `keeps_sessions` has the shapes of `interactive`; texts get them here.
     """
-    texts, answer = _ENSEMBLE_TEXT, _tensor("OUTPUT_0", "BYTES", (-1,), "(B, K): text")
-    if keeps_sessions:
-        texts, answer = tuple(_with_rows(tensor) for tensor in texts), _with_rows(answer)
+    text = with_leading_axis(_ENSEMBLE_TEXT) if keeps_sessions else _ENSEMBLE_TEXT
     options = tuple(
         replace(tensor, reshape=None)
         for tensor in model.inputs
         if tensor.name not in FROM_TEXT and tensor not in SCORES.inputs
     )
     shared = ("sequence_length", "cum_log_probs", "output_log_probs")
-    return ModelSignature(
-        inputs=(*texts, *options),
-        outputs=(answer, *(model.output(name) for name in shared)),
-    )
+    return text + ModelSignature(options, tuple(map(model.output, shared)))
 
 
 def text_encoder(model: ModelSignature) -> ModelSignature:
@@ -347,12 +344,12 @@ def interactive(model: ModelSignature) -> ModelSignature:
 
 def with_leading_axis(model: ModelSignature) -> ModelSignature:
     """Return a signature in which every shape has a leading axis, of size 1 on the wire."""
-    return model.each(_with_rows)
 
+    def with_axis(tensor: TensorSignature) -> TensorSignature:
+        reshape = None if tensor.reshape is None else (-1, *tensor.reshape)
+        return replace(tensor, dims=(-1, *tensor.dims), reshape=reshape, ragged=False)
 
-def _with_rows(tensor: TensorSignature) -> TensorSignature:
-    reshape = None if tensor.reshape is None else (-1, *tensor.reshape)
-    return replace(tensor, dims=(-1, *tensor.dims), reshape=reshape, ragged=False)
+    return model.each(with_axis)
 
 
 def model_signature(model_type: str, *, data_type: str) -> ModelSignature:

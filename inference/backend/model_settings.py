@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from export_scripts.triton.parameters import FIELDS, PARAMETERS
+from export_scripts.triton.parameters import FIELDS, PARAMETERS, REQUIRED
 from inference.backend.triton_model import ModelArguments
 from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
@@ -38,7 +38,7 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
             except ValueError as error:
                 problems.append(f"parameter {key}={given[key]!r}: {error}")
         # Older files have is_half in place of data_type.
-        elif parameter.is_required and not (key == "data_type" and "is_half" in given):
+        elif parameter.default == REQUIRED and not (key == "data_type" and "is_half" in given):
             problems.append(f"parameter {key} is missing")
     if problems:
         name = arguments.model_folder.name

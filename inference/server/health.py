@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from export_scripts.triton.parameters import PARAMETERS
+from export_scripts.triton.parameters import PARAMETERS, REQUIRED
 from inference.server.admin import Admin, RefusalError, is_interactive
 from inference.server.process import ServedProcess
 from inference.server.supervisor import descendants, model_of, process_state
@@ -176,7 +176,7 @@ def model_targets(admin: Admin, models: Sequence[str], *, root: int) -> list[Tar
 
 def _model_target(admin: Admin, name: str, root: int) -> Target:
     steps = [each.model_name for each in admin.config(name).ensemble_scheduling.step] or [name]
-    needed = {key for key, each in PARAMETERS.items() if each.is_required}
+    needed = {key for key, each in PARAMETERS.items() if each.default == REQUIRED}
     # An engine takes a request over at once, and says itself whether it advances.
     counted = [each for each in steps if needed.isdisjoint(admin.config(each).parameters)]
 

@@ -404,6 +404,15 @@ def compress(array: Path) -> None:
     change_header(array, compressor={"id": "blosc"})
 
 
+def claim_a_million_chunks(array: Path) -> None:
+    change_header(array, shape=[1_000_000], chunks=[1])
+
+
+def lose_all_chunks(array: Path) -> None:
+    for chunk in array.glob("*.0.0"):
+        chunk.unlink()
+
+
 def change_type(array: Path) -> None:
     change_header(array, dtype=">f4")
 
@@ -415,6 +424,8 @@ def change_type(array: Path) -> None:
         (cut_a_chunk, "1.0.0 has 4 bytes; expected 5376"),
         (compress, "compressor = {'id': 'blosc'}; expected None"),
         (change_type, "dtype = '>f4'"),
+        (claim_a_million_chunks, "/.zarray: more chunks than the checkpoint has files"),
+        (lose_all_chunks, "linear_fc2.weight/0.0.0 is missing"),
     ],
 )
 def test_damaged_zarr_folders_are_refused(

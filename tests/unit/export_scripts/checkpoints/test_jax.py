@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,26 @@ def test_object_arrays_are_refused_without_unpickling(tmp_path: Path) -> None:
     np.savez(step / "0.npz", np.array([{}], dtype=object))
     with pytest.raises(CheckpointMismatchError, match=r"arr_0\.npy has type '\|O'"):
         open_jax(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "reported"),
+    [
+        (b"{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (2,)}", "has type \\[\\('a'"),
+        (b"1+" * 20_000 + b"1", "has a damaged header"),
+        (b"-" * 60_000 + b"1", "has a damaged header"),
+    ],
+    ids=["a table", "a sum", "signs"],
+)
+def test_headers_of_something_else_are_refused(
+    tmp_path: Path, header: bytes, reported: str
+) -> None:
+    step = write_release(tmp_path, shards=1, parts=1)
+    with zipfile.ZipFile(step / "shard_0" / "0.npz", "w") as archive:
+        length = len(header).to_bytes(2, "little")
+        archive.writestr("arr_0.npy", b"\x93NUMPY\x01\x00" + length + header)
+    with pytest.raises(CheckpointMismatchError, match=rf"arr_0\.npy {reported}"):
+        open_jax(step)
 
 
 def test_compressed_arrays_are_refused(tmp_path: Path) -> None:

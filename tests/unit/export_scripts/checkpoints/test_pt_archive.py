@@ -316,6 +316,13 @@ def test_tensors_of_few_bits_are_refused_by_their_type(tmp_path: Path) -> None:
         read_torch_file(path)
 
 
+def test_a_stream_of_pickles_without_a_list_of_storages_is_reported(tmp_path: Path) -> None:
+    parts: tuple[Any, ...] = (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, {}, None)
+    (tmp_path / "x.pt").write_bytes(b"".join(pickle.dumps(each, protocol=2) for each in parts))
+    with pytest.raises(CheckpointMismatchError, match=r"a pickle, but not of torch\.save"):
+        read_torch_file(tmp_path / "x.pt")
+
+
 def test_a_git_lfs_pointer_is_reported(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(CheckpointMismatchError, match="Git LFS pointer"):

@@ -291,6 +291,12 @@ def test_a_configuration_without_a_table_is_named(tmp_path: Path, text: bytes) -
     assert "x.nemo: model_config.yaml is not a table" in refusal(path, tmp_path)
 
 
+@pytest.mark.parametrize("value", [b"!!bool yep", b"!!int ''", b"!!timestamp today"])
+def test_a_value_that_its_tag_does_not_fit_is_refused(tmp_path: Path, value: bytes) -> None:
+    path = write_tar(tmp_path / "x.nemo", {"model_config.yaml": b"num_layers: " + value})
+    assert "model_config.yaml is not YAML: a value does not fit its tag" in refusal(path, tmp_path)
+
+
 VOCABULARY = json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3})
 # A credential file whose lines have two words each, as merges do; and one that is JSON.
 NETRC = "machine a.host\nlogin me\npassword secret\n"
