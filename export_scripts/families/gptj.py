@@ -14,13 +14,7 @@ from typing import Any, ClassVar
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.gpt.huggingface import GPT2_SIZES
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
-from export_scripts.families.layout.decoder import (
-    LAYER,
-    NOT_ROTATED,
-    PROMPT_WEIGHTS,
-    DecoderConfig,
-    can_rotate,
-)
+from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig, unrotatable
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
 from export_scripts.families.mapping.names import in_layers
@@ -76,10 +70,10 @@ GPTJ = ModelFamily(name="gptj", model_type="GPT-J", config=GPTJConfig, layout=LA
 
 def checked_rotary(settings: Settings, name: str, dims: int, size_per_head: int) -> int:
     """Return the dimensions of a head that are rotated, or 0 after noting a problem."""
-    if can_rotate(dims, size_per_head):
-        return dims
-    settings.note(f"{name} = {dims} {NOT_ROTATED.format(size_per_head)}")
-    return 0
+    problems = unrotatable(name, dims, size_per_head)
+    for problem in problems:
+        settings.note(problem)
+    return 0 if problems else dims
 
 
 def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
