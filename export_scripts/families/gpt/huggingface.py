@@ -1,6 +1,5 @@
 """The GPT layout from Hugging Face: GPT-2, OPT, and BLOOM with ALiBi and an early layernorm."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -20,8 +19,8 @@ from export_scripts.families.mapping.sources import (
     Get,
     Parts,
     TensorSource,
+    View,
     Views,
-    same,
 )
 from export_scripts.families.mapping.tensors import ShapeTensor, constant, float32, stacked
 
@@ -257,15 +256,13 @@ class _Positions(Copy):
     """The table of positions without its unused rows."""
 
     def build(self, get: Get, config: Any) -> Parts:
-        """Return the rows in use."""
         (table,) = super().build(get, config).tensors
         return Parts(0, (table[_POSITION_OFFSET:],))
 
     def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
         """Return the table, whose unused rows are zeros."""
         stored = (shape[0] + _POSITION_OFFSET, shape[1])
-        view = same(shape, stored=stored)
-        return [(self.key, dataclasses.replace(view, zero_rows=_POSITION_OFFSET))]
+        return [(self.key, View(shape, (0, 1), stored, zero_rows=_POSITION_OFFSET))]
 
 
 def _neutral(facts: Facts) -> dict[str, TensorSource]:

@@ -37,12 +37,10 @@ class _Thirds(Copy):
     """Three blocks of columns (in, 3 * hidden), or of a bias, as (in, 3, hidden)."""
 
     def build(self, get: Get, config: Any) -> Parts:
-        """Return the blocks on an axis of their own."""
         (whole,) = super().build(get, config).tensors
         return Parts(0, (whole.reshape(*whole.shape[:-1], 3, config.hidden),))
 
     def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
-        """Return the blocks side by side."""
         return [(self.key, same(shape, stored=(*shape[:-2], shape[-2] * shape[-1])))]
 
 
