@@ -17,7 +17,6 @@ from export_scripts.families.layout.architecture import DecoderArchitecture, Rot
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig, unrotatable
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
-from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
@@ -93,20 +92,16 @@ GPTJ_HUGGINGFACE = HuggingFaceDecoder(
     title="GPT-J",
     family=GPTJ,
     keys=GPT2_SIZES,
+    layer="transformer.h.{layer}.",
     names={
         "model.wte": "transformer.wte",
+        "input_layernorm": "ln_1",
+        "attention.query_key_value": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        "attention.dense": "attn.out_proj",
+        "mlp.dense_h_to_4h": "mlp.fc_in",
+        "mlp.dense_4h_to_h": "mlp.fc_out",
         "model.final_layernorm": "transformer.ln_f",
         "model.lm_head": "lm_head",
-        **in_layers(
-            "transformer.h.{layer}.",
-            {
-                "input_layernorm": "ln_1",
-                "attention.query_key_value": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-                "attention.dense": "attn.out_proj",
-                "mlp.dense_h_to_4h": "mlp.fc_in",
-                "mlp.dense_4h_to_h": "mlp.fc_out",
-            },
-        ),
     },
     read=_read,
     written=lambda config: {

@@ -9,7 +9,7 @@ from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
 from export_scripts.families.layout.decoder import HEAD, LAYER
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, key
-from export_scripts.families.mapping.names import Names, fused_layer, in_layers
+from export_scripts.families.mapping.names import Names, fused_layer
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import (
@@ -44,22 +44,18 @@ GPT2_HUGGINGFACE = HuggingFaceDecoder(
         key("max_pos_seq_len", "n_positions", "max_position_embeddings"),
         key("activation_type", "activation_function", kind="activation", default="gelu_new"),
     ),
+    layer="transformer.h.{layer}.",
     names={
         "model.wte": "transformer.wte",
         "model.wpe": "transformer.wpe",
+        "input_layernorm": "ln_1",
+        "attention.query_key_value": "attn.c_attn",
+        "attention.dense": "attn.c_proj",
+        "post_attention_layernorm": "ln_2",
+        "mlp.dense_h_to_4h": "mlp.c_fc",
+        "mlp.dense_4h_to_h": "mlp.c_proj",
         "model.final_layernorm": "transformer.ln_f",
         "model.lm_head": "lm_head",
-        **in_layers(
-            "transformer.h.{layer}.",
-            {
-                "input_layernorm": "ln_1",
-                "attention.query_key_value": "attn.c_attn",
-                "attention.dense": "attn.c_proj",
-                "post_attention_layernorm": "ln_2",
-                "mlp.dense_h_to_4h": "mlp.c_fc",
-                "mlp.dense_4h_to_h": "mlp.c_proj",
-            },
-        ),
     },
     in_out=True,  # matrices are Conv1D's
     expected={
@@ -102,12 +98,13 @@ BLOOM_HUGGINGFACE = HuggingFaceDecoder(
         "has_pre_decoder_layernorm": True,
         "use_attention_linear_bias": True,
     },
+    layer="transformer.h.{layer}.",
     names={
         "model.wte": "transformer.word_embeddings",
         "model.pre_decoder_layernorm": "transformer.word_embeddings_layernorm",
+        **fused_layer("self_attention"),
         "model.final_layernorm": "transformer.ln_f",
         "model.lm_head": "lm_head",
-        **in_layers("transformer.h.{layer}.", fused_layer("self_attention")),
     },
     read=_read_bloom,
     written=lambda config: {_POST: config.model_variant == "bloom-post"},
@@ -313,17 +310,13 @@ _OPT = HuggingFaceDecoder(
     # OPT has no key for epsilon: transformers takes torch's default. NVIDIA's converter always
     # writes a separate head.
     fixed={"layernorm_eps": 1e-5, "tie_word_embeddings": False, "int8": False},
+    layer=_OPT_LAYER,
     names={
         "model.wte": "model.decoder.embed_tokens",
+        "input_layernorm": "self_attn_layer_norm",
+        "post_attention_layernorm": "final_layer_norm",
+        **_MATRICES,
         "model.final_layernorm": "model.decoder.final_layer_norm",
-        **in_layers(
-            _OPT_LAYER,
-            {
-                "input_layernorm": "self_attn_layer_norm",
-                "post_attention_layernorm": "final_layer_norm",
-                **_MATRICES,
-            },
-        ),
     },
     sources=_opt_sources,
     read=_read_opt,
