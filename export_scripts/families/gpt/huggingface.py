@@ -1,6 +1,7 @@
 """The GPT layout from Hugging Face: GPT-2, OPT, and BLOOM with ALiBi and an early layernorm."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -132,20 +133,15 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
 
 
 def _check_ranges(ranges: Mapping[str, Any], num_layer: int) -> None:
-    """Check that every module has both ranges.
-
-    Raises:
-        CheckpointMismatchError: Some are missing, non-positive or non-finite; all are named.
-    """
+    """Refuse ranges of modules that are missing, not positive or not finite; all are named."""
+    modules = [name for parts in _MODULES.values() for name in parts]
     problems = []
-    for layer in range(num_layer):
-        for module in (name for parts in _MODULES.values() for name in parts):
-            key = _OPT_LAYER.format(layer=layer) + module
-            for side in ("input", "output"):
-                entry = ranges.get(key)
-                value = entry.get(side) if isinstance(entry, Mapping) else None
-                if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                    problems.append(f"activation ranges: {key} has {side} = {value!r}")
+    for layer, module, side in itertools.product(range(num_layer), modules, ("input", "output")):
+        key = _OPT_LAYER.format(layer=layer) + module
+        entry = ranges.get(key)
+        value = entry.get(side) if isinstance(entry, Mapping) else None
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            problems.append(f"activation ranges: {key} has {side} = {value!r}")
     refuse(problems)
 
 

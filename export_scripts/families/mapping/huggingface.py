@@ -165,13 +165,9 @@ class HuggingFaceDecoder:
 
     def derived(self, settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
         """Return fields made of several settings; `values` keeps only fields of the config."""
-        width, heads = (
-            next(each.names[0] for each in self.keys if each.field == field)
-            for field in ("hidden", "head_num")
-        )
-        hidden = values.pop("hidden")
-        size = settings.divide(hidden, values["head_num"], f"{width} by {heads}")
-        return {"size_per_head": size}
+        names = {each.field: each.names[0] for each in self.keys}
+        what = f"{names['hidden']} by {names['head_num']}"
+        return {"size_per_head": settings.divide(values.pop("hidden"), values["head_num"], what)}
 
     def written_derived(self, config: Any) -> dict[str, Any]:  # noqa: ARG002 - of a subclass
         """Return the settings, other than `keys`, of which `derived` makes its fields."""
