@@ -14,16 +14,9 @@ from typing import Any, ClassVar
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.gpt.huggingface import GPT2_SIZES
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
-from export_scripts.families.layout.decoder import (
-    LAYER,
-    NOT_ROTATED,
-    PROMPT_WEIGHTS,
-    DecoderConfig,
-    can_rotate,
-)
+from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig, unrotatable
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder
-from export_scripts.families.mapping.names import in_layers
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
@@ -76,10 +69,10 @@ GPTJ = ModelFamily(name="gptj", model_type="GPT-J", config=GPTJConfig, layout=LA
 
 def checked_rotary(settings: Settings, name: str, dims: int, size_per_head: int) -> int:
     """Return the dimensions of a head that are rotated, or 0 after noting a problem."""
-    if can_rotate(dims, size_per_head):
-        return dims
-    settings.note(f"{name} = {dims} {NOT_ROTATED.format(size_per_head)}")
-    return 0
+    problems = unrotatable(name, dims, size_per_head)
+    for problem in problems:
+        settings.note(problem)
+    return 0 if problems else dims
 
 
 def _read(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,20 +92,16 @@ GPTJ_HUGGINGFACE = HuggingFaceDecoder(
     title="GPT-J",
     family=GPTJ,
     keys=GPT2_SIZES,
+    layer="transformer.h.{layer}.",
     names={
         "model.wte": "transformer.wte",
+        "input_layernorm": "ln_1",
+        "attention.query_key_value": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        "attention.dense": "attn.out_proj",
+        "mlp.dense_h_to_4h": "mlp.fc_in",
+        "mlp.dense_4h_to_h": "mlp.fc_out",
         "model.final_layernorm": "transformer.ln_f",
         "model.lm_head": "lm_head",
-        **in_layers(
-            "transformer.h.{layer}.",
-            {
-                "input_layernorm": "ln_1",
-                "attention.query_key_value": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-                "attention.dense": "attn.out_proj",
-                "mlp.dense_h_to_4h": "mlp.fc_in",
-                "mlp.dense_4h_to_h": "mlp.fc_out",
-            },
-        ),
     },
     read=_read,
     written=lambda config: {

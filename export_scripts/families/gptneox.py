@@ -19,7 +19,7 @@ from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import LAYER, PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, activation_name, key
-from export_scripts.families.mapping.names import fused_layer, in_layers, named_sources
+from export_scripts.families.mapping.names import fused_layer, named_sources, whole_names
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import (
     HUGGINGFACE_ACTIVATIONS,
@@ -181,10 +181,11 @@ GPTNEOX_HUGGINGFACE = HuggingFaceDecoder(
         key("use_gptj_residual", "use_parallel_residual", kind="flag", default=True),
         key("layernorm_eps", "layer_norm_eps", kind="number", default=1e-5),
     ),
+    layer=_L,
     names={
         "model.wte": "gpt_neox.embed_in",
+        **fused_layer(),
         "model.final_layernorm": "gpt_neox.final_layer_norm",
-        **in_layers(_L, fused_layer()),
     },
     sources=_sources,
     read=_read,
@@ -287,9 +288,9 @@ _ATTENTION_BIAS = _E + "attention.dense.bias"
 _MLP_BIAS = _E + "mlp.dense_4h_to_h.bias"
 _ELEUTHER_NAMES = {
     "model.wte": _WTE.removesuffix(".weight"),
+    **fused_layer(),
     "model.final_layernorm": "final.norm",
     "model.lm_head": _HEAD.removesuffix(".weight"),
-    **in_layers(_E, fused_layer()),
 }
 
 _ELEUTHER_WEIGHTS: Mapping[str, TensorSource] = {
@@ -300,7 +301,7 @@ _ELEUTHER_WEIGHTS: Mapping[str, TensorSource] = {
         )
         if "layernorm" in name
         else source
-        for name, source in named_sources(_ELEUTHER_NAMES, GPTNEOX.layout).items()
+        for name, source in named_sources(whole_names(_E, _ELEUTHER_NAMES), LAYOUT).items()
     },
     LAYER + "attention.dense.bias": Compute(_output_bias, (_ATTENTION_BIAS,)),
     LAYER + "mlp.dense_4h_to_h.bias": Compute(_output_bias, (_MLP_BIAS,)),

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 from export_scripts.families.dense import core
 from export_scripts.families.dense.huggingface import (
     ATTENTION_BIAS_KEYS,
+    LLAMA_NAMES,
     SIZES,
     DenseDecoder,
     Window,
     llama_keys,
-    llama_names,
 )
 from export_scripts.families.dense.layout import LAYOUT, DenseConfig
 from export_scripts.families.gpt.megatron import (
@@ -29,7 +29,7 @@ from export_scripts.families.gpt.megatron import (
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import Setting, key
-from export_scripts.families.mapping.names import in_layers
+from export_scripts.families.mapping.names import Names, whole_names
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
 
@@ -80,13 +80,13 @@ def _keys(inter_size: str, *experts: str) -> tuple[Setting, ...]:
     )
 
 
-def _names(mlp: str, *matrices: str) -> dict[str, str]:
+def _names(mlp: str, *matrices: str) -> Names:
     ours = ("dense_h_to_4h", "dense_h_to_4h_2", "dense_4h_to_h")
     experts = {
         EXPERT + name: f"{mlp}.experts.{{expert}}.{theirs}"
         for name, theirs in zip(ours, matrices, strict=True)
     }
-    return llama_names({"mlp.router": f"{mlp}.gate", **experts})
+    return {**LLAMA_NAMES, "mlp.router": f"{mlp}.gate", **experts}
 
 
 MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
@@ -180,7 +180,7 @@ def _core_weights(facts: Facts, _: MixtureConfig) -> Mapping[str, TensorSource]:
     norm = "pre_mlp_layernorm"
     if not facts.has(f"{CORE_LAYER}{norm}.weight".format(layer=0)):
         norm = "mlp.linear_fc1.layer_norm_"
-    names = core_names(facts) | in_layers(
+    names = core_names(facts) | whole_names(
         CORE_LAYER,
         {
             "post_attention_layernorm": norm,

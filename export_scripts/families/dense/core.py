@@ -61,14 +61,13 @@ _LLAMA31: tuple[tuple[str, tuple[str, ...], float], ...] = (
 def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
     """Return every reason the layout, or that of its mixtures, cannot hold a model."""
     traits = core_traits(facts)
-    is_rms = traits.normalization.startswith("rmsnorm")
+    norm = traits.normalization.removesuffix("1p")
     known: dict[str, tuple[str, Collection[str]]] = {
         "activation": (traits.activation, GATED),
-        "normalization": (traits.normalization.removesuffix("1p"), ("rmsnorm", "layernorm")),
+        "normalization": (norm, ("rmsnorm",) if is_mixture else ("rmsnorm", "layernorm")),
     }
     if is_mixture:
         known["position_embedding_type"] = (traits.position, ("rope",))
-        known["normalization"] = (traits.normalization.removesuffix("1p"), ("rmsnorm",))
     reasons = [
         f"{key} = {value} cannot be represented; known: {', '.join(values)}"
         for key, (value, values) in known.items()
@@ -76,7 +75,7 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
     ]
     if is_mixture and not traits.gated:
         reasons.append(f"activation = {traits.activation}: mixtures are written with a gate alone")
-    if traits.source.get("qk_layernorm") and not is_rms:
+    if traits.source.get("qk_layernorm") and norm != "rmsnorm":
         reasons.append(
             f"qk_layernorm = true with normalization = {traits.normalization}: queries and keys "
             "are normalised with RMSNorm alone"
@@ -219,19 +218,16 @@ def _core_rotary(traits: MegatronTraits) -> dict[str, Any]:
         "rotary_embedding": int(traits.size_per_head * min(traits.rotary_fraction, 1.0)),
         "rotary_base": traits.rotary_base,
     }
+    factor = traits.rotary_interpolation
     if traits.rotary_local_base is not None:
         fields["rotary_local_base"] = traits.rotary_local_base
-        if (factor := _number(settings, "rope_scaling_factor") or 1) != 1:
-            return {**fields, **scaling_fields("linear", {"factor": factor})}
-        return fields
-    if source.get("scale_positional_embedding") or source.get("use_rope_scaling"):
+        factor = _number(settings, "rope_scaling_factor") or 1
+    elif source.get("scale_positional_embedding") or source.get("use_rope_scaling"):
         scaling = {
             name: type(usual)(_number(settings, *keys) or usual) for name, keys, usual in _LLAMA31
         }
         return {**fields, **scaling_fields("llama3", scaling)}
-    if traits.rotary_interpolation != 1:
-        return {**fields, **scaling_fields("linear", {"factor": traits.rotary_interpolation})}
-    return fields
+    return fields if factor == 1 else {**fields, **scaling_fields("linear", {"factor": factor})}
 
 
 def core_sources(

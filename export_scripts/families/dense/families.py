@@ -7,19 +7,19 @@ from typing import Any
 from export_scripts.families.dense.huggingface import (
     ATTENTION_BIAS_KEYS,
     BIAS_KEYS,
+    LLAMA_NAMES,
     DenseDecoder,
     Window,
     chosen_layers,
     llama_keys,
-    llama_names,
 )
 from export_scripts.families.dense.layout import LAYOUT, DenseConfig
 from export_scripts.families.mapping.huggingface import Setting, inverse_root, key, reciprocal
 from export_scripts.families.mapping.names import (
     QUERY_KEY_VALUE,
     fused_layer,
-    in_layers,
     named_sources,
+    whole_names,
 )
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
@@ -54,13 +54,12 @@ _GEMMA_FIXED = {
     "norm_one_plus": True,
     "embedding_scale": lambda known: math.sqrt(known["hidden_size"]),
 }
-_GEMMA_NAMES = llama_names(
-    {
-        "attention_output_layernorm": "post_attention_layernorm",
-        "post_attention_layernorm": "pre_feedforward_layernorm",
-        "mlp_output_layernorm": "post_feedforward_layernorm",
-    }
-)
+_GEMMA_NAMES = {
+    **LLAMA_NAMES,
+    "attention_output_layernorm": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "mlp_output_layernorm": "post_feedforward_layernorm",
+}
 
 
 def _gemma_keys(logit_cap: float | None, attention_cap: float | None) -> tuple[Setting, ...]:
@@ -114,7 +113,7 @@ def _check_phi3(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 _FALCON_LAYER = "transformer.h.{layer}."
-_FALCON_TWO_NORMS = in_layers(
+_FALCON_TWO_NORMS = whole_names(
     _FALCON_LAYER, {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
 )
 
@@ -214,12 +213,11 @@ DENSE_HUGGINGFACE = (
         title="OLMo 2",
         keys=llama_keys(*ATTENTION_BIAS_KEYS, eps=("rms_norm_eps", 1e-5)),
         fixed={"has_input_norms": False, "has_output_norms": True, "query_key_norm": "all"},
-        names=llama_names(
-            {
-                "attention_output_layernorm": "post_attention_layernorm",
-                "mlp_output_layernorm": "post_feedforward_layernorm",
-            }
-        ),
+        names={
+            **LLAMA_NAMES,
+            "attention_output_layernorm": "post_attention_layernorm",
+            "mlp_output_layernorm": "post_feedforward_layernorm",
+        },
         eos=50279,
     ).mapping(),
     DenseDecoder(
@@ -282,12 +280,11 @@ DENSE_HUGGINGFACE = (
         model="Phi3ForCausalLM",
         title="Phi-3, Phi-4",
         keys=llama_keys(eps=("rms_norm_eps", 1e-5)),
-        names=llama_names(
-            {
-                **dict.fromkeys(QUERY_KEY_VALUE, "self_attn.qkv_proj"),
-                **dict.fromkeys(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"), "mlp.gate_up_proj"),
-            }
-        ),
+        names={
+            **LLAMA_NAMES,
+            **dict.fromkeys(QUERY_KEY_VALUE, "self_attn.qkv_proj"),
+            **dict.fromkeys(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"), "mlp.gate_up_proj"),
+        },
         rows="blocks",
         window=Window(),
         read=_check_phi3,
@@ -312,7 +309,7 @@ DENSE_HUGGINGFACE = (
             activation=("hidden_act", _GELU),
         ),
         fixed={"norm_type": "layernorm"},
-        names=llama_names({"mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}),
+        names={**LLAMA_NAMES, "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"},
         window=Window(),
         is_gated=False,
         is_tied=True,
@@ -326,7 +323,7 @@ DENSE_HUGGINGFACE = (
         title="Nemotron",
         keys=llama_keys(*BIAS_KEYS, eps=("norm_eps", 1e-5), activation=("hidden_act", "relu2")),
         fixed={"norm_type": "layernorm", "norm_one_plus": True},
-        names=llama_names({"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_h_to_4h_2": ""}),
+        names={**LLAMA_NAMES, "mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_h_to_4h_2": ""},
         is_gated=False,
         bos=2,
         eos=3,
@@ -355,17 +352,13 @@ DENSE_HUGGINGFACE = (
                 "its scores are rounded to bf16 and scaled, unlike other ALiBi",
             )
         },
+        layer=_FALCON_LAYER,
         names={
             "model.wte": "transformer.word_embeddings",
+            **fused_layer("self_attention"),
+            **dict.fromkeys(QUERY_KEY_VALUE, "self_attention.query_key_value"),
             "model.final_layernorm": "transformer.ln_f",
             "model.lm_head": "lm_head",
-            **in_layers(
-                _FALCON_LAYER,
-                {
-                    **fused_layer("self_attention"),
-                    **dict.fromkeys(QUERY_KEY_VALUE, "self_attention.query_key_value"),
-                },
-            ),
         },
         # Norms of attention and MLP have names of their own where both read the same input.
         sources=lambda _, config: (

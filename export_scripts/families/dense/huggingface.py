@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from export_scripts.families.dense.layout import DENSE, DenseConfig
+from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, Setting, key
-from export_scripts.families.mapping.names import Names, in_layers
+from export_scripts.families.mapping.names import Names
 from export_scripts.families.mapping.rotary import FT_BASE, rotary_fields, rotary_fraction
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
 from export_scripts.families.mapping.source_mapping import Facts
@@ -44,7 +45,8 @@ def llama_keys(
     )
 
 
-_LAYER_NAMES: Names = {
+LLAMA_NAMES: Names = {
+    "model.wte": "model.embed_tokens",
     "input_layernorm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
@@ -56,18 +58,9 @@ _LAYER_NAMES: Names = {
     "mlp.dense_h_to_4h": "mlp.gate_proj",
     "mlp.dense_h_to_4h_2": "mlp.up_proj",
     "mlp.dense_4h_to_h": "mlp.down_proj",
+    "model.final_layernorm": "model.norm",
+    "model.lm_head": "lm_head",
 }
-
-
-def llama_names(renamed: Names | None = None) -> dict[str, Any]:
-    """Return the names of a Llama's tensors, with those of a layer's modules that differ."""
-    return {
-        "model.wte": "model.embed_tokens",
-        "model.final_layernorm": "model.norm",
-        "model.lm_head": "lm_head",
-        **in_layers("model.layers.{layer}.", {**_LAYER_NAMES, **(renamed or {})}),
-    }
-
 
 # Activation of a gated MLP -> activation_type.
 GATED = {"silu": "gated-silu", "gelu": "geglu", "relu": "reglu", "relu2": "gated-relu2"}
@@ -139,7 +132,8 @@ class DenseDecoder(HuggingFaceDecoder):
 
     family: ModelFamily = DENSE
     keys: Sequence[Setting] = llama_keys()
-    names: Names = field(default_factory=llama_names)
+    layer: str = LAYER
+    names: Names = field(default_factory=lambda: LLAMA_NAMES)
     head_dim: int | None = None  # where the configuration names none; None: hidden size by heads
     is_gated: bool = True  # whether the MLP is
     rotary_base: float = FT_BASE  # the library's default of rope_theta

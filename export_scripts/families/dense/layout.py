@@ -230,7 +230,6 @@ class _FirstCopies(Copy):
     copies: int = 1
 
     def build(self, get: Get, config: Any) -> Parts:
-        """Return one piece of each head."""
         parts = super().build(get, config)
         return Parts(parts.axis, parts.tensors[:: self.copies])
 

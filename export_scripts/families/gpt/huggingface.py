@@ -1,7 +1,7 @@
 """The GPT layout from Hugging Face: GPT-2, OPT, and BLOOM with ALiBi and an early layernorm."""
 
-import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
 from export_scripts.families.layout.decoder import HEAD, LAYER
 from export_scripts.families.mapping.huggingface import HuggingFaceDecoder, key
-from export_scripts.families.mapping.names import Names, fused_layer, in_layers
+from export_scripts.families.mapping.names import Names, fused_layer
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.families.mapping.sources import (
@@ -20,8 +20,8 @@ from export_scripts.families.mapping.sources import (
     Get,
     Parts,
     TensorSource,
+    View,
     Views,
-    same,
 )
 from export_scripts.families.mapping.tensors import ShapeTensor, constant, float32, stacked
 
@@ -45,22 +45,18 @@ GPT2_HUGGINGFACE = HuggingFaceDecoder(
         key("max_pos_seq_len", "n_positions", "max_position_embeddings"),
         key("activation_type", "activation_function", kind="activation", default="gelu_new"),
     ),
+    layer="transformer.h.{layer}.",
     names={
         "model.wte": "transformer.wte",
         "model.wpe": "transformer.wpe",
+        "input_layernorm": "ln_1",
+        "attention.query_key_value": "attn.c_attn",
+        "attention.dense": "attn.c_proj",
+        "post_attention_layernorm": "ln_2",
+        "mlp.dense_h_to_4h": "mlp.c_fc",
+        "mlp.dense_4h_to_h": "mlp.c_proj",
         "model.final_layernorm": "transformer.ln_f",
         "model.lm_head": "lm_head",
-        **in_layers(
-            "transformer.h.{layer}.",
-            {
-                "input_layernorm": "ln_1",
-                "attention.query_key_value": "attn.c_attn",
-                "attention.dense": "attn.c_proj",
-                "post_attention_layernorm": "ln_2",
-                "mlp.dense_h_to_4h": "mlp.c_fc",
-                "mlp.dense_4h_to_h": "mlp.c_proj",
-            },
-        ),
     },
     in_out=True,  # matrices are Conv1D's
     expected={
@@ -103,12 +99,13 @@ BLOOM_HUGGINGFACE = HuggingFaceDecoder(
         "has_pre_decoder_layernorm": True,
         "use_attention_linear_bias": True,
     },
+    layer="transformer.h.{layer}.",
     names={
         "model.wte": "transformer.word_embeddings",
         "model.pre_decoder_layernorm": "transformer.word_embeddings_layernorm",
+        **fused_layer("self_attention"),
         "model.final_layernorm": "transformer.ln_f",
         "model.lm_head": "lm_head",
-        **in_layers("transformer.h.{layer}.", fused_layer("self_attention")),
     },
     read=_read_bloom,
     written=lambda config: {_POST: config.model_variant == "bloom-post"},
@@ -136,20 +133,15 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
 
 
 def _check_ranges(ranges: Mapping[str, Any], num_layer: int) -> None:
-    """Check that every module has both ranges.
-
-    Raises:
-        CheckpointMismatchError: Some are missing, non-positive or non-finite; all are named.
-    """
+    """Refuse ranges of modules that are missing, not positive or not finite; all are named."""
+    modules = [name for parts in _MODULES.values() for name in parts]
     problems = []
-    for layer in range(num_layer):
-        for module in (name for parts in _MODULES.values() for name in parts):
-            key = _OPT_LAYER.format(layer=layer) + module
-            for side in ("input", "output"):
-                entry = ranges.get(key)
-                value = entry.get(side) if isinstance(entry, Mapping) else None
-                if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                    problems.append(f"activation ranges: {key} has {side} = {value!r}")
+    for layer, module, side in itertools.product(range(num_layer), modules, ("input", "output")):
+        key = _OPT_LAYER.format(layer=layer) + module
+        entry = ranges.get(key)
+        value = entry.get(side) if isinstance(entry, Mapping) else None
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            problems.append(f"activation ranges: {key} has {side} = {value!r}")
     refuse(problems)
 
 
@@ -257,15 +249,13 @@ class _Positions(Copy):
     """The table of positions without its unused rows."""
 
     def build(self, get: Get, config: Any) -> Parts:
-        """Return the rows in use."""
         (table,) = super().build(get, config).tensors
         return Parts(0, (table[_POSITION_OFFSET:],))
 
     def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
         """Return the table, whose unused rows are zeros."""
         stored = (shape[0] + _POSITION_OFFSET, shape[1])
-        view = same(shape, stored=stored)
-        return [(self.key, dataclasses.replace(view, zero_rows=_POSITION_OFFSET))]
+        return [(self.key, View(shape, (0, 1), stored, zero_rows=_POSITION_OFFSET))]
 
 
 def _neutral(facts: Facts) -> dict[str, TensorSource]:
@@ -316,17 +306,13 @@ _OPT = HuggingFaceDecoder(
     # OPT has no key for epsilon: transformers takes torch's default. NVIDIA's converter always
     # writes a separate head.
     fixed={"layernorm_eps": 1e-5, "tie_word_embeddings": False, "int8": False},
+    layer=_OPT_LAYER,
     names={
         "model.wte": "model.decoder.embed_tokens",
+        "input_layernorm": "self_attn_layer_norm",
+        "post_attention_layernorm": "final_layer_norm",
+        **_MATRICES,
         "model.final_layernorm": "model.decoder.final_layer_norm",
-        **in_layers(
-            _OPT_LAYER,
-            {
-                "input_layernorm": "self_attn_layer_norm",
-                "post_attention_layernorm": "final_layer_norm",
-                **_MATRICES,
-            },
-        ),
     },
     sources=_opt_sources,
     read=_read_opt,

@@ -17,8 +17,8 @@ from export_scripts.families.mapping.names import (
     QUERY_KEY_VALUE,
     completed,
     fused_layer,
-    in_layers,
     named_sources,
+    whole_names,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
@@ -152,20 +152,18 @@ def _names(facts: Facts) -> dict[str, str]:
     root = _ROOTS[facts.reader.format]
     attention = "self_attention" if facts.has_any("*.self_attention.*") else "attention"
     stack = _stack(facts)
-    layer = {
+    names = {
+        "model.wte": f"{root}embedding.word_embeddings",
+        "model.wpe": f"{root}embedding.position_embeddings",
         **fused_layer(attention),
         "after_attention_adapter.dense_h_to_4h": "adaptor1.dense_h_to_4h",
         "after_attention_adapter.dense_4h_to_h": "adaptor1.dense_4h_to_h",
         "after_ffn_adapter.dense_h_to_4h": "adaptor2.dense_h_to_4h",
         "after_ffn_adapter.dense_4h_to_h": "adaptor2.dense_4h_to_h",
-    }
-    return {
-        "model.wte": f"{root}embedding.word_embeddings",
-        "model.wpe": f"{root}embedding.position_embeddings",
         "model.final_layernorm": f"{stack}final_layernorm",
         "model.lm_head": f"{root}output_layer",
-        **in_layers(f"{stack}layers.{{layer}}.", layer),
     }
+    return whole_names(f"{stack}layers.{{layer}}.", names)
 
 
 def _stack(facts: Facts) -> str:
@@ -280,7 +278,9 @@ def core_names(facts: Facts) -> dict[str, Any]:
     """
     qkv, fc1 = "self_attention.linear_qkv", "mlp.linear_fc1"
     fused = facts.has(f"{CORE_LAYER}{qkv}.layer_norm_weight".format(layer=0))
-    layer = {
+    names = {
+        "model.wte": "model.embedding.word_embeddings",
+        "model.wpe": "model.embedding.position_embeddings",
         "input_layernorm": f"{qkv}.layer_norm_" if fused else "input_layernorm",
         **dict.fromkeys(("attention.query_key_value", *QUERY_KEY_VALUE), qkv),
         "attention.query_norm": "self_attention.q_layernorm",
@@ -292,14 +292,10 @@ def core_names(facts: Facts) -> dict[str, Any]:
         **({"mlp.dense_h_to_4h_2": fc1} if core_traits(facts).gated else {}),
         "mlp.dense_4h_to_h": "mlp.linear_fc2",
         "mlp_output_layernorm": f"mlp.linear_fc2.{_OUTPUT_NORM}",
-    }
-    return {
-        "model.wte": "model.embedding.word_embeddings",
-        "model.wpe": "model.embedding.position_embeddings",
         "model.final_layernorm": "model.decoder.final_layernorm",
         "model.lm_head": "model.output_layer",
-        **in_layers(CORE_LAYER, layer),
     }
+    return whole_names(CORE_LAYER, names)
 
 
 def is_core(facts: Facts) -> bool:

@@ -232,13 +232,13 @@ def parse_value(text: str, hint: Any) -> Any:
     if "tuple" in kind:
         entry = float if "float" in kind else int
         return tuple(parse_value(each.strip(), entry) for each in text.split(",") if each.strip())
-    if hint is str or "str" in kind:
+    if "str" in kind:
         return text
-    if hint is bool or "bool" in kind:
+    if "bool" in kind:
         if text.lower() not in _BOOLEANS:
             raise ValueError(f"{text!r} is not a boolean (true/yes/on/1, false/no/off/0)")
         return _BOOLEANS[text.lower()]
-    if hint is float or "float" in kind:
+    if "float" in kind:
         try:
             return float(text)
         except ValueError:

@@ -16,12 +16,11 @@ PROMPT_TABLE = "model.prompt_table.{task}.weight"
 PREFIX_PROMPT = 2
 
 
-NOT_ROTATED = "is not an even number of at most the head size of {}"
-
-
-def can_rotate(dims: int, size_per_head: int) -> bool:
-    """Return whether so many dimensions of a head can be rotated, two at a time."""
-    return 0 <= dims <= size_per_head and dims % 2 == 0
+def unrotatable(name: str, dims: int, size: int) -> list[str]:
+    """Return a problem if so many dimensions of a head of a size cannot be rotated in pairs."""
+    if 0 <= dims <= size and dims % 2 == 0:
+        return []
+    return [f"{name} = {dims} is not an even number of at most the head size of {size}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +38,8 @@ class DecoderConfig(FTConfig):
 
     def problems(self) -> list[str]:
         """Return also a problem if no head has the rotated dimensions."""
-        dims, size = getattr(self, "rotary_embedding", 0), self.size_per_head
-        if can_rotate(dims, size):
-            return super().problems()
-        return [*super().problems(), f"rotary_embedding = {dims} {NOT_ROTATED.format(size)}"]
+        name = "rotary_embedding"
+        return super().problems() + unrotatable(name, getattr(self, name, 0), self.size_per_head)
 
     @property
     def hidden(self) -> int:

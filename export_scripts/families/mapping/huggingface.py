@@ -11,7 +11,7 @@ from export_scripts.families.layout.architecture import activation_choice
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import HEAD
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.names import Names, named_sources
+from export_scripts.families.mapping.names import Names, named_sources, whole_names
 from export_scripts.families.mapping.settings import (
     ALL_ACTIVATIONS,
     REQUIRED,
@@ -107,7 +107,8 @@ class HuggingFaceDecoder:
     keys: Sequence[Setting]
     # Fields that all models have alike; a function is one of the values read before.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    names: Names  # of the embedding, too
+    layer: str  # the source's prefix of a layer
+    names: Names  # of a layer's modules, and of those outside, as `whole_names` takes them
     rows: str = "own"  # see `attention_heads`
     in_out: bool = False  # whether matrices are (in, out)
     # Of tensors that have none by their names, or another one.
@@ -164,13 +165,9 @@ class HuggingFaceDecoder:
 
     def derived(self, settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
         """Return fields made of several settings; `values` keeps only fields of the config."""
-        width, heads = (
-            next(each.names[0] for each in self.keys if each.field == field)
-            for field in ("hidden", "head_num")
-        )
-        hidden = values.pop("hidden")
-        size = settings.divide(hidden, values["head_num"], f"{width} by {heads}")
-        return {"size_per_head": size}
+        names = {each.field: each.names[0] for each in self.keys}
+        what = f"{names['hidden']} by {names['head_num']}"
+        return {"size_per_head": settings.divide(values.pop("hidden"), values["head_num"], what)}
 
     def written_derived(self, config: Any) -> dict[str, Any]:  # noqa: ARG002 - of a subclass
         """Return the settings, other than `keys`, of which `derived` makes its fields."""
@@ -194,7 +191,8 @@ class HuggingFaceDecoder:
     def weights(self, facts: Facts, config: Any) -> Mapping[str, TensorSource]:
         """Return the source of each tensor."""
         layout = self.family.layout
-        table = named_sources(self.names, layout, rows=self.rows, in_out=self.in_out)
+        names = whole_names(self.layer, self.names)
+        table = named_sources(names, layout, rows=self.rows, in_out=self.in_out)
         if self.stores_head:
             table[HEAD] = Copy(self.stored_head(facts), cut=0)
         return {**table, **self.sources(facts, config)}

@@ -37,12 +37,10 @@ class _Thirds(Copy):
     """Three blocks of columns (in, 3 * hidden), or of a bias, as (in, 3, hidden)."""
 
     def build(self, get: Get, config: Any) -> Parts:
-        """Return the blocks on an axis of their own."""
         (whole,) = super().build(get, config).tensors
         return Parts(0, (whole.reshape(*whole.shape[:-1], 3, config.hidden),))
 
     def views(self, shape: tuple[int, ...], config: Any) -> Views:  # noqa: ARG002
-        """Return the blocks side by side."""
         return [(self.key, same(shape, stored=(*shape[:-2], shape[-2] * shape[-1])))]
 
 
@@ -58,14 +56,20 @@ def fused_layer(attention: str = "attention") -> dict[str, str]:
     }
 
 
-def in_layers(layer: str, names: Names) -> dict[str, Any]:
-    """Return names of modules within a layer as names in the whole model, without empty ones."""
-    return {
+def whole_names(layer: str, names: Names) -> dict[str, Any]:
+    """Return names of modules as complete patterns, without empty ones.
+
+    Those of the layout that do not begin with "model." are in a layer, which the source calls so.
+    """
+    outside: dict[str, Any] = {
+        ours: theirs for ours, theirs in names.items() if ours.startswith("model.")
+    }
+    return outside | {
         LAYER + ours: layer + theirs
         if isinstance(theirs, str)
         else tuple(layer + part for part in theirs)
         for ours, theirs in names.items()
-        if theirs
+        if theirs and ours not in outside
     }
 
 

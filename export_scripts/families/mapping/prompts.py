@@ -70,9 +70,7 @@ def added_tensors(kind: str, archives: Sequence[CheckpointReader]) -> dict[str, 
 
 
 def prompt_fields(facts: Facts, *, start_id: int) -> dict[str, Any]:
-    """Return the config fields that describe the added prompt tables.
-
-    `start_id` is the first virtual token, unless the user gives prompt_learning_start_id.
+    """Return the config fields of the added prompt tables; `start_id` is the first virtual token.
 
     Raises:
         CheckpointMismatchError: An archive's templates and tables disagree.
@@ -98,9 +96,8 @@ def prompt_fields(facts: Facts, *, start_id: int) -> dict[str, Any]:
                 )
             tasks.append(PromptTask(task_name=name, prompt_length=rows))
     refuse(problems)
-    given = facts.given_int("prompt_learning_start_id")
     return {
         "tasks": tuple(tasks),
-        "prompt_learning_start_id": start_id if given is None else given,
+        "prompt_learning_start_id": start_id,
         "prompt_learning_type": P_PROMPT_TUNING,
     }
