@@ -169,12 +169,7 @@ def _with_source(
     """Return the runs with what the source checkpoint's own library answers as their reference."""
     from inference.evaluation.run.huggingface_model import load_reference_model
 
-    assert options.source_path is not None
-    model = load_reference_model(
-        options.source_path,
-        data_type=options.reference_data_type,
-        prompts_dir=options.weights_dir,
-    )
+    model = load_reference_model(options)
     found = []
     for run in runs:
         phase = f"{run.report.name} by transformers"
