@@ -48,7 +48,6 @@ from inference.evaluation.run.task_run import (
 from inference.evaluation.task import EvaluationError, TextGenerator
 from inference.evaluation.tasks import known_tasks
 from inference.evaluation.tasks.identity import rows_of
-from inference.evaluation.tasks.served_folder import served_architecture
 
 
 def evaluate(
@@ -148,19 +147,12 @@ def _latency(
 ) -> tuple[LatencyPoint, ...]:
     if not options.latency.enabled:
         return ()
-    architecture = served_architecture(options)
     rows = (  # samples of the task identity are rows of token ids, written as numbers
         rows_of(sample.text) if run.report.name == "identity" else [model.encode(sample.text)]
         for run in runs
         for sample in run.prepared.samples
     )
-    return measure_latency(
-        model,
-        chain.from_iterable(rows),
-        options.latency,
-        hidden_size=None if architecture is None else architecture.hidden,
-        progress=progress,
-    )
+    return measure_latency(model, chain.from_iterable(rows), options, progress=progress)
 
 
 def _with_source(
