@@ -5,10 +5,9 @@ all hold; anything else means that the evaluation itself could not be done.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from inference.evaluation.bounds import PairedBound
@@ -144,80 +143,83 @@ class GateResult:
         return EXIT_GATE_BREACHED if self.deciding[0].status == BREACHED else EXIT_INSUFFICIENT
 
 
-def apply_gate(
-    metrics: Sequence[Metric],
-    bounds: Mapping[str, Bound],
-    *,
-    baseline: Mapping[str, Metric] = MappingProxyType({}),
-    pairs: Mapping[str, Pairs] = MappingProxyType({}),
-    moved: Mapping[str, float] = MappingProxyType({}),
-    advisory: Collection[str] = (),
-    remedies: Mapping[str, str] = MappingProxyType({}),
-) -> GateResult:
-    """Compare metrics with their bounds.
+@dataclass(frozen=True)
+class Measured:
+    """A metric of this run, and what it is judged by.
 
-    `pairs` are the samples of this run and of the baseline by metric; both have what the bounds ask
-    for (Baseline.problems and check). `moved` is how far a metric depends on the server's load,
-    which may count for or against it; bounds of the metrics `advisory` do not decide. `remedies`
-    say what to do about a breach.
+    Attributes:
+        baseline, pairs: the baseline's, and the samples of both; they are there where a bound asks
+            for them (Baseline.problems and check).
+        moved: how far it depends on the server's load, which may count for or against it.
+        tier: whether its bounds decide.
+        remedy: what to do about a breach.
+    """
+
+    metric: Metric
+    baseline: Metric | None = None
+    pairs: Pairs | None = None
+    moved: float = 0.0
+    tier: str = CRITICAL
+    remedy: str = ""
+
+    def verdict(self, bound: str, status: str, **others: Any) -> Verdict:
+        """Return the outcome of a bound."""
+        return Verdict(
+            self.metric.name,
+            self.metric.value,
+            bound,
+            status,
+            tier=self.tier,
+            unit=self.metric.unit,
+            higher_is_better=self.metric.higher_is_better,
+            **others,
+        )
+
+
+def apply_gate(measured: Iterable[Measured], bounds: Mapping[str, Bound]) -> GateResult:
+    """Compare metrics with their bounds.
 
     Raises:
         ValueError: a bound names a metric that was not measured.
     """
-    by_name = {metric.name: metric for metric in metrics}
+    by_name = {each.metric.name: each for each in measured}
     relative = sum(bound.paired is not None for bound in bounds.values())
     found: list[Verdict] = []
     for name, bound in bounds.items():
         if name not in by_name:
-            measured = ", ".join(by_name) or "none"
+            known = ", ".join(by_name) or "none"
             raise ValueError(
-                f"evaluate.gate.{name}: this metric was not measured; measured: {measured}."
+                f"evaluate.gate.{name}: this metric was not measured; measured: {known}."
             )
-        metric = by_name[name]
-        own = _absolute(metric, bound)
+        found += _absolute(by_name[name], bound)
         if bound.margin is not None or bound.sigmas is not None:
-            own.append(_unpaired(metric, bound, baseline[name]))
+            found.append(_unpaired(by_name[name], bound))
         if bound.paired is not None:
-            by_load = moved.get(name, 0.0)
-            own.append(
-                _paired(metric, bound.paired, baseline[name], pairs[name], relative, by_load)
-            )
-        tier = ADVISORY if name in advisory else CRITICAL
-        found += [replace(each, tier=tier) for each in own]
+            found.append(_paired(by_name[name], bound.paired, relative))
     decided = (
-        replace(each, remedy=remedies.get(each.metric, "")) if each.status == BREACHED else each
+        replace(each, remedy=by_name[each.metric].remedy) if each.status == BREACHED else each
         for each in _with_holm(found)
     )
     return GateResult(tuple(decided))
 
 
-def _verdict(metric: Metric, bound: str, status: str, **others: Any) -> Verdict:
-    return Verdict(
-        metric.name,
-        metric.value,
-        bound,
-        status,
-        unit=metric.unit,
-        higher_is_better=metric.higher_is_better,
-        **others,
-    )
-
-
-def _absolute(metric: Metric, bound: Bound) -> list[Verdict]:
+def _absolute(own: Measured, bound: Bound) -> list[Verdict]:
     """Return the verdicts of the absolute bounds; NaN breaches each."""
     limits = [
-        (word, limit, sign * (metric.value - limit) >= 0)
+        (word, limit, sign * (own.metric.value - limit) >= 0)
         for word, limit, sign in (("min", bound.min, 1), ("max", bound.max, -1))
         if limit is not None
     ]
     return [
-        _verdict(metric, f"{word} {limit:g}", HELD if holds else BREACHED, limit=limit)
+        own.verdict(f"{word} {limit:g}", HELD if holds else BREACHED, limit=limit)
         for word, limit, holds in limits
     ]
 
 
-def _unpaired(metric: Metric, bound: Bound, baseline: Metric) -> Verdict:
+def _unpaired(own: Measured, bound: Bound) -> Verdict:
     """Return the verdict of a bound that takes the two runs for independent."""
+    metric, baseline = own.metric, own.baseline
+    assert baseline is not None
     spread = math.hypot(metric.stderr, baseline.stderr)
     room = (bound.margin or 0.0) + (bound.sigmas or 0.0) * spread
     sign = 1.0 if metric.higher_is_better else -1.0
@@ -226,8 +228,7 @@ def _unpaired(metric: Metric, bound: Bound, baseline: Metric) -> Verdict:
     note = "takes the runs for independent: samples that changed are not counted"
     if metric.unit == "fraction" and metric.higher_is_better and limit <= 0:
         note = "cannot be breached: a model that gets nothing right would pass"
-    return _verdict(
-        metric,
+    return own.verdict(
         f"baseline {'-' if metric.higher_is_better else '+'} {room:.6g}",
         HELD if holds else BREACHED,
         limit=limit,
@@ -236,17 +237,18 @@ def _unpaired(metric: Metric, bound: Bound, baseline: Metric) -> Verdict:
     )
 
 
-def _paired(
-    metric: Metric, sentence: str, baseline: Metric, pairs: Pairs, bounds: int, moved: float
-) -> Verdict:
+def _paired(own: Measured, sentence: str, bounds: int) -> Verdict:
     """Return what the samples show about a sentence; whether it is breached is left to Holm."""
+    metric, baseline, pairs, moved = own.metric, own.baseline, own.pairs, own.moved
+    assert baseline is not None
+    assert pairs is not None
     bound = PairedBound.parse(sentence)
     margin = bound.margin(baseline)
     alpha = 1 - bound.confidence
     bounded = metric.unit == "fraction"
     if lost := sum(not math.isfinite(each) for each in pairs.new):
         note = f"{lost:,} of {len(pairs.new):,} samples have no finite score"
-        return _verdict(metric, sentence, BREACHED, baseline=baseline.value, note=note)
+        return own.verdict(sentence, BREACHED, baseline=baseline.value, note=note)
     check = partial(check_drop, pairs, confidence=bound.confidence, bounded=bounded)
     test = check(margin)
     p_breached, is_held = test.p_breached, test.p_held <= alpha
@@ -259,8 +261,7 @@ def _paired(
     deviation = test.deviation
     if pairs.is_binary:  # what changed to the worse and to the better alike
         deviation = math.sqrt(2 * min(pairs.changed) / test.count)
-    return _verdict(
-        metric,
+    return own.verdict(
         sentence,
         HELD if is_held else INSUFFICIENT,
         baseline=baseline.value,

@@ -19,8 +19,8 @@ INDEX = "index.jsonl"
 _MAX_POINTS = 40
 
 
-def append_run(history_dir: Path, report: Report, output_dir: Path) -> Path:
-    """Add a finished report to the store and return its folder there.
+def append_run(history_dir: Path, report: Report, output_dir: Path) -> None:
+    """Add a finished report to the store.
 
     The folder appears by one rename, before the index names it.
     """
@@ -30,14 +30,13 @@ def append_run(history_dir: Path, report: Report, output_dir: Path) -> Path:
         for name in (REPORT_JSON, PREDICTIONS):
             shutil.copyfile(output_dir / name, partial / name)
         partial.chmod(0o755)
-        folder = partial.rename(history_dir / report.run_id)
+        partial.rename(history_dir / report.run_id)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     with (history_dir / INDEX).open("a", encoding="utf-8") as index:
         fcntl.flock(index, fcntl.LOCK_EX)
         index.write(json.dumps(asdict(history_point(report))) + "\n")
-    return folder
 
 
 def history_point(report: Report) -> HistoryPoint:

@@ -3,7 +3,6 @@
 import secrets
 import string
 import time
-from collections import ChainMap
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import parse_bounds
-from inference.evaluation.gate import apply_gate
+from inference.evaluation.gate import ADVISORY, CRITICAL, Measured, apply_gate
 from inference.evaluation.options import OPENAI, Bound, EvaluationOptions
 from inference.evaluation.record import LatencyPoint, Report, RunFacts, StageTiming
 from inference.evaluation.report.files import (
@@ -48,7 +47,6 @@ from inference.evaluation.run.task_run import (
 from inference.evaluation.task import EvaluationError, TextGenerator
 from inference.evaluation.tasks import known_tasks
 from inference.evaluation.tasks.identity import rows_of
-from inference.evaluation.tasks.served_folder import served_architecture
 
 
 def evaluate(
@@ -148,19 +146,12 @@ def _latency(
 ) -> tuple[LatencyPoint, ...]:
     if not options.latency.enabled:
         return ()
-    architecture = served_architecture(options)
     rows = (  # samples of the task identity are rows of token ids, written as numbers
         rows_of(sample.text) if run.report.name == "identity" else [model.encode(sample.text)]
         for run in runs
         for sample in run.prepared.samples
     )
-    return measure_latency(
-        model,
-        chain.from_iterable(rows),
-        options.latency,
-        hidden_size=None if architecture is None else architecture.hidden,
-        progress=progress,
-    )
+    return measure_latency(model, chain.from_iterable(rows), options, progress=progress)
 
 
 def _with_source(
@@ -169,12 +160,7 @@ def _with_source(
     """Return the runs with what the source checkpoint's own library answers as their reference."""
     from inference.evaluation.run.huggingface_model import load_reference_model
 
-    assert options.source_path is not None
-    model = load_reference_model(
-        options.source_path,
-        data_type=options.reference_data_type,
-        prompts_dir=options.weights_dir,
-    )
+    model = load_reference_model(options)
     found = []
     for run in runs:
         phase = f"{run.report.name} by transformers"
@@ -224,27 +210,27 @@ def _gated(
     bounds = report.bounds
     if updated is not None:
         bounds = {name: Bound(min=each.min, max=each.max) for name, each in bounds.items()}
-    gate = apply_gate(
-        report.metrics,
-        bounds,
-        baseline=baseline.metrics,
-        pairs=ChainMap(*(baseline.pairs(run.report, run.predictions) for run in runs)),
-        moved=ChainMap(*(run.moved for run in runs)),
-        advisory={
-            metric.name
-            for task in report.tasks
-            if task.name in options.advisory
-            for metric in task.metrics
-        },
-        remedies={
-            metric.name: run.prepared.task.remedy() for run in runs for metric in run.report.metrics
-        },
-    )
+    gate = apply_gate(chain(*(_measured(options, baseline, run) for run in runs)), bounds)
     source = baseline.source
     if updated is not None and gate.passed:
         baseline = write_baseline(updated, report, chain(*(run.predictions for run in runs)))
         source = f"this run, recorded in {updated}"
     return replace(report, gate=gate, baseline=baseline.metrics, baseline_source=source)
+
+
+def _measured(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> list[Measured]:
+    pairs = baseline.pairs(run.report, run.predictions)
+    return [
+        Measured(
+            metric,
+            baseline=baseline.metrics.get(metric.name),
+            pairs=pairs.get(metric.name),
+            moved=run.moved.get(metric.name, 0.0),
+            tier=ADVISORY if run.report.name in options.advisory else CRITICAL,
+            remedy=run.prepared.task.remedy(),
+        )
+        for metric in run.report.metrics
+    ]
 
 
 def _with_own_facts(facts: RunFacts, weights_dir: Path | None, seconds: float) -> RunFacts:

@@ -19,6 +19,7 @@ import torch
 
 from export_scripts.ft.reader import FTReader
 from export_scripts.numeric.dtypes import torch_dtype
+from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import (
     Completion,
     EvaluationError,
@@ -137,16 +138,14 @@ class HuggingFaceModel(TextGenerator):
         )
 
 
-def load_reference_model(
-    checkpoint: Path, *, data_type: str = "fp32", prompts_dir: Path | None = None
-) -> HuggingFaceModel:
-    """Load a checkpoint folder, tokenizer included, to compute in fp32, fp16 or bf16.
-
-    `prompts_dir` is the served folder, for the prompt tables in it.
+def load_reference_model(options: EvaluationOptions) -> HuggingFaceModel:
+    """Load the source checkpoint, tokenizer included.
 
     Raises:
         EvaluationError: transformers is not installed, or cannot read the folder as a whole.
     """
+    checkpoint, data_type = options.source_path, options.reference_data_type
+    assert checkpoint is not None, "checked before"
     try:
         transformers = import_transformers()
         config = transformers.AutoConfig.from_pretrained(checkpoint)
@@ -165,4 +164,4 @@ def load_reference_model(
     if torch.cuda.is_available():
         model = model.to("cuda")
     source = f"transformers {transformers.__version__} in {data_type} on {checkpoint}"
-    return HuggingFaceModel(model, tokenizer, source, prompts_dir)
+    return HuggingFaceModel(model, tokenizer, source, options.weights_dir)

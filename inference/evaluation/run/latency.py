@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from inference.evaluation.options import LatencyOptions, RequestShape, parse_shape
+from inference.evaluation.options import EvaluationOptions, RequestShape, parse_shape
 from inference.evaluation.record import LatencyPoint
 from inference.evaluation.run.task_run import EvaluationProgress, ProgressCallback
 from inference.evaluation.run.timing import distribution
@@ -30,6 +30,7 @@ from inference.evaluation.task import (
     TextGenerator,
     generates,
 )
+from inference.evaluation.tasks.served_folder import served_architecture
 
 _MAX_PROMPTS = 64
 
@@ -70,19 +71,16 @@ class Answered:
 def measure_latency(
     model: TextGenerator,
     tokens: Iterable[Sequence[int]],
-    options: LatencyOptions,
+    options: EvaluationOptions,
     *,
-    hidden_size: int | None = None,
     progress: ProgressCallback = lambda _: None,
 ) -> tuple[LatencyPoint, ...]:
     """Measure every point of the options; prompts are cut from `tokens`, read as far as needed.
 
-    `hidden_size` is the width of an encoder that takes embeddings in place of token ids.
-
     Raises:
         EvaluationError: a request failed.
     """
-    shapes = list(dict.fromkeys(parse_shape(text) for text in options.shapes))
+    shapes = list(dict.fromkeys(parse_shape(text) for text in options.latency.shapes))
     if not generates(model):
         shapes = list(dict.fromkeys(RequestShape(shape.input_len, 0) for shape in shapes))
     loads = _loads(model, tokens, shapes, options)
@@ -90,7 +88,7 @@ def measure_latency(
     for done, load in enumerate(loads):
         progress(EvaluationProgress("latency", done, len(loads)))
         try:
-            measured[load] = _send(model, options, hidden_size, load)
+            measured[load] = _send(model, options, load)
         except RequestFailedError as error:
             raise EvaluationError(
                 f"latency of {load} could not be measured: {error}\nCheck that the model allows "
@@ -104,7 +102,7 @@ def _loads(
     model: TextGenerator,
     tokens: Iterable[Sequence[int]],
     shapes: Sequence[RequestShape],
-    options: LatencyOptions,
+    options: EvaluationOptions,
 ) -> list[Load]:
     """Return every point once, after the point for one token that its estimates need, if any."""
     needed = dict.fromkeys(
@@ -113,11 +111,12 @@ def _loads(
         for each in (RequestShape(shape.input_len, 1), shape)
         if each == shape or (shape.output_len and not model.streams)
     )
+    sizes, concurrencies = options.latency.batch_sizes, options.latency.concurrencies
     most = max(shape.input_len for shape in shapes) * _MAX_PROMPTS
     ids = list(itertools.islice(itertools.chain.from_iterable(tokens), most))
     return [
         Load(cut_prompts(ids, input_len=shape.input_len), shape, *load)
-        for shape, *load in itertools.product(needed, options.batch_sizes, options.concurrencies)
+        for shape, *load in itertools.product(needed, sizes, concurrencies)
     ]
 
 
@@ -170,14 +169,12 @@ def cut_prompts(ids: Sequence[int], *, input_len: int) -> tuple[tuple[int, ...],
     return tuple(tuple(ids[start : start + input_len]) for start in range(0, last + 1, stride))
 
 
-def _send(
-    model: TextGenerator, options: LatencyOptions, hidden_size: int | None, load: Load
-) -> Answered:
+def _send(model: TextGenerator, options: EvaluationOptions, load: Load) -> Answered:
     """Send the warm-up, then requests until enough are answered or the time is up."""
-    ask = _asking(model, load, hidden_size)
-    for ticket in range(options.warmup):
+    ask, latency = _asking(model, options, load), options.latency
+    for ticket in range(latency.warmup):
         ask(ticket)
-    tickets, lock, failed = iter(range(options.requests)), threading.Lock(), threading.Event()
+    tickets, lock, failed = iter(range(latency.requests)), threading.Lock(), threading.Event()
     answered: list[tuple[float, int, list[float]]] = []  # duration, tokens, arrivals
     start = time.perf_counter()
 
@@ -186,7 +183,7 @@ def _send(
             with lock:
                 ticket = next(tickets, None)
             begin = time.perf_counter()
-            if ticket is None or (answered and begin - start > options.max_point_s):
+            if ticket is None or (answered and begin - start > latency.max_point_s):
                 return
             try:
                 generated, arrivals_s = ask(ticket)
@@ -209,13 +206,13 @@ def _send(
 
 
 def _asking(
-    model: TextGenerator, load: Load, hidden_size: int | None
+    model: TextGenerator, options: EvaluationOptions, load: Load
 ) -> Callable[[int], tuple[int, list[float]]]:
     """Return what sends one request: it gives the tokens, and when each came of a stream."""
     rows, prompts = load.batch_size, load.prompts
     if not load.shape.output_len:
         batch = list(itertools.islice(itertools.cycle(prompts), rows))
-        encoded = encoder_request(batch, model.input_names(), hidden_size)
+        encoded = encoder_request(batch, model.input_names(), options)
 
         def encode(_: int) -> tuple[int, list[float]]:
             model.infer(encoded, ("output_hidden_state",))
@@ -238,7 +235,7 @@ def _asking(
 
 
 def encoder_request(
-    rows: Sequence[Sequence[int]], names: Collection[str], hidden_size: int | None
+    rows: Sequence[Sequence[int]], names: Collection[str], options: EvaluationOptions
 ) -> RequestTensors:
     """Return the request of an encoder for rows of equal length.
 
@@ -250,11 +247,13 @@ def encoder_request(
     lengths = [[len(row)] for row in rows]
     if "input_hidden_state" not in names:
         return {"input_ids": list(rows), "sequence_length": lengths}
-    if hidden_size is None:
+    architecture = served_architecture(options)
+    if architecture is None:
         raise EvaluationError(
             "the latency of this encoder needs its hidden size, which is read from the served "
             "folder or the source checkpoint; set export.model.checkpoint_path, or "
             "evaluate.latency.enabled=false."
         )
-    states = np.random.default_rng(0).standard_normal((len(rows), len(rows[0]), hidden_size))
+    shape = (len(rows), len(rows[0]), architecture.hidden)
+    states = np.random.default_rng(0).standard_normal(shape)
     return {"input_hidden_state": states.astype(np.float32), "sequence_lengths": lengths}

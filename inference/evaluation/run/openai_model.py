@@ -118,7 +118,7 @@ class OpenAIModel(TextGenerator):
     ) -> Completion:
         """Return the greedy continuation as text."""
         ids = self.encode(prompt)
-        answer = self.client.complete(self._body(self._prompts([ids])[0], output_len))
+        answer = self.client.complete(self._body(self._prompt(ids), output_len))
         return Completion(
             text=_text(answer),
             generated=_count(answer, "completion_tokens") or 0,
@@ -144,7 +144,7 @@ class OpenAIModel(TextGenerator):
         each_frame: Callable[[], None] | None = None,
     ) -> list[tuple[int, ...]]:
         """Return the greedy tokens after each row; UNKNOWN_TOKEN for those that came as text."""
-        prompts = self._prompts(rows)
+        prompts = [self._prompt(row) for row in rows]
         body = self._body(prompts[0] if len(prompts) == 1 else prompts, output_len)
         if each_frame is not None and self.streams and len(rows) == 1:
             return [self._streamed(body, each_frame)]
@@ -178,10 +178,8 @@ class OpenAIModel(TextGenerator):
             raise RequestFailedError("the server returned no log probabilities of the prompt.")
         return math.fsum(scores)
 
-    def _prompts(self, rows: Sequence[Sequence[int]]) -> list[Any]:
-        if self.takes_ids:
-            return [list(row) for row in rows]
-        return [self.decode(row) for row in rows]
+    def _prompt(self, ids: Sequence[int]) -> Any:
+        return list(ids) if self.takes_ids else self.decode(ids)
 
     def _body(self, prompt: Any, output_len: int) -> dict[str, Any]:
         return {

@@ -120,22 +120,11 @@ def run_task(
         task, samples, timer, concurrency=concurrency, progress=progress, phase=phase or task.name
     )
     requests = timer.statistics(concurrency=concurrency)
-    scores = [answered[sample.index][0] for sample in samples]
     predictions = tuple(
-        Prediction(
-            task=task.name,
-            index=sample.index,
-            text=sample.text,
-            target=sample.target,
-            answer=score.answer,
-            values=dict(score.values),
-            seconds=duration,
-            id=own_id,
-            group=sample.group,
-        )
+        replace(answered[sample.index], id=own_id)
         for sample, own_id in zip(samples, sample_ids(samples), strict=True)
-        for score, duration in (answered[sample.index],)
     )
+    scores = [Score(each.values, each.answer) for each in predictions]
     report = TaskReport(
         name=task.name,
         version=task.version,
@@ -147,9 +136,6 @@ def run_task(
     return TaskRun(prepared, report, predictions)
 
 
-_Answered = tuple[Score, float]  # a score and the seconds it took
-
-
 def _ask_all(
     task: Task,
     samples: Sequence[Sample],
@@ -158,13 +144,13 @@ def _ask_all(
     concurrency: int,
     progress: ProgressCallback,
     phase: str,
-) -> dict[int, _Answered]:
-    """Return every sample's score by its index; few samples are submitted ahead."""
-    answered: dict[int, _Answered] = {}
+) -> dict[int, Prediction]:
+    """Return every sample as answered by its index; few samples are submitted ahead."""
+    answered: dict[int, Prediction] = {}
     failures: list[tuple[int, RequestFailedError]] = []
     right: dict[str, float] = defaultdict(float)
     waiting = iter(samples)
-    running: dict[Future[_Answered], int] = {}
+    running: dict[Future[Prediction], int] = {}
     progress(EvaluationProgress(phase, 0, len(samples)))
     executor = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="evaluate")
     try:
@@ -179,7 +165,7 @@ def _ask_all(
                     failures.append((index, error))
                 else:
                     answered[index] = future.result()
-                    for name, value in answered[index][0].values.items():
+                    for name, value in answered[index].values.items():
                         if value in (0.0, 1.0):
                             right[name] += value
                 shares = tuple((name, each / len(answered)) for name, each in right.items())
@@ -194,10 +180,19 @@ def _ask_all(
     return answered
 
 
-def _ask(task: Task, model: TextGenerator, sample: Sample) -> _Answered:
+def _ask(task: Task, model: TextGenerator, sample: Sample) -> Prediction:
     start = time.perf_counter()
     score = task.score(sample, model)
-    return score, time.perf_counter() - start
+    return Prediction(
+        task=task.name,
+        index=sample.index,
+        text=sample.text,
+        target=sample.target,
+        answer=score.answer,
+        values=dict(score.values),
+        seconds=time.perf_counter() - start,
+        group=sample.group,
+    )
 
 
 def _failure_message(

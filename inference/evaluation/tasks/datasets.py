@@ -7,6 +7,7 @@ import urllib.request
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,12 @@ def drawn_from_file(
     return drawn(samples, options, name=path.name, path=str(path), sha256=sha256_of(path))
 
 
-def missing_files(task: str, files: Mapping[str, str | None]) -> list[str]:
-    """Return a problem for each named file that does not exist."""
+def missing_files(task: str, own: object, *keys: str) -> list[str]:
+    """Return a problem for each of these options of a task that names a file there is not."""
     return [
         f"evaluate.{task}.{key}={path} is not a file; give an existing file, or null."
-        for key, path in files.items()
-        if path is not None and not Path(path).is_file()
+        for key in keys
+        if (path := attrgetter(key)(own)) is not None and not Path(path).is_file()
     ]
 
 

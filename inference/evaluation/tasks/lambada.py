@@ -111,8 +111,7 @@ class Lambada(Task):
         ]
         if not lambada.metrics:
             problems.append(f"evaluate.lambada.metrics is empty; choose from {known}.")
-        files = {"data_path": lambada.data_path, "reference_path": lambada.reference_path}
-        return [*problems, *missing_files("lambada", files)]
+        return [*problems, *missing_files("lambada", lambada, "data_path", "reference_path")]
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Read the passages, downloading them first where that is asked for.

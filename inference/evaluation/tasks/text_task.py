@@ -121,13 +121,8 @@ class TextTask(Task):
     def problems(self) -> list[str]:
         """Return what is wrong with the task's options, and files or packages it lacks."""
         kind, own, key = self.kind, self.own, f"evaluate.{self.name}"
-        files = {
-            "data_path": own.data_path,
-            "target_path": own.target_path,
-            "prompt.table_path": own.prompt.table_path,
-            "reference_path": own.reference_path,
-        }
-        problems = missing_files(self.name, files)
+        files = ("data_path", "target_path", "prompt.table_path", "reference_path")
+        problems = missing_files(self.name, own, *files)
         if (own.url is None) != (own.sha256 is None):
             problems.append(f"{key}.url and {key}.sha256 go together; give both, or neither.")
         elif own.data_path is None and kind.data_source(own) is None:

@@ -9,10 +9,13 @@ import pytest
 
 from inference.evaluation.bounds import PairedBound, check_bounds, parse_bounds
 from inference.evaluation.gate import (
+    ADVISORY,
+    CRITICAL,
     EXIT_GATE_BREACHED,
     EXIT_INSUFFICIENT,
     EXIT_PASS,
     GateResult,
+    Measured,
     apply_gate,
     detectable,
 )
@@ -25,8 +28,7 @@ NAME = "lambada_last_word"
 
 
 def breaches(metric, bound, baseline=None) -> list[str]:
-    stored = {} if baseline is None else {baseline.name: baseline}
-    result = apply_gate([metric], {metric.name: bound}, baseline=stored)
+    result = apply_gate([Measured(metric, baseline)], {metric.name: bound})
     return [str(each) for each in result.of("breached")]
 
 
@@ -74,14 +76,14 @@ def test_sigmas_widen_the_margin_by_both_standard_errors(make_metric):
 
 
 def test_exit_codes_distinguish_pass_and_breach(make_metric):
-    metric = make_metric(value=0.5)
+    metric = Measured(make_metric(value=0.5))
     assert apply_gate([metric], {}).exit_code == EXIT_PASS == 0
     assert apply_gate([metric], {NAME: Bound(min=0.6)}).exit_code == EXIT_GATE_BREACHED == 3
 
 
 def test_a_bound_on_an_unmeasured_metric_cannot_pass(make_metric):
     with pytest.raises(ValueError, match="other: this metric was not measured"):
-        apply_gate([make_metric()], {"other": Bound(min=0.0)})
+        apply_gate([Measured(make_metric())], {"other": Bound(min=0.0)})
 
 
 def test_bounds_that_can_never_apply_are_all_named():
@@ -100,14 +102,9 @@ def test_bounds_that_can_never_apply_are_all_named():
 POINT = "no drop of more than 1 point at 95 %"
 
 
-def paired(metric, sentence, pairs: Pairs, *, advisory=(), **others) -> GateResult:
-    return apply_gate(
-        [metric],
-        {metric.name: Bound(paired=sentence, **others)},
-        baseline={metric.name: metric},
-        pairs={metric.name: pairs},
-        advisory=advisory,
-    )
+def paired(metric, sentence, pairs: Pairs, *, tier=CRITICAL, **others) -> GateResult:
+    measured = Measured(metric, baseline=metric, pairs=pairs, tier=tier)
+    return apply_gate([measured], {metric.name: Bound(paired=sentence, **others)})
 
 
 def answers(count: int, *, lost: int = 0, gained: int = 0) -> Pairs:
@@ -175,13 +172,13 @@ def test_an_improvement_beyond_the_bound_is_named(make_metric):
 
 
 def test_an_advisory_bound_is_reported_and_does_not_decide(make_metric):
-    found = paired(make_metric(scale="mean"), POINT, answers(100, lost=90), advisory=[NAME])
+    found = paired(make_metric(scale="mean"), POINT, answers(100, lost=90), tier=ADVISORY)
     assert (found.exit_code, len(found.of("breached"))) == (EXIT_PASS, 1)
     assert "(advisory)" in str(found.of("breached")[0])
 
 
 def test_an_advisory_breach_neither_hides_nor_outranks_a_critical_bound(make_metric, report):
-    advisory = paired(make_metric(scale="mean"), POINT, answers(100, lost=90), advisory=[NAME])
+    advisory = paired(make_metric(scale="mean"), POINT, answers(100, lost=90), tier=ADVISORY)
     critical = paired(make_metric(scale="mean"), POINT, answers(64))
     both = GateResult(advisory.verdicts + critical.verdicts)
     assert (both.exit_code, both.deciding) == (EXIT_INSUFFICIENT, critical.verdicts)
@@ -202,13 +199,11 @@ def test_a_breach_goes_before_a_bound_that_needs_more_samples(make_metric):
 
 def test_the_breaches_of_a_run_share_its_false_alarms(make_metric):
     metrics = [make_metric(name=f"m_{number}", scale="mean") for number in range(10)]
-    pairs = dict.fromkeys((each.name for each in metrics), answers(1000, lost=17))
-    (alone,) = paired(metrics[0], POINT, pairs["m_0"]).verdicts
+    pairs = answers(1000, lost=17)
+    (alone,) = paired(metrics[0], POINT, pairs).verdicts
     together = apply_gate(
-        metrics,
+        [Measured(each, baseline=each, pairs=pairs) for each in metrics],
         {each.name: Bound(paired=POINT) for each in metrics},
-        baseline={each.name: each for each in metrics},
-        pairs=pairs,
     )
     assert (alone.status, {each.status for each in together.verdicts}) == (
         "breached",
@@ -260,7 +255,7 @@ def test_an_unpaired_bound_that_nothing_can_breach_says_so(make_metric):
     """The bundled passages: 7 of 64 are right, so three errors reach below nothing."""
     kept = make_metric(value=0.109375, stderr=0.0393)
     nothing_right = make_metric(value=0.0, stderr=0.0393)
-    found = apply_gate([nothing_right], {NAME: Bound(sigmas=3.0)}, baseline={NAME: kept})
+    found = apply_gate([Measured(nothing_right, baseline=kept)], {NAME: Bound(sigmas=3.0)})
     assert found.passed
     assert "a model that gets nothing right would pass; use paired" in str(found.verdicts[0])
 

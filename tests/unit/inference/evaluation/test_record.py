@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from inference.evaluation.gate import apply_gate
+from inference.evaluation.gate import Measured, apply_gate
 from inference.evaluation.options import Bound
 from inference.evaluation.record import (
     Comparison,
@@ -42,7 +42,7 @@ def full(report, make_metric):
         run=replace(report.run, stages=(StageTiming("convert", "completed", 2.0, 0.0),)),
         latency=(LatencyPoint(1, 32, 8, 1, 4, 32, task.requests.latency, 100.0, 9.0, 1.0),),
         bounds=bounds,
-        gate=apply_gate(report.metrics, bounds),
+        gate=apply_gate(map(Measured, report.metrics), bounds),
         baseline={"lambada_last_word": make_metric(value=0.55)},
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.layout import manifest_path
+from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.huggingface_model import HuggingFaceModel, load_reference_model
 from inference.evaluation.task import EvaluationError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ."
+
+
+def load(folder: Path, **options: Any) -> HuggingFaceModel:
+    return load_reference_model(EvaluationOptions(data_dir=Path(), source_path=folder, **options))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> HuggingFaceModel:
-    return load_reference_model(folder)
+    return load(folder)
 
 
 def test_letters_are_encoded_and_decoded(model):
@@ -105,7 +111,7 @@ def test_virtual_tokens_take_the_embeddings_of_the_served_table(folder, tmp_path
     (ft_dir / "config.ini").write_text(
         f"{config}\n[task_0]\ntask_name = boolq\nprompt_length = 2\n"
     )
-    served = load_reference_model(folder, prompts_dir=ft_dir)
+    served = load(folder, weights_dir=ft_dir)
     found = served.complete_ids(
         [100, 101, 7, 4], output_len=5, tensors={"prompt_learning_task_name_ids": 0}
     )
@@ -118,7 +124,7 @@ def test_virtual_tokens_of_an_unknown_table_are_refused(model):
 
 
 def test_the_type_of_the_computation_is_the_user_s(folder):
-    served = load_reference_model(folder, data_type="bf16")
+    served = load(folder, reference_data_type="bf16")
     assert served.model.dtype == torch.bfloat16
     assert " in bf16 on " in served.source
     assert len(served.complete_ids([7, 4], output_len=3)) <= 3
@@ -133,7 +139,7 @@ def test_an_answer_ends_at_any_end_token(model, monkeypatch, ends):
 def test_a_folder_that_is_no_checkpoint_is_reported(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(EvaluationError, match=r"evaluate\.reference=huggingface: ") as caught:
-        load_reference_model(tmp_path)
+        load(tmp_path)
     assert "set evaluate.reference=none" in str(caught.value)
 
 
@@ -143,4 +149,4 @@ def test_a_checkpoint_that_lacks_weights_is_no_reference(folder, tmp_path):
     del weights["transformer.h.1.mlp.c_fc.weight"]
     save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(EvaluationError, match=r"lacks transformer\.h\.1\.mlp\.c_fc\.weight"):
-        load_reference_model(damaged)
+        load(damaged)

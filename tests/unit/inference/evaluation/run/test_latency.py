@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from inference.evaluation.options import LatencyOptions
+from inference.evaluation.options import EvaluationOptions, LatencyOptions
 from inference.evaluation.run.latency import (
     Answered,
     Load,
@@ -18,6 +19,7 @@ from inference.evaluation.run.latency import (
 from inference.evaluation.run.timing import distribution, interval_for
 from inference.evaluation.task import EvaluationError
 from tests.conftest import present
+from tests.ft_folders import write_bert
 
 TEXTS = ("The cook lit the lamp", "They crossed the old stone bridge")
 OPTIONS = LatencyOptions(
@@ -30,8 +32,12 @@ OPTIONS = LatencyOptions(
 )
 
 
+def measure(model, tokens: Iterable[Sequence[int]], latency: LatencyOptions):
+    return measure_latency(model, tokens, EvaluationOptions(data_dir=Path(), latency=latency))
+
+
 def test_every_point_of_the_grid_is_measured(model):
-    points = measure_latency(model, map(model.encode, TEXTS), OPTIONS)
+    points = measure(model, map(model.encode, TEXTS), OPTIONS)
     assert [(each.output_len, each.batch_size, each.concurrency) for each in points] == [
         (1, 1, 1),
         (1, 1, 3),
@@ -51,7 +57,7 @@ def test_the_first_token_is_measured_once_and_not_listed_unless_asked_for(model)
     options = LatencyOptions(
         shapes=["6+4", "6+3"], concurrencies=[1], requests=5, warmup=0, max_point_s=60
     )
-    points = measure_latency(model, map(model.encode, TEXTS), options)
+    points = measure(model, map(model.encode, TEXTS), options)
     assert [each.output_len for each in points] == [4, 3]
     assert len(model.requests) == 3 * 5
 
@@ -76,7 +82,7 @@ def ticking(load: Load) -> Answered:
 def test_further_tokens_share_the_rest_of_the_latency(model, answers):
     answers(ticking)
     options = LatencyOptions(shapes=["6+1", "6+11"], batch_sizes=[3], concurrencies=[1])
-    one, eleven = measure_latency(model, map(model.encode, TEXTS), options)
+    one, eleven = measure(model, map(model.encode, TEXTS), options)
     assert one.first_token_ms == pytest.approx(10.0)
     assert one.per_token_ms is None
     assert eleven.first_token_ms == pytest.approx(10.0)
@@ -96,7 +102,7 @@ def test_tokens_of_a_stream_are_timed_as_they_come(fake_model, answers):
     answers(streaming)
     options = LatencyOptions(shapes=["6+1", "6+5"], concurrencies=[1])
     model = fake_model(streams=True)
-    one, five = measure_latency(model, map(model.encode, TEXTS), options)
+    one, five = measure(model, map(model.encode, TEXTS), options)
     assert one.first_token_ms == pytest.approx(10.0)
     assert one.per_token_ms is None
     assert five.first_token_ms == pytest.approx(10.0)
@@ -112,7 +118,7 @@ def test_a_streaming_model_gets_no_requests_for_single_tokens(fake_model):
     options = LatencyOptions(
         shapes=["6+4"], concurrencies=[1], requests=5, warmup=0, max_point_s=60
     )
-    (point,) = measure_latency(model, map(model.encode, TEXTS), options)
+    (point,) = measure(model, map(model.encode, TEXTS), options)
     assert len(model.requests) == 5
     assert point.streamed
     assert 0 < present(point.first_token_ms) < point.latency.p50_ms
@@ -120,14 +126,14 @@ def test_a_streaming_model_gets_no_requests_for_single_tokens(fake_model):
 
 def test_a_point_ends_when_its_time_is_up(model):
     options = LatencyOptions(shapes=["6+1"], concurrencies=[1], requests=10**6, max_point_s=0.05)
-    (point,) = measure_latency(model, map(model.encode, TEXTS), options)
+    (point,) = measure(model, map(model.encode, TEXTS), options)
     assert 1 <= point.requests < 10**6
 
 
 def test_a_failed_request_fails_the_measurement(fake_model):
     model = fake_model(unavailable=True)
     with pytest.raises(EvaluationError, match=r"latency of 6 \+ 1 tokens, batch 1, concurrency 1"):
-        measure_latency(model, map(model.encode, TEXTS), OPTIONS)
+        measure(model, map(model.encode, TEXTS), OPTIONS)
 
 
 @pytest.mark.parametrize("input_len", [1, 5, 40])
@@ -146,7 +152,7 @@ def test_an_encoder_is_measured_by_the_tokens_in(model, answers):
     options = LatencyOptions(
         shapes=["3+8", "5+8", "3+1"], batch_sizes=[2], concurrencies=[1], requests=4, warmup=1
     )
-    points = measure_latency(model, [range(10, 40)], options)
+    points = measure(model, [range(10, 40)], options)
     assert [(each.input_len, each.output_len) for each in points] == [(3, 0), (5, 0)]
     assert len(model.tensors) == 2 * (4 + 1)
     assert model.tensors[0] == {
@@ -154,18 +160,19 @@ def test_an_encoder_is_measured_by_the_tokens_in(model, answers):
         "sequence_length": [[3], [3]],
     }
     answers(ticking)
-    (point,) = measure_latency(model, [range(30)], replace(options, shapes=["5+8"]))
+    (point,) = measure(model, [range(30)], replace(options, shapes=["5+8"]))
     assert (point.first_token_ms, point.per_token_ms) == (None, None)
     assert point.tokens_per_s == pytest.approx(2 * 5 / (point.latency.p50_ms / 1000))
 
 
-def test_an_encoder_of_embeddings_gets_rows_of_its_width():
+def test_an_encoder_of_embeddings_gets_rows_of_its_width(tmp_path):
     names = ("input_hidden_state", "sequence_lengths")
-    request = encoder_request([(1, 2, 3)] * 2, names, 16)
-    assert request["input_hidden_state"].shape == (2, 3, 16)
+    served = EvaluationOptions(data_dir=Path(), weights_dir=write_bert(tmp_path))
+    request = encoder_request([(1, 2, 3)] * 2, names, served)
+    assert request["input_hidden_state"].shape == (2, 3, 24)
     assert request["sequence_lengths"] == [[3], [3]]
     with pytest.raises(EvaluationError, match="hidden size"):
-        encoder_request([(1, 2, 3)], names, None)
+        encoder_request([(1, 2, 3)], names, EvaluationOptions(data_dir=Path()))
 
 
 def test_the_histogram_holds_every_duration():
