@@ -39,7 +39,6 @@ _ADAPTER = re.compile(r"\.adapter(_layer)?\.")
 # Keys of config.ini that the request sets.
 _ASKED_FOR = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_type"}
 
-
 # Tokens of a config -> the consequence of an id outside the vocabulary.
 _NO_START = "generation needs a prompt to start from"
 _NO_END = "every answer runs to its length limit"
@@ -83,12 +82,10 @@ def plan_conversion(
     scratch_dir: Path | None = None,
     reader: CheckpointReader | None = None,
 ) -> ConversionPlan:
-    """Return the whole plan of a conversion.
+    """Return the whole plan of a conversion without `request_problems`.
 
-    Args:
-        request: What to convert, without `request_problems`.
-        scratch_dir: Where gzip archives are unpacked while the plan is in use.
-        reader: The checkpoint, if it is open.
+    Gzip archives are unpacked in `scratch_dir` while the plan is in use; `reader` is the
+    checkpoint, if it is open.
 
     Raises:
         CheckpointMismatchError: The checkpoint cannot be converted; every reason is listed.

@@ -27,7 +27,6 @@ from export_scripts.conversion.tensor_plan import (
 )
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.mapping.sources import Parts, taken
-from export_scripts.families.mapping.tensors import ShapeTensor
 from export_scripts.ft.writer import FTWriter
 from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE
@@ -244,8 +243,6 @@ def _source_extent(parts: Parts) -> tuple[float, int]:
     """Return the largest finite magnitude of the source and its number of non-finite values."""
     largest, bad = 0.0, 0
     for part in parts.tensors:
-        if isinstance(part, ShapeTensor):
-            continue
         flat = part.ravel(order="K")
         for start in range(0, flat.size, _SCAN_VALUES):
             values = flat[start : start + _SCAN_VALUES]
