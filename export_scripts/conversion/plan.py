@@ -152,12 +152,11 @@ def _special_token_warnings(config: FTConfig, request: ConversionRequest) -> lis
     """Return a warning for each special token that the model's vocabulary lacks."""
     fields = vars(config)
     size = fields.get("vocab_size", 0)
-    tokens = {name: fields.get(name) for name in _SPECIAL_TOKENS}
     return [
-        f"{name} = {token} is outside the vocabulary of {size}: {_SPECIAL_TOKENS[name]}; if it "
-        f"is not the model's, state {request.names['given']} {name}=.."
-        for name, token in tokens.items()
-        if token is not None and not 0 <= token < size
+        f"{name} = {token} is outside the vocabulary of {size}: {consequence}; if it is not the "
+        f"model's, state {request.names['given']} {name}=.."
+        for name, consequence in _SPECIAL_TOKENS.items()
+        if (token := fields.get(name)) is not None and not 0 <= token < size
     ]
 
 
