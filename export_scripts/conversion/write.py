@@ -25,7 +25,7 @@ from export_scripts.conversion.tensor_plan import (
     rank_window,
     whole_window,
 )
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.mapping.sources import Parts, taken
 from export_scripts.ft.writer import FTWriter
 from export_scripts.numeric.arrays import to_float32
@@ -99,10 +99,9 @@ class _Group:
     writer: FTWriter
     counter: Counter
     stopping: threading.Event  # set once another worker has failed
-    problems: list[str] = field(default_factory=list)  # of the values; known once it is written
+    problems: list[str] = field(default_factory=list)  # of the values; known after `write`
     # Tensors of the family, with the parts that were made of their sources.
     _built: dict[TensorPlan, Parts] = field(default_factory=dict)
-    _damaged: dict[str, list[str]] = field(default_factory=dict)  # problems of tensors, by key
 
     def place(self) -> tuple[str, int]:
         """Return the file and offset at which the first tensor begins in the source."""
@@ -171,9 +170,7 @@ class _Group:
             records = [self._record(file) for file in self.files]
             self._keep(())
             for tensor in self.files[0].tensors:
-                self.problems += self._damaged.get(tensor.key) or self._value_problems(
-                    tensor, _range(records, tensor.key)
-                )
+                self.problems += self._value_problems(tensor, _range(records, tensor.key))
         except CheckpointMismatchError as error:
             self.problems = error.problems
             self._keep(())
@@ -194,15 +191,20 @@ class _Group:
     def _pieces(
         self, file: WrittenFile, ranges: Mapping[str, ValueRange]
     ) -> Iterator[tuple[Parts, Window, ValueRange]]:
-        """Yield what follows each other in a file, and note the damage of each tensor.
+        """Yield what follows each other in a file.
 
         What a tensor is made of is kept for the next one or the next file, if that has the same.
+
+        Raises:
+            CheckpointMismatchError: After the last, if what was read is damaged: the file is never
+                taken for a complete one, by a later run either.
         """
+        damage: list[str] = []
         for tensor in file.tensors:
             self._keep(tensor.items)
             for item in tensor.items:
                 if item not in self._built:
-                    self._damaged.setdefault(tensor.key, []).extend(self._damage(item))
+                    damage += self._damage(item)
                     self._built[item] = build_parts(self.plan, item)
             for item, view in tensor.pieces:
                 parts = self._built[item]
@@ -214,6 +216,7 @@ class _Group:
                     window = rank_window(parts, item.tensor, tp_size, file.tp_rank)
                 yield parts, window, ranges[tensor.key]
                 del parts
+        refuse(damage)
 
     def _keep(self, items: Sequence[TensorPlan]) -> None:
         """Forget what is no longer needed."""
