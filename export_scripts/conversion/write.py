@@ -8,7 +8,7 @@ import concurrent.futures
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +99,7 @@ class _Group:
     writer: FTWriter
     counter: Counter
     stopping: threading.Event  # set once another worker has failed
-    problems: list[str] = field(default_factory=list)  # of the values; known after `write`
+    problems: list[str] = field(default_factory=list)  # known after `write`
     # Tensors of the family, with the parts that were made of their sources.
     _built: dict[TensorPlan, Parts] = field(default_factory=dict)
 
@@ -133,9 +133,9 @@ class _Group:
         for _, piece in self._read(item):
             self.plan.facts.maps.forget(piece)
 
-    def _value_problems(self, tensor: WrittenTensor, found: ValueRange) -> list[str]:
+    def _value_problems(self, tensor: WrittenTensor, found: ValueRange, kind: str) -> list[str]:
         """Return a problem if a tensor was written with infinities or NaN."""
-        name, kind, extents = tensor.key, self.files[0].data_type, []
+        name, extents = tensor.key, []
         names = (name, *(item.tensor.name for item in tensor.items))
         if found.finite or any(map(self.plan.request.allows, names)):
             return []
@@ -165,28 +165,23 @@ class _Group:
         return chunk
 
     def write(self) -> None:
-        """Write the missing files, and note the problems of their values."""
+        """Write the missing files; note the problems of the first whose values are not sound."""
         try:
-            records = [self._record(file) for file in self.files]
-            self._keep(())
-            for tensor in self.files[0].tensors:
-                self.problems += self._value_problems(tensor, _range(records, tensor.key))
+            for file in self.files:
+                if file.name in self.writer.records:
+                    self.counter.add(file.size_bytes, written=False)
+                else:
+                    self._write(file)
         except CheckpointMismatchError as error:
             self.problems = error.problems
-            self._keep(())
+        self._keep(())
 
-    def _record(self, file: WrittenFile) -> Mapping[str, Any]:
-        """Return the record of a file, which is written unless it is there."""
-        if record := self.writer.records.get(file.name):
-            self.counter.add(file.size_bytes, written=False)
-            return record
+    def _write(self, file: WrittenFile) -> None:
         ranges = {tensor.key: ValueRange() for tensor in file.tensors}
         pieces = self._pieces(file, ranges)
         chunks = file_chunks(pieces, file.data_type, file.size_bytes, file.header)
         facts = functools.partial(_facts, file, ranges)
-        return self.writer.write(
-            file.name, file.size_bytes, map(self._counted, chunks), facts=facts
-        )
+        self.writer.write(file.name, file.size_bytes, map(self._counted, chunks), facts=facts)
 
     def _pieces(
         self, file: WrittenFile, ranges: Mapping[str, ValueRange]
@@ -196,15 +191,15 @@ class _Group:
         What a tensor is made of is kept for the next one or the next file, if that has the same.
 
         Raises:
-            CheckpointMismatchError: After the last, if what was read is damaged: the file is never
-                taken for a complete one, by a later run either.
+            CheckpointMismatchError: After the last, if what was read is damaged or what was written
+                is not finite: the file is never taken for a complete one, by a later run either.
         """
-        damage: list[str] = []
+        problems: list[str] = []
         for tensor in file.tensors:
             self._keep(tensor.items)
             for item in tensor.items:
                 if item not in self._built:
-                    damage += self._damage(item)
+                    problems += self._damage(item)
                     self._built[item] = build_parts(self.plan, item)
             for item, view in tensor.pieces:
                 parts = self._built[item]
@@ -216,7 +211,9 @@ class _Group:
                     window = rank_window(parts, item.tensor, tp_size, file.tp_rank)
                 yield parts, window, ranges[tensor.key]
                 del parts
-        refuse(damage)
+        for tensor in file.tensors:
+            problems += self._value_problems(tensor, ranges[tensor.key], file.data_type)
+        refuse(problems)
 
     def _keep(self, items: Sequence[TensorPlan]) -> None:
         """Forget what is no longer needed."""
@@ -231,15 +228,6 @@ def _facts(file: WrittenFile, ranges: Mapping[str, ValueRange]) -> Mapping[str, 
         key: {"min": repr(each.smallest), "max": repr(each.largest)} for key, each in ranges.items()
     }
     return {"tensors": found} | ({} if file.header else {"tensor": file.tensors[0].key})
-
-
-def _range(records: Iterable[Mapping[str, Any]], key: str) -> ValueRange:
-    """Return the range of a tensor's values, of the records of its files."""
-    whole = ValueRange()
-    for record in records:
-        own = record["tensors"][key]
-        whole.include(ValueRange(float(own["min"]), float(own["max"])))
-    return whole
 
 
 def _source_extent(parts: Parts) -> tuple[float, int]:
@@ -262,7 +250,10 @@ def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, dict[str
     out: dict[str, dict[str, Any]] = {}
     for files in plan.files:
         for tensor in files[0].tensors:
-            whole = _range((writer.records[file.name] for file in files), tensor.key)
+            whole = ValueRange()
+            for file in files:
+                own = writer.records[file.name]["tensors"][tensor.key]
+                whole.include(ValueRange(float(own["min"]), float(own["max"])))
             item, view = tensor.pieces[0]
             reads = (key for item in tensor.items for key, _ in item.reads)
             out[tensor.key] = {

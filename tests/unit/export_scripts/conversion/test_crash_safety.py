@@ -144,8 +144,7 @@ def test_values_that_are_not_finite_are_refused_after_an_interruption(
     monkeypatch.setattr(sharding, "_WORKSPACE", sharding.Workspace(1 << 12))
     monkeypatch.setattr(sharding, "LARGE_BYTES", 1 << 12)
     wanted = request(source, tmp_path, processes=1)
-    interrupt(wanted, after=0.99)
-    assert "model.wte.bin" in WorkPaths(wanted.folder).journal.read_text()
+    interrupt(wanted, after=0.5)
     with pytest.raises(CheckpointMismatchError, match=r"model\.wte: the checkpoint holds 1 values"):
         convert(wanted)
 
