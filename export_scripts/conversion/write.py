@@ -40,16 +40,14 @@ class Counter:
 
     # Called with (done, total) after every change, one call at a time.
     progress: Callable[[int, int], None] | None
-    total: int = 0  # bytes of all weight files
-    done: int = 0  # bytes complete, those of an earlier run included
-    written: int = 0  # bytes written by this run
+    total: int  # bytes of all weight files
+    done: int  # bytes complete, those of an earlier run included
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, count: int, *, written: bool = True) -> None:
-        """Count bytes."""
+    def add(self, count: int) -> None:
+        """Count bytes that are written."""
         with self._lock:
             self.done += count
-            self.written += count if written else 0
             if self.progress is not None:
                 self.progress(self.done, self.total)
 
@@ -168,9 +166,7 @@ class _Group:
         """Write the missing files; note the problems of the first whose values are not sound."""
         try:
             for file in self.files:
-                if file.name in self.writer.records:
-                    self.counter.add(file.size_bytes, written=False)
-                else:
+                if file.name not in self.writer.records:
                     self._write(file)
         except CheckpointMismatchError as error:
             self.problems = error.problems
