@@ -133,13 +133,11 @@ class _Group:
 
     def _value_problems(self, tensor: WrittenTensor, found: ValueRange, kind: str) -> list[str]:
         """Return a problem if a tensor was written with infinities or NaN."""
-        name, extents = tensor.key, []
+        name = tensor.key
         names = (name, *(item.tensor.name for item in tensor.items))
         if found.finite or any(map(self.plan.request.allows, names)):
             return []
-        for item in tensor.items:
-            extents.append(_source_extent(build_parts(self.plan, item)))
-            self._forget(item)
+        extents = [_source_extent(self._built[item]) for item in tensor.items]
         largest, bad = max(each for each, _ in extents), sum(count for _, count in extents)
         if bad:
             return [
@@ -188,7 +186,7 @@ class _Group:
 
         Raises:
             CheckpointMismatchError: After the last, if what was read is damaged or what was written
-                is not finite: the file is never taken for a complete one, by a later run either.
+                is not finite: no later run may take the file for a complete one.
         """
         problems: list[str] = []
         for tensor in file.tensors:
@@ -207,7 +205,6 @@ class _Group:
                     window = rank_window(parts, item.tensor, tp_size, file.tp_rank)
                 yield parts, window, ranges[tensor.key]
                 del parts
-        for tensor in file.tensors:
             problems += self._value_problems(tensor, ranges[tensor.key], file.data_type)
         refuse(problems)
 
