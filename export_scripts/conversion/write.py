@@ -5,7 +5,6 @@ lock, and all workers share one mapping of the source.
 """
 
 import concurrent.futures
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -172,9 +171,16 @@ class _Group:
 
     def _write(self, file: WrittenFile) -> None:
         ranges = {tensor.key: ValueRange() for tensor in file.tensors}
+
+        def facts() -> Mapping[str, Any]:
+            found = {  # as texts: JSON has no infinities
+                key: {"min": repr(each.smallest), "max": repr(each.largest)}
+                for key, each in ranges.items()
+            }
+            return {"tensors": found} | ({} if file.header else {"tensor": file.tensors[0].key})
+
         pieces = self._pieces(file, ranges)
         chunks = file_chunks(pieces, file.data_type, file.size_bytes, file.header)
-        facts = functools.partial(_facts, file, ranges)
         self.writer.write(file.name, file.size_bytes, map(self._counted, chunks), facts=facts)
 
     def _pieces(
@@ -213,14 +219,6 @@ class _Group:
         for item in self._built.keys() - items:
             del self._built[item]
             self._forget(item)
-
-
-def _facts(file: WrittenFile, ranges: Mapping[str, ValueRange]) -> Mapping[str, Any]:
-    """Return the facts of a file's record; JSON has no infinities."""
-    found = {
-        key: {"min": repr(each.smallest), "max": repr(each.largest)} for key, each in ranges.items()
-    }
-    return {"tensors": found} | ({} if file.header else {"tensor": file.tensors[0].key})
 
 
 def _source_extent(parts: Parts) -> tuple[float, int]:
