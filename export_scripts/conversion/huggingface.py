@@ -159,13 +159,11 @@ def _tried(
     source: ConversionPlan, mapping: SourceMapping, config: dict[str, Any], is_tied: bool
 ) -> tuple[tuple[WrittenTensor, ...], list[str]]:
     """Return the tensors of a configuration, and where it reads back as another model."""
-    folder = source.request.folder
+    folder, kind = source.request.folder, source.config.weight_data_type
     # Weights are named as in a folder that states its configuration and holds no tensor.
     empty = CheckpointReader("huggingface", folder, config, {}, ())
-    facts = Facts(reader=empty, tp_size=1, weight_data_type=source.config.weight_data_type)
-    facts = dataclasses.replace(facts, prefix=mapping.prefix)
+    facts = Facts(empty, tp_size=1, weight_data_type=kind, prefix=mapping.prefix)
     tensors, reasons, homeless = _views(source, mapping, facts, is_tied)
-    kind = source.config.weight_data_type
     pieces = {t.key: (StoredTensor(folder, 0, kind, t.shape),) for t in tensors}
     facts = dataclasses.replace(facts, reader=dataclasses.replace(empty, tensors=pieces))
     try:
@@ -259,11 +257,8 @@ def _shards(
         groups[-1].append(tensor)
         size += own
     names = [WEIGHTS_NAME]
-    if len(groups) > 1:
-        names = [
-            f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            for number in range(1, len(groups) + 1)
-        ]
+    if (count := len(groups)) > 1:
+        names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     return tuple(_shard(name, group, kind) for name, group in zip(names, groups, strict=True))
 
 
