@@ -253,9 +253,7 @@ def folder_problems(folder: Path, *, checksums: bool = True) -> list[str]:
     if not folder.is_dir() or not is_huggingface(folder):
         return validate_directory(folder, checksums=checksums)
     problems = list(manifest_problems(folder, checksums=checksums).values())
-    request = ConversionRequest(
-        folder, folder.parent, 1, weight_data_type="fp32", output_format="huggingface"
-    )
+    request = ConversionRequest(folder, folder.parent, 1, "fp32", output_format="huggingface")
     try:
         plan_conversion(request)
     except ValueError as error:

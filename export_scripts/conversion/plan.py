@@ -140,9 +140,7 @@ def source_config(path: Path, given: Sequence[tuple[str, str]] = ()) -> FTConfig
         CheckpointMismatchError: It cannot be converted as it is.
         ValueError: The path is not a known checkpoint.
     """
-    request = ConversionRequest(
-        path, path.parent, tp_size=1, weight_data_type="fp32", given=tuple(given)
-    )
+    request = ConversionRequest(path, path.parent, 1, "fp32", given=tuple(given))
     mapping, facts = find_mapping(_open(request, None))
     refuse(mapping.reasons(facts))
     return mapping.checked_config(facts)
