@@ -28,7 +28,7 @@ from export_scripts.conversion.tensor_plan import (
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
-from export_scripts.families.mapping.prompts import added_tensors, prompt_tensors
+from export_scripts.families.mapping.prompts import added_tensors
 from export_scripts.families.mapping.settings import source_warnings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.ft.config_ini import CONFIG_NAME, config_text
@@ -204,11 +204,7 @@ def _open(
         ia3_in_place=request.ia3_in_place,
         adapters=adapters,
         activation_ranges=_read_ranges(request.activation_ranges),
-        extra={
-            **prompt_tensors(prompts),
-            **added_tensors("ia3", ia3),
-            **added_tensors("adapter", adapters),
-        },
+        extra=added_tensors(prompts, ia3, adapters),
     )
 
 
