@@ -18,7 +18,7 @@ from export_scripts.errors import refuse
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.prompts import added_tensors, prompt_fields, prompt_tensors
+from export_scripts.families.mapping.prompts import added_tensors, prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource, join
 from export_scripts.families.t5.tuning import ia3_reasons, ia3_sources
@@ -51,7 +51,7 @@ def add_tuning(
         weight_data_type=config.weight_data_type,
         prompts=archives,
         ia3=scalers,
-        extra={**prompt_tensors(archives), **added_tensors("ia3", scalers)},
+        extra=added_tensors(archives, scalers, ()),
     )
     fields: dict[str, Any] = {}
     sources: dict[str, TensorSource] = {}

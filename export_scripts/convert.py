@@ -69,11 +69,10 @@ def convert_parser() -> argparse.ArgumentParser:
         default=1, **count)  # fmt: skip
     add("model_type", "refuse a checkpoint of another kind (gpt3, t5, mt5 or a family)",
         metavar="KIND")  # fmt: skip
-    several = {"action": "append", "default": []}
     add("given", "a config.ini value that the checkpoint lacks, such as head_num=16; repeat for "
-        "more", metavar="KEY=VALUE", **several)  # fmt: skip
+        "more", metavar="KEY=VALUE", action="append", default=[])  # fmt: skip
     kinds: dict[tuple[Any, bool], dict[str, Any]] = {  # by type, and whether it is a path
-        (int, False): {"type": _bytes, "metavar": "SIZE"},
+        (int, False): {"type": _bytes, "metavar": "SIZE"},  # all its numbers are sizes
         (bool, False): {"action": "store_true"},
         (str | None, True): {"metavar": "FILE"},
         (list[str], True): {"metavar": "PATH", "action": "append"},

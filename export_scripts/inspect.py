@@ -165,9 +165,7 @@ def _served(family: ModelFamily, config: FTConfig) -> list[str]:
 
 def _add_target(facts: dict[str, Any], path: Path, reader: CheckpointReader | None = None) -> None:
     """Add the Hugging Face model that a source can be written as, or why there is none."""
-    request = ConversionRequest(
-        path, path.parent, 1, weight_data_type="bf16", output_format="huggingface"
-    )
+    request = ConversionRequest(path, path.parent, 1, "bf16", output_format="huggingface")
     try:
         plan = plan_huggingface(plan_conversion(request, reader=reader))
     except ValueError as error:

@@ -11,14 +11,9 @@ def text_table(
     rule: bool = True,
     paint: Callable[[str], str] = str,
 ) -> str:
-    """Return rows as aligned columns under a head; `paint` receives each padded cell.
+    """Return rows as aligned columns, those of `right` to the right, under a head and a rule.
 
-    Args:
-        head: titles of the columns.
-        rows: cells of each row.
-        right: columns that are aligned to the right.
-        rule: whether a line is drawn below the head.
-        paint: adds what has no width, such as colours.
+    `paint` adds what has no width, such as colours, to each padded cell.
     """
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]

@@ -174,9 +174,10 @@ def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progre
     """Execute a plan; return the bytes of weights written."""
     from export_scripts.conversion.write import Counter, tensor_records, write_files
 
-    counter = Counter(progress, sum(file.size_bytes for files in plan.files for file in files))
+    sizes = {file.name: file.size_bytes for files in plan.files for file in files}
     with FTWriter(paths, identity) as writer:
-        done = sum(int(record["size_bytes"]) for record in writer.records.values())
+        done = sum(sizes[name] for name in writer.records.keys() & sizes)
+        counter = Counter(progress, sum(sizes.values()), done)
         problem = check_space(paths.final.parent, counter.total - done)
         if problem:
             if not writer.records:
@@ -192,7 +193,7 @@ def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progre
     problems = folder_problems(paths.final, checksums=False)
     assert not problems, problems
     assert counter.done == counter.total, (counter.done, counter.total)
-    return counter.written
+    return counter.done - done
 
 
 def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str, Any]:
@@ -252,9 +253,7 @@ def folder_problems(folder: Path, *, checksums: bool = True) -> list[str]:
     if not folder.is_dir() or not is_huggingface(folder):
         return validate_directory(folder, checksums=checksums)
     problems = list(manifest_problems(folder, checksums=checksums).values())
-    request = ConversionRequest(
-        folder, folder.parent, 1, weight_data_type="fp32", output_format="huggingface"
-    )
+    request = ConversionRequest(folder, folder.parent, 1, "fp32", output_format="huggingface")
     try:
         plan_conversion(request)
     except ValueError as error:

@@ -11,7 +11,6 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.checkpoints.base import (
@@ -71,11 +70,11 @@ def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
         CheckpointMismatchError: Hugging Face has no model like it; every reason is listed.
     """
     refuse(prompt_reasons(source))
-    found = _chosen(source)
-    tensors = found.tensors + _carried(source, found)
+    mapping, config, tensors = _chosen(source)
+    tensors += _carried(source, mapping)
     kind = source.config.weight_data_type
     shards = _shards(tensors, kind, source.request.max_shard_bytes)
-    files, remarks = _other_files(source, found)
+    files, remarks = _other_files(source, mapping, config)
     if len(shards) > 1:
         places = {tensor.key: shard.name for shard in shards for tensor in shard.tensors}
         size = sum(shard.size_bytes - len(shard.header) for shard in shards)
@@ -92,32 +91,24 @@ def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
     )
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A configuration that may describe the source, its tensors, and why it does not."""
-
-    mapping: SourceMapping
-    config: Mapping[str, Any]
-    tensors: tuple[WrittenTensor, ...] = ()
-    reasons: tuple[str, ...] = ()
-
-
-def _chosen(source: ConversionPlan) -> _Candidate:
-    tried: list[_Candidate] = []
+def _chosen(
+    source: ConversionPlan,
+) -> tuple[SourceMapping, dict[str, Any], tuple[WrittenTensor, ...]]:
+    """Return the first configuration that holds, after its mapping and before its tensors."""
+    tried: list[tuple[str, list[str]]] = []
     is_tied = _is_tied(source)
     for mapping, config in _configurations(source, is_tied):
-        found = _tried(source, mapping, config, is_tied)
-        if not found.reasons:
-            return found
-        tried.append(found)
+        tensors, reasons = _tried(source, mapping, config, is_tied)
+        if not reasons:
+            return mapping, config, tensors
+        tried.append((config["model_type"], reasons))
     # Of the nearest; the others differ in as much.
-    nearest = min(tried, key=lambda each: len(each.reasons))
-    kind, path = nearest.config["model_type"], source.facts.reader.path
-    has_shards = nearest.mapping.family.has_shards
+    kind, reasons = min(tried, key=lambda each: len(each[1]))
+    path, has_shards = source.facts.reader.path, source.mapping.family.has_shards
     remedy = ": convert it to shards, which express it" if has_shards else ""
     raise CheckpointMismatchError(
         [
-            *(f"{path} as a Hugging Face {kind}: {reason}" for reason in nearest.reasons),
+            *(f"{path} as a Hugging Face {kind}: {reason}" for reason in reasons),
             f"{path} has no equal in Hugging Face, of which {kind} is nearest{remedy}",
         ]
     )
@@ -166,15 +157,13 @@ def _is_tied(source: ConversionPlan) -> bool:
 
 def _tried(
     source: ConversionPlan, mapping: SourceMapping, config: dict[str, Any], is_tied: bool
-) -> _Candidate:
-    """Return a configuration with its tensors, and where it reads back as another model."""
-    folder = source.request.folder
+) -> tuple[tuple[WrittenTensor, ...], list[str]]:
+    """Return the tensors of a configuration, and where it reads back as another model."""
+    folder, kind = source.request.folder, source.config.weight_data_type
     # Weights are named as in a folder that states its configuration and holds no tensor.
     empty = CheckpointReader("huggingface", folder, config, {}, ())
-    facts = Facts(reader=empty, tp_size=1, weight_data_type=source.config.weight_data_type)
-    facts = dataclasses.replace(facts, prefix=mapping.prefix)
+    facts = Facts(empty, tp_size=1, weight_data_type=kind, prefix=mapping.prefix)
     tensors, reasons, homeless = _views(source, mapping, facts, is_tied)
-    kind = source.config.weight_data_type
     pieces = {t.key: (StoredTensor(folder, 0, kind, t.shape),) for t in tensors}
     facts = dataclasses.replace(facts, reader=dataclasses.replace(empty, tensors=pieces))
     try:
@@ -182,7 +171,7 @@ def _tried(
         back = mapping.config(facts)
         mine, theirs = (dataclasses.asdict(c.architecture()) for c in (source.config, back))
     except CheckpointMismatchError as error:
-        return _Candidate(mapping, config, reasons=(*error.problems, *reasons))
+        return tensors, [*error.problems, *reasons]
     reasons += [
         f"{name} is {value} in the model, and can only be {theirs[name]}"
         for name, value in mine.items()
@@ -193,7 +182,7 @@ def _tried(
     if not reasons:
         _, problems = plan_tensors(mapping, facts, back, source.request, tp_size=1)
         reasons = [problem.removeprefix(f"{folder}: ") for problem in problems]
-    return _Candidate(mapping, config, tensors, tuple(reasons))
+    return tensors, reasons
 
 
 def _views(
@@ -229,17 +218,17 @@ def _views(
     return tuple(tensors), reasons, tuple(homeless)
 
 
-def _carried(source: ConversionPlan, found: _Candidate) -> tuple[WrittenTensor, ...]:
+def _carried(source: ConversionPlan, mapping: SourceMapping) -> tuple[WrittenTensor, ...]:
     """Return the tensors that belong to the model and not to the family's layout."""
-    patterns = found.mapping.carried
+    patterns = mapping.carried
     if not patterns:
         return ()
-    if found.mapping is not source.mapping:
-        absent = f"{patterns[0].strip('*.')}"
+    if mapping is not source.mapping:
+        absent = patterns[0].strip("*.")
         if source.request.allows(absent):
             return ()
         raise CheckpointMismatchError(
-            f"{source.facts.reader.path} has the layers of a {found.mapping.family.name} alone, "
+            f"{source.facts.reader.path} has the layers of a {mapping.family.name} alone, "
             f"without its {absent}: convert the original checkpoint, or write the layers without "
             f"the rest (--allow {absent})"
         )
@@ -268,11 +257,8 @@ def _shards(
         groups[-1].append(tensor)
         size += own
     names = [WEIGHTS_NAME]
-    if len(groups) > 1:
-        names = [
-            f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            for number in range(1, len(groups) + 1)
-        ]
+    if (count := len(groups)) > 1:
+        names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     return tuple(_shard(name, group, kind) for name, group in zip(names, groups, strict=True))
 
 
@@ -298,12 +284,11 @@ def _json(table: Mapping[str, Any]) -> bytes:
 
 
 def _other_files(
-    source: ConversionPlan, found: _Candidate
+    source: ConversionPlan, mapping: SourceMapping, config: dict[str, Any]
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Return configuration and tokenizer files, and remarks about them."""
-    config = dict(found.config)
     remarks = []
-    key = found.mapping.positions
+    key = mapping.positions
     if key is not None and key not in config:
         stated = (source.facts.config.get(name) for name in _POSITIONS)
         config[key] = next((n for n in stated if isinstance(n, int)), None)

@@ -28,7 +28,7 @@ from export_scripts.conversion.tensor_plan import (
 from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
-from export_scripts.families.mapping.prompts import added_tensors, prompt_tensors
+from export_scripts.families.mapping.prompts import added_tensors
 from export_scripts.families.mapping.settings import source_warnings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.ft.config_ini import CONFIG_NAME, config_text
@@ -38,7 +38,6 @@ from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, is_replaced, ma
 _ADAPTER = re.compile(r"\.adapter(_layer)?\.")
 # Keys of config.ini that the request sets.
 _ASKED_FOR = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_type"}
-
 
 # Tokens of a config -> the consequence of an id outside the vocabulary.
 _NO_START = "generation needs a prompt to start from"
@@ -83,12 +82,10 @@ def plan_conversion(
     scratch_dir: Path | None = None,
     reader: CheckpointReader | None = None,
 ) -> ConversionPlan:
-    """Return the whole plan of a conversion.
+    """Return the whole plan of a conversion without `request_problems`.
 
-    Args:
-        request: What to convert, without `request_problems`.
-        scratch_dir: Where gzip archives are unpacked while the plan is in use.
-        reader: The checkpoint, if it is open.
+    Gzip archives are unpacked in `scratch_dir` while the plan is in use; `reader` is the
+    checkpoint, if it is open.
 
     Raises:
         CheckpointMismatchError: The checkpoint cannot be converted; every reason is listed.
@@ -143,9 +140,7 @@ def source_config(path: Path, given: Sequence[tuple[str, str]] = ()) -> FTConfig
         CheckpointMismatchError: It cannot be converted as it is.
         ValueError: The path is not a known checkpoint.
     """
-    request = ConversionRequest(
-        path, path.parent, tp_size=1, weight_data_type="fp32", given=tuple(given)
-    )
+    request = ConversionRequest(path, path.parent, 1, "fp32", given=tuple(given))
     mapping, facts = find_mapping(_open(request, None))
     refuse(mapping.reasons(facts))
     return mapping.checked_config(facts)
@@ -155,12 +150,11 @@ def _special_token_warnings(config: FTConfig, request: ConversionRequest) -> lis
     """Return a warning for each special token that the model's vocabulary lacks."""
     fields = vars(config)
     size = fields.get("vocab_size", 0)
-    tokens = {name: fields.get(name) for name in _SPECIAL_TOKENS}
     return [
-        f"{name} = {token} is outside the vocabulary of {size}: {_SPECIAL_TOKENS[name]}; if it "
-        f"is not the model's, state {request.names['given']} {name}=.."
-        for name, token in tokens.items()
-        if token is not None and not 0 <= token < size
+        f"{name} = {token} is outside the vocabulary of {size}: {consequence}; if it is not the "
+        f"model's, state {request.names['given']} {name}=.."
+        for name, consequence in _SPECIAL_TOKENS.items()
+        if (token := fields.get(name)) is not None and not 0 <= token < size
     ]
 
 
@@ -210,11 +204,7 @@ def _open(
         ia3_in_place=request.ia3_in_place,
         adapters=adapters,
         activation_ranges=_read_ranges(request.activation_ranges),
-        extra={
-            **prompt_tensors(prompts),
-            **added_tensors("ia3", ia3),
-            **added_tensors("adapter", adapters),
-        },
+        extra=added_tensors(prompts, ia3, adapters),
     )
 
 

@@ -123,14 +123,9 @@ def file_chunks(
 ) -> Iterator[memoryview]:
     """Yield the contents of a file in whole blocks, and the rest.
 
-    A chunk of a file of LARGE_BYTES or more is valid until the next but one is requested.
-
-    Args:
-        pieces: What follows each other in it: a tensor, the window to take of it, and the range
-            that is widened to its values.
-        data_type: Type on disk.
-        size_bytes: Size of the file.
-        header: What comes first.
+    After the header come the pieces: a tensor, the window to take of it, and the range that is
+    widened to its values. A chunk of a file of LARGE_BYTES or more is valid until the next but one
+    is requested.
     """
     space, dtype = _WORKSPACE, DTYPES[data_type]
     is_large = size_bytes >= LARGE_BYTES

@@ -5,10 +5,9 @@ lock, and all workers share one mapping of the source.
 """
 
 import concurrent.futures
-import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +24,8 @@ from export_scripts.conversion.tensor_plan import (
     rank_window,
     whole_window,
 )
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.mapping.sources import Parts, taken
-from export_scripts.families.mapping.tensors import ShapeTensor
 from export_scripts.ft.writer import FTWriter
 from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE
@@ -41,16 +39,14 @@ class Counter:
 
     # Called with (done, total) after every change, one call at a time.
     progress: Callable[[int, int], None] | None
-    total: int = 0  # bytes of all weight files
-    done: int = 0  # bytes complete, those of an earlier run included
-    written: int = 0  # bytes written by this run
+    total: int  # bytes of all weight files
+    done: int  # bytes complete, those of an earlier run included
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, count: int, *, written: bool = True) -> None:
-        """Count bytes."""
+    def add(self, count: int) -> None:
+        """Count bytes that are written."""
         with self._lock:
             self.done += count
-            self.written += count if written else 0
             if self.progress is not None:
                 self.progress(self.done, self.total)
 
@@ -100,10 +96,9 @@ class _Group:
     writer: FTWriter
     counter: Counter
     stopping: threading.Event  # set once another worker has failed
-    problems: list[str] = field(default_factory=list)  # of the values; known once it is written
+    problems: list[str] = field(default_factory=list)  # known after `write`
     # Tensors of the family, with the parts that were made of their sources.
     _built: dict[TensorPlan, Parts] = field(default_factory=dict)
-    _damaged: dict[str, list[str]] = field(default_factory=dict)  # problems of tensors, by key
 
     def place(self) -> tuple[str, int]:
         """Return the file and offset at which the first tensor begins in the source."""
@@ -135,15 +130,13 @@ class _Group:
         for _, piece in self._read(item):
             self.plan.facts.maps.forget(piece)
 
-    def _value_problems(self, tensor: WrittenTensor, found: ValueRange) -> list[str]:
+    def _value_problems(self, tensor: WrittenTensor, found: ValueRange, kind: str) -> list[str]:
         """Return a problem if a tensor was written with infinities or NaN."""
-        name, kind, extents = tensor.key, self.files[0].data_type, []
+        name = tensor.key
         names = (name, *(item.tensor.name for item in tensor.items))
         if found.finite or any(map(self.plan.request.allows, names)):
             return []
-        for item in tensor.items:
-            extents.append(_source_extent(build_parts(self.plan, item)))
-            self._forget(item)
+        extents = [_source_extent(self._built[item]) for item in tensor.items]
         largest, bad = max(each for each, _ in extents), sum(count for _, count in extents)
         if bad:
             return [
@@ -167,43 +160,46 @@ class _Group:
         return chunk
 
     def write(self) -> None:
-        """Write the missing files, and note the problems of their values."""
+        """Write the missing files; note the problems of the first whose values are not sound."""
         try:
-            records = [self._record(file) for file in self.files]
-            self._keep(())
-            for tensor in self.files[0].tensors:
-                self.problems += self._damaged.get(tensor.key) or self._value_problems(
-                    tensor, _range(records, tensor.key)
-                )
+            for file in self.files:
+                if file.name not in self.writer.records:
+                    self._write(file)
         except CheckpointMismatchError as error:
             self.problems = error.problems
-            self._keep(())
+        self._keep(())
 
-    def _record(self, file: WrittenFile) -> Mapping[str, Any]:
-        """Return the record of a file, which is written unless it is there."""
-        if record := self.writer.records.get(file.name):
-            self.counter.add(file.size_bytes, written=False)
-            return record
+    def _write(self, file: WrittenFile) -> None:
         ranges = {tensor.key: ValueRange() for tensor in file.tensors}
+
+        def facts() -> Mapping[str, Any]:
+            found = {  # as texts: JSON has no infinities
+                key: {"min": repr(each.smallest), "max": repr(each.largest)}
+                for key, each in ranges.items()
+            }
+            return {"tensors": found} | ({} if file.header else {"tensor": file.tensors[0].key})
+
         pieces = self._pieces(file, ranges)
         chunks = file_chunks(pieces, file.data_type, file.size_bytes, file.header)
-        facts = functools.partial(_facts, file, ranges)
-        return self.writer.write(
-            file.name, file.size_bytes, map(self._counted, chunks), facts=facts
-        )
+        self.writer.write(file.name, file.size_bytes, map(self._counted, chunks), facts=facts)
 
     def _pieces(
         self, file: WrittenFile, ranges: Mapping[str, ValueRange]
     ) -> Iterator[tuple[Parts, Window, ValueRange]]:
-        """Yield what follows each other in a file, and note the damage of each tensor.
+        """Yield what follows each other in a file.
 
         What a tensor is made of is kept for the next one or the next file, if that has the same.
+
+        Raises:
+            CheckpointMismatchError: After the last, if what was read is damaged or what was written
+                is not finite: no later run may take the file for a complete one.
         """
+        problems: list[str] = []
         for tensor in file.tensors:
             self._keep(tensor.items)
             for item in tensor.items:
                 if item not in self._built:
-                    self._damaged.setdefault(tensor.key, []).extend(self._damage(item))
+                    problems += self._damage(item)
                     self._built[item] = build_parts(self.plan, item)
             for item, view in tensor.pieces:
                 parts = self._built[item]
@@ -215,6 +211,8 @@ class _Group:
                     window = rank_window(parts, item.tensor, tp_size, file.tp_rank)
                 yield parts, window, ranges[tensor.key]
                 del parts
+            problems += self._value_problems(tensor, ranges[tensor.key], file.data_type)
+        refuse(problems)
 
     def _keep(self, items: Sequence[TensorPlan]) -> None:
         """Forget what is no longer needed."""
@@ -223,29 +221,10 @@ class _Group:
             self._forget(item)
 
 
-def _facts(file: WrittenFile, ranges: Mapping[str, ValueRange]) -> Mapping[str, Any]:
-    """Return the facts of a file's record; JSON has no infinities."""
-    found = {
-        key: {"min": repr(each.smallest), "max": repr(each.largest)} for key, each in ranges.items()
-    }
-    return {"tensors": found} | ({} if file.header else {"tensor": file.tensors[0].key})
-
-
-def _range(records: Iterable[Mapping[str, Any]], key: str) -> ValueRange:
-    """Return the range of a tensor's values, of the records of its files."""
-    whole = ValueRange()
-    for record in records:
-        own = record["tensors"][key]
-        whole.include(ValueRange(float(own["min"]), float(own["max"])))
-    return whole
-
-
 def _source_extent(parts: Parts) -> tuple[float, int]:
     """Return the largest finite magnitude of the source and its number of non-finite values."""
     largest, bad = 0.0, 0
     for part in parts.tensors:
-        if isinstance(part, ShapeTensor):
-            continue
         flat = part.ravel(order="K")
         for start in range(0, flat.size, _SCAN_VALUES):
             values = flat[start : start + _SCAN_VALUES]
@@ -262,7 +241,10 @@ def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, dict[str
     out: dict[str, dict[str, Any]] = {}
     for files in plan.files:
         for tensor in files[0].tensors:
-            whole = _range((writer.records[file.name] for file in files), tensor.key)
+            whole = ValueRange()
+            for file in files:
+                own = writer.records[file.name]["tensors"][tensor.key]
+                whole.include(ValueRange(float(own["min"]), float(own["max"])))
             item, view = tensor.pieces[0]
             reads = (key for item in tensor.items for key, _ in item.reads)
             out[tensor.key] = {

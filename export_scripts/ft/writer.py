@@ -148,8 +148,8 @@ class FTWriter:
         chunks: Iterable[memoryview],
         *,
         facts: Callable[[], Mapping[str, Any]] = dict,
-    ) -> dict[str, Any]:
-        """Write one file, renamed once it is complete; return its record. Any thread may call this.
+    ) -> None:
+        """Write one file, renamed once it is complete. Any thread may call this.
 
         Large files are written in the background; the last chunk may be pending when this
         returns (see `flush`). Small files overtake large ones.
@@ -190,7 +190,6 @@ class FTWriter:
             queue.run_next(complete)
         else:
             complete()
-        return record
 
     def _queue(self) -> WriteBehind:
         """Return the calling thread's queue."""

@@ -33,14 +33,22 @@ def _earlier(match: re.Match[str]) -> str:
     return f"enc_dec_model.enc_dec_model.{side}.model.layers.{layer}:{inter}"
 
 
-def prompt_tensors(archives: Sequence[CheckpointReader]) -> dict[str, tuple[Piece, ...]]:
-    """Return the tables as "prompt:<task>" and everything else in the archives by full name.
+def added_tensors(
+    prompts: Sequence[CheckpointReader],
+    ia3: Sequence[CheckpointReader],
+    adapters: Sequence[CheckpointReader],
+) -> dict[str, tuple[Piece, ...]]:
+    """Return the tensors of added archives, by the names that source mappings use for them.
+
+    Those are "prompt:<task>" for a prompt table, "prompt.<number>:<key>" for what else is next to
+    it, and "ia3.<number>:<key>" or "adapter.<number>:<key>" with the key as in earlier versions of
+    NeMo, which name the layer of an adapter, not its part.
 
     Raises:
         CheckpointMismatchError: Two archives hold the same task, or a name cannot be a file's.
     """
     tensors: dict[str, tuple[Piece, ...]] = {}
-    for number, archive in enumerate(archives):
+    for number, archive in enumerate(prompts):
         for key in archive.tensors:
             match = _TABLE.search(key)
             name = f"prompt:{match['task']}" if match else f"prompt.{number}:{key}"
@@ -53,19 +61,12 @@ def prompt_tensors(archives: Sequence[CheckpointReader]) -> dict[str, tuple[Piec
                     f"{archive.path}: task {match['task'] if match else key} was already added "
                     "by another prompt archive"
                 )
-            tensors[name] = tuple(archive.tensors[key])
-    return tensors
-
-
-def added_tensors(kind: str, archives: Sequence[CheckpointReader]) -> dict[str, tuple[Piece, ...]]:
-    """Return the tensors of archives of a kind, ia3 or adapter, as "<kind>.<number>:<key>".
-
-    Keys are as in earlier versions of NeMo, which name the layer of an adapter, not its part.
-    """
-    return {
-        f"{kind}.{number}:{_PLACE.sub(_earlier, key)}": tuple(archive.tensors[key])
+            tensors[name] = archive.tensors[key]
+    return tensors | {
+        f"{kind}.{number}:{_PLACE.sub(_earlier, key)}": pieces
+        for kind, archives in (("ia3", ia3), ("adapter", adapters))
         for number, archive in enumerate(archives)
-        for key in archive.tensors
+        for key, pieces in archive.tensors.items()
     }
 
 

@@ -144,9 +144,22 @@ def test_values_that_are_not_finite_are_refused_after_an_interruption(
     monkeypatch.setattr(sharding, "_WORKSPACE", sharding.Workspace(1 << 12))
     monkeypatch.setattr(sharding, "LARGE_BYTES", 1 << 12)
     wanted = request(source, tmp_path, processes=1)
-    interrupt(wanted, after=0.99)
-    assert "model.wte.bin" in WorkPaths(wanted.folder).journal.read_text()
+    interrupt(wanted, after=0.5)
     with pytest.raises(CheckpointMismatchError, match=r"model\.wte: the checkpoint holds 1 values"):
+        convert(wanted)
+
+
+def test_damage_of_the_source_is_found_again_after_an_interruption(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "damaged.nemo", gpt_tensors(MODEL), MODEL)
+    first = gpt_tensors(MODEL)["model.language_model.embedding.word_embeddings.weight"]
+    content = bytearray(source.read_bytes())
+    content[content.index(first.numpy().tobytes())] ^= 1
+    source.write_bytes(content)
+    wanted = request(source, tmp_path, processes=1)
+    interrupt(wanted, after=0.5)
+    with pytest.raises(
+        CheckpointMismatchError, match=r"model\.wte: .* does not match its checksum"
+    ):
         convert(wanted)
 
 
