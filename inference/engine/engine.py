@@ -1,8 +1,4 @@
-"""The engine: a model on all its ranks, answering many requests at once.
-
-Requests join and leave between steps. Ranks other than 0 are processes of this node; a rank that
-ends or hangs fails the requests in flight, and later ones, with the reason.
-"""
+"""The engine of models that generate: it answers many requests at once, on all ranks."""
 
 import itertools
 from concurrent.futures import Future

@@ -131,11 +131,7 @@ class Scheduler(StepScheduler[RunningRequest]):
                 self.drop(request)
 
     def plan(self, *, under_way: bool = False) -> GeneratingStep | None:
-        """Return the next step, or None if nothing can run.
-
-        `under_way` means that the step before, which overlaps this one, is not finished; sometimes
-        nothing can run before it is.
-        """
+        """Return the next step, or None if nothing can run, perhaps until the last is finished."""
         self.drop_cancelled()
         if not self._lengthen(under_way=under_way):
             return None
@@ -175,10 +171,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         return step
 
     def finish(self, step: GeneratingStep, result: StepResult, *, seconds: float) -> None:
-        """Process the results of a planned step: choose tokens, answer finished requests.
-
-        Steps are finished in the order in which they were planned.
-        """
+        """Process the results of a planned step: choose tokens, answer finished requests."""
         if step.prompt_tokens:
             self._chunk.observe(tokens=step.prompt_tokens, seconds=seconds)
         grown = self._take(step, result)
