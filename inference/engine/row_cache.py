@@ -21,6 +21,7 @@ class RowCache:
         slots: How many there are.
         free_slots: Those that no row holds, as a heap.
         blocks: Of the cache.
+        rotary: What positions are rotated by, None where they are not.
         moves: What the next step copies and wipes first.
         shared_tokens: Of all prompts, how many others had computed.
     """
@@ -28,12 +29,12 @@ class RowCache:
     def __init__(
         self, slots: int, blocks: BlockPool, *, shares_prefixes: bool, rotary: Rotary | None
     ) -> None:
-        self.slots, self.blocks = slots, blocks
+        self.slots, self.blocks, self.rotary = slots, blocks, rotary
         # The lowest are taken first, which keeps busy slots side by side.
         self.free_slots = list(range(slots))
         self.moves: list[Move] = []
         self.shared_tokens = 0
-        self._shares_prefixes, self._rotary = shares_prefixes, rotary
+        self._shares_prefixes = shares_prefixes
 
     def could_hold(
         self, request: RunningRequest, rows: Sequence[RunningRow], held_slots: int, held_blocks: int
@@ -152,7 +153,7 @@ class RowCache:
             tokens = session.session_len
         elif row.owner.stays:
             tokens = row.owner.request.slot_tokens(row.request)
-        return position_shift(self._rotary, tokens)
+        return position_shift(self.rotary, tokens)
 
     def move(self, row: RunningRow, sources: dict[int, int]) -> None:
         """Let slots of a row go on from the slots that `sources` maps them to."""

@@ -12,12 +12,10 @@ from time import perf_counter
 
 import torch
 
-from export_scripts.families.layout.architecture import Rotary
 from inference.decoding.generate import BatchDecoder, take_chosen
 from inference.decoding.rows import RequestError, RowStep
 from inference.decoding.sampling import SamplingRow
 from inference.decoding.tensor_fields import Array
-from inference.engine.blocks import BlockPool
 from inference.engine.errors import EngineBusyError, RowError
 from inference.engine.load import EngineLoad
 from inference.engine.planned_step import GeneratingStep, RowWork, lay_out
@@ -42,35 +40,24 @@ class Scheduler(StepScheduler[RunningRequest]):
     def __init__(
         self,
         decoder: BatchDecoder,
+        cache: RowCache,
         *,
-        slots: int,
         embedding_base: int,
         chunk: ChunkSize,
-        blocks: BlockPool | None = None,
         encoder_layers: int = 0,
         session_idle_s: float = 60.0,
         ranks_choose: bool = False,
-        shares_prefixes: bool = False,
-        rotary: Rotary | None = None,
     ) -> None:
-        """Start empty.
-
-        Every slot has a block of its own where `blocks` is None. With `ranks_choose` a rank can
-        choose tokens itself, which lets steps overlap.
-        """
+        """Start empty; with `ranks_choose` ranks can choose tokens, which lets steps overlap."""
         super().__init__()
-        self._decoder = decoder
-        self._cache = RowCache(
-            slots, blocks or BlockPool(), shares_prefixes=shares_prefixes, rotary=rotary
-        )
+        self._decoder, self._cache = decoder, cache
         self._embedding_base = embedding_base
         self._chunk = chunk
         self._ranks_choose = ranks_choose
-        self._rotary = rotary
-        self._shifts = position_shift(rotary, sys.maxsize) > 0
+        self._shifts = position_shift(cache.rotary, sys.maxsize) > 0
         self._cancelled: deque[RunningRequest] = deque()  # by any thread
         self._encoder = EncoderProgress(encoder_layers)
-        self._sessions = Sessions(idle_s=session_idle_s, free=self._cache.free)
+        self._sessions = Sessions(idle_s=session_idle_s, free=cache.free)
         self._begun_tokens = self._generated_tokens = 0
 
     def load(self) -> EngineLoad:
@@ -336,7 +323,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             for request in (self.requests if self._shifts else ())
             for row in request.active
             if not request.stays and row.goes_on
-            if row.shift != position_shift(self._rotary, row.cached + 1)
+            if row.shift != position_shift(self._cache.rotary, row.cached + 1)
         ]
         if rows and under_way:
             return False
