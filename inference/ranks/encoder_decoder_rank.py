@@ -45,6 +45,7 @@ class _EncoderPass:
     """One batch in the encoder; every rank advances in the same steps."""
 
     rows: tuple[EncoderRow, ...]
+    tasks: list[int]  # of IA3, by row
     batch: EncoderBatch
     done: int = 0  # layers, of all stages
     x: torch.Tensor | None = None  # (N, E) while this stage computes, and the last one's output
@@ -109,7 +110,7 @@ class EncoderDecoderRank(GeneratorRank):
         """Start a pass of new rows; it replaces one whose requests were cancelled."""
         counts = [row.count for row in plan.encoder_rows]
         rows = ragged_rows(counts, self.device, tiled=self._tiled)
-        tasks = [self._task_of(row) for row in plan.encoder_rows]
+        tasks = [self._no_task if row.task is None else row.task for row in plan.encoder_rows]
         attentions = None
         if plan.attentions:
             heads = self.architecture.head_num // self.layout.tp_size
@@ -125,7 +126,7 @@ class EncoderDecoderRank(GeneratorRank):
             has_virtual=plan.has_virtual,
             embeddings=embeddings,
         )
-        self._pass = _EncoderPass(plan.encoder_rows, batch)
+        self._pass = _EncoderPass(plan.encoder_rows, tasks, batch)
 
     def _encode(self, layers: int) -> None:
         """Continue the pass; at its end every stage caches what its decoder layers read."""
@@ -145,8 +146,8 @@ class EncoderDecoderRank(GeneratorRank):
         output = self._spread(now.x, now.batch)
         targets = [encoder_slot(row.slots, self.cache.shape.slots) for row in now.rows]
         self.model.cache_encoded(output, now.batch, targets, self.cache)
-        for row, target in zip(now.rows, targets, strict=True):
-            encoded = EncodedRow(target, row.count, self._task_of(row))
+        for row, target, task in zip(now.rows, targets, now.tasks, strict=True):
+            encoded = EncodedRow(target, row.count, task)
             for slot in row.slots:
                 self._encoded[slot] = encoded
         self._pass = None
@@ -169,9 +170,6 @@ class EncoderDecoderRank(GeneratorRank):
             else:
                 self.groups.send(now.x, layout.next_rank).wait()
                 now.x = None
-
-    def _task_of(self, row: EncoderRow) -> int:
-        return self._no_task if row.task is None else row.task
 
     def _spread(self, output: torch.Tensor | None, batch: EncoderBatch) -> torch.Tensor:
         """Send the last stage's encoder output (N, E) to every stage."""
