@@ -36,19 +36,17 @@ class RowCache:
         self.shared_tokens = 0
         self._shares_prefixes = shares_prefixes
 
-    def could_hold(
-        self, request: RunningRequest, rows: Sequence[RunningRow], held_slots: int, held_blocks: int
-    ) -> bool:
+    def could_hold(self, rows: Sequence[RunningRow], held_slots: int, held_blocks: int) -> bool:
         """Return whether rows of a request fit next to what sessions hold."""
-        if request.request.beam_width * len(rows) > self.slots - held_slots:
+        if rows[0].owner.request.beam_width * len(rows) > self.slots - held_slots:
             return False
         total = self.blocks.total
-        return total is None or self._most_blocks(request, rows) <= total - held_blocks
+        return total is None or self._most_blocks(rows) <= total - held_blocks
 
-    def _most_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> int:
+    def _most_blocks(self, rows: Sequence[RunningRow]) -> int:
         """Return the most blocks that rows need at once; preemptible ones may run one by one."""
-        each = list(map(self._row_blocks, rows))
-        return sum(each) if request.stays or request.joins_whole else max(each)
+        each, owner = list(map(self._row_blocks, rows)), rows[0].owner
+        return sum(each) if owner.stays or owner.joins_whole else max(each)
 
     def _row_blocks(self, row: RunningRow) -> int:
         return most_blocks(row.owner.request, row.request, self.blocks.block_tokens)
@@ -66,7 +64,7 @@ class RowCache:
         others = [row for each in requests for row in each.active if not each.stays]
         shared = sum(self._shared_blocks(row) for row in rows)
         if request.stays:
-            need = most = self._most_blocks(request, rows)
+            need = most = self._most_blocks(rows)
             # Each preemptible row must be able to finish alone.
             most += max((self._row_blocks(row) for row in others), default=0)
         else:

@@ -192,8 +192,6 @@ class Scheduler(StepScheduler[RunningRequest]):
     def _take_prompt(self, work: RowWork, number: int, result: StepResult, outputs: slice) -> None:
         """Gather what a chunk of a prompt gives; the last chunk makes it final."""
         row, gathered = work.row, work.row.prompt_outputs
-        if gathered.is_final:
-            return
         if gathered.wants_pooled and result.pooled is not None:
             gathered.add_pooled(result.pooled[number])
         if gathered.wants_logits:
@@ -274,7 +272,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         self._sessions.expire()
         while request := self._first_waiting():
             rows = request.waiting if request.joins_whole else request.waiting[:1]
-            if not self._cache.could_hold(request, rows, *self._sessions.held):
+            if not self._cache.could_hold(rows, *self._sessions.held):
                 self._refuse(request)
                 continue
             if not self._cache.take(rows, self.requests):
