@@ -1,8 +1,4 @@
-"""The engine: a model on all its ranks, answering many requests at once.
-
-Requests join and leave between steps. Ranks other than 0 are processes of this node; a rank that
-ends or hangs fails the requests in flight, and later ones, with the reason.
-"""
+"""The engine of models that generate: it answers many requests at once, on all ranks."""
 
 import itertools
 from concurrent.futures import Future
@@ -32,6 +28,7 @@ from inference.engine.capacity import (
     plan_capacity,
 )
 from inference.engine.errors import EngineBusyError, EngineFailedError
+from inference.engine.row_cache import RowCache
 from inference.engine.running import (
     GenerationResult,
     OnStep,
@@ -152,17 +149,20 @@ class Engine(EngineBase[RunningRequest]):
         has_encoder = isinstance(architecture, EncoderDecoderArchitecture)
         on_gpu = capacity.device == "cuda"
         size = _GPU_CHUNK if on_gpu else {}
+        cache = RowCache(
+            capacity.slots,
+            BlockPool(blocks=capacity.blocks or None, block_tokens=capacity.block_tokens),
+            shares_prefixes=self.options.share_prefixes,
+            rotary=getattr(architecture, "rotary", None),
+        )
         return Scheduler(
             decoder,
-            slots=capacity.slots,
+            cache,
             embedding_base=self._embedding_base,
             chunk=ChunkSize(self.options.max_stall_s, **size),
-            blocks=BlockPool(blocks=capacity.blocks or None, block_tokens=capacity.block_tokens),
-            ranks_choose=on_gpu and self._settings.layout.pp_size == 1,
-            shares_prefixes=self.options.share_prefixes,
             encoder_layers=architecture.num_layer if has_encoder else 0,
             session_idle_s=self.options.session_idle_s,
-            rotary=getattr(architecture, "rotary", None),
+            ranks_choose=on_gpu and self._settings.pp_size == 1,
         )
 
 

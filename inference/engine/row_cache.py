@@ -21,6 +21,7 @@ class RowCache:
         slots: How many there are.
         free_slots: Those that no row holds, as a heap.
         blocks: Of the cache.
+        rotary: What positions are rotated by, None where they are not.
         moves: What the next step copies and wipes first.
         shared_tokens: Of all prompts, how many others had computed.
     """
@@ -28,26 +29,24 @@ class RowCache:
     def __init__(
         self, slots: int, blocks: BlockPool, *, shares_prefixes: bool, rotary: Rotary | None
     ) -> None:
-        self.slots, self.blocks = slots, blocks
+        self.slots, self.blocks, self.rotary = slots, blocks, rotary
         # The lowest are taken first, which keeps busy slots side by side.
         self.free_slots = list(range(slots))
         self.moves: list[Move] = []
         self.shared_tokens = 0
-        self._shares_prefixes, self._rotary = shares_prefixes, rotary
+        self._shares_prefixes = shares_prefixes
 
-    def could_hold(
-        self, request: RunningRequest, rows: Sequence[RunningRow], held_slots: int, held_blocks: int
-    ) -> bool:
+    def could_hold(self, rows: Sequence[RunningRow], held_slots: int, held_blocks: int) -> bool:
         """Return whether rows of a request fit next to what sessions hold."""
-        if request.request.beam_width * len(rows) > self.slots - held_slots:
+        if rows[0].owner.request.beam_width * len(rows) > self.slots - held_slots:
             return False
         total = self.blocks.total
-        return total is None or self._most_blocks(request, rows) <= total - held_blocks
+        return total is None or self._most_blocks(rows) <= total - held_blocks
 
-    def _most_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> int:
+    def _most_blocks(self, rows: Sequence[RunningRow]) -> int:
         """Return the most blocks that rows need at once; preemptible ones may run one by one."""
-        each = list(map(self._row_blocks, rows))
-        return sum(each) if request.stays or request.joins_whole else max(each)
+        each, owner = list(map(self._row_blocks, rows)), rows[0].owner
+        return sum(each) if owner.stays or owner.joins_whole else max(each)
 
     def _row_blocks(self, row: RunningRow) -> int:
         return most_blocks(row.owner.request, row.request, self.blocks.block_tokens)
@@ -65,7 +64,7 @@ class RowCache:
         others = [row for each in requests for row in each.active if not each.stays]
         shared = sum(self._shared_blocks(row) for row in rows)
         if request.stays:
-            need = most = self._most_blocks(request, rows)
+            need = most = self._most_blocks(rows)
             # Each preemptible row must be able to finish alone.
             most += max((self._row_blocks(row) for row in others), default=0)
         else:
@@ -152,7 +151,7 @@ class RowCache:
             tokens = session.session_len
         elif row.owner.stays:
             tokens = row.owner.request.slot_tokens(row.request)
-        return position_shift(self._rotary, tokens)
+        return position_shift(self.rotary, tokens)
 
     def move(self, row: RunningRow, sources: dict[int, int]) -> None:
         """Let slots of a row go on from the slots that `sources` maps them to."""

@@ -12,12 +12,10 @@ from time import perf_counter
 
 import torch
 
-from export_scripts.families.layout.architecture import Rotary
 from inference.decoding.generate import BatchDecoder, take_chosen
 from inference.decoding.rows import RequestError, RowStep
 from inference.decoding.sampling import SamplingRow
 from inference.decoding.tensor_fields import Array
-from inference.engine.blocks import BlockPool
 from inference.engine.errors import EngineBusyError, RowError
 from inference.engine.load import EngineLoad
 from inference.engine.planned_step import GeneratingStep, RowWork, lay_out
@@ -42,35 +40,24 @@ class Scheduler(StepScheduler[RunningRequest]):
     def __init__(
         self,
         decoder: BatchDecoder,
+        cache: RowCache,
         *,
-        slots: int,
         embedding_base: int,
         chunk: ChunkSize,
-        blocks: BlockPool | None = None,
         encoder_layers: int = 0,
         session_idle_s: float = 60.0,
         ranks_choose: bool = False,
-        shares_prefixes: bool = False,
-        rotary: Rotary | None = None,
     ) -> None:
-        """Start empty.
-
-        Every slot has a block of its own where `blocks` is None. With `ranks_choose` a rank can
-        choose tokens itself, which lets steps overlap.
-        """
+        """Start empty; with `ranks_choose` ranks can choose tokens, which lets steps overlap."""
         super().__init__()
-        self._decoder = decoder
-        self._cache = RowCache(
-            slots, blocks or BlockPool(), shares_prefixes=shares_prefixes, rotary=rotary
-        )
+        self._decoder, self._cache = decoder, cache
         self._embedding_base = embedding_base
         self._chunk = chunk
         self._ranks_choose = ranks_choose
-        self._rotary = rotary
-        self._shifts = position_shift(rotary, sys.maxsize) > 0
+        self._shifts = position_shift(cache.rotary, sys.maxsize) > 0
         self._cancelled: deque[RunningRequest] = deque()  # by any thread
         self._encoder = EncoderProgress(encoder_layers)
-        self._sessions = Sessions(idle_s=session_idle_s, free=self._cache.free)
+        self._sessions = Sessions(idle_s=session_idle_s, free=cache.free)
         self._begun_tokens = self._generated_tokens = 0
 
     def load(self) -> EngineLoad:
@@ -131,11 +118,7 @@ class Scheduler(StepScheduler[RunningRequest]):
                 self.drop(request)
 
     def plan(self, *, under_way: bool = False) -> GeneratingStep | None:
-        """Return the next step, or None if nothing can run.
-
-        `under_way` means that the step before, which overlaps this one, is not finished; sometimes
-        nothing can run before it is.
-        """
+        """Return the next step, or None if nothing can run, perhaps until the last is finished."""
         self.drop_cancelled()
         if not self._lengthen(under_way=under_way):
             return None
@@ -175,10 +158,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         return step
 
     def finish(self, step: GeneratingStep, result: StepResult, *, seconds: float) -> None:
-        """Process the results of a planned step: choose tokens, answer finished requests.
-
-        Steps are finished in the order in which they were planned.
-        """
+        """Process the results of a planned step: choose tokens, answer finished requests."""
         if step.prompt_tokens:
             self._chunk.observe(tokens=step.prompt_tokens, seconds=seconds)
         grown = self._take(step, result)
@@ -212,8 +192,6 @@ class Scheduler(StepScheduler[RunningRequest]):
     def _take_prompt(self, work: RowWork, number: int, result: StepResult, outputs: slice) -> None:
         """Gather what a chunk of a prompt gives; the last chunk makes it final."""
         row, gathered = work.row, work.row.prompt_outputs
-        if gathered.is_final:
-            return
         if gathered.wants_pooled and result.pooled is not None:
             gathered.add_pooled(result.pooled[number])
         if gathered.wants_logits:
@@ -294,7 +272,7 @@ class Scheduler(StepScheduler[RunningRequest]):
         self._sessions.expire()
         while request := self._first_waiting():
             rows = request.waiting if request.joins_whole else request.waiting[:1]
-            if not self._cache.could_hold(request, rows, *self._sessions.held):
+            if not self._cache.could_hold(rows, *self._sessions.held):
                 self._refuse(request)
                 continue
             if not self._cache.take(rows, self.requests):
@@ -343,7 +321,7 @@ class Scheduler(StepScheduler[RunningRequest]):
             for request in (self.requests if self._shifts else ())
             for row in request.active
             if not request.stays and row.goes_on
-            if row.shift != position_shift(self._rotary, row.cached + 1)
+            if row.shift != position_shift(self._cache.rotary, row.cached + 1)
         ]
         if rows and under_way:
             return False

@@ -24,16 +24,9 @@ from inference.engine.running import RunningRequest, RunningRow, Session
 class Sessions:
     """The conversations of one engine; they belong to the scheduler's thread."""
 
-    def __init__(
-        self,
-        *,
-        idle_s: float,
-        free: Callable[[Sequence[int]], object],
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
+    def __init__(self, *, idle_s: float, free: Callable[[Sequence[int]], object]) -> None:
         self._idle_s = idle_s
         self._free = free
-        self._clock = clock
         self._sessions: dict[int | str, Session] = {}
 
     def forget(self, session_id: int | str) -> None:
@@ -54,7 +47,7 @@ class Sessions:
 
     def expire(self) -> None:
         """End conversations that have paused for too long."""
-        now = self._clock()
+        now = monotonic()
         for session in list(self._sessions.values()):
             if not session.is_busy and now - session.used_s > self._idle_s:
                 self.end(session)
@@ -115,7 +108,7 @@ class Sessions:
         """Note that a turn was answered."""
         session = request.session
         assert session is not None
-        session.is_busy, session.used_s = False, self._clock()
+        session.is_busy, session.used_s = False, monotonic()
         if session.turn.ends:
             self.end(session)
 

@@ -42,6 +42,7 @@ class _EncoderPass:
     rows: tuple[EncoderRow, ...]
     tokens: Tokens
     masks: RowMasks
+    tasks: list[int]  # of IA3, by row
     done: int = 0  # layers, of all stages
     x: torch.Tensor | None = None  # (N, E) while this stage computes, and the last one's output
 
@@ -105,7 +106,7 @@ class EncoderDecoderRank(GeneratorRank):
         """Start a pass of new rows; it replaces one whose requests were cancelled."""
         counts = [row.count for row in plan.encoder_rows]
         rows = ragged_rows(counts, self.device, tiled=self._tiled)
-        tasks = [self._task_of(row) for row in plan.encoder_rows]
+        tasks = [self._no_task if row.task is None else row.task for row in plan.encoder_rows]
         attentions = None
         if plan.attentions:
             heads = self.architecture.head_num // self.layout.tp_size
@@ -122,7 +123,7 @@ class EncoderDecoderRank(GeneratorRank):
             tasks=rows.per_token(tasks) if any(t != self._no_task for t in tasks) else None,
             attentions=attentions,
         )
-        self._pass = _EncoderPass(plan.encoder_rows, tokens, masks)
+        self._pass = _EncoderPass(plan.encoder_rows, tokens, masks, tasks)
 
     def _encode(self, layers: int) -> None:
         """Continue the pass; at its end every stage caches what its decoder layers read."""
@@ -142,8 +143,8 @@ class EncoderDecoderRank(GeneratorRank):
         output = self._spread(now.x, now.tokens)
         targets = [encoder_slot(row.slots, self.cache.shape.slots) for row in now.rows]
         self.model.cache_encoded(output, now.masks, targets, self.cache)
-        for row, target in zip(now.rows, targets, strict=True):
-            encoded = EncodedRow(target, row.count, self._task_of(row))
+        for row, target, task in zip(now.rows, targets, now.tasks, strict=True):
+            encoded = EncodedRow(target, row.count, task)
             for slot in row.slots:
                 self._encoded[slot] = encoded
         self._pass = None
@@ -166,9 +167,6 @@ class EncoderDecoderRank(GeneratorRank):
             else:
                 self.groups.send(now.x, layout.next_rank).wait()
                 now.x = None
-
-    def _task_of(self, row: EncoderRow) -> int:
-        return self._no_task if row.task is None else row.task
 
     def _spread(self, output: torch.Tensor | None, tokens: Tokens) -> torch.Tensor:
         """Send the last stage's encoder output (N, E) to every stage."""

@@ -1,8 +1,7 @@
 """All ranks of an engine: rank 0, the other processes, and their connections."""
 
 import logging
-from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 
 import torch
 
@@ -12,11 +11,13 @@ from inference.ranks.node_ranks import NodeRanks
 from inference.ranks.plan import Command, StepPlan, pack_message
 from inference.ranks.rendezvous import Rendezvous, device_problems
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import give_go, make_rank, wait_until_reached
+from inference.ranks.startup import Milestone, failure_of, give_go, make_rank
 
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 2.0  # for workers to end by themselves
+_POLL_S = 0.02
+_LOG_EVERY_S = 20.0  # the log of a start that hangs names the ranks it waits for
 
 
 class RankError(RuntimeError):
@@ -67,27 +68,59 @@ class RankGroup:
     def _start_all(self) -> None:
         if self._others is None:
             self._others = NodeRanks(timeout_s=self._settings.rank_timeout_s)
-        others, store, ranks = self._others, self._others.store, range(1, self._count)
+        others, store = self._others, self._others.store
         others.announce(self._settings)
-        timeout_s = self._start_timeout_s
-        wait = partial(wait_until_reached, store, ranks, ended=others.problems)
         problems: dict[int, str] = {}
         try:
             self._rank = _load(self._settings)
         except RankError as error:
             problems[0] = str(error)
-        problems |= wait("loaded", timeout_s=timeout_s)
+        problems |= self._wait_until(others, "loaded")
         if self._rank is not None and not problems:
-            problems = device_problems(store, ranks, self._rank.device)
+            problems = device_problems(store, range(1, self._count), self._rank.device)
         if problems:
             raise RankError(_joined(problems))
         assert self._rank is not None
         give_go(store, "loaded")
         self._groups = self._rank.connect(store, self._settings)
         self._rank.prepare()
-        if problems := wait("prepared", timeout_s=timeout_s):
+        if problems := self._wait_until(others, "prepared"):
             raise RankError(_joined(problems))
         give_go(store, "prepared")
+
+    def _wait_until(self, others: Rendezvous | NodeRanks, milestone: Milestone) -> dict[int, str]:
+        """Wait until every other rank has reached a milestone or failed; return the failures.
+
+        The wait ends early when one of them has ended.
+
+        Raises:
+            TimeoutError: naming the ranks that did not answer.
+        """
+        waiting, problems = set(range(1, self._count)), {}
+        logged = monotonic()
+        deadline = logged + self._start_timeout_s
+        while True:
+            for rank in sorted(waiting):
+                problem = failure_of(others.store, rank)
+                if problem is not None:
+                    problems[rank] = problem
+                if problem is not None or others.store.check([f"{milestone}/{rank}"]):
+                    waiting.discard(rank)
+            if not waiting:
+                return problems
+            if ended := others.problems():
+                return problems | ended
+            names = ", ".join(map(str, sorted(waiting)))
+            if monotonic() > deadline:
+                raise TimeoutError(
+                    f"ranks {names} have not {milestone} the model in {self._start_timeout_s:g} s"
+                )
+            if monotonic() > logged + _LOG_EVERY_S:
+                logged = monotonic()
+                logger.warning(
+                    "waiting for ranks %s, which have not %s the model", names, milestone
+                )
+            sleep(_POLL_S)
 
     @property
     def rank(self) -> RankBase:

@@ -108,11 +108,9 @@ class Rendezvous:
         is gone.
         """
         self.store.set("settings", json.dumps({"problem": reason}))
-        deadline = monotonic() + _REFUSAL_S
-        while monotonic() < deadline and not self.store.check(
-            [f"left/{rank}" for rank in self.others]
-        ):
-            sleep(_POLL_S / 5)
+        with contextlib.suppress(RuntimeError):  # not all have joined
+            every = [f"left/{rank}" for rank in self.others]
+            self.store.wait(every, timedelta(seconds=_REFUSAL_S))
         self.close(grace_s=_LEAVE_S)
 
     def problems(self) -> dict[int, str]:
@@ -147,12 +145,8 @@ class Rendezvous:
             self._closed = True
         with contextlib.suppress(RuntimeError):
             self.store.set("over", "")
-            deadline = monotonic() + grace_s
-            while monotonic() < deadline and any(
-                self.store.add(f"heartbeat/{rank}", 0) and not self.store.check([f"left/{rank}"])
-                for rank in self.others
-            ):
-                sleep(_POLL_S / 5)
+            joined = [rank for rank in self.others if self.store.add(f"heartbeat/{rank}", 0)]
+            self.store.wait([f"left/{rank}" for rank in joined], timedelta(seconds=grace_s))
         # The port comes last: the next launch that takes it writes its own key there.
         self._key_file.unlink(missing_ok=True)
         self._server.close()

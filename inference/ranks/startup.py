@@ -2,11 +2,8 @@
 
 import contextlib
 import json
-import logging
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Literal
 
 from torch.distributed.distributed_c10d import Store
@@ -23,10 +20,6 @@ from inference.ranks.encoder_decoder_rank import EncoderDecoderRank
 from inference.ranks.encoder_rank import EncoderRank
 from inference.ranks.settings import RankSettings
 
-logger = logging.getLogger(__name__)
-
-_POLL_S = 0.02
-_LOG_EVERY_S = 20.0  # the log of a start that hangs names the ranks it waits for
 _GO = "go"
 
 _KINDS: dict[type, type[DecoderRank] | type[EncoderDecoderRank] | type[EncoderRank]] = {
@@ -71,44 +64,6 @@ def failure_of(store: Store, rank: int) -> str | None:
     if not store.check([f"failed/{rank}"]):
         return None
     return str(json.loads(store.get(f"failed/{rank}")))
-
-
-def wait_until_reached(
-    store: Store,
-    ranks: Sequence[int],
-    milestone: Milestone,
-    *,
-    timeout_s: float,
-    ended: Callable[[], dict[int, str]],
-) -> dict[int, str]:
-    """Wait until every rank has reached a milestone or failed; return the failures.
-
-    The wait ends when `ended`, which is called repeatedly, returns any.
-
-    Raises:
-        TimeoutError: naming the ranks that did not answer.
-    """
-    waiting, problems = set(ranks), {}
-    logged = monotonic()
-    deadline = logged + timeout_s
-    while True:
-        for rank in sorted(waiting):
-            problem = failure_of(store, rank)
-            if problem is not None:
-                problems[rank] = problem
-            if problem is not None or store.check([f"{milestone}/{rank}"]):
-                waiting.discard(rank)
-        if not waiting:
-            return problems
-        if gone := ended():
-            return problems | gone
-        names = ", ".join(map(str, sorted(waiting)))
-        if monotonic() > deadline:
-            raise TimeoutError(f"ranks {names} have not {milestone} the model in {timeout_s:g} s")
-        if monotonic() > logged + _LOG_EVERY_S:
-            logged = monotonic()
-            logger.warning("waiting for ranks %s, which have not %s the model", names, milestone)
-        sleep(_POLL_S)
 
 
 def give_go(store: Store, milestone: Milestone) -> None:

@@ -29,7 +29,7 @@ from inference.ranks.startup import make_rank, reach, report_failure
 logger = logging.getLogger(__name__)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     """Run one rank until rank 0 stops it; return 1 if it failed."""
     parser = argparse.ArgumentParser(
         prog="python -m inference.ranks.worker",
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--rank", required=True, type=int)
     parser.add_argument("--ft-dir", required=True, help="for the list of processes alone")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s rank {arguments.rank} %(levelname)s %(message)s"
     )

@@ -22,6 +22,7 @@ from inference.engine.blocks import BlockPool
 from inference.engine.engine import Engine
 from inference.engine.options import EngineOptions
 from inference.engine.planned_step import GeneratingStep
+from inference.engine.row_cache import RowCache
 from inference.engine.running import OnStep, RunningRequest, make_row
 from inference.engine.scheduler import Scheduler
 from inference.engine.step_budget import ChunkSize
@@ -61,14 +62,11 @@ class World:
         self.blocks, self.slots, self.encodes = blocks, slots, encoder_layers > 0
         self.scheduler = Scheduler(
             decoder,
-            slots=slots,
+            RowCache(slots, self.pool, shares_prefixes=True, rotary=rotary),
             embedding_base=VOCAB,
             chunk=ChunkSize(bound_s),
-            blocks=self.pool,
             ranks_choose=overlap,
-            shares_prefixes=True,
             encoder_layers=encoder_layers,
-            rotary=rotary,
         )
         self.ranks = FakeRanks(
             slots=slots,

@@ -10,7 +10,9 @@ import torch
 from inference.decoding.generate import BatchDecoder
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import GenerationRequest, RowRequest
+from inference.engine.blocks import BlockPool
 from inference.engine.planned_step import GeneratingStep
+from inference.engine.row_cache import RowCache
 from inference.engine.running import GenerationStep, RunningRequest, make_row
 from inference.engine.scheduler import Scheduler
 from inference.engine.step_budget import ChunkSize
@@ -23,7 +25,8 @@ END = 19
 
 def make_scheduler(slots: int) -> Scheduler:
     decoder = BatchDecoder(vocab_size=VOCAB)
-    return Scheduler(decoder, slots=slots, embedding_base=VOCAB, chunk=ChunkSize(0.1))
+    cache = RowCache(slots, BlockPool(), shares_prefixes=False, rotary=None)
+    return Scheduler(decoder, cache, embedding_base=VOCAB, chunk=ChunkSize(0.1))
 
 
 def make_running(
