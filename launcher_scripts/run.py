@@ -13,13 +13,7 @@ from pathlib import Path
 from launcher_scripts import job_folder
 from launcher_scripts.actions import note_last_run
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.settings import (
-    CHECKOUT,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    is_dry_run,
-)
+from launcher_scripts.configuration.settings import CHECKOUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import (
@@ -31,7 +25,6 @@ from launcher_scripts.launchers.base import (
     SubmissionError,
 )
 from launcher_scripts.pipeline import PlannedStage
-from launcher_scripts.stage_table import results_dir
 from stages import record
 from stages.base import Stage, Summary
 from stages.endpoint import forwarding_hint, published_by
@@ -70,11 +63,11 @@ class Run:
     @property
     def only_renders(self) -> bool:
         """Return whether the jobs' files are written and nothing is started."""
-        return is_dry_run(self.config) or self.launcher.only_renders
+        return self.config.is_dry_run or self.launcher.only_renders
 
     def begin(self) -> None:
         """Record the command in the results folder."""
-        results = results_dir(self.config)
+        results = self.config.results_dir
         if self.jobs:
             arguments = [sys.executable, str(CHECKOUT / "main.py"), *self.words]
             job_folder.note_command(results, arguments, at=record.now())

@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from launcher_scripts.configuration.evaluation_config import Context, evaluation_stage
@@ -13,7 +12,6 @@ from launcher_scripts.configuration.export_config import (
 )
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import deploy_resources, server_config
-from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.configuration.time_limit import minutes
 from stages.base import JobSettings, Resources, Stage
 from stages.convert import ConvertStage
@@ -22,11 +20,6 @@ from stages.export import ExportStage
 
 # Section with the `name` and `time_limit` of a stage's job, where it is not called as the stage.
 _SETTINGS = {"convert": "export.run", "export": "export.run"}
-
-
-def results_dir(config: Config) -> Path:
-    """Return the folder that holds a folder for each stage."""
-    return Path(config.export.run.results_dir)
 
 
 def build_stage(name: str, config: Config, context: Context, problems: list[str]) -> Stage:
@@ -46,7 +39,7 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
         problems.append(str(error))
     job = JobSettings(
         name=settings.name,
-        folder=results_dir(config) / name,
+        folder=config.results_dir / name,
         resources=_resources(name, config, settings, limit_min),
         overwrite=config.overwrite,
         # Slurm's signal may come up to a minute early.
@@ -73,7 +66,7 @@ STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
     "convert": lambda config, job, context: ConvertStage(
         job,
         conversion_request(config, exports=context.exports),
-        planned=planned_model(config) if is_dry_run(config) else None,
+        planned=planned_model(config) if config.is_dry_run else None,
     ),
     "export": lambda config, job, _: ExportStage(
         job,

@@ -6,7 +6,6 @@ from export_scripts.triton.model_config import ModelSizes, served_model_of
 from inference.launch_environment import visible_gpus
 from launcher_scripts.configuration.export_config import conversion_request
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.configuration.time_limit import minutes
 from stages.base import Resources
 from stages.deploy_config import OPENAI, PYTORCH, VLLM, DeployConfig, is_store_url
@@ -61,7 +60,7 @@ def server_config(config: Config) -> DeployConfig:
         nodes=placement.nodes if placement else 1,
         is_mpi_step=config.cluster_type == "bcm" and config.cluster.mpi is not None,
         visible_devices=visible,
-        serves_here=config.cluster_type not in _STARTS_CONTAINERS and not is_dry_run(config),
+        serves_here=config.cluster_type not in _STARTS_CONTAINERS and not config.is_dry_run,
         local_gpus=None if shown is None else len(shown),
         remarks=(placement.warning,) if placement and placement.warning else (),
     )
@@ -165,9 +164,3 @@ def _placement(config: Config, sizes: ModelSizes) -> NodeLayout | None:
         gpus_per_node=per_node,
         instance_count=sizes.instance_count,
     )
-
-
-def image_of(stage: str, config: Config) -> str | None:
-    """Return the image in which a stage runs, None for none."""
-    own = config.deploy.container if stage == "deploy" else None
-    return own or config.container

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from submitit.core.utils import pickle_load
 
-from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.launchers.base import Job, clean_environment
 from launcher_scripts.launchers.bcp_executor import MPIRUN, TIMED_OUT, BcpExecutor, runner
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher, log_of
@@ -79,7 +78,7 @@ class BcpLauncher(LocalLauncher):
                 if (path := attrgetter(key)(self.config)) is not None
                 and Path(path).is_relative_to(_PRIVATE_RESULTS)
             ]
-        if is_dry_run(self.config):
+        if self.config.is_dry_run:
             return problems
         problems += [
             f"{stage.name} needs {nodes} nodes, and this job has {count} (NGC_ARRAY_SIZE); start "

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from launcher_scripts.configuration.checks import nearest_that_exists
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.server_config import image_of
-from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.launchers.slurm_script import MOUNTED
 from launcher_scripts.launchers.slurm_state import ASK_S, ask_slurm
 from stages.base import Stage
@@ -35,10 +33,10 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     """Return why the stages cannot run, as far as this machine can reach the cluster."""
     # The images that the stages use, by the key that names them.
     own = {"deploy": "deploy.container"} if config.deploy.container is not None else {}
-    named = {own.get(each.name, "container"): image_of(each.name, config) for each in stages}
+    named = {own.get(each.name, "container"): config.image_of(each.name) for each in stages}
     images = {key: image for key, image in named.items() if image is not None}
     problems = [*_options(config), *_gpus(config, stages), *_images(config, images)]
-    if is_dry_run(config):
+    if config.is_dry_run:
         return problems
     if shutil.which("sbatch") is None:
         return [
@@ -98,7 +96,7 @@ def _images(config: Config, images: Mapping[str, str]) -> Iterator[str]:
     """Yield the problems of images, and of folders that no container can see."""
     for key, image in images.items():
         if image.startswith(("/", "./")):
-            if not (is_dry_run(config) or Path(image).is_file()):
+            if not (config.is_dry_run or Path(image).is_file()):
                 yield f"{key}={image} is not a file; give an existing image, or a registry path."
         elif image.endswith(".sqsh"):
             yield (

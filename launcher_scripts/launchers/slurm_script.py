@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.server_config import image_of
 from launcher_scripts.configuration.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.launchers.base import Job
@@ -167,7 +166,7 @@ def flag(name: str, value: Any) -> str | None:
 def step_of(job: Job) -> JobStep | None:
     """Return the srun that runs a stage; None when the batch process can run it itself."""
     config, cluster = job.config, job.config.cluster
-    image = image_of(job.stage.name, config)
+    image = config.image_of(job.stage.name)
     arguments = [
         each for each in cluster.srun_args if image or not each.startswith(_CONTAINER_FLAGS)
     ]

@@ -9,7 +9,7 @@ import pytest
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.server_config import deploy_resources, image_of, server_config
+from launcher_scripts.configuration.server_config import deploy_resources, server_config
 from launcher_scripts.stage_table import build_stage
 from tests.nvidia_repositories import add_nvidia_model, add_text_models
 
@@ -71,7 +71,7 @@ def test_local_gpus_are_counted_and_the_rest_hidden(monkeypatch: pytest.MonkeyPa
 
 def test_server_may_have_an_image_of_its_own() -> None:
     config = on_cluster(1, 1, "container=all", "deploy.container=server")
-    assert (image_of("deploy", config), image_of("export", config)) == ("server", "all")
+    assert (config.image_of("deploy"), config.image_of("export")) == ("server", "all")
     with pytest.raises(ValueError, match=r"deploy\.container=server: cluster_type=local does not"):
         server_config(configure("deploy.container=server"))
 
