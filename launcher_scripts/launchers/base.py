@@ -60,6 +60,11 @@ class Job:
         return self.stage.job.folder
 
     @property
+    def submitit_folder(self) -> Path:
+        """Folder of submitit's pickles."""
+        return self.folder / "submitit"
+
+    @property
     def record_path(self) -> Path:
         """Path of the job's record."""
         return self.folder / RECORD_NAME

@@ -102,7 +102,7 @@ class BcpLauncher(LocalLauncher):
     def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
         config, resources = self.config, job.stage.job.resources
         executor = BcpExecutor(
-            job.folder / "submitit" / job_id,
+            job.submitit_folder / job_id,
             bcprun=config.cluster.bcprun,
             environment=clean_environment(os.environ),
         )

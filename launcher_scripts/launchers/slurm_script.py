@@ -36,7 +36,7 @@ def batch_script(job: Job, after: str, *, array: Path | None = None, size: int =
     receives their pickles and logs.
     """
     options = sbatch_options(job, after)
-    job_id, folder = "$SLURM_JOB_ID", submitit_folder(job)
+    job_id, folder = "$SLURM_JOB_ID", job.submitit_folder
     if array is not None:
         options |= {"array": f"0-{size - 1}"} | _logs(log_path(job, "%A_%a", array), "%A_%a")
         job_id, folder = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", array
@@ -98,11 +98,6 @@ def shape(job: Job) -> dict[str, Any]:
     options = sbatch_options(job, "")
     common = {name: value for name, value in options.items() if name not in ("output", "error")}
     return common | {"environment": job.environment, "setup": job.config.cluster.setup}
-
-
-def submitit_folder(job: Job) -> Path:
-    """Return submitit's folder of a job's pickles."""
-    return job.folder / "submitit"
 
 
 def sbatch_options(job: Job, after: str) -> dict[str, Any]:
