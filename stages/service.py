@@ -12,15 +12,7 @@ from export_scripts.files.replace import read_file
 from inference.server.server_log import ServerStartError, last_lines, put_aside
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
-from stages.endpoint import (
-    ENDPOINT_NAME,
-    RELOAD_NAME,
-    STOP_NAME,
-    ServerEndpoint,
-    publish,
-    published_by,
-    withdraw,
-)
+from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, ServerEndpoint, published_by
 from stages.job_process import job_id_here, log_line
 from stages.progress import Progress
 from stages.server_starts import ServerStart, announce, losses
@@ -128,12 +120,12 @@ class Service:
             with contextlib.suppress(KeyboardInterrupt):
                 if reason != _HANDED_OVER:  # the successor reports from now on
                     self.progress.update("stopping")
-                withdraw(self.folder / ENDPOINT_NAME, endpoint.job_id)
+                endpoint.withdraw(self.folder / ENDPOINT_NAME)
                 # After a hand-over running requests may take all the time that is left.
                 left_s = self.until - time.monotonic() if reason == _HANDED_OVER else 0.0
                 drain_s = self.config.drain_s + max(left_s, 0.0)
                 server.stop(drain_s=0 if failure else drain_s)
-            withdraw(self.folder / ENDPOINT_NAME, endpoint.job_id)
+            endpoint.withdraw(self.folder / ENDPOINT_NAME)
             self._is_published = False
         return reason, failure
 
@@ -152,7 +144,7 @@ class Service:
             )
         )
         try:
-            publish(self.folder / ENDPOINT_NAME, endpoint)
+            endpoint.publish(self.folder / ENDPOINT_NAME)
         except OSError as error:
             if former is None:
                 raise
