@@ -16,14 +16,7 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import CHECKOUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.console import Console
-from launcher_scripts.launchers.base import (
-    AFTER_START,
-    AFTER_SUCCESS,
-    Job,
-    JobHandle,
-    Launcher,
-    SubmissionError,
-)
+from launcher_scripts.launchers.base import Job, JobHandle, Launcher, SubmissionError
 from launcher_scripts.pipeline import PlannedStage
 from stages import record
 from stages.base import Stage, Summary
@@ -76,15 +69,13 @@ class Run:
 
     def render(self) -> None:
         """Write and print every job's script and configuration; start nothing."""
-        ids: dict[str, str] = {}
-        rows = []
+        after, rows = "", []
         for number, (name, job) in enumerate(self.jobs.items()):
-            after = self._dependency(ids)
-            ids[name] = str(_FIRST_DRY_ID + number)
+            job_id = str(_FIRST_DRY_ID + number)
             asked = job.stage.job.resources
             gpus = "-" if asked.gpus_per_node is None else str(asked.gpus_per_node * asked.nodes)
             time_limit = slurm_notation(asked.time_limit_min)
-            rows.append((f"{name} ({ids[name]})", str(asked.nodes), gpus, time_limit, after or "-"))
+            rows.append((f"{name} ({job_id})", str(asked.nodes), gpus, time_limit, after or "-"))
             script = self.launcher.render(job, after)
             written = job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
             for path in written:
@@ -92,6 +83,7 @@ class Run:
                     self.console.say(f"# {path}\n{path.read_text(encoding='utf-8')}")
             if self.launcher.only_renders:
                 self.console.say(f"to start it: kubectl apply -f {shlex.quote(str(written[-1]))}")
+            after = job.dependency(job_id)
         if self.launcher.only_renders:
             return
         if not self.jobs:
@@ -142,15 +134,15 @@ class Run:
         return EXIT_OK
 
     def _follow_all(self) -> int:
-        for name in self.jobs:
+        for name, job in self.jobs.items():
             handle = self.handles.get(name) or self._submit(name)
             is_last = name == list(self.jobs)[-1]
-            status = self._follow(handle, until_ready=self._is_server(name) and not is_last)
+            status = self._follow(handle, until_ready=job.is_server and not is_last)
             if status != EXIT_OK:
                 self._explain_failures()
                 self.stop_all()
                 return status
-        servers = [handle for name, handle in self.handles.items() if self._is_server(name)]
+        servers = [handle for handle in self.handles.values() if handle.job.is_server]
         keeps_serving = self.config.deploy.keep
         if servers and keeps_serving:
             self.console.say("serving until Ctrl-C or the time limit")
@@ -214,11 +206,11 @@ class Run:
         return "\n".join(lines)
 
     def _submit(self, name: str) -> JobHandle:
-        job = self.jobs[name]
-        after = self._dependency({before: each.job_id for before, each in self.handles.items()})
+        last = next(reversed(self.handles.values()), None)
+        after = last.job.dependency(last.job_id) if last else ""
         self.announce(name, after)
         try:
-            handle = self.launcher.submit(job, after)
+            handle = self.launcher.submit(self.jobs[name], after)
         except SubmissionError as error:
             self.note_refusal(name, error)
             raise
@@ -243,18 +235,6 @@ class Run:
         with (self.jobs[name].folder / "launcher.log").open("a", encoding="utf-8") as log:
             log.write(f"{record.now()} Submitted {self.launcher.name} job {handle.job_id}\n")
         self.console.say(f"{name}: job {handle.job_id}, log {handle.log_path}")
-
-    def _dependency(self, ids: dict[str, str]) -> str:
-        """Return the next job's dependency: the last of `ids`, and of a server only its start."""
-        if not ids:
-            return ""
-        last = list(ids)[-1]
-        kind = AFTER_START if self._is_server(last) else AFTER_SUCCESS
-        return f"{kind}:{ids[last]}"
-
-    def _is_server(self, name: str) -> bool:
-        """Return whether the stage is ready long before it ends."""
-        return self.jobs[name].stage.readiness_path() is not None
 
     def _follow(self, handle: JobHandle, *, until_ready: bool) -> int:
         """Show a job's progress until it ends or is ready; return the exit status."""

@@ -72,9 +72,7 @@ class SlurmLauncher(Launcher):
     def fits_array(self, jobs: Sequence[Job]) -> bool:
         """Return whether jobs of several configurations request the same, and end by themselves."""
         first = shape(jobs[0])
-        return len(jobs) > 1 and all(
-            each.stage.readiness_path() is None and shape(each) == first for each in jobs
-        )
+        return len(jobs) > 1 and all(not each.is_server and shape(each) == first for each in jobs)
 
     def submit_array(
         self, jobs: Sequence[Job], after: str, folder: Path | None
