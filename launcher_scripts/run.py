@@ -76,8 +76,7 @@ class Run:
             gpus = "-" if asked.gpus_per_node is None else str(asked.gpus_per_node * asked.nodes)
             time_limit = slurm_notation(asked.time_limit_min)
             rows.append((f"{name} ({job_id})", str(asked.nodes), gpus, time_limit, after or "-"))
-            script = self.launcher.render(job, after)
-            written = job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
+            written = job_folder.write_job_files(job, self.launcher, after)
             for path in written:
                 if path != job.whole_config_path:
                     self.console.say(f"# {path}\n{path.read_text(encoding='utf-8')}")
@@ -220,9 +219,8 @@ class Run:
     def announce(self, name: str, after: str) -> None:
         """Write a job's files and its record, just before it is submitted."""
         job = self.jobs[name]
-        script = self.launcher.render(job, after)
-        job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
-        job_folder.write_job_record(job, cluster=self.launcher.name, dependency=after)
+        job_folder.write_job_files(job, self.launcher, after)
+        job_folder.write_job_record(job, self.launcher, after)
 
     def note_refusal(self, name: str, error: SubmissionError) -> None:
         """Record the scheduler's message in the job's record."""
