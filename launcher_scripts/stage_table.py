@@ -1,6 +1,5 @@
 """The table of stages: how each is built from the configuration, and its settings there."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,7 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
         ValueError: the stage does not fit on the cluster.
     """
     section = _SETTINGS.get(name, name)
-    settings, limit_min = operator.attrgetter(section)(config), 24 * 60
+    settings, limit_min = config.at(section), 24 * 60
     try:
         limit_min = minutes(settings.time_limit, key=f"{section}.time_limit")
     except ValueError as error:

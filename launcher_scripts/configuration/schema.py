@@ -6,6 +6,7 @@ defaults are here. The texts are printed by `--help` and quoted by error message
 
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -297,6 +298,10 @@ class Config:
     deploy: DeploySection = field(default_factory=DeploySection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     watch: WatchSection = field(default_factory=WatchSection)
+
+    def at(self, key: str) -> Any:
+        """Return the value of a key, such as `deploy.http_port`, or the section of that name."""
+        return operator.attrgetter(key)(self)
 
     @property
     def is_dry_run(self) -> bool:

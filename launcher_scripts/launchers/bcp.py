@@ -6,7 +6,6 @@ Base Command has no queue and no job id: the command on the first replica starts
 import os
 import sys
 from collections.abc import Sequence
-from operator import attrgetter
 from pathlib import Path
 
 from submitit.core.utils import pickle_load
@@ -75,7 +74,7 @@ class BcpLauncher(LocalLauncher):
                 f"{key}={path} is private to each replica; choose a folder in a workspace, such as "
                 "/mount/results."
                 for key in _SHARED
-                if (path := attrgetter(key)(self.config)) is not None
+                if (path := self.config.at(key)) is not None
                 and Path(path).is_relative_to(_PRIVATE_RESULTS)
             ]
         if self.config.is_dry_run:

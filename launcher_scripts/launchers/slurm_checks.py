@@ -1,6 +1,5 @@
 """Checks of settings that no Slurm would accept, and against the cluster itself."""
 
-import operator
 import re
 import shlex
 import shutil
@@ -104,7 +103,7 @@ def _images(config: Config, images: Mapping[str, str]) -> Iterator[str]:
                 f"path, such as {Path(image).absolute()}."
             )
     for key in MOUNTED if images else ():
-        path = operator.attrgetter(key)(config)
+        path = config.at(key)
         if ":" in path or "," in path:
             yield f"{key}={path}: pyxis mounts no folder with : or , in its name; choose another."
 

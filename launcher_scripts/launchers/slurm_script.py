@@ -1,6 +1,5 @@
 """The batch script of a Slurm job, as text; nothing here calls Slurm."""
 
-import operator
 import shlex
 import sys
 from pathlib import Path
@@ -190,7 +189,7 @@ def step_of(job: Job) -> JobStep | None:
 
 def mounts(config: Config) -> list[str]:
     """Return `source:target` for every folder that a container needs."""
-    own = (operator.attrgetter(key)(config) for key in MOUNTED)
+    own = (config.at(key) for key in MOUNTED)
     further = (str(each) for each in config.container_mounts if each is not None)
     wanted = [str(CHECKOUT), *own, *further]
     pairs = [each if ":" in each else f"{each}:{each}" for each in wanted]
