@@ -43,7 +43,6 @@ class JobSettings:
     """Settings of a stage's job, the same for every stage.
 
     Attributes:
-        name: name of the job.
         folder: where logs, record and progress of the job go.
         overwrite: replace outputs of another configuration.
         warning_s: a job that does not end by itself ends this long before its time limit, ahead of

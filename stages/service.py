@@ -46,7 +46,6 @@ class Service:
     """Keeps a server running; nothing is started before `run`.
 
     Attributes:
-        config: of the server.
         folder: of the job, for logs, server starts, the address of a server that is ready, and
             requests to end or to reload it (`stages.endpoint`).
         progress: receives what the service is doing.
