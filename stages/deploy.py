@@ -17,7 +17,7 @@ from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
 from stages.gemm_tuning import tuning_command
 from stages.job_process import job_id_here
 from stages.progress import Progress
-from stages.server_starts import ServerStart, announce, take_part
+from stages.server_starts import ServerStart, take_part
 from stages.service import Service
 from stages.serving import server_environment, server_prefix
 
@@ -168,7 +168,7 @@ class DeployStage(Stage):
             reason = service.run()
         finally:
             if self.config.nodes > 1:
-                announce(self.job.folder, ServerStart(job_id_here(), 0))
+                ServerStart(job_id_here(), 0).announce(self.job.folder)
         served_s = round(time.monotonic() - started, 1)
         return {"served_s": served_s, "ended": reason, "restarts": service.restarts}
 

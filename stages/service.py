@@ -15,7 +15,7 @@ from stages.deploy_config import DeployConfig
 from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, ServerEndpoint, published_by
 from stages.job_process import job_id_here, log_line
 from stages.progress import Progress
-from stages.server_starts import ServerStart, announce, losses
+from stages.server_starts import ServerStart, losses
 from stages.serving import serving
 
 if TYPE_CHECKING:
@@ -189,8 +189,7 @@ class Service:
 
     def _call_off(self) -> None:
         if self.config.nodes > 1:
-            start = ServerStart(job_id_here(), self.restarts + 1, is_over=True)
-            announce(self.folder, start)
+            ServerStart(job_id_here(), self.restarts + 1, is_over=True).announce(self.folder)
 
     def _watch(self, server: AnyServer) -> tuple[str, str]:
         """Block while the server serves; return why it should stop now, or why it failed."""
