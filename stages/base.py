@@ -112,6 +112,8 @@ class Stage(Checkpointable):
     # Outputs that are not guarded are made again.
     guards_configuration: ClassVar[bool] = True
     guards_inputs: ClassVar[bool] = False
+    # Whether outputs that were made by other means, without a marker, are used if they are whole.
+    takes_outputs: ClassVar[bool] = False
 
     job: JobSettings
 
