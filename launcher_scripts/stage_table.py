@@ -10,7 +10,7 @@ from launcher_scripts.configuration.export_config import (
     repository_request,
 )
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.server_config import deploy_resources, server_config
+from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.time_limit import minutes
 from stages.base import JobSettings, Resources, Stage
 from stages.convert import ConvertStage
@@ -49,10 +49,14 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
 
 def _resources(name: str, config: Config, settings: Any, limit_min: int) -> Resources:
     """Return the resources of a stage's job by its settings; the time limit is in minutes."""
-    if name == "deploy":
-        return deploy_resources(server_config(config), limit_min)
     usual_cpus = {"convert": config.export.model.processes, "export": 1}
+    nodes = tasks = 1
+    if name == "deploy":
+        settings = server_config(config)
+        nodes, tasks = settings.nodes, settings.tasks_per_node
     return Resources(
+        nodes=nodes,
+        tasks_per_node=tasks,
         gpus_per_node=None if name == "evaluate" else settings.gpus_per_node,
         cpus_per_task=settings.cpus_per_task or usual_cpus.get(name),
         mem_gb=settings.mem_gb,

@@ -7,8 +7,7 @@ from inference.launch_environment import visible_gpus
 from launcher_scripts.configuration.export_config import conversion_request
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.time_limit import minutes
-from stages.base import Resources
-from stages.deploy_config import OPENAI, PYTORCH, VLLM, DeployConfig, is_store_url
+from stages.deploy_config import OPENAI, VLLM, DeployConfig, is_store_url
 from stages.node_layout import NodeLayout, place
 
 # Clusters whose jobs run elsewhere, in an image if one is named.
@@ -116,20 +115,6 @@ def stated_max_seq_len(config: Config) -> int | None:
     """Return the stated tokens of a sequence, None for the model's own."""
     stated = str(config.export.triton_deployment.parameters.get("max_seq_len", ""))
     return int(stated) if stated.isdigit() else None
-
-
-def deploy_resources(server: DeployConfig, limit_min: int) -> Resources:
-    """Return the resources of the server's job."""
-    # NVIDIA's server uses all GPUs of a node; on several nodes each of our ranks is a task.
-    has_tasks = server.nodes > 1 and server.engine == PYTORCH
-    return Resources(
-        nodes=server.nodes,
-        tasks_per_node=server.tp_size * server.pp_size // server.nodes if has_tasks else 1,
-        gpus_per_node=server.gpus_per_node,
-        cpus_per_task=server.cpus_per_task,
-        mem_gb=server.mem_gb,
-        time_limit_min=limit_min,
-    )
 
 
 def _served_sizes(config: Config) -> ModelSizes:
