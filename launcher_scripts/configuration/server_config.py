@@ -23,7 +23,6 @@ def server_config(config: Config) -> DeployConfig:
             "start containers; run the command inside the image, and set deploy.container=null."
         )
     model_dir = Path(config.export.triton_deployment.triton_model_dir)
-    uptime_s = _uptime_s(config)
     sizes = _served_sizes(config)
     placement = _placement(config, sizes)
     # The names of the visible GPUs, if this machine serves and has some.
@@ -35,7 +34,7 @@ def server_config(config: Config) -> DeployConfig:
     if shown is not None:
         needed = sizes.world_size * sizes.instance_count
         visible = ",".join(shown[:needed]) if needed < len(shown) else None
-    elif placement and (config.cluster_type == "bcp" or config.cluster.exclusive):
+    elif config.cluster_type == "bcp" or config.cluster.exclusive:
         visible = placement.visible_devices
     store = deploy.store
     folder = Path(deploy.repository) if deploy.repository and store is None else model_dir.parent
@@ -45,23 +44,23 @@ def server_config(config: Config) -> DeployConfig:
         # Most servers call a model by its folder.
         name = config.export.run.model_train_name if deploy.engine == VLLM else str(folder)
     # Where the cluster knows that resource, the job requests it.
-    gpus_per_node = placement.gpus_per_node if placement and config.cluster.gpus_per_node else None
+    gpus_per_node = placement.gpus_per_node if config.cluster.gpus_per_node else None
     return DeployConfig(
         **{**vars(deploy), "gpus_per_node": gpus_per_node},
         folder=folder,
         model_name=name,
         max_seq_len=stated_max_seq_len(config),
-        uptime_s=uptime_s,
+        uptime_s=_uptime_s(config),
         tp_size=sizes.tp_size,
         pp_size=sizes.pp_size,
         instance_count=sizes.instance_count,
         data_type=config.export.triton_deployment.data_type,
-        nodes=placement.nodes if placement else 1,
+        nodes=placement.nodes,
         is_mpi_step=config.cluster_type == "bcm" and config.cluster.mpi is not None,
         visible_devices=visible,
         serves_here=config.cluster_type not in _STARTS_CONTAINERS and not config.is_dry_run,
         local_gpus=None if shown is None else len(shown),
-        remarks=(placement.warning,) if placement and placement.warning else (),
+        remarks=(placement.warning,) if placement.warning else (),
     )
 
 
@@ -132,15 +131,15 @@ def _served_sizes(config: Config) -> ModelSizes:
     )
 
 
-def _placement(config: Config, sizes: ModelSizes) -> NodeLayout | None:
-    """Return the nodes and GPUs of the ranks; None on a cluster that does not count GPUs.
+def _placement(config: Config, sizes: ModelSizes) -> NodeLayout:
+    """Return the nodes and GPUs of the ranks; one node where the cluster does not count GPUs.
 
     Raises:
         ValueError: the ranks do not fit.
     """
     per_node = config.deploy.gpus_per_node or config.cluster.gpus_per_node
     if not per_node:
-        return None
+        return NodeLayout(nodes=1, gpus_per_node=0)
     if config.cluster.gpus_per_node:
         per_node = min(per_node, config.cluster.gpus_per_node)
     return place(
