@@ -88,12 +88,9 @@ class LocalHandle(JobHandle):
         """Return `success` or `error`, or None when the job left no result."""
         path = self.submitted.paths.result_pickle
         deadline = time.monotonic() + _RESULT_WAIT_S
-        while not path.exists():
-            if time.monotonic() > deadline:
-                return None
+        while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        outcome, _ = pickle_load(path)
-        return str(outcome)
+        return str(pickle_load(path)[0]) if path.exists() else None
 
 
 class LocalLauncher(Launcher):
