@@ -15,8 +15,9 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import Job, Launcher
 from stages import record
 from stages.base import as_json
+from stages.progress import PROGRESS_NAME
 
-_KEPT = ("job.json", "progress.json")
+_KEPT = (record.RECORD_NAME, PROGRESS_NAME)
 
 
 def repeatable(config: Config) -> str:

@@ -15,7 +15,7 @@ from submitit.helpers import Checkpointable
 
 from export_scripts.files.tree import files_below
 from inference.launch_environment import LaunchEnvironment
-from stages.progress import Progress, read_as, write_json
+from stages.progress import PROGRESS_NAME, Progress, read_as, write_json
 from stages.record import now
 
 Summary = dict[str, Any]
@@ -58,7 +58,7 @@ class JobSettings:
     @property
     def progress_path(self) -> Path:
         """The progress that the job reports."""
-        return self.folder / "progress.json"
+        return self.folder / PROGRESS_NAME
 
 
 @dataclass(frozen=True, kw_only=True)

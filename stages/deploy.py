@@ -157,13 +157,7 @@ class DeployStage(Stage):
         if config.uptime_s is not None:
             left_s = config.uptime_s if self.ends_at is None else self.ends_at - time.time()
             serving_s = min(serving_s, left_s)
-        service = Service(
-            config,
-            self.job.folder,
-            progress,
-            until=started + serving_s,
-            published=Progress(self.job.progress_path),
-        )
+        service = Service(config, self.job.folder, progress, until=started + serving_s)
         try:
             reason = service.run()
         finally:

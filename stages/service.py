@@ -14,7 +14,7 @@ from stages.base import StageError
 from stages.deploy_config import DeployConfig
 from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, ServerEndpoint, published_by
 from stages.job_process import job_id_here, log_line
-from stages.progress import Progress
+from stages.progress import PROGRESS_NAME, Progress
 from stages.server_starts import ServerStart, losses
 from stages.serving import serving
 
@@ -48,9 +48,9 @@ class Service:
     Attributes:
         folder: of the job, for logs, server starts, the address of a server that is ready, and
             requests to end or to reload it (`stages.endpoint`).
-        progress: receives what the service is doing.
+        progress: receives what the service is doing, and is in `folder` at the latest once the
+            address is published: in a chain of jobs the predecessor reports until then.
         until: on the monotonic clock, when the job's time is over.
-        published: takes the place of `progress` once the address is published.
         restarts: how often the server was started again.
     """
 
@@ -59,7 +59,6 @@ class Service:
     progress: Progress
     _: KW_ONLY
     until: float
-    published: Progress | None = None
     restarts: int = field(default=0, init=False)
     _failures: int = field(default=0, init=False)  # since the last sound service
     _is_published: bool = field(default=False, init=False)
@@ -149,7 +148,7 @@ class Service:
                 raise
             # The front has changed over: clients find this server where they found the other.
             log_line(f"the address cannot be written again: {error}")
-        self.progress, self._is_published = self.published or self.progress, True
+        self.progress.path, self._is_published = self.folder / PROGRESS_NAME, True
         return server, endpoint
 
     def _reloaded(self, stack: contextlib.ExitStack, old: AnyServer) -> AnyServer:
