@@ -17,7 +17,7 @@ from launcher_scripts.console import Console
 from launcher_scripts.launchers import slurm_state
 from stages import STAGES, record
 from stages.endpoint import forwarding_hint
-from stages.progress import DamagedFileError, read_json, read_progress, write_json
+from stages.progress import PROGRESS_NAME, DamagedFileError, read_json, read_progress, write_json
 
 LAST_RUN = "last_run.json"
 _POLL_S = 0.3
@@ -165,7 +165,7 @@ def _remarks(found: record.JobRecord, folder: Path) -> Iterator[str]:
                 waits = found.dependency and reason == "Dependency"
                 yield f"in the queue: {reason}" + (f" ({found.dependency})" if waits else "")
             else:
-                phase = read_progress(folder / "progress.json").phase
+                phase = read_progress(folder / PROGRESS_NAME).phase
                 yield f"{phase}; job {found.successor} follows" if found.successor else phase
         yield forwarding_hint(folder / record.RECORD_NAME)
     except DamagedFileError as error:  # the job is as its record says

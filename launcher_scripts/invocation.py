@@ -1,6 +1,5 @@
 """The jobs that one command line asks for, or every reason why they cannot run; their start."""
 
-import operator
 import shlex
 import signal
 import sys
@@ -100,9 +99,7 @@ def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
 def _ignored(config: Config) -> list[str]:
     """Return a remark for each setting that is accepted without effect."""
     ignored = [
-        key.name
-        for key in KEYS.values()
-        if key.is_ignored and operator.attrgetter(key.name)(config) != key.default
+        key.name for key in KEYS.values() if key.is_ignored and config.at(key.name) != key.default
     ]
     if config.export.triton_deployment.enable_custom_all_reduce and config.deploy.engine == PYTORCH:
         ignored.append("export.triton_deployment.enable_custom_all_reduce")

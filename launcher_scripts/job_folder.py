@@ -12,11 +12,12 @@ from typing import Any
 import yaml
 
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.launchers.base import Job
+from launcher_scripts.launchers.base import Job, Launcher
 from stages import record
 from stages.base import as_json
+from stages.progress import PROGRESS_NAME
 
-_KEPT = ("job.json", "progress.json")
+_KEPT = (record.RECORD_NAME, PROGRESS_NAME)
 
 
 def repeatable(config: Config) -> str:
@@ -45,14 +46,14 @@ def note_command(results_dir: Path, arguments: Sequence[str], *, at: str) -> Non
         log.write(f"# {at}\n" + " \\\n  ".join(arguments) + "\n")
 
 
-def write_job_files(job: Job, script: str, *, script_name: str) -> list[Path]:
+def write_job_files(job: Job, launcher: Launcher, after: str) -> list[Path]:
     """Write configuration and script, and return their paths; those of earlier runs are kept."""
     folder = job.folder
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         folder / f"{job.name}_hydra.yaml": _stage_config(job),
         job.whole_config_path: repeatable(job.config),
-        folder / f"{job.full_name}_{script_name}": script,
+        folder / f"{job.full_name}_{launcher.script_name}": launcher.render(job, after),
     }
     others = [
         path for path, text in files.items() if path.exists() and path.read_bytes() != text.encode()
@@ -71,7 +72,7 @@ def write_job_files(job: Job, script: str, *, script_name: str) -> list[Path]:
     return list(files)
 
 
-def write_job_record(job: Job, *, cluster: str, dependency: str) -> None:
+def write_job_record(job: Job, launcher: Launcher, after: str) -> None:
     """Write the record of a job that is about to be submitted."""
     record.write_record(
         job.record_path,
@@ -80,8 +81,8 @@ def write_job_record(job: Job, *, cluster: str, dependency: str) -> None:
             stage=job.stage.name,
             name=job.name,
             state=record.SUBMITTED,
-            cluster=cluster,
-            dependency=dependency,
+            cluster=launcher.name,
+            dependency=after,
             submitted_at=record.now(),
             git_revision=job.git_revision,
             config_sha256=hashlib.sha256(_stage_config(job).encode()).hexdigest(),

@@ -9,7 +9,6 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.stage_table import build_stage
 from stages import STAGES
 from stages.base import Finding, Stage
-from stages.convert import ConvertStage
 from stages.deploy_config import OPENAI, VLLM, is_store_url
 
 # Names that the NeMo launcher gives to the same work.
@@ -147,12 +146,10 @@ def _is_there(stage: Stage) -> bool:
     finding = stage.finding()
     if finding.marker is not None or finding.problems:
         return finding.marker is not None
-    return (
-        isinstance(stage, ConvertStage)
-        and not stage.marker_path().exists()
-        and all(path.exists() for path in stage.outputs())
-        and not stage.damage()
-    )
+    marker = stage.marker_path()
+    is_marked = marker is not None and marker.exists()
+    is_complete = all(path.exists() for path in stage.outputs())
+    return stage.takes_outputs and not is_marked and is_complete and not stage.damage()
 
 
 def _planned(stage: Stage, before: dict[str, PlannedStage], needed_by: str | None) -> PlannedStage:

@@ -13,25 +13,11 @@ from pathlib import Path
 from launcher_scripts import job_folder
 from launcher_scripts.actions import note_last_run
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.settings import (
-    CHECKOUT,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    is_dry_run,
-)
+from launcher_scripts.configuration.settings import CHECKOUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.console import Console
-from launcher_scripts.launchers.base import (
-    AFTER_START,
-    AFTER_SUCCESS,
-    Job,
-    JobHandle,
-    Launcher,
-    SubmissionError,
-)
+from launcher_scripts.launchers.base import Job, JobHandle, Launcher, SubmissionError
 from launcher_scripts.pipeline import PlannedStage
-from launcher_scripts.stage_table import results_dir
 from stages import record
 from stages.base import Stage, Summary
 from stages.endpoint import forwarding_hint, published_by
@@ -70,11 +56,11 @@ class Run:
     @property
     def only_renders(self) -> bool:
         """Return whether the jobs' files are written and nothing is started."""
-        return is_dry_run(self.config) or self.launcher.only_renders
+        return self.config.is_dry_run or self.launcher.only_renders
 
     def begin(self) -> None:
         """Record the command in the results folder."""
-        results = results_dir(self.config)
+        results = self.config.results_dir
         if self.jobs:
             arguments = [sys.executable, str(CHECKOUT / "main.py"), *self.words]
             job_folder.note_command(results, arguments, at=record.now())
@@ -83,22 +69,20 @@ class Run:
 
     def render(self) -> None:
         """Write and print every job's script and configuration; start nothing."""
-        ids: dict[str, str] = {}
-        rows = []
+        after, rows = "", []
         for number, (name, job) in enumerate(self.jobs.items()):
-            after = self._dependency(ids)
-            ids[name] = str(_FIRST_DRY_ID + number)
+            job_id = str(_FIRST_DRY_ID + number)
             asked = job.stage.job.resources
             gpus = "-" if asked.gpus_per_node is None else str(asked.gpus_per_node * asked.nodes)
             time_limit = slurm_notation(asked.time_limit_min)
-            rows.append((f"{name} ({ids[name]})", str(asked.nodes), gpus, time_limit, after or "-"))
-            script = self.launcher.render(job, after)
-            written = job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
+            rows.append((f"{name} ({job_id})", str(asked.nodes), gpus, time_limit, after or "-"))
+            written = job_folder.write_job_files(job, self.launcher, after)
             for path in written:
                 if path != job.whole_config_path:
                     self.console.say(f"# {path}\n{path.read_text(encoding='utf-8')}")
             if self.launcher.only_renders:
                 self.console.say(f"to start it: kubectl apply -f {shlex.quote(str(written[-1]))}")
+            after = job.dependency(job_id)
         if self.launcher.only_renders:
             return
         if not self.jobs:
@@ -149,15 +133,15 @@ class Run:
         return EXIT_OK
 
     def _follow_all(self) -> int:
-        for name in self.jobs:
+        for name, job in self.jobs.items():
             handle = self.handles.get(name) or self._submit(name)
             is_last = name == list(self.jobs)[-1]
-            status = self._follow(handle, until_ready=self._is_server(name) and not is_last)
+            status = self._follow(handle, until_ready=job.is_server and not is_last)
             if status != EXIT_OK:
                 self._explain_failures()
                 self.stop_all()
                 return status
-        servers = [handle for name, handle in self.handles.items() if self._is_server(name)]
+        servers = [handle for handle in self.handles.values() if handle.job.is_server]
         keeps_serving = self.config.deploy.keep
         if servers and keeps_serving:
             self.console.say("serving until Ctrl-C or the time limit")
@@ -221,11 +205,11 @@ class Run:
         return "\n".join(lines)
 
     def _submit(self, name: str) -> JobHandle:
-        job = self.jobs[name]
-        after = self._dependency({before: each.job_id for before, each in self.handles.items()})
+        last = next(reversed(self.handles.values()), None)
+        after = last.job.dependency(last.job_id) if last else ""
         self.announce(name, after)
         try:
-            handle = self.launcher.submit(job, after)
+            handle = self.launcher.submit(self.jobs[name], after)
         except SubmissionError as error:
             self.note_refusal(name, error)
             raise
@@ -235,9 +219,8 @@ class Run:
     def announce(self, name: str, after: str) -> None:
         """Write a job's files and its record, just before it is submitted."""
         job = self.jobs[name]
-        script = self.launcher.render(job, after)
-        job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
-        job_folder.write_job_record(job, cluster=self.launcher.name, dependency=after)
+        job_folder.write_job_files(job, self.launcher, after)
+        job_folder.write_job_record(job, self.launcher, after)
 
     def note_refusal(self, name: str, error: SubmissionError) -> None:
         """Record the scheduler's message in the job's record."""
@@ -250,18 +233,6 @@ class Run:
         with (self.jobs[name].folder / "launcher.log").open("a", encoding="utf-8") as log:
             log.write(f"{record.now()} Submitted {self.launcher.name} job {handle.job_id}\n")
         self.console.say(f"{name}: job {handle.job_id}, log {handle.log_path}")
-
-    def _dependency(self, ids: dict[str, str]) -> str:
-        """Return the next job's dependency: the last of `ids`, and of a server only its start."""
-        if not ids:
-            return ""
-        last = list(ids)[-1]
-        kind = AFTER_START if self._is_server(last) else AFTER_SUCCESS
-        return f"{kind}:{ids[last]}"
-
-    def _is_server(self, name: str) -> bool:
-        """Return whether the stage is ready long before it ends."""
-        return self.jobs[name].stage.readiness_path() is not None
 
     def _follow(self, handle: JobHandle, *, until_ready: bool) -> int:
         """Show a job's progress until it ends or is ready; return the exit status."""

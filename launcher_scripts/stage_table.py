@@ -1,8 +1,6 @@
 """The table of stages: how each is built from the configuration, and its settings there."""
 
-import operator
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from launcher_scripts.configuration.evaluation_config import Context, evaluation_stage
@@ -12,8 +10,7 @@ from launcher_scripts.configuration.export_config import (
     repository_request,
 )
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.server_config import deploy_resources, server_config
-from launcher_scripts.configuration.settings import is_dry_run
+from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.time_limit import minutes
 from stages.base import JobSettings, Resources, Stage
 from stages.convert import ConvertStage
@@ -22,11 +19,6 @@ from stages.export import ExportStage
 
 # Section with the `name` and `time_limit` of a stage's job, where it is not called as the stage.
 _SETTINGS = {"convert": "export.run", "export": "export.run"}
-
-
-def results_dir(config: Config) -> Path:
-    """Return the folder that holds a folder for each stage."""
-    return Path(config.export.run.results_dir)
 
 
 def build_stage(name: str, config: Config, context: Context, problems: list[str]) -> Stage:
@@ -39,14 +31,14 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
         ValueError: the stage does not fit on the cluster.
     """
     section = _SETTINGS.get(name, name)
-    settings, limit_min = operator.attrgetter(section)(config), 24 * 60
+    settings, limit_min = config.at(section), 24 * 60
     try:
         limit_min = minutes(settings.time_limit, key=f"{section}.time_limit")
     except ValueError as error:
         problems.append(str(error))
     job = JobSettings(
         name=settings.name,
-        folder=results_dir(config) / name,
+        folder=config.results_dir / name,
         resources=_resources(name, config, settings, limit_min),
         overwrite=config.overwrite,
         # Slurm's signal may come up to a minute early.
@@ -57,10 +49,14 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
 
 def _resources(name: str, config: Config, settings: Any, limit_min: int) -> Resources:
     """Return the resources of a stage's job by its settings; the time limit is in minutes."""
-    if name == "deploy":
-        return deploy_resources(server_config(config), limit_min)
     usual_cpus = {"convert": config.export.model.processes, "export": 1}
+    nodes = tasks = 1
+    if name == "deploy":
+        settings = server_config(config)
+        nodes, tasks = settings.nodes, settings.tasks_per_node
     return Resources(
+        nodes=nodes,
+        tasks_per_node=tasks,
         gpus_per_node=None if name == "evaluate" else settings.gpus_per_node,
         cpus_per_task=settings.cpus_per_task or usual_cpus.get(name),
         mem_gb=settings.mem_gb,
@@ -73,7 +69,7 @@ STAGE_TABLE: dict[str, Callable[[Config, JobSettings, Context], Stage]] = {
     "convert": lambda config, job, context: ConvertStage(
         job,
         conversion_request(config, exports=context.exports),
-        planned=planned_model(config) if is_dry_run(config) else None,
+        planned=planned_model(config) if config.is_dry_run else None,
     ),
     "export": lambda config, job, _: ExportStage(
         job,

@@ -23,7 +23,6 @@ from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTE
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import AFTER_TWIN, SubmissionError
 from launcher_scripts.run import Run
-from launcher_scripts.stage_table import results_dir
 from stages import record
 from stages.progress import write_json
 
@@ -77,7 +76,7 @@ class Outcome:
             states = [none.get(self.status, record.FAILED)]
         return {
             "values": dict(self.combination.values),
-            "results_dir": str(results_dir(self.run.config)),
+            "results_dir": str(self.run.config.results_dir),
             "state": states[0],
             "exit_status": self.status,
             "seconds": sum(each.seconds or 0.0 for each in known) or None,
@@ -136,7 +135,7 @@ def run_and_compare(outcomes: Sequence[Outcome], console: Console) -> int:
     """Run the combinations, show and save their comparison; return the first bad exit status."""
     config = outcomes[0].run.config
     base = Path(config.base_results_dir)
-    note_last_run(base, *(results_dir(each.run.config) for each in outcomes))
+    note_last_run(base, *(each.run.config.results_dir for each in outcomes))
     folder = base / f"sweep_{datetime.now():%m%d_%H%M%S}"
     status = run_sweep(outcomes, wait=config.wait, console=console, folder=folder)
     results = [each.result() for each in outcomes]

@@ -15,14 +15,15 @@ from pathlib import Path
 
 from export_scripts.checkpoints.base import read_small
 from export_scripts.checkpoints.partitioned import parse_rank_folder
+from stages.convert import CHECKPOINT_FOLDERS
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _UNFINISHED = "-unfinished"
 _STEP = re.compile(r"step[=_-](\d+)")
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _HUGGING_FACE = re.compile(r"checkpoint-(\d+)")
-# Training leaves its checkpoints in the folder of the run, or in one of these below it.
-_FOLDERS = (Path(), Path("checkpoints"), Path("results", "checkpoints"))
+# In the folder of the run itself, or below it.
+_FOLDERS = (Path(), *CHECKPOINT_FOLDERS)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,7 @@ from launcher_scripts.configuration.arguments import hydra_text
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.settings import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    is_dry_run,
-)
+from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
 from launcher_scripts.invocation import prepare_run
 from launcher_scripts.launchers.slurm_state import cancel, jobs_below
@@ -95,7 +90,7 @@ class Watch:
         """
         if problems := [*self._problems()]:
             raise RefusedError(problems)
-        if is_dry_run(self.config):
+        if self.config.is_dry_run:
             self._look()
             self.console.say(self.state.table(self.console))
             return EXIT_OK

@@ -15,7 +15,7 @@ from submitit.helpers import Checkpointable
 
 from export_scripts.files.tree import files_below
 from inference.launch_environment import LaunchEnvironment
-from stages.progress import Progress, read_as, write_json
+from stages.progress import PROGRESS_NAME, Progress, read_as, write_json
 from stages.record import now
 
 Summary = dict[str, Any]
@@ -43,7 +43,6 @@ class JobSettings:
     """Settings of a stage's job, the same for every stage.
 
     Attributes:
-        name: name of the job.
         folder: where logs, record and progress of the job go.
         overwrite: replace outputs of another configuration.
         warning_s: a job that does not end by itself ends this long before its time limit, ahead of
@@ -59,7 +58,7 @@ class JobSettings:
     @property
     def progress_path(self) -> Path:
         """The progress that the job reports."""
-        return self.folder / "progress.json"
+        return self.folder / PROGRESS_NAME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +112,8 @@ class Stage(Checkpointable):
     # Outputs that are not guarded are made again.
     guards_configuration: ClassVar[bool] = True
     guards_inputs: ClassVar[bool] = False
+    # Whether outputs that were made by other means, without a marker, are used if they are whole.
+    takes_outputs: ClassVar[bool] = False
 
     job: JobSettings
 

@@ -30,7 +30,7 @@ KEYS: Mapping[str, str] = {
 # Fields that do not decide the bytes of the shards.
 _WITHOUT_EFFECT = ("output_dir", "processes", "overwrite", "pp_size", "for_text", "names")
 # The two places where training leaves its checkpoints.
-_CHECKPOINT_FOLDERS = (Path("checkpoints"), Path("results", "checkpoints"))
+CHECKPOINT_FOLDERS = (Path("checkpoints"), Path("results", "checkpoints"))
 
 
 @dataclass(eq=False)
@@ -45,6 +45,7 @@ class ConvertStage(Stage):
     name = "convert"
     sections = ("export", "convert")
     guards_inputs = True
+    takes_outputs = True
 
     request: ConversionRequest
     planned: PlannedModel | None = None
@@ -149,7 +150,7 @@ def find_checkpoint(path: Path) -> Path:
     Hugging Face cache folder is replaced by the snapshot in it, and a folder by the only .nemo file
     in it when it holds no checkpoint of another kind.
     """
-    near, far = _CHECKPOINT_FOLDERS
+    near, far = CHECKPOINT_FOLDERS
     twin = path
     if path.parts[-2:] == far.parts:
         twin = path.parents[1] / near

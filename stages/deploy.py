@@ -17,7 +17,7 @@ from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
 from stages.gemm_tuning import tuning_command
 from stages.job_process import job_id_here
 from stages.progress import Progress
-from stages.server_starts import ServerStart, announce, take_part
+from stages.server_starts import ServerStart, take_part
 from stages.service import Service
 from stages.serving import server_environment, server_prefix
 
@@ -157,18 +157,12 @@ class DeployStage(Stage):
         if config.uptime_s is not None:
             left_s = config.uptime_s if self.ends_at is None else self.ends_at - time.time()
             serving_s = min(serving_s, left_s)
-        service = Service(
-            config,
-            self.job.folder,
-            progress,
-            until=started + serving_s,
-            published=Progress(self.job.progress_path),
-        )
+        service = Service(config, self.job.folder, progress, until=started + serving_s)
         try:
             reason = service.run()
         finally:
             if self.config.nodes > 1:
-                announce(self.job.folder, ServerStart(job_id_here(), 0))
+                ServerStart(job_id_here(), 0).announce(self.job.folder)
         served_s = round(time.monotonic() - started, 1)
         return {"served_s": served_s, "ended": reason, "restarts": service.restarts}
 

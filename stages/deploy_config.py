@@ -201,6 +201,12 @@ class DeployConfig(DeploySection):
         return self.repository is not None
 
     @property
+    def tasks_per_node(self) -> int:
+        """Tasks of the job: on several nodes one for each of our ranks, or for NVIDIA's server."""
+        is_spread = self.nodes > 1 and self.engine == PYTORCH
+        return self.tp_size * self.pp_size // self.nodes if is_spread else 1
+
+    @property
     def access(self) -> Access:
         """Limits of clients, which the pytorch engine has."""
         return access_of(vars(self))

@@ -59,6 +59,17 @@ class ServerEndpoint:
         """Return `host:port` as clients write it."""
         return host_and_port(self.host, port)
 
+    def publish(self, path: Path) -> None:
+        """Write the address for clients."""
+        with locked(path):
+            write_json(path, asdict(self))
+
+    def withdraw(self, path: Path) -> None:
+        """Remove what is published, damaged or not, unless a later job has published its own."""
+        with locked(path):
+            if published_by(path) in (self.job_id, None) and not path.is_dir():
+                path.unlink()
+
     def __str__(self) -> str:
         scheme = "https" if self.uses_tls else "http"
         openai = f", OpenAI on {scheme}://{self.at(self.openai)}/v1" if self.openai else ""
@@ -95,12 +106,6 @@ def forwarding_hint(record_path: Path) -> str:
     return f"from another machine: ssh -N {ports} {found.host or 'NODE'}"
 
 
-def publish(path: Path, endpoint: ServerEndpoint) -> None:
-    """Write the address of a server for clients."""
-    with locked(path):
-        write_json(path, asdict(endpoint))
-
-
 def published_by(path: Path) -> str | None:
     """Return the job whose address is published, "" while none is; None for a damaged file."""
     try:
@@ -108,13 +113,6 @@ def published_by(path: Path) -> str | None:
     except DamagedFileError:
         return None
     return "" if endpoint is None else endpoint.job_id
-
-
-def withdraw(path: Path, job_id: str) -> None:
-    """Remove the published address, damaged or not, unless a later job has published its own."""
-    with locked(path):
-        if published_by(path) in (job_id, None) and not path.is_dir():
-            path.unlink()
 
 
 def server_log(folder: Path, job_id: str) -> Path:

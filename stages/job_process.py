@@ -92,9 +92,9 @@ def end_processes_of_job(mark: str | None = None) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def owner_of_this_process() -> str:
-    """Return the value of OWNER_VARIABLE that names this process."""
-    return f"{os.getpid()}:{_start_ticks(os.getpid())}"
+def owner_variables() -> dict[str, str]:
+    """Return the variables of a job that runs in the foreground of this process."""
+    return {OWNER_VARIABLE: f"{os.getpid()}:{_start_ticks(os.getpid())}"}
 
 
 @contextmanager

@@ -18,7 +18,6 @@ class NodeLayout:
     """The nodes and GPUs of a model's ranks.
 
     Attributes:
-        gpus_per_node: GPUs used on each node.
         visible_devices: value of CUDA_VISIBLE_DEVICES on a node taken whole; None where every GPU
             is used and the variable is not needed.
         warning: a layout that works, but slowly.

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from export_scripts.files.replace import read_file, replace_file
 
+PROGRESS_NAME = "progress.json"
 _MIN_INTERVAL_S = 0.1
 
 T = TypeVar("T")

@@ -56,25 +56,23 @@ class ServerStart:
     is_over: bool = False
     life: str = field(default_factory=_life)
 
+    def announce(self, folder: Path) -> None:
+        """Let the other processes know of the start, of its failure, or that none follows."""
+        write_json(folder / _START_NAME.format(job=self.job_id), asdict(self))
+
+    def variables(self, folder: Path) -> dict[str, str]:
+        """Return the variables that name the rendezvous, and its key."""
+        key_file = folder.absolute() / _KEY_NAME.format(start=self)
+        return {RENDEZVOUS_VARIABLE: self.address, KEY_FILE_VARIABLE: str(key_file)}
+
 
 def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
     """Announce a start of the server on this node, and return where its ranks meet."""
     host = node_address() or "127.0.0.1"
     (port,) = pick_free_ports(host, 1)
     start = ServerStart(job_id, number, host_and_port(host, port))
-    announce(folder, start)
+    start.announce(folder)
     return start
-
-
-def rendezvous_variables(folder: Path, start: ServerStart) -> dict[str, str]:
-    """Return the variables that name the rendezvous of a start, and its key."""
-    key_file = folder.absolute() / _KEY_NAME.format(start=start)
-    return {RENDEZVOUS_VARIABLE: start.address, KEY_FILE_VARIABLE: str(key_file)}
-
-
-def announce(folder: Path, start: ServerStart) -> None:
-    """Let the other processes of a job know of a start, of its failure, or that none follows."""
-    write_json(folder / _START_NAME.format(job=start.job_id), asdict(start))
 
 
 def read_start(folder: Path, job_id: str) -> ServerStart | None:
@@ -113,7 +111,7 @@ def take_part(
             if start is not None and start.number != number and not start.is_over:
                 _end(process)
                 number, ended_at = start.number, None
-                variables = {**environment, **rendezvous_variables(folder, start)}
+                variables = {**environment, **start.variables(folder)}
                 with log_path.open("wb") if log_path else contextlib.nullcontext() as log:
                     process = subprocess.Popen(
                         command,

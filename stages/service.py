@@ -12,18 +12,10 @@ from export_scripts.files.replace import read_file
 from inference.server.server_log import ServerStartError, last_lines, put_aside
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
-from stages.endpoint import (
-    ENDPOINT_NAME,
-    RELOAD_NAME,
-    STOP_NAME,
-    ServerEndpoint,
-    publish,
-    published_by,
-    withdraw,
-)
+from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, ServerEndpoint, published_by
 from stages.job_process import job_id_here, log_line
-from stages.progress import Progress
-from stages.server_starts import ServerStart, announce, losses
+from stages.progress import PROGRESS_NAME, Progress
+from stages.server_starts import ServerStart, losses
 from stages.serving import serving
 
 if TYPE_CHECKING:
@@ -54,12 +46,11 @@ class Service:
     """Keeps a server running; nothing is started before `run`.
 
     Attributes:
-        config: of the server.
         folder: of the job, for logs, server starts, the address of a server that is ready, and
             requests to end or to reload it (`stages.endpoint`).
-        progress: receives what the service is doing.
+        progress: receives what the service is doing, and is in `folder` at the latest once the
+            address is published: in a chain of jobs the predecessor reports until then.
         until: on the monotonic clock, when the job's time is over.
-        published: takes the place of `progress` once the address is published.
         restarts: how often the server was started again.
     """
 
@@ -68,7 +59,6 @@ class Service:
     progress: Progress
     _: KW_ONLY
     until: float
-    published: Progress | None = None
     restarts: int = field(default=0, init=False)
     _failures: int = field(default=0, init=False)  # since the last sound service
     _is_published: bool = field(default=False, init=False)
@@ -128,12 +118,12 @@ class Service:
             with contextlib.suppress(KeyboardInterrupt):
                 if reason != _HANDED_OVER:  # the successor reports from now on
                     self.progress.update("stopping")
-                withdraw(self.folder / ENDPOINT_NAME, endpoint.job_id)
+                endpoint.withdraw(self.folder / ENDPOINT_NAME)
                 # After a hand-over running requests may take all the time that is left.
                 left_s = self.until - time.monotonic() if reason == _HANDED_OVER else 0.0
                 drain_s = self.config.drain_s + max(left_s, 0.0)
                 server.stop(drain_s=0 if failure else drain_s)
-            withdraw(self.folder / ENDPOINT_NAME, endpoint.job_id)
+            endpoint.withdraw(self.folder / ENDPOINT_NAME)
             self._is_published = False
         return reason, failure
 
@@ -152,13 +142,13 @@ class Service:
             )
         )
         try:
-            publish(self.folder / ENDPOINT_NAME, endpoint)
+            endpoint.publish(self.folder / ENDPOINT_NAME)
         except OSError as error:
             if former is None:
                 raise
             # The front has changed over: clients find this server where they found the other.
             log_line(f"the address cannot be written again: {error}")
-        self.progress, self._is_published = self.published or self.progress, True
+        self.progress.path, self._is_published = self.folder / PROGRESS_NAME, True
         return server, endpoint
 
     def _reloaded(self, stack: contextlib.ExitStack, old: AnyServer) -> AnyServer:
@@ -198,8 +188,7 @@ class Service:
 
     def _call_off(self) -> None:
         if self.config.nodes > 1:
-            start = ServerStart(job_id_here(), self.restarts + 1, is_over=True)
-            announce(self.folder, start)
+            ServerStart(job_id_here(), self.restarts + 1, is_over=True).announce(self.folder)
 
     def _watch(self, server: AnyServer) -> tuple[str, str]:
         """Block while the server serves; return why it should stop now, or why it failed."""

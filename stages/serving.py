@@ -22,7 +22,7 @@ from stages.gemm_tuning import tune
 from stages.job_process import job_id_here, node_address
 from stages.progress import Progress
 from stages.record import now
-from stages.server_starts import announce_start, rendezvous_variables
+from stages.server_starts import announce_start
 
 if TYPE_CHECKING:
     from inference.server.server import TritonServer
@@ -78,8 +78,7 @@ def serving(
         progress.update("measuring matrix products")
         tune(config, folder / "gemm", folder / "gemm.log", check=check)
     if config.nodes > 1:
-        start = announce_start(folder, job_id, restarts + 1)
-        environment |= rendezvous_variables(folder, start)
+        environment |= announce_start(folder, job_id, restarts + 1).variables(folder)
     environment[RESTARTS_VARIABLE] = str(restarts)
     with _server(config, folder, former, options) as server:
         progress.update("starting the server")

@@ -46,7 +46,6 @@ class JobStep:
         prefix: command in front of the interpreter, such as `srun` with a container.
         python: interpreter inside the step.
         ranks: processes that the prefix starts.
-        mpi: MPI of the ranks.
     """
 
     prefix: tuple[str, ...]

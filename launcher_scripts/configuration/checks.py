@@ -1,6 +1,5 @@
 """Checks of names, mounts, folders and variables that hold on every cluster."""
 
-import operator
 import os
 import re
 import tempfile
@@ -76,7 +75,7 @@ def _places(config: Config) -> Iterator[str]:
     tried: set[Path] = set()
     refused: list[Path] = []  # what lies below one of these has no problem of its own
     for key in _WRITTEN:
-        if (path_text := operator.attrgetter(key)(config)) is None:
+        if (path_text := config.at(key)) is None:
             continue
         there = nearest_that_exists(Path(path_text))
         if there in tried or any(there.is_relative_to(each) for each in refused):

@@ -53,7 +53,7 @@ def evaluation_stage(config: Config, job: JobSettings, context: Context) -> Eval
             "deploy.server=pytriton takes texts alone, and the evaluation sends tokens; evaluate "
             "with deploy.server=triton."
         )
-    endpoint_path = Path(config.export.run.results_dir) / "deploy" / ENDPOINT_NAME
+    endpoint_path = config.results_dir / "deploy" / ENDPOINT_NAME
     model, triton = config.export.model, config.export.triton_deployment
     facts = RunFacts(
         name=config.export.run.model_train_name,

@@ -6,8 +6,10 @@ defaults are here. The texts are printed by `--help` and quoted by error message
 
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from export_scripts.conversion.request import OUTPUT_FORMATS, ConversionOptions
@@ -23,6 +25,7 @@ from export_scripts.values import (
     option,
 )
 from inference.evaluation.options import EvaluateSection
+from launcher_scripts.configuration.settings import DEBUG, is_set
 from stages.deploy_config import DeploySection
 from stages.planned_model import SizesSection
 
@@ -295,6 +298,25 @@ class Config:
     deploy: DeploySection = field(default_factory=DeploySection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     watch: WatchSection = field(default_factory=WatchSection)
+
+    def at(self, key: str) -> Any:
+        """Return the value of a key, such as `deploy.http_port`, or the section of that name."""
+        return operator.attrgetter(key)(self)
+
+    @property
+    def is_dry_run(self) -> bool:
+        """Whether scripts are written and nothing is started."""
+        return self.dry_run or is_set(DEBUG)
+
+    @property
+    def results_dir(self) -> Path:
+        """The folder that holds a folder for each stage."""
+        return Path(self.export.run.results_dir)
+
+    def image_of(self, stage: str) -> str | None:
+        """Return the image in which a stage runs, None for none."""
+        own = self.deploy.container if stage == "deploy" else None
+        return own or self.container
 
 
 # The sections that are chosen as files.

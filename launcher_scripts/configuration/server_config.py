@@ -6,10 +6,8 @@ from export_scripts.triton.model_config import ModelSizes, served_model_of
 from inference.launch_environment import visible_gpus
 from launcher_scripts.configuration.export_config import conversion_request
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.configuration.time_limit import minutes
-from stages.base import Resources
-from stages.deploy_config import OPENAI, PYTORCH, VLLM, DeployConfig, is_store_url
+from stages.deploy_config import OPENAI, VLLM, DeployConfig, is_store_url
 from stages.node_layout import NodeLayout, place
 
 # Clusters whose jobs run elsewhere, in an image if one is named.
@@ -25,7 +23,6 @@ def server_config(config: Config) -> DeployConfig:
             "start containers; run the command inside the image, and set deploy.container=null."
         )
     model_dir = Path(config.export.triton_deployment.triton_model_dir)
-    uptime_s = _uptime_s(config)
     sizes = _served_sizes(config)
     placement = _placement(config, sizes)
     # The names of the visible GPUs, if this machine serves and has some.
@@ -37,7 +34,7 @@ def server_config(config: Config) -> DeployConfig:
     if shown is not None:
         needed = sizes.world_size * sizes.instance_count
         visible = ",".join(shown[:needed]) if needed < len(shown) else None
-    elif placement and (config.cluster_type == "bcp" or config.cluster.exclusive):
+    elif config.cluster_type == "bcp" or config.cluster.exclusive:
         visible = placement.visible_devices
     store = deploy.store
     folder = Path(deploy.repository) if deploy.repository and store is None else model_dir.parent
@@ -47,23 +44,23 @@ def server_config(config: Config) -> DeployConfig:
         # Most servers call a model by its folder.
         name = config.export.run.model_train_name if deploy.engine == VLLM else str(folder)
     # Where the cluster knows that resource, the job requests it.
-    gpus_per_node = placement.gpus_per_node if placement and config.cluster.gpus_per_node else None
+    gpus_per_node = placement.gpus_per_node if config.cluster.gpus_per_node else None
     return DeployConfig(
         **{**vars(deploy), "gpus_per_node": gpus_per_node},
         folder=folder,
         model_name=name,
         max_seq_len=stated_max_seq_len(config),
-        uptime_s=uptime_s,
+        uptime_s=_uptime_s(config),
         tp_size=sizes.tp_size,
         pp_size=sizes.pp_size,
         instance_count=sizes.instance_count,
         data_type=config.export.triton_deployment.data_type,
-        nodes=placement.nodes if placement else 1,
+        nodes=placement.nodes,
         is_mpi_step=config.cluster_type == "bcm" and config.cluster.mpi is not None,
         visible_devices=visible,
-        serves_here=config.cluster_type not in _STARTS_CONTAINERS and not is_dry_run(config),
+        serves_here=config.cluster_type not in _STARTS_CONTAINERS and not config.is_dry_run,
         local_gpus=None if shown is None else len(shown),
-        remarks=(placement.warning,) if placement and placement.warning else (),
+        remarks=(placement.warning,) if placement.warning else (),
     )
 
 
@@ -119,20 +116,6 @@ def stated_max_seq_len(config: Config) -> int | None:
     return int(stated) if stated.isdigit() else None
 
 
-def deploy_resources(server: DeployConfig, limit_min: int) -> Resources:
-    """Return the resources of the server's job."""
-    # NVIDIA's server uses all GPUs of a node; on several nodes each of our ranks is a task.
-    has_tasks = server.nodes > 1 and server.engine == PYTORCH
-    return Resources(
-        nodes=server.nodes,
-        tasks_per_node=server.tp_size * server.pp_size // server.nodes if has_tasks else 1,
-        gpus_per_node=server.gpus_per_node,
-        cpus_per_task=server.cpus_per_task,
-        mem_gb=server.mem_gb,
-        time_limit_min=limit_min,
-    )
-
-
 def _served_sizes(config: Config) -> ModelSizes:
     """Return the sizes of what is served; a folder from elsewhere has those it was made for."""
     model, triton = config.export.model, config.export.triton_deployment
@@ -147,15 +130,15 @@ def _served_sizes(config: Config) -> ModelSizes:
     )
 
 
-def _placement(config: Config, sizes: ModelSizes) -> NodeLayout | None:
-    """Return the nodes and GPUs of the ranks; None on a cluster that does not count GPUs.
+def _placement(config: Config, sizes: ModelSizes) -> NodeLayout:
+    """Return the nodes and GPUs of the ranks; one node where the cluster does not count GPUs.
 
     Raises:
         ValueError: the ranks do not fit.
     """
     per_node = config.deploy.gpus_per_node or config.cluster.gpus_per_node
     if not per_node:
-        return None
+        return NodeLayout(nodes=1, gpus_per_node=0)
     if config.cluster.gpus_per_node:
         per_node = min(per_node, config.cluster.gpus_per_node)
     return place(
@@ -164,9 +147,3 @@ def _placement(config: Config, sizes: ModelSizes) -> NodeLayout | None:
         gpus_per_node=per_node,
         instance_count=sizes.instance_count,
     )
-
-
-def image_of(stage: str, config: Config) -> str | None:
-    """Return the image in which a stage runs, None for none."""
-    own = config.deploy.container if stage == "deploy" else None
-    return own or config.container

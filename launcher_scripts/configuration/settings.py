@@ -1,13 +1,7 @@
 """Constants of the command: its folder, exit statuses and environment switches."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # a task of bcprun imports this module, perhaps without OmegaConf
-    from launcher_scripts.configuration.schema import Config
 
 # A checkout, or the folder of the installed package, which is laid out alike.
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -27,11 +21,6 @@ MEMORY_MEASURE = "NEMO_LAUNCHER_MEMORY_MEASURE"
 # Hydra's own: show tracebacks.
 FULL_ERROR = "HYDRA_FULL_ERROR"
 _TRUTHY = ("true", "t", "1")
-
-
-def is_dry_run(config: Config) -> bool:
-    """Return whether scripts are written and nothing is started."""
-    return config.dry_run or is_set(DEBUG)
 
 
 def is_set(variable: str) -> bool:

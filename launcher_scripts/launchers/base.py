@@ -60,6 +60,16 @@ class Job:
         return self.stage.job.folder
 
     @property
+    def is_server(self) -> bool:
+        """Whether the stage is ready long before it ends."""
+        return self.stage.readiness_path() is not None
+
+    @property
+    def submitit_folder(self) -> Path:
+        """Folder of submitit's pickles."""
+        return self.folder / "submitit"
+
+    @property
     def record_path(self) -> Path:
         """Path of the job's record."""
         return self.folder / RECORD_NAME
@@ -68,6 +78,10 @@ class Job:
     def whole_config_path(self) -> Path:
         """The whole configuration, with which `main.py` repeats the job."""
         return self.folder / f"{self.name}_config.yaml"
+
+    def dependency(self, job_id: str) -> str:
+        """Return the dependency of the next job on this one: of a server only on its start."""
+        return f"{AFTER_START if self.is_server else AFTER_SUCCESS}:{job_id}"
 
 
 @dataclass

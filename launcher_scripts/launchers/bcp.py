@@ -6,12 +6,10 @@ Base Command has no queue and no job id: the command on the first replica starts
 import os
 import sys
 from collections.abc import Sequence
-from operator import attrgetter
 from pathlib import Path
 
 from submitit.core.utils import pickle_load
 
-from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.launchers.base import Job, clean_environment
 from launcher_scripts.launchers.bcp_executor import MPIRUN, TIMED_OUT, BcpExecutor, runner
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher, log_of
@@ -76,10 +74,10 @@ class BcpLauncher(LocalLauncher):
                 f"{key}={path} is private to each replica; choose a folder in a workspace, such as "
                 "/mount/results."
                 for key in _SHARED
-                if (path := attrgetter(key)(self.config)) is not None
+                if (path := self.config.at(key)) is not None
                 and Path(path).is_relative_to(_PRIVATE_RESULTS)
             ]
-        if is_dry_run(self.config):
+        if self.config.is_dry_run:
             return problems
         problems += [
             f"{stage.name} needs {nodes} nodes, and this job has {count} (NGC_ARRAY_SIZE); start "
@@ -103,7 +101,7 @@ class BcpLauncher(LocalLauncher):
     def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
         config, resources = self.config, job.stage.job.resources
         executor = BcpExecutor(
-            job.folder / "submitit" / job_id,
+            job.submitit_folder / job_id,
             bcprun=config.cluster.bcprun,
             environment=clean_environment(os.environ),
         )

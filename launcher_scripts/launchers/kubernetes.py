@@ -16,7 +16,6 @@ import jinja2
 from inference.launch_environment import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 from inference.ports import DEFAULT_PORTS
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.server_config import image_of
 from launcher_scripts.launchers.base import Job, Launcher
 from stages.base import Stage
 from stages.deploy import DeployStage
@@ -63,7 +62,7 @@ class KubernetesLauncher(Launcher):
             name=name,
             labels={"app.kubernetes.io/name": "slipway", "app.kubernetes.io/instance": name},
             settings=settings,
-            image=image_of("deploy", config),
+            image=config.image_of("deploy"),
             user=_NVIDIAS_USER if server.engine == FASTERTRANSFORMER else _USER,
             environment=job.environment,
             nodes=server.nodes,
@@ -105,7 +104,7 @@ def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
 
 def _problems_of_server(config: Config, server: DeployConfig) -> Iterator[str]:
     settings = config.cluster.kubernetes
-    if image_of("deploy", config) is None:
+    if config.image_of("deploy") is None:
         yield "deploy.container is not set; give the image that the pods run (docs/docker.md)."
     if server.store is None and settings.claim is None:
         yield (

@@ -23,13 +23,7 @@ from launcher_scripts.launchers.base import Job, JobHandle, Launcher, clean_envi
 from stages import record
 from stages.base import Stage
 from stages.job import StageJob
-from stages.job_process import (
-    JOB_ID_VARIABLE,
-    MARK_VARIABLE,
-    OWNER_VARIABLE,
-    end_processes_of_job,
-    owner_of_this_process,
-)
+from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE, end_processes_of_job, owner_variables
 
 _SIGNAL_DELAY_S = 30
 _ASK_AGAIN_S = 1.0
@@ -94,12 +88,9 @@ class LocalHandle(JobHandle):
         """Return `success` or `error`, or None when the job left no result."""
         path = self.submitted.paths.result_pickle
         deadline = time.monotonic() + _RESULT_WAIT_S
-        while not path.exists():
-            if time.monotonic() > deadline:
-                return None
+        while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        outcome, _ = pickle_load(path)
-        return str(outcome)
+        return str(pickle_load(path)[0]) if path.exists() else None
 
 
 class LocalLauncher(Launcher):
@@ -139,7 +130,7 @@ class LocalLauncher(Launcher):
         """Start the job. Its dependency must be satisfied: nothing is queued."""
         del after
         # The start time, with a number if that exists.
-        stamp, folder = f"{datetime.now():%m%d_%H%M%S}", job.folder / "submitit"
+        stamp, folder = f"{datetime.now():%m%d_%H%M%S}", job.submitit_folder
         names = itertools.chain([stamp], (f"{stamp}_{number}" for number in itertools.count(2)))
         job_id = next(each for each in names if not (folder / each).exists())
         mark = uuid.uuid4().hex
@@ -158,12 +149,12 @@ class LocalLauncher(Launcher):
         environment = clean_environment(os.environ) | job.environment
         environment |= {
             JOB_ID_VARIABLE: job_id,
-            OWNER_VARIABLE: owner_of_this_process(),
             MARK_VARIABLE: mark,
+            **owner_variables(),
         }
         paths = filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")])
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-        executor = _Executor(job.folder / "submitit" / job_id, environment)
+        executor = _Executor(job.submitit_folder / job_id, environment)
         resources = job.stage.job.resources
         executor.update_parameters(
             timeout_min=resources.time_limit_min,

@@ -26,13 +26,7 @@ from launcher_scripts.launchers.base import (
 )
 from launcher_scripts.launchers.slurm_chain import serve_in_chain
 from launcher_scripts.launchers.slurm_checks import own_file_system, problems_of_cluster
-from launcher_scripts.launchers.slurm_script import (
-    batch_script,
-    log_path,
-    shape,
-    step_of,
-    submitit_folder,
-)
+from launcher_scripts.launchers.slurm_script import batch_script, log_path, shape, step_of
 from launcher_scripts.launchers.slurm_state import cancel, settle
 from stages import record
 from stages.base import Stage
@@ -78,9 +72,7 @@ class SlurmLauncher(Launcher):
     def fits_array(self, jobs: Sequence[Job]) -> bool:
         """Return whether jobs of several configurations request the same, and end by themselves."""
         first = shape(jobs[0])
-        return len(jobs) > 1 and all(
-            each.stage.readiness_path() is None and shape(each) == first for each in jobs
-        )
+        return len(jobs) > 1 and all(not each.is_server and shape(each) == first for each in jobs)
 
     def submit_array(
         self, jobs: Sequence[Job], after: str, folder: Path | None
@@ -91,7 +83,7 @@ class SlurmLauncher(Launcher):
             SubmissionError: sbatch refuses them; the message is its own.
         """
         text = batch_script(jobs[0], after, array=folder, size=len(jobs))
-        executor = _Executor(folder or submitit_folder(jobs[0]), text)
+        executor = _Executor(folder or jobs[0].submitit_folder, text)
         # submitit counts time-outs with this number, which the script repeats.
         executor.update_parameters(time=jobs[0].stage.job.resources.time_limit_min)
         payloads = [

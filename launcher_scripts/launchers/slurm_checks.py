@@ -1,6 +1,5 @@
 """Checks of settings that no Slurm would accept, and against the cluster itself."""
 
-import operator
 import re
 import shlex
 import shutil
@@ -13,8 +12,6 @@ from pathlib import Path
 
 from launcher_scripts.configuration.checks import nearest_that_exists
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.server_config import image_of
-from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.launchers.slurm_script import MOUNTED
 from launcher_scripts.launchers.slurm_state import ASK_S, ask_slurm
 from stages.base import Stage
@@ -35,10 +32,10 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     """Return why the stages cannot run, as far as this machine can reach the cluster."""
     # The images that the stages use, by the key that names them.
     own = {"deploy": "deploy.container"} if config.deploy.container is not None else {}
-    named = {own.get(each.name, "container"): image_of(each.name, config) for each in stages}
+    named = {own.get(each.name, "container"): config.image_of(each.name) for each in stages}
     images = {key: image for key, image in named.items() if image is not None}
     problems = [*_options(config), *_gpus(config, stages), *_images(config, images)]
-    if is_dry_run(config):
+    if config.is_dry_run:
         return problems
     if shutil.which("sbatch") is None:
         return [
@@ -98,7 +95,7 @@ def _images(config: Config, images: Mapping[str, str]) -> Iterator[str]:
     """Yield the problems of images, and of folders that no container can see."""
     for key, image in images.items():
         if image.startswith(("/", "./")):
-            if not (is_dry_run(config) or Path(image).is_file()):
+            if not (config.is_dry_run or Path(image).is_file()):
                 yield f"{key}={image} is not a file; give an existing image, or a registry path."
         elif image.endswith(".sqsh"):
             yield (
@@ -106,7 +103,7 @@ def _images(config: Config, images: Mapping[str, str]) -> Iterator[str]:
                 f"path, such as {Path(image).absolute()}."
             )
     for key in MOUNTED if images else ():
-        path = operator.attrgetter(key)(config)
+        path = config.at(key)
         if ":" in path or "," in path:
             yield f"{key}={path}: pyxis mounts no folder with : or , in its name; choose another."
 

@@ -1,13 +1,11 @@
 """The batch script of a Slurm job, as text; nothing here calls Slurm."""
 
-import operator
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.server_config import image_of
 from launcher_scripts.configuration.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.launchers.base import Job
@@ -37,7 +35,7 @@ def batch_script(job: Job, after: str, *, array: Path | None = None, size: int =
     receives their pickles and logs.
     """
     options = sbatch_options(job, after)
-    job_id, folder = "$SLURM_JOB_ID", submitit_folder(job)
+    job_id, folder = "$SLURM_JOB_ID", job.submitit_folder
     if array is not None:
         options |= {"array": f"0-{size - 1}"} | _logs(log_path(job, "%A_%a", array), "%A_%a")
         job_id, folder = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", array
@@ -101,11 +99,6 @@ def shape(job: Job) -> dict[str, Any]:
     return common | {"environment": job.environment, "setup": job.config.cluster.setup}
 
 
-def submitit_folder(job: Job) -> Path:
-    """Return submitit's folder of a job's pickles."""
-    return job.folder / "submitit"
-
-
 def sbatch_options(job: Job, after: str) -> dict[str, Any]:
     """Return the options of sbatch by name; None and False mean that the option is left out."""
     cluster = job.config.cluster
@@ -167,7 +160,7 @@ def flag(name: str, value: Any) -> str | None:
 def step_of(job: Job) -> JobStep | None:
     """Return the srun that runs a stage; None when the batch process can run it itself."""
     config, cluster = job.config, job.config.cluster
-    image = image_of(job.stage.name, config)
+    image = config.image_of(job.stage.name)
     arguments = [
         each for each in cluster.srun_args if image or not each.startswith(_CONTAINER_FLAGS)
     ]
@@ -196,7 +189,7 @@ def step_of(job: Job) -> JobStep | None:
 
 def mounts(config: Config) -> list[str]:
     """Return `source:target` for every folder that a container needs."""
-    own = (operator.attrgetter(key)(config) for key in MOUNTED)
+    own = (config.at(key) for key in MOUNTED)
     further = (str(each) for each in config.container_mounts if each is not None)
     wanted = [str(CHECKOUT), *own, *further]
     pairs = [each if ":" in each else f"{each}:{each}" for each in wanted]

@@ -9,8 +9,9 @@ import pytest
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.evaluation_config import Context
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.server_config import deploy_resources, image_of, server_config
+from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.stage_table import build_stage
+from stages.base import Resources
 from tests.nvidia_repositories import add_nvidia_model, add_text_models
 
 TP = "export.model.tensor_model_parallel_size"
@@ -30,9 +31,13 @@ def on_cluster(tp_size: int, pp_size: int, *words: str) -> Config:
     )
 
 
+def resources(config: Config) -> Resources:
+    return build_stage("deploy", config, Context(), []).job.resources
+
+
 def test_ranks_on_one_node_belong_to_the_server_and_hide_other_gpus() -> None:
     config = on_cluster(2, 1)
-    found = deploy_resources(server_config(config), 60)
+    found = resources(config)
     assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (1, 1, 2)
     assert server_config(config).visible_devices == "0,1"
 
@@ -43,13 +48,13 @@ def test_granted_gpus_are_not_numbered_anew() -> None:
 
 @pytest.mark.parametrize(("engine", "tasks"), [("pytorch", 8), ("fastertransformer", 1)])
 def test_several_nodes_run_a_task_per_rank_or_a_server_per_node(engine: str, tasks: int) -> None:
-    found = deploy_resources(server_config(on_cluster(8, 2, f"deploy.engine={engine}")), 60)
+    found = resources(on_cluster(8, 2, f"deploy.engine={engine}"))
     assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (2, tasks, 8)
 
 
 def test_fewer_gpus_of_each_node_take_more_nodes() -> None:
     config = on_cluster(2, 2, "deploy.gpus_per_node=2")
-    assert deploy_resources(server_config(config), 60).nodes == 2
+    assert resources(config).nodes == 2
     assert server_config(config).nodes == 2
 
 
@@ -71,7 +76,7 @@ def test_local_gpus_are_counted_and_the_rest_hidden(monkeypatch: pytest.MonkeyPa
 
 def test_server_may_have_an_image_of_its_own() -> None:
     config = on_cluster(1, 1, "container=all", "deploy.container=server")
-    assert (image_of("deploy", config), image_of("export", config)) == ("server", "all")
+    assert (config.image_of("deploy"), config.image_of("export")) == ("server", "all")
     with pytest.raises(ValueError, match=r"deploy\.container=server: cluster_type=local does not"):
         server_config(configure("deploy.container=server"))
 
@@ -86,7 +91,7 @@ def test_repository_from_elsewhere_brings_its_own_sizes(
     words = (f"deploy.repository={tmp_path}", f"{TP}=8")
     found = server_config(configure(*words))
     assert (found.tp_size, found.pp_size, found.visible_devices) == (2, 1, "0,1")
-    assert deploy_resources(server_config(on_cluster(8, 2, words[0])), 60).nodes == 1
+    assert resources(on_cluster(8, 2, words[0])).nodes == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (problem,) = build_stage("deploy", configure(*words, *FREE_PORTS), Context(), []).check()
     assert problem.startswith(f"deploy.repository={tmp_path} was made for 2 x 1 = 2 GPUs")

@@ -13,7 +13,7 @@ from typing import Any
 from inference.launch_environment import LaunchEnvironment
 from stages.base import JobSettings, Resources, Stage, StageError, Summary
 from stages.convert import ConvertStage
-from stages.endpoint import ServerEndpoint, publish
+from stages.endpoint import ServerEndpoint
 from stages.job_process import JOB_ID_VARIABLE
 from stages.progress import Progress, write_json
 from stages.record import now
@@ -173,7 +173,7 @@ class ServeStage(WriteStage):
         del progress
         job_id = os.environ[JOB_ID_VARIABLE]
         address = ServerEndpoint("127.0.0.1", 8, 9, 10, "gpt", None, job_id, 1, 1, now())
-        publish(self.readiness_path(), address)
+        address.publish(self.readiness_path())
         try:
             time.sleep(300)
         except KeyboardInterrupt:

@@ -14,10 +14,8 @@ from stages.endpoint import (
     ENDPOINT_NAME,
     ServerEndpoint,
     forwarding_hint,
-    publish,
     published_by,
     read_endpoint,
-    withdraw,
 )
 from stages.progress import DamagedFileError, write_json
 from stages.record import RECORD_NAME, JobRecord, write_record
@@ -66,7 +64,7 @@ def test_an_address_that_is_published_meanwhile_is_not_withdrawn(
 ) -> None:
     """A job of a chain ends while its successor takes over."""
     path, successor = tmp_path / ENDPOINT_NAME, replace(SERVER, job_id="8")
-    publishing = threading.Thread(target=publish, args=(path, successor))
+    publishing = threading.Thread(target=successor.publish, args=(path,))
 
     def read(path: Path) -> ServerEndpoint | None:
         found = read_endpoint(path)
@@ -74,9 +72,9 @@ def test_an_address_that_is_published_meanwhile_is_not_withdrawn(
         publishing.join(0.3)
         return found
 
-    publish(path, SERVER)
+    SERVER.publish(path)
     monkeypatch.setattr(endpoint, "read_endpoint", read)
-    withdraw(path, SERVER.job_id)
+    SERVER.withdraw(path)
     publishing.join()
     assert read_endpoint(path) == successor
 
@@ -98,11 +96,11 @@ def test_keys_of_a_later_version_are_ignored(tmp_path: Path) -> None:
 def test_a_damaged_address_is_nobodys_and_is_withdrawn(tmp_path: Path) -> None:
     path = tmp_path / ENDPOINT_NAME
     assert published_by(path) == ""
-    publish(path, SERVER)
+    SERVER.publish(path)
     assert published_by(path) == "7"
-    withdraw(path, "6")
+    replace(SERVER, job_id="6").withdraw(path)
     assert path.exists()
     path.write_text("{", encoding="utf-8")
     assert published_by(path) is None
-    withdraw(path, "7")
+    SERVER.withdraw(path)
     assert published_by(path) == ""

@@ -14,14 +14,7 @@ import pytest
 
 from inference.launch_environment import RENDEZVOUS_VARIABLE
 from stages.base import StageError
-from stages.server_starts import (
-    ServerStart,
-    announce,
-    announce_start,
-    losses,
-    read_start,
-    take_part,
-)
+from stages.server_starts import ServerStart, announce_start, losses, read_start, take_part
 from tests.waiting import LIMIT_S, until
 
 
@@ -48,7 +41,7 @@ def taking_part(folder: Path, script: str) -> Iterator[Callable[[], list[str]]]:
     try:
         yield lambda: reported.read_text().splitlines()
     finally:
-        announce(folder, ServerStart("7", 0))
+        ServerStart("7", 0).announce(folder)
         thread.join(LIMIT_S)
     assert not thread.is_alive()
     assert not errors
@@ -67,7 +60,7 @@ def test_a_part_runs_its_command_anew_for_every_start_until_the_end(tmp_path: Pa
     with taking_part(tmp_path, STAYS) as reported:
         first = announce_start(tmp_path, "7", 1)
         until(lambda: len(reported()) == 1)
-        announce(tmp_path, ServerStart("7", 1, is_over=True))
+        ServerStart("7", 1, is_over=True).announce(tmp_path)
         second = announce_start(tmp_path, "7", 2)
         until(lambda: len(reported()) == 2)
     assert [line.split()[0] for line in reported()] == [first.address, second.address]
@@ -95,7 +88,7 @@ signal.signal(signal.SIGTERM, end)
 
 
 def test_announcements_of_another_job_are_ignored(tmp_path: Path) -> None:
-    announce(tmp_path, ServerStart("6", 0))
+    ServerStart("6", 0).announce(tmp_path)
     assert read_start(tmp_path, "7") is None
     with taking_part(tmp_path, STAYS) as reported:
         announce_start(tmp_path, "7", 1)
@@ -107,7 +100,7 @@ def test_announcements_from_before_a_requeue_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_end: bool
 ) -> None:
     if is_end:
-        announce(tmp_path, ServerStart("7", 0))
+        ServerStart("7", 0).announce(tmp_path)
     else:
         announce_start(tmp_path, "7", 1)
     assert read_start(tmp_path, "7") is not None

@@ -140,11 +140,11 @@ def test_server_with_a_successor_stays_for_those_who_still_use_it(
         server.last_used = used  # type: ignore[method-assign]
         yield server, mine
 
-    def publish(path: Path, endpoint: ServerEndpoint) -> None:
+    def publish(endpoint: ServerEndpoint, path: Path) -> None:
         write_json(path, asdict(endpoint) | {"job_id": "8"})
 
     monkeypatch.setattr(service, "serving", serving)
-    monkeypatch.setattr(service, "publish", publish)
+    monkeypatch.setattr(ServerEndpoint, "publish", publish)
     config = DeployConfig(folder=tmp_path, model_name="m", drain_s=0.5, uptime_s=9e9)
     assert new_service(tmp_path, config).run() == "handed over"
     assert time.time() > until + 0.5
@@ -192,13 +192,13 @@ def test_server_that_took_over_stays_where_a_full_disk_takes_no_address(
         servers.append(FakeServer(tmp_path / "log"))
         yield servers[-1], ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
 
-    def publish(path: Path, endpoint: ServerEndpoint) -> None:
+    def publish(endpoint: ServerEndpoint, path: Path) -> None:
         if len(servers) > 1:
             raise OSError(28, "No space left on device")
         write_json(path, asdict(endpoint))
 
     monkeypatch.setattr(service, "serving", serving)
-    monkeypatch.setattr(service, "publish", publish)
+    monkeypatch.setattr(ServerEndpoint, "publish", publish)
     kept = new_service(tmp_path, DeployConfig(folder=tmp_path, model_name="m", drain_s=17.0))
     assert kept.run() == "no longer needed"
     assert [server.drain_s for server in servers] == [17.0, 17.0]
@@ -242,14 +242,14 @@ def test_what_is_no_request_and_no_address_ends_no_server(
         server.failure = failure  # type: ignore[method-assign]
         yield server, ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
 
-    def publish(path: Path, endpoint: ServerEndpoint) -> None:
+    def publish(endpoint: ServerEndpoint, path: Path) -> None:
         del endpoint
         path.write_text("{")
 
     os.mkfifo(tmp_path / STOP_NAME)
     (tmp_path / RELOAD_NAME).mkdir()
     monkeypatch.setattr(service, "serving", serving)
-    monkeypatch.setattr(service, "publish", publish)
+    monkeypatch.setattr(ServerEndpoint, "publish", publish)
     config = DeployConfig(folder=tmp_path, model_name="m", drain_s=0.5, uptime_s=uptime_s)
     assert new_service(tmp_path, config).run() == "no longer needed"
     assert next(looks) > 2

@@ -19,7 +19,7 @@ from stages import STAGES
 from stages.base import JobSettings, Stage, StageError, Summary
 from stages.deploy import DeployStage
 from stages.deploy_config import DeployConfig, GemmTuning, check_deploy
-from stages.endpoint import ServerEndpoint, publish, read_endpoint
+from stages.endpoint import ServerEndpoint, read_endpoint
 from stages.evaluate import EvaluateStage, NotEvaluatedError
 from stages.progress import DamagedFileError, Progress, read_progress, write_json
 from stages.record import JobRecord, read_record, update_record, write_record
@@ -265,7 +265,7 @@ def test_evaluation_waits_for_the_published_address_only_so_long(
     if is_stale:
         write_record(tmp_path / "job.json", JobRecord("7", "deploy", "d", "running"))
         old = ServerEndpoint("127.0.0.1", 8, 9, 10, "gpt", None, "6", 1, 1, "2024-01-01T00:00:00Z")
-        publish(tmp_path / "endpoint.json", old)
+        old.publish(tmp_path / "endpoint.json")
     stage.deploy = server(tmp_path, ready_timeout_s=0.2)
     started = time.monotonic()
     with pytest.raises(NotEvaluatedError, match=r"deploy\.ready_timeout_s=0\.2"):
