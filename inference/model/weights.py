@@ -177,9 +177,7 @@ class LayerLoader(Generic[ArchitectureT]):
         self.activation = gemm_activation(
             architecture.activation, exact_gelu=architecture.exact_gelu
         )
-        self._norm_kind: Norm = getattr(architecture, "norm", "layernorm")
         self._one_plus: bool = getattr(architecture, "norm_one_plus", False)
-        self._norm_eps = architecture.layernorm_eps
 
     def local(self, number: int, num_layer: int) -> int:
         """Return the place in this stage of the layer of a stack's global number."""
@@ -190,7 +188,8 @@ class LayerLoader(Generic[ArchitectureT]):
         weight = self.scale(name) if self._one_plus else self.weights.tensor(f"{name}.weight")
         bias = self.weights.optional(f"{name}.bias")
         bias = None if bias is None else bias.to(weight.dtype)
-        return make_norm(kind or self._norm_kind, weight, bias, eps=self._norm_eps)
+        own: Norm = getattr(self.architecture, "norm", "layernorm")
+        return make_norm(kind or own, weight, bias, eps=self.architecture.layernorm_eps)
 
     def scale(self, name: str) -> torch.Tensor:
         """Return a norm's scale in fp32."""
