@@ -6,7 +6,7 @@ import torch
 
 from inference.model.layers import Embedding
 from inference.model.step import Tokens
-from inference.parallel.epilogue import finish
+from inference.parallel.epilogue import added
 from inference.parallel.gemm import make_gemm
 from inference.parallel.linear import RowParallelLinear, VocabParallelHead
 
@@ -27,7 +27,7 @@ class Sum:
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.total = x if self.total is None else self.total + x
-        return finish(self.total.clone(), bias=bias, residual=residual)
+        return added(self.total.clone(), bias=bias, residual=residual)
 
 
 def test_columns_join_to_the_whole() -> None:
