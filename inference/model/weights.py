@@ -17,9 +17,9 @@ from export_scripts.families.layout.architecture import (
 from export_scripts.ft.reader import FTReader
 from inference.model.layers import Embedding, Normalise, make_norm
 from inference.parallel.epilogue import PLAIN_GEMM, GemmActivation, GemmOptions, gemm_activation
-from inference.parallel.gemm import Product, make_gated_gemm, make_gemm
+from inference.parallel.gemm import Gemm, Product, make_gated_gemm, make_gemm
 from inference.parallel.layout import ParallelLayout
-from inference.parallel.linear import AllReduce, RowParallelLinear, VocabParallelHead
+from inference.parallel.linear import AllReduce, VocabParallelHead, make_row_gemm
 
 # Rows of a table on a GPU are a multiple of this. 256 rows of 2048 take cuBLAS 540 us on an H200 to
 # 50,257 outputs, whose rows begin at any address, and 82 us to 50,272.
@@ -221,16 +221,14 @@ class LayerLoader(Generic[ArchitectureT]):
             options=self.gemm,
         )
 
-    def row(self, name: str) -> RowParallelLinear:
+    def row(self, name: str) -> Gemm:
         """Return a row-parallel linear with its own bias and all-reduce."""
         return self.row_with(name, self.weights.optional(f"{name}.bias"), self.reduce)
 
-    def row_with(
-        self, name: str, bias: torch.Tensor | None, reduce: AllReduce | None
-    ) -> RowParallelLinear:
+    def row_with(self, name: str, bias: torch.Tensor | None, reduce: AllReduce | None) -> Gemm:
         """Return a row-parallel linear with the given bias and all-reduce."""
         weight = self.weights.matrix(f"{name}.weight")
-        return RowParallelLinear(weight, bias, reduce=reduce, options=self.gemm)
+        return make_row_gemm(weight, bias, reduce=reduce, options=self.gemm)
 
     def input_side(
         self, tokens: str, positions: str | None, vocab_size: int, **more: Any

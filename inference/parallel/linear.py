@@ -6,57 +6,40 @@ A linear whose outputs are divided is a plain product: each rank computes its ow
 # Shapes: N rows (tokens), H hidden, V vocabulary, T tensor-parallel size
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch.nn import functional
 
 from inference.parallel.epilogue import PLAIN_GEMM, GemmOptions
-from inference.parallel.gemm import make_gemm
+from inference.parallel.gemm import Gemm, make_gemm
+
+# The sum over the ranks of a stage of x (N, E), which may be overwritten, + bias + residual: these
+# two are keywords.
+AllReduce = Callable[..., torch.Tensor]
 
 
-class AllReduce(Protocol):
-    """The sum over the ranks of a stage, and what follows it."""
+def make_row_gemm(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    reduce: AllReduce | None = None,
+    options: GemmOptions = PLAIN_GEMM,
+) -> Gemm:
+    """Return the product of a linear whose inputs are divided, by this rank's part (in/T, out).
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the sum of the ranks' `x` (N, E) + bias + residual; `x` may be overwritten."""
-        ...
-
-
-class RowParallelLinear:
-    """A linear whose inputs are divided: the ranks' products are summed by one all-reduce.
-
-    `bias` is whole and added once, after the sum. With `reduce` None and more than one rank the
-    caller sums, for several linears that share one all-reduce.
+    It gives x W + bias + residual (N, out) for x (N, in/T) and a residual that may be overwritten.
+    The ranks' products are summed by one all-reduce; `bias` is whole and added once, after the sum.
+    With `reduce` None and more than one rank the caller sums, for several linears that share one
+    all-reduce.
     """
+    if reduce is None:
+        return make_gemm(weight, bias, options=options)
+    gemm = make_gemm(weight, options=options)
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        reduce: AllReduce | None = None,
-        options: GemmOptions = PLAIN_GEMM,
-    ) -> None:
-        """Take this rank's `weight` (in/T, out)."""
-        self._reduce = reduce
-        self._bias = bias if reduce is not None else None
-        self._gemm = make_gemm(weight, bias if reduce is None else None, options=options)
+    def summed(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return reduce(gemm(x), bias=bias, residual=residual)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x W + bias + residual, (N, out), for x (N, in/T).
-
-        `residual` may be overwritten.
-        """
-        if self._reduce is None:
-            return self._gemm(x, residual)
-        return self._reduce(self._gemm(x), bias=self._bias, residual=residual)
+    return summed
 
 
 class VocabParallelHead:

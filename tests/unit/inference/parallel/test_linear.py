@@ -8,7 +8,7 @@ from inference.model.layers import Embedding
 from inference.model.step import Tokens
 from inference.parallel.epilogue import added
 from inference.parallel.gemm import make_gemm
-from inference.parallel.linear import RowParallelLinear, VocabParallelHead
+from inference.parallel.linear import VocabParallelHead, make_row_gemm
 
 RANKS = 3
 
@@ -43,9 +43,9 @@ def test_rows_sum_to_the_whole_with_one_bias() -> None:
     x, weight, bias = torch.randn(5, 12), torch.randn(12, 8), torch.randn(8)
     residual, add = torch.randn(5, 8), Sum()
     for part, rows in zip(x.chunk(RANKS, 1), weight.chunk(RANKS), strict=True):
-        y = RowParallelLinear(rows, bias, reduce=add)(part, residual)
+        y = make_row_gemm(rows, bias, reduce=add)(part, residual)
     torch.testing.assert_close(y, x @ weight + bias + residual)
-    single = RowParallelLinear(weight, bias)(x, residual)
+    single = make_row_gemm(weight, bias)(x, residual)
     torch.testing.assert_close(single, x @ weight + bias + residual)
 
 
