@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.nn import functional
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.architecture import (
@@ -268,11 +269,10 @@ class LayerLoader(Generic[ArchitectureT]):
         """
         weights, layout = self.weights, self.weights.layout
         rows = layout.vocab_rows(vocab_size)
-        return VocabParallelHead(
-            weights.rows(name, rows, is_matrix=True),
-            weights.rows(bias, rows) if bias is not None else None,
-            rows=len(rows),
-            width=layout.vocab_rows_per_rank(vocab_size),
-            options=self.gemm,
-            **more,
-        )
+        table, added, gemm = weights.rows(name, rows, is_matrix=True), None, None
+        if bias is not None:
+            added = functional.pad(weights.rows(bias, rows), (0, len(table) - len(rows)))
+        if rows:
+            gemm = make_gemm(table.t(), added, options=self.gemm)
+        width = layout.vocab_rows_per_rank(vocab_size)
+        return VocabParallelHead(gemm, len(rows), width, **more)
