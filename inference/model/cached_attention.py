@@ -6,7 +6,7 @@ torch's kernels serve groups of sequences.
 # Shapes: N tokens of the step, B slots of a group, Q new tokens per slot, H local query
 #         heads, K local key/value heads, D head size, S cached tokens
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -45,17 +45,14 @@ class AttentionMask:
 class AttentionGroup:
     """Slots side by side with as many new tokens each: one attention call.
 
-    `masks` are those of the rules' windows. `cached` holds the keys and values (B, K, S, D) of each
-    layer where they are views of the cache.
+    `masks` are those of the rules' windows; `read` returns a layer's keys and values (B, K, S, D).
     """
 
     rows: slice  # of the step's tokens
-    slot: int
     slot_count: int
     new_tokens: int
-    length: int
     masks: Mapping[int | None, AttentionMask]
-    cached: Sequence[tuple[torch.Tensor, torch.Tensor]] | None
+    read: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class GroupedAttention:
@@ -120,18 +117,15 @@ class GroupedAttention:
         return torch.cat([self._attend(query[each.rows], each, layer) for each in self.groups])
 
     def _group(self, first_row: int, run: list[Segment]) -> AttentionGroup:
-        slot, new_tokens, length = run[0].slot, run[0].count, max(s.stop for s in run)
-        cached = None
-        if self._cache.shape.is_whole:
-            # All layers at once: a view for each layer would cost more than a small product.
-            cached = self._cache.views(slot, len(run), length)
+        new_tokens, length = run[0].count, max(s.stop for s in run)
         windows = {self._rules.window(layer) for layer in range(self._cache.shape.num_layer)}
         # A window that holds the longest context hides nothing.
         reach = {each: each if each is not None and each < length else None for each in windows}
         distinct = {each: self._mask(run, each) for each in set(reach.values())}
         masks = {window: distinct[each] for window, each in reach.items()}
         rows = slice(first_row, first_row + len(run) * new_tokens)
-        return AttentionGroup(rows, slot, len(run), new_tokens, length, masks, cached)
+        read = self._cache.reader(run[0].slot, len(run), length)
+        return AttentionGroup(rows, len(run), new_tokens, masks, read)
 
     def _mask(self, run: list[Segment], window: int | None) -> AttentionMask:
         rules, new_tokens, length = self._rules, run[0].count, max(s.stop for s in run)
@@ -150,10 +144,7 @@ class GroupedAttention:
     def _attend(self, query: torch.Tensor, group: AttentionGroup, layer: int) -> torch.Tensor:
         """Return the attention of a group's tokens, (B*Q, H*D) for (B*Q, H, D)."""
         rules, dtype = self._rules, query.dtype
-        if group.cached is None:
-            keys, values = self._cache.read(layer, group.slot, group.slot_count, group.length)
-        else:
-            keys, values = group.cached[layer]  # (B, K, S, D)
+        keys, values = group.read(layer)  # (B, K, S, D)
         single = group.new_tokens == 1
         if single:
             query = query.unsqueeze(2)  # (B, H, Q, D)

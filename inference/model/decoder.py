@@ -29,7 +29,7 @@ from inference.model.step import AttentionRules, Step
 from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.epilogue import GemmOptions
 from inference.parallel.gemm import make_gemm
-from inference.parallel.linear import AllReduce, RowParallelLinear, VocabParallelHead
+from inference.parallel.linear import AllReduce, VocabParallelHead, make_row_gemm
 
 # Of attention and MLP: the norms before and after, and the adapter.
 _ATTENTION_PLACES = ("input_layernorm", "attention_output_layernorm", "after_attention_adapter.")
@@ -192,7 +192,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
                 first_activated=sum(widths),
                 options=self.gemm,
             ),
-            RowParallelLinear(
+            make_row_gemm(
                 torch.cat((out, down)),
                 torch.stack(out_biases).sum(0) if out_biases else None,
                 reduce=self.reduce,

@@ -30,8 +30,8 @@ from inference.model.stage import GeneratorModel
 from inference.model.step import AttentionRules, Segment, Step, Tokens
 from inference.model.weights import LayerLoader, RankWeights
 from inference.parallel.epilogue import GemmOptions
-from inference.parallel.gemm import Product
-from inference.parallel.linear import AllReduce, RowParallelLinear, VocabParallelHead
+from inference.parallel.gemm import Gemm, Product
+from inference.parallel.linear import AllReduce, VocabParallelHead
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class CrossAttention:
 
     query: Product
     key_value: Product  # all keys, then all values
-    out: RowParallelLinear
+    out: Gemm
     heads: int
     layer: int  # of the cache
     scalers: torch.Tensor | None  # (tasks + 1, 2H, D)

@@ -10,7 +10,7 @@ reads fastest in one piece; the system backs a page only when a token is first w
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,30 +140,27 @@ class KVCache:
         flat = keys_values.reshape(-1, self.shape.size_per_head)
         self._rows[layer].index_copy_(0, rows, flat)
 
-    def read(
-        self, layer: int, slot: int, slot_count: int, length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first `length` keys and values of slots in a row, (slot_count, H, length, D).
+    def reader(
+        self, slot: int, slot_count: int, length: int
+    ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+        """Return a function from a local layer to what it keeps of slots in a row.
 
-        Views where a slot is one block, else copies.
+        These are the first `length` keys and values, (slot_count, H, length, D) each: views where a
+        slot is one block, else copies.
         """
         slots = slice(slot, slot + slot_count)
         if self.shape.is_whole:
-            tokens = self._layers[layer][slots, :, :, :length]
-            return tokens[:, 0], tokens[:, 1]
-        blocks = self.tables[slots, : -(-length // self.shape.block_tokens)]
-        tokens = self._layers[layer][blocks.long()]  # (slots, slot blocks, 2, H, S, D)
-        keys, values = tokens.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :length]
-        return keys, values
+            # All layers at once: a view for each layer would cost more than a small product.
+            keys, values = self._data[:, slots, :, :, :length].unbind(2)  # (L, slots, H, S, D)
+            return list(zip(keys.unbind(0), values.unbind(0), strict=True)).__getitem__
+        blocks = self.tables[slots, : -(-length // self.shape.block_tokens)].long()
 
-    def views(
-        self, slot: int, slot_count: int, length: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return what `read` returns, for every local layer; slots must be one block each."""
-        assert self.shape.is_whole
-        tokens = self._data[:, slot : slot + slot_count, :, :, :length]  # (L, slots, 2, H, S, D)
-        keys, values = tokens.unbind(2)
-        return list(zip(keys.unbind(0), values.unbind(0), strict=True))
+        def read(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+            tokens = self._layers[layer][blocks]  # (slots, slot blocks, 2, H, S, D)
+            keys, values = tokens.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :length]
+            return keys, values
+
+        return read
 
     def places(self, slot: int, slot_count: int, place: int) -> Sequence[torch.Tensor]:
         """Return, for every local layer, where slots in a row keep their token `place`.

@@ -17,8 +17,8 @@ from export_scripts.families.layout.architecture import Norm
 from inference.model.ragged import RowMasks, attend
 from inference.model.rotary import Angles, RotaryTable
 from inference.model.step import Step, Tokens
-from inference.parallel.gemm import Product
-from inference.parallel.linear import AllReduce, RowParallelLinear
+from inference.parallel.gemm import Gemm, Product
+from inference.parallel.linear import AllReduce
 
 # A LayerNorm or RMSNorm: of x, or of x + residual, the norm of each row (N, E).
 Normalise = Callable[..., torch.Tensor]
@@ -143,7 +143,7 @@ class Attention:
     """Causal self-attention over the cache."""
 
     qkv: Product
-    out: RowParallelLinear
+    out: Gemm
     heads: tuple[int, int, int]  # this rank's query heads, its key/value heads, and their size
     layer: int  # of the cache
     rotary: RotaryTable | None = None
@@ -173,7 +173,7 @@ class RowAttention:
     """Attention of an encoder: each token sees its whole row."""
 
     qkv: Product  # all queries, then all keys, then all values
-    out: RowParallelLinear
+    out: Gemm
     heads: int
     scale: float  # on the scores
     layer: int = 0  # of `RowMasks.attentions`
@@ -194,7 +194,7 @@ class MLP:
     """Two linears with an activation between, which may be gated."""
 
     up: Product  # with its activation
-    down: RowParallelLinear
+    down: Gemm
     scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, width)
 
     def __call__(

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.nn import functional
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.architecture import (
@@ -17,9 +18,9 @@ from export_scripts.families.layout.architecture import (
 from export_scripts.ft.reader import FTReader
 from inference.model.layers import Embedding, Normalise, make_norm
 from inference.parallel.epilogue import PLAIN_GEMM, GemmActivation, GemmOptions, gemm_activation
-from inference.parallel.gemm import Product, make_gated_gemm, make_gemm
+from inference.parallel.gemm import Gemm, Product, make_gated_gemm, make_gemm
 from inference.parallel.layout import ParallelLayout
-from inference.parallel.linear import AllReduce, RowParallelLinear, VocabParallelHead
+from inference.parallel.linear import AllReduce, VocabParallelHead, make_row_gemm
 
 # Rows of a table on a GPU are a multiple of this. 256 rows of 2048 take cuBLAS 540 us on an H200 to
 # 50,257 outputs, whose rows begin at any address, and 82 us to 50,272.
@@ -177,9 +178,7 @@ class LayerLoader(Generic[ArchitectureT]):
         self.activation = gemm_activation(
             architecture.activation, exact_gelu=architecture.exact_gelu
         )
-        self._norm_kind: Norm = getattr(architecture, "norm", "layernorm")
         self._one_plus: bool = getattr(architecture, "norm_one_plus", False)
-        self._norm_eps = architecture.layernorm_eps
 
     def local(self, number: int, num_layer: int) -> int:
         """Return the place in this stage of the layer of a stack's global number."""
@@ -190,7 +189,8 @@ class LayerLoader(Generic[ArchitectureT]):
         weight = self.scale(name) if self._one_plus else self.weights.tensor(f"{name}.weight")
         bias = self.weights.optional(f"{name}.bias")
         bias = None if bias is None else bias.to(weight.dtype)
-        return make_norm(kind or self._norm_kind, weight, bias, eps=self._norm_eps)
+        own: Norm = getattr(self.architecture, "norm", "layernorm")
+        return make_norm(kind or own, weight, bias, eps=self.architecture.layernorm_eps)
 
     def scale(self, name: str) -> torch.Tensor:
         """Return a norm's scale in fp32."""
@@ -222,16 +222,14 @@ class LayerLoader(Generic[ArchitectureT]):
             options=self.gemm,
         )
 
-    def row(self, name: str) -> RowParallelLinear:
+    def row(self, name: str) -> Gemm:
         """Return a row-parallel linear with its own bias and all-reduce."""
         return self.row_with(name, self.weights.optional(f"{name}.bias"), self.reduce)
 
-    def row_with(
-        self, name: str, bias: torch.Tensor | None, reduce: AllReduce | None
-    ) -> RowParallelLinear:
+    def row_with(self, name: str, bias: torch.Tensor | None, reduce: AllReduce | None) -> Gemm:
         """Return a row-parallel linear with the given bias and all-reduce."""
         weight = self.weights.matrix(f"{name}.weight")
-        return RowParallelLinear(weight, bias, reduce=reduce, options=self.gemm)
+        return make_row_gemm(weight, bias, reduce=reduce, options=self.gemm)
 
     def input_side(
         self, tokens: str, positions: str | None, vocab_size: int, **more: Any
@@ -271,11 +269,10 @@ class LayerLoader(Generic[ArchitectureT]):
         """
         weights, layout = self.weights, self.weights.layout
         rows = layout.vocab_rows(vocab_size)
-        return VocabParallelHead(
-            weights.rows(name, rows, is_matrix=True),
-            weights.rows(bias, rows) if bias is not None else None,
-            rows=len(rows),
-            width=layout.vocab_rows_per_rank(vocab_size),
-            options=self.gemm,
-            **more,
-        )
+        table, added, gemm = weights.rows(name, rows, is_matrix=True), None, None
+        if bias is not None:
+            added = functional.pad(weights.rows(bias, rows), (0, len(table) - len(rows)))
+        if rows:
+            gemm = make_gemm(table.t(), added, options=self.gemm)
+        width = layout.vocab_rows_per_rank(vocab_size)
+        return VocabParallelHead(gemm, len(rows), width, **more)

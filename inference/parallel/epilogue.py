@@ -23,20 +23,6 @@ PLAIN_GEMM = GemmOptions()
 GemmActivation = Literal["gelu_tanh", "gelu_erf", "relu", "relu2", "silu"]
 
 
-@dataclass(frozen=True)
-class Epilogue:
-    """Bias and activation of a product's outputs.
-
-    Those before `first_activated` are not activated. With `gated` they are pairs of a gate and what
-    its activation multiplies.
-    """
-
-    bias: torch.Tensor | None  # (O,)
-    activation: GemmActivation | None
-    first_activated: int = 0
-    gated: bool = False
-
-
 def gemm_activation(activation: Activation, *, exact_gelu: bool = False) -> GemmActivation:
     """Return the form of an architecture's activation that a product can apply."""
     if activation == "gelu":
@@ -66,22 +52,32 @@ def ordered_sum(
     return total.to(parts.dtype)
 
 
-def finish(
-    y: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    activation: GemmActivation | None = None,
-    first_activated: int = 0,
-    residual: torch.Tensor | None = None,
+def added(
+    y: torch.Tensor, *, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return activation(y + bias) + residual, (N, O); `y` is overwritten.
-
-    Outputs before `first_activated` are not activated.
-    """
-    if bias is not None:
-        y = y.add_(bias)
-    if activation is not None and first_activated:
-        y[:, first_activated:] = activate(y[:, first_activated:], activation)
-    elif activation is not None:
-        y = activate(y, activation)
+    """Return y + bias + residual, (N, O); `y` is overwritten."""
+    y = y if bias is None else y.add_(bias)
     return y if residual is None else y.add_(residual)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Bias and activation of a product's outputs.
+
+    Those before `first_activated` are not activated. With `gated` they are pairs of a gate and what
+    its activation multiplies.
+    """
+
+    bias: torch.Tensor | None = None  # (O,)
+    activation: GemmActivation | None = None
+    first_activated: int = 0
+    gated: bool = False
+
+    def finish(self, y: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return activation(y) + residual, (N, O), for y with its bias, which is overwritten."""
+        first = self.first_activated
+        if self.activation is not None and first:
+            y[:, first:] = activate(y[:, first:], self.activation)
+        elif self.activation is not None:
+            y = activate(y, self.activation)
+        return y if residual is None else y.add_(residual)

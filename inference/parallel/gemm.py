@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from inference.parallel import gemm_cpu
-from inference.parallel.epilogue import PLAIN_GEMM, Epilogue, GemmActivation, GemmOptions, finish
+from inference.parallel.epilogue import PLAIN_GEMM, Epilogue, GemmActivation, GemmOptions
 from inference.parallel.int8 import Int8Gemm
 
 # Of a linear without a residual: (N, O) for (N, I).
@@ -32,24 +32,25 @@ def make_gemm(
     otherwise they have the weight's type. Outputs before `first_activated` are not activated, which
     only other devices can do.
     """
+    epilogue = Epilogue(bias, activation, first_activated)
+    kind: Callable[[torch.Tensor, Epilogue], Gemm] = _PlainGemm
     if weight.device.type != "cpu":
         if weight.numel() and weight.dtype.itemsize == 2:
             from inference.parallel.gemm_cuda import CudaGemm
 
-            return CudaGemm(weight, Epilogue(bias, activation, first_activated), options)
+            return CudaGemm(weight, epilogue, options)
         assert not options.fp8, "FP8 needs 16 bits"
         assert not options.batch_invariant, "batch invariance needs 16 bits"
-        wide = Int8Gemm if options.int8 and weight.numel() else _PlainGemm
-        return wide(weight, bias, activation, first_activated)
+        kind = Int8Gemm if options.int8 and weight.numel() else _PlainGemm
+        return kind(weight, epilogue)
     assert not first_activated, "products on CPU activate all outputs"
-    kind: Callable[..., Gemm] = _PlainGemm
     if weight.numel() and options.int8:
         kind = gemm_cpu.FbgemmInt8Gemm if gemm_cpu.has_fbgemm_int8() else Int8Gemm
     elif weight.numel() and weight.dtype == torch.float16:
         kind = gemm_cpu.HalfGemm
     elif weight.numel() and gemm_cpu.has_onednn(weight.dtype):
         kind = gemm_cpu.OneDnnGemm
-    return kind(weight, bias, activation)
+    return kind(weight, epilogue)
 
 
 def make_gated_gemm(
@@ -79,15 +80,9 @@ def make_gated_gemm(
 @dataclass(frozen=True)
 class _PlainGemm:
     weight: torch.Tensor  # (I, O)
-    bias: torch.Tensor | None
-    activation: GemmActivation | None
-    first_activated: int = 0
+    epilogue: Epilogue
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        if self.bias is None:
-            y = torch.mm(x, self.weight)
-        else:
-            y = torch.addmm(self.bias, x, self.weight)
-        return finish(
-            y, activation=self.activation, first_activated=self.first_activated, residual=residual
-        )
+        bias = self.epilogue.bias
+        y = torch.mm(x, self.weight) if bias is None else torch.addmm(bias, x, self.weight)
+        return self.epilogue.finish(y, residual)

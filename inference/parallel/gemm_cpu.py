@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch.nn import functional
 
-from inference.parallel.epilogue import GemmActivation, finish
+from inference.parallel.epilogue import Epilogue, GemmActivation
 from inference.parallel.int8 import quantise
 
 # The row count the blocked form is chosen for; it serves one row and prompts as well.
@@ -71,15 +71,13 @@ def has_fbgemm_int8() -> bool:
 class OneDnnGemm:
     """A product in fp32 or bf16 with the weight in oneDNN's blocked form."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GemmActivation | None
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, epilogue: Epilogue) -> None:
         """Copy `weight` (I, O) into the blocked form."""
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.t(), _ROWS_HINT)
         _use_huge_pages(self.weight)
-        self.bias = bias
-        self.attribute, self.algorithm = _POST_OPS[activation]
-        self._squared = activation == "relu2"
+        self.bias = epilogue.bias
+        self.attribute, self.algorithm = _POST_OPS[epilogue.activation]
+        self._squared = epilogue.activation == "relu2"
         self._unary = torch.ops.mkldnn._linear_pointwise.default
         self._binary = torch.ops.mkldnn._linear_pointwise.binary
 
@@ -129,15 +127,13 @@ def _rows_to_add() -> list[int]:
 class HalfGemm:
     """A product of fp32 rows with fp16 weights, widened as they are read: half the bytes."""
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GemmActivation | None
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, epilogue: Epilogue) -> None:
         """Copy `weight` (I, O) fp16 into FBGEMM's form."""
         columns = weight.t().float().contiguous()
-        bias = None if bias is None else bias.float()
+        bias = None if epilogue.bias is None else epilogue.bias.float()
         self._packed = torch.ops.quantized.linear_prepack_fp16(columns, bias)
         self._product = torch.ops.quantized.linear_dynamic_fp16.default
-        self.activation = activation
+        self._epilogue = epilogue
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual in fp32."""
@@ -145,7 +141,7 @@ class HalfGemm:
         more = _rows_to_add()[(rows - 1) % _TILED_ROWS]
         x = functional.pad(x, (0, 0, 0, more)) if more else x.contiguous()
         y: torch.Tensor = self._product(x, self._packed)
-        return finish(y[:rows], activation=self.activation, residual=residual)
+        return self._epilogue.finish(y[:rows], residual)
 
 
 class FbgemmInt8Gemm:
@@ -156,9 +152,7 @@ class FbgemmInt8Gemm:
     the remainders are rounded too and multiplied along.
     """
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GemmActivation | None
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, epilogue: Epilogue) -> None:
         """Quantise `weight` (I, O); only the 8-bit copy is kept."""
         columns, scale = quantise(weight)
         zeros = torch.zeros(len(columns), dtype=torch.int64)
@@ -172,8 +166,8 @@ class FbgemmInt8Gemm:
         self._step, self._zero_point = 1 / most, most + 1
         self._two_digits = len(weight) >= _TWO_DIGITS_INPUTS
         self._product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-        self._bias = None if bias is None else bias.float()
-        self._activation = activation
+        self._bias = None if epilogue.bias is None else epilogue.bias.float()
+        self._epilogue = epilogue
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual in the type of x."""
@@ -184,7 +178,7 @@ class FbgemmInt8Gemm:
         # which the unit, zero, makes zero again.
         y = self._multiply(wide / unit)
         y = y.mul_(unit) if self._bias is None else torch.addcmul(self._bias, y, unit, out=y)
-        return finish(y.to(x.dtype), activation=self._activation, residual=residual)
+        return self._epilogue.finish(y.to(x.dtype), residual)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W for rows of at most 1, each rounded to one or two digits of 8 bits."""

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import (
     Work,
 )
 
-from inference.parallel.epilogue import finish
+from inference.parallel.epilogue import added
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.peer_memory import PeerMemory, open_peer_memory
 from inference.parallel.shared_memory import SharedMemoryGroup, open_group
@@ -155,7 +155,7 @@ class RankGroups:
         if self._peers is not None and self._peers.takes(x):
             return self._peers.sum(x, bias=bias, residual=residual)
         self._stage.allreduce([x]).wait()
-        return finish(x, bias=bias, residual=residual)
+        return added(x, bias=bias, residual=residual)
 
     def gather_stage(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensors of this stage's ranks on a GPU, in rank order (T, ...)."""

@@ -4,7 +4,7 @@
 
 import torch
 
-from inference.parallel.epilogue import GemmActivation, finish
+from inference.parallel.epilogue import Epilogue
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,26 +23,13 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class Int8Gemm:
     """A product with 8-bit weights and a scale per output; activations are not quantised."""
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: GemmActivation | None = None,
-        first_activated: int = 0,
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, epilogue: Epilogue) -> None:
         """Quantise `weight` (I, O); only the 8-bit copy is kept."""
         self.weight, self.scale = quantise(weight)
-        self.bias = bias
-        self.activation = activation
-        self.first_activated = first_activated
+        self.epilogue = epilogue
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual in the type of x."""
         y = torch.mm(x, self.weight.t().to(x.dtype)).mul_(self.scale.to(x.dtype))
-        return finish(
-            y,
-            bias=self.bias,
-            activation=self.activation,
-            first_activated=self.first_activated,
-            residual=residual,
-        )
+        bias = self.epilogue.bias
+        return self.epilogue.finish(y if bias is None else y.add_(bias), residual)

@@ -76,7 +76,7 @@ class HuggingFaceSource(Source):
 
     def compute(self, inputs: ModelInputs, noted: dict[Place, torch.Tensor]) -> None:
         """Note what every layer computes."""
-        handles = [handle for stack in _STACKS for handle in self._watch(*stack, noted)]
+        handles = self._watch(noted)
         ids = {"input_ids": torch.tensor([inputs.ids])}
         if inputs.decoder_ids:
             ids["decoder_input_ids"] = torch.tensor([inputs.decoder_ids])
@@ -88,43 +88,37 @@ class HuggingFaceSource(Source):
                 handle.remove()
         if "logits" in outputs:
             noted[Place("logits")] = outputs.logits[0].float()
-        if isinstance(self.architecture, DecoderArchitecture):
-            self._move_biases(self.architecture, noted)
+        self._move_biases(noted)
 
-    def _watch(
-        self,
-        stack: str,
-        prefix: str,
-        parts: Mapping[str, str],
-        final_norm: str,
-        noted: dict[Place, torch.Tensor],
-    ) -> list[Any]:
-        """Watch the layers of a stack, if the model has it."""
-        mlp = self.modules.get(prefix.format(0) + parts["mlp"])
-        if mlp is None:
-            return []
-        first, _, _ = mlp.partition(".0.")
-        layers = [
-            (layer, {part: self._module(prefix.format(number) + name)
-                     for part, name in parts.items()})
-            for number, layer in enumerate(self.model.get_submodule(first))
-        ]  # fmt: skip
-        norm = self._module(final_norm) if final_norm in self.modules else None
-        return watch_layers(layers, norm, noted, stack)
+    def _watch(self, noted: dict[Place, torch.Tensor]) -> list[Any]:
+        """Watch the layers of the stacks that the model has."""
+        handles = []
+        for stack, prefix, parts, final_norm in _STACKS:
+            mlp = self.modules.get(prefix.format(0) + parts["mlp"])
+            if mlp is None:
+                continue
+            first, _, _ = mlp.partition(".0.")
+            layers = [
+                (layer, {part: self._module(prefix.format(number) + name)
+                         for part, name in parts.items()})
+                for number, layer in enumerate(self.model.get_submodule(first))
+            ]  # fmt: skip
+            norm = self._module(final_norm) if final_norm in self.modules else None
+            handles += watch_layers(layers, norm, noted, stack)
+        return handles
 
     def _module(self, ours: str) -> Any:
         return self.model.get_submodule(self.modules[ours])
 
-    def _move_biases(
-        self, architecture: DecoderArchitecture, noted: dict[Place, torch.Tensor]
-    ) -> None:
+    def _move_biases(self, noted: dict[Place, torch.Tensor]) -> None:
         """Count attention's output bias with the MLP where both halves are summed as one.
 
         The folder of a model with a parallel residual may hold the two output biases as one.
         """
-        if architecture.residual == "sequential":
+        choice = self.architecture
+        if not isinstance(choice, DecoderArchitecture) or choice.residual == "sequential":
             return
-        for number in range(architecture.num_layer):
+        for number in range(choice.num_layer):
             bias = self._module(f"model.layers.{number}.attention.dense").bias
             if bias is not None:
                 noted[Place(f"layer {number}", "attention")] -= bias.detach()

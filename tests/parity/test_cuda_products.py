@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference.parallel.epilogue import PLAIN_GEMM, GemmActivation, GemmOptions, finish
+from inference.parallel.epilogue import PLAIN_GEMM, Epilogue, GemmActivation, GemmOptions
 from inference.parallel.gemm import make_gated_gemm, make_gemm
 from inference.parallel.int8 import quantise
 
@@ -61,7 +61,7 @@ def test_products_equal_those_of_single_precision(
     rounding = 0.1 if form.fp8 else 4e-3 if dtype == torch.float16 else 4e-2
 
     def check(first: int) -> None:
-        expected = finish(taken @ wide + bias.float(), activation=activation, first_activated=first)
+        expected = Epilogue(None, activation, first).finish(taken @ wide + bias.float())
         gemm = make_gemm(
             *(weight.cuda(), bias.cuda()),
             activation=activation,
@@ -97,7 +97,7 @@ def test_gated_products_equal_those_of_single_precision(
     elif form.fp8:
         wide, other = (rounded_fp8(weight.t()).t() for weight in (wide, other))
         taken = rounded_fp8(taken)
-    expected = finish(taken @ wide + biases[0].float(), activation=activation)
+    expected = Epilogue(None, activation).finish(taken @ wide + biases[0].float())
     expected *= taken @ other + biases[1].float()
     gemm = make_gated_gemm(
         (gate.cuda(), linear.cuda()),

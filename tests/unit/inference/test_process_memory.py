@@ -16,13 +16,14 @@ _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 # Prints how many MiB products of 300 shapes leave in memory.
 _PRODUCTS = """
 import torch
+from inference.parallel.epilogue import Epilogue
 from inference.parallel.gemm_cpu import OneDnnGemm
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) >> 8
 
 torch.set_num_threads(1)
-product = OneDnnGemm(torch.randn(128, 512), torch.zeros(512), "gelu_erf")
+product = OneDnnGemm(torch.randn(128, 512), Epilogue(torch.zeros(512), "gelu_erf"))
 product(torch.randn(4, 128))
 before = resident()
 for rows in range(5, 305):

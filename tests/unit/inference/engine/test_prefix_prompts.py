@@ -41,8 +41,8 @@ def cached(ft_dir: Path, tokens: list[int]) -> torch.Tensor:
     rank = DecoderRank(settings)
     plan = StepPlan(tokens, (Segment(0, 0, len(tokens)),), [len(tokens) - 1])
     assert rank.run(plan) is not None
-    layers = range(rank.cache.shape.num_layer)
-    parts = [torch.stack(rank.cache.read(i, 0, 1, len(tokens))) for i in layers]
+    read = rank.cache.reader(0, 1, len(tokens))
+    parts = [torch.stack(read(layer)) for layer in range(rank.cache.shape.num_layer)]
     return torch.stack(parts)[:, :, 0]  # one slot
 
 

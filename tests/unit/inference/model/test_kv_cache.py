@@ -27,18 +27,18 @@ def write(cache: KVCache, layer: int, places: list[tuple[int, int]]) -> torch.Te
 
 def test_tokens_are_read_where_they_were_written(cache: KVCache) -> None:
     values = write(cache, 1, [(1, 0), (1, 1), (2, 0), (2, 1)])
-    keys, numbers = cache.read(1, 1, 2, 2)
+    keys, numbers = cache.reader(1, 2, 2)(1)
     assert keys.shape == (2, 3, 2, 6)
     assert keys.equal(values[:, 0].view(2, 2, 3, 6).transpose(1, 2))
     assert numbers.equal(values[:, 1].view(2, 2, 3, 6).transpose(1, 2))
-    assert not cache.read(0, 0, 4, 10)[0].any()
+    assert not cache.reader(0, 4, 10)(0)[0].any()
 
 
 def test_slots_can_swap(cache: KVCache) -> None:
     write(cache, 0, [(slot, position) for slot in range(4) for position in range(5)])
-    before = cache.read(0, 0, 4, 5)[0].clone()
+    before = cache.reader(0, 4, 5)(0)[0].clone()
     cache.update([(0, 3, 2, 5), (3, 0, 2, 5)])
-    after = cache.read(0, 0, 4, 5)[0]
+    after = cache.reader(0, 4, 5)(0)[0]
     assert after[0, :, 2:].equal(before[3, :, 2:])
     assert after[3, :, 2:].equal(before[0, :, 2:])
     assert after[:, :, :2].equal(before[:, :, :2])
@@ -47,9 +47,9 @@ def test_slots_can_swap(cache: KVCache) -> None:
 
 def test_a_slot_forgets_its_first_tokens_after_it_was_copied_to(cache: KVCache) -> None:
     write(cache, 0, [(slot, position) for slot in range(4) for position in range(8)])
-    before = cache.read(0, 0, 4, 10)[0].clone()
+    before = cache.reader(0, 4, 10)(0)[0].clone()
     cache.update([(2, 2, 3, 8), (1, 2, 5, 8), (0, 0, 1, 8)])
-    after = cache.read(0, 0, 4, 10)[0]
+    after = cache.reader(0, 4, 10)(0)[0]
     assert after[2, :, :2].equal(before[2, :, 3:5])
     assert after[2, :, 2:5].equal(before[1, :, 5:8])
     assert after[0, :, :7].equal(before[0, :, 1:8])
@@ -60,7 +60,7 @@ def test_a_slot_forgets_its_first_tokens_after_it_was_copied_to(cache: KVCache) 
 def test_wiped_tokens_are_zero(cache: KVCache) -> None:
     write(cache, 0, [(2, position) for position in range(4)])
     cache.update([(WIPE, 2, 0, 3)])
-    keys = cache.read(0, 2, 1, 4)[0]
+    keys = cache.reader(2, 1, 4)(0)[0]
     assert not keys[:, :, :3].any()
     assert keys[:, :, 3].any()
 
@@ -72,13 +72,9 @@ def test_size_counts_keys_and_values_of_every_layer() -> None:
 def test_views_and_places_of_every_layer_are_the_cache_itself(cache: KVCache) -> None:
     for layer in range(2):
         write(cache, layer, [(slot, position) for slot in (1, 2) for position in range(5)])
-    for layer, (keys, values) in enumerate(cache.views(1, 2, 5)):
-        expected_keys, expected_values = cache.read(layer, 1, 2, 5)
-        assert keys.equal(expected_keys)
-        assert values.equal(expected_values)
-    new = torch.randn(2, 2, 3, 6)
+    read, new = cache.reader(1, 2, 5), torch.randn(2, 2, 3, 6)
     cache.places(1, 2, 4)[1].copy_(new)
-    keys, values = cache.views(1, 2, 5)[1]
+    keys, values = read(1)
     assert keys[:, :, 4].equal(new[:, 0])
     assert values[:, :, 4].equal(new[:, 1])
 
@@ -104,7 +100,7 @@ def test_blocks_are_updated_as_whole_sequences_are() -> None:
     paged.update(moves, [(1, 2, 30), (2, 0, 31)])
     for layer in range(2):
         for slot, count in ((0, 9), (1, 9), (2, 4), (3, 5)):
-            found, expected = (cache.read(layer, slot, 1, count) for cache in (paged, whole))
+            found, expected = (cache.reader(slot, 1, count)(layer) for cache in (paged, whole))
             for ours, theirs in zip(found, expected, strict=True):
                 assert ours.equal(theirs)
 
@@ -119,7 +115,7 @@ def test_a_new_sequence_reads_no_block_of_an_earlier_one() -> None:
     keys = torch.full((4, 2, 1, 2), torch.nan)
     slots, positions = torch.ones(4, dtype=torch.long), torch.arange(4)
     cache.write(0, cache.token_rows(slots, positions), keys)
-    masked, _ = cache.read(0, 0, 1, 8)
+    masked, _ = cache.reader(0, 1, 8)(0)
     assert masked.isfinite().all()
     cache.update([], [(0, 1, 5)])
     assert cache.tables[0].tolist() == [3, 5, 6, 6]

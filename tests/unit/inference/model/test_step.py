@@ -27,13 +27,15 @@ def attention_of(segments: list[Segment], rules: AttentionRules | None = None) -
 
 
 def spans(attention: GroupedAttention) -> list[tuple[int, int, int, int]]:
-    """Return (slot, slots, new tokens, length) of each group."""
-    return [(g.slot, g.slot_count, g.new_tokens, g.length) for g in attention.groups]
+    """Return (first row, slots, new tokens, length) of each group."""
+    return [
+        (g.rows.start, g.slot_count, g.new_tokens, g.read(0)[0].shape[2]) for g in attention.groups
+    ]
 
 
 def test_decoding_slots_side_by_side_share_one_call() -> None:
     attention = attention_of([Segment(slot, 10 + slot, 1) for slot in range(2, 6)])
-    assert spans(attention) == [(2, 4, 1, 16)]
+    assert spans(attention) == [(0, 4, 1, 16)]
     assert attention.places.tolist() == [12, 13, 14, 15]
     bias = attention.groups[0].masks[None].bias
     assert bias is not None
@@ -47,7 +49,7 @@ def test_slots_of_one_length_need_no_bias() -> None:
 
 def test_a_gap_or_a_prompt_begins_another_group() -> None:
     segments = [Segment(0, 5, 1), Segment(2, 5, 1), Segment(3, 0, 4), Segment(4, 6, 1)]
-    assert spans(attention_of(segments)) == [(0, 1, 1, 6), (2, 1, 1, 6), (3, 1, 4, 4), (4, 1, 1, 7)]
+    assert spans(attention_of(segments)) == [(0, 1, 1, 6), (1, 1, 1, 6), (2, 1, 4, 4), (6, 1, 1, 7)]
 
 
 def test_very_unequal_lengths_are_not_padded() -> None:
@@ -126,5 +128,5 @@ def test_keys_and_values_are_stored_at_their_tokens(segments: list[Segment], dir
     attention(torch.randn(2, 2, 4), layer=0, new=new)
     tokens = [(s.slot, place) for s in segments for place in range(s.start, s.stop)]
     for (slot, place), expected in zip(tokens, new, strict=True):
-        keys, values = CACHE.read(0, slot, 1, place + 1)
+        keys, values = CACHE.reader(slot, 1, place + 1)(0)
         assert torch.cat((keys[0, :, place], values[0, :, place])).equal(expected)

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from inference.parallel import gemm_cpu
-from inference.parallel.epilogue import GemmActivation, finish
+from inference.parallel.epilogue import Epilogue, GemmActivation
 from inference.parallel.gemm import make_gemm
 from inference.parallel.int8 import Int8Gemm, quantise
 
@@ -89,7 +89,7 @@ def test_row_of_eight_bits_does_not_depend_on_the_others(
     x, weight, bias = operands(8, torch.float32)
     others = x.clone()
     others[rows:] *= 1000
-    gemm = kind(weight, bias, None)
+    gemm = kind(weight, Epilogue(bias))
     assert gemm(x[:rows]).equal(gemm(others)[:rows])
 
 
@@ -104,7 +104,7 @@ def test_eight_bit_product_is_that_of_the_rounded_weights(
     numbers, scale = quantise(weight)
     matrix = numbers * scale[:, None]
     expected = x.float() @ matrix.t() + bias.float()
-    y = kind(weight, bias, None)(x)
+    y = kind(weight, Epilogue(bias))(x)
     assert y.dtype == dtype
     # Each activation is off by half a step at most; steps are 1/127 of a row's largest value, with
     # 7 bits 1/63. On top come a few roundings of the type.
@@ -122,7 +122,7 @@ def test_eight_bit_product_of_nothing_is_the_bias_and_of_nan_not_finite(
     x[0] = 0
     x[1, 5] = torch.nan
     weight[:, 7] = 0  # an output without a scale
-    y = kind(weight, bias, None)(x)
+    y = kind(weight, Epilogue(bias))(x)
     assert y[0].equal(bias)
     assert y[2, 7] == bias[7]
     assert y[1].isnan().all()
@@ -136,7 +136,7 @@ def test_eight_bit_weights_lose_under_three_percent(kind: type[Int8Gemm], inputs
     generator = torch.Generator().manual_seed(inputs)
     x, weight = (torch.randn(shape, generator=generator) for shape in ((7, inputs), (inputs, 56)))
     exact = x @ weight
-    error = kind(weight, None, None)(x) - exact
+    error = kind(weight, Epilogue())(x) - exact
     assert 0 < error.norm() / exact.norm() < 0.03
 
 
@@ -153,7 +153,7 @@ def test_a_wide_row_with_one_large_value_keeps_its_small_ones(
     x[:, 7] = 100.0
     numbers, scale = quantise(weight)
     expected = x @ (numbers * scale[:, None]).t()
-    found = kind(weight, None, None)(x)
+    found = kind(weight, Epilogue())(x)
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
@@ -170,5 +170,5 @@ def test_outputs_before_the_first_activated_stay_as_they_are(
 ) -> None:
     y, residual = torch.randn(3, 9), torch.randn(3, 9)
     expected = torch.cat((y[:, :4], ACTIVATIONS[activation](y[:, 4:])), dim=1) + residual
-    ours = finish(y.clone(), activation=activation, first_activated=4, residual=residual)
+    ours = Epilogue(None, activation, first_activated=4).finish(y.clone(), residual)
     torch.testing.assert_close(ours, expected)

@@ -6,9 +6,9 @@ import torch
 
 from inference.model.layers import Embedding
 from inference.model.step import Tokens
-from inference.parallel.epilogue import finish
+from inference.parallel.epilogue import added
 from inference.parallel.gemm import make_gemm
-from inference.parallel.linear import RowParallelLinear, VocabParallelHead
+from inference.parallel.linear import VocabParallelHead, make_row_gemm
 
 RANKS = 3
 
@@ -27,7 +27,7 @@ class Sum:
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.total = x if self.total is None else self.total + x
-        return finish(self.total.clone(), bias=bias, residual=residual)
+        return added(self.total.clone(), bias=bias, residual=residual)
 
 
 def test_columns_join_to_the_whole() -> None:
@@ -43,9 +43,9 @@ def test_rows_sum_to_the_whole_with_one_bias() -> None:
     x, weight, bias = torch.randn(5, 12), torch.randn(12, 8), torch.randn(8)
     residual, add = torch.randn(5, 8), Sum()
     for part, rows in zip(x.chunk(RANKS, 1), weight.chunk(RANKS), strict=True):
-        y = RowParallelLinear(rows, bias, reduce=add)(part, residual)
+        y = make_row_gemm(rows, bias, reduce=add)(part, residual)
     torch.testing.assert_close(y, x @ weight + bias + residual)
-    single = RowParallelLinear(weight, bias)(x, residual)
+    single = make_row_gemm(weight, bias)(x, residual)
     torch.testing.assert_close(single, x @ weight + bias + residual)
 
 
@@ -61,8 +61,8 @@ def test_logits_beyond_the_vocabulary_are_the_lowest_number() -> None:
     table, x = torch.randn(7, 4), torch.randn(2, 4)
     padded = torch.cat((table[4:], torch.zeros(2, 4)))
     heads = [
-        VocabParallelHead(table[:4], rows=4, width=4),
-        VocabParallelHead(padded, torch.zeros(3), rows=3, width=4),
+        VocabParallelHead(make_gemm(table[:4].t()), rows=4, width=4),
+        VocabParallelHead(make_gemm(padded.t(), torch.zeros(5)), rows=3, width=4),
     ]
     logits = torch.full((2, 8), torch.nan)
     for head, out in zip(heads, logits.split(4, dim=1), strict=True):
@@ -70,4 +70,4 @@ def test_logits_beyond_the_vocabulary_are_the_lowest_number() -> None:
         assert head(x).equal(out)
     torch.testing.assert_close(logits[:, :7], x @ table.t())
     assert logits[:, 7].eq(torch.finfo(torch.float32).min).all()
-    assert VocabParallelHead(table[:0], rows=0, width=4)(x).shape == (2, 4)
+    assert VocabParallelHead(None, rows=0, width=4)(x).shape == (2, 4)
