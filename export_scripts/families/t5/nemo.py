@@ -116,7 +116,8 @@ class _Traits:
         buckets = encoder.integer("relative_attention_num_buckets", default=32)
         rows = encoder.integer("max_position_embeddings", default=0, least=0)
         is_relative = self.words["position_embedding_type"] == "relative"
-        *_, is_fused, by_erf = nemo_activation(encoder.source)
+        # Whether the kernel is fused is stated; whether there is a bias for it does not matter.
+        *_, is_fused, by_erf = nemo_activation({**encoder.source, "bias": True})
         # Biases, LayerNorm and scaled attention, or none of them.
         with_bias = self.words["normalization"] != "rmsnorm"
         self.fields |= {
