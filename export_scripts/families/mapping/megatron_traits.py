@@ -210,6 +210,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "relative_position_bias_self_attention_only": (True,),
     "num_moe_experts": (0, 1),
     "virtual_pipeline_model_parallel_size": (0, 1),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_topk_scaling_factor": (1,),
+    "moe_router_num_groups": (0, 1),
 }
 
 
