@@ -23,7 +23,6 @@ _PLAIN = {
     **dict.fromkeys(("squared-relu", "squared_relu"), "relu2"),
 }
 
-
 _ZERO_CENTRED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 # YAML takes 1e-5, without a point, for text.
 _EXPONENT = re.compile(r"\d+(\.\d+)?e[+-]?\d+", re.IGNORECASE)
@@ -170,7 +169,6 @@ _FORMATS: Mapping[str, tuple[str, tuple[str, ...], Callable[[Mapping[str, Any]],
 }  # fmt: skip
 # Keys that are set where positions are scaled as Llama 3.1's.
 _SCALED = {"nemo2": "scale_factor", "bridge": "rope_scaling"}
-
 
 NORMS_ELSEWHERE = "norms stand elsewhere"
 INTERLEAVED = "the interleaved schedule's order of layers is unknown"
