@@ -77,7 +77,6 @@ _HF = _PREFIX + "encoder.layer.{layer}."
 # Everything around the layers, and the heads of tasks.
 _IGNORED = ("*embeddings.*", "*pooler.*", "cls.*", "classifier.*", "qa_outputs.*")
 
-
 _KEYS = (
     key("head_num", "num_attention_heads"),
     key("hidden", "hidden_size"),

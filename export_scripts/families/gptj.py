@@ -134,11 +134,9 @@ def _jax_config(facts: Facts) -> GPTJConfig:
         )
     size_per_head = hidden // head_num
     rotary = _jax_size(facts, settings, "rotary_embedding", "pe_rotary_dims")
-    if "rotary_embedding" in facts.given or "pe_rotary_dims" in facts.config:
-        name, rotary = "rotary_embedding (pe_rotary_dims)", min(rotary, size_per_head)
-        rotary = checked_rotary(settings, name, rotary, size_per_head)
-    else:
-        rotary = min(rotary, size_per_head // 2 * 2)
+    is_stated = "rotary_embedding" in facts.given or "pe_rotary_dims" in facts.config
+    rotary = min(rotary, size_per_head if is_stated else size_per_head // 2 * 2)
+    rotary = checked_rotary(settings, "rotary_embedding (pe_rotary_dims)", rotary, size_per_head)
     ids, keys = facts.special_ids(), facts.keys()
     return settings.built(
         GPTJConfig,

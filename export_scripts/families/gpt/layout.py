@@ -120,7 +120,6 @@ LAYOUT: tuple[WeightSpec, ...] = (
     *PROMPT_WEIGHTS,
 )
 
-
 GPT = ModelFamily(
     name="gpt",
     model_type="GPT",

@@ -23,7 +23,6 @@ _PLAIN = {
     **dict.fromkeys(("squared-relu", "squared_relu"), "relu2"),
 }
 
-
 _ZERO_CENTRED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 # YAML takes 1e-5, without a point, for text.
 _EXPONENT = re.compile(r"\d+(\.\d+)?e[+-]?\d+", re.IGNORECASE)
@@ -171,7 +170,6 @@ _FORMATS: Mapping[str, tuple[str, tuple[str, ...], Callable[[Mapping[str, Any]],
 # Keys that are set where positions are scaled as Llama 3.1's.
 _SCALED = {"nemo2": "scale_factor", "bridge": "rope_scaling"}
 
-
 NORMS_ELSEWHERE = "norms stand elsewhere"
 INTERLEAVED = "the interleaved schedule's order of layers is unknown"
 # Settings that change what a model computes and leave no trace in its tensors.
@@ -210,6 +208,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "relative_position_bias_self_attention_only": (True,),
     "num_moe_experts": (0, 1),
     "virtual_pipeline_model_parallel_size": (0, 1),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_topk_scaling_factor": (1,),
+    "moe_router_num_groups": (0, 1),
 }
 
 

@@ -19,7 +19,6 @@ P_PROMPT_TUNING = 3
 _TABLE = re.compile(r"(?:^|\.)prompt_table\.(?P<task>[^.]+)\.prompt_embeddings\.weight$")
 _TASK_NAME = re.compile(r"[\w][\w\- ]*")
 
-
 # megatron_t5_adapter_model.py; later versions write layers.<i>.<part>:<adapter>.
 _PLACE = re.compile(
     r"^.*\.(?P<side>encoder|decoder)\.model\.layers\.(?P<layer>\d+)"

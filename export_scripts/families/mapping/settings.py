@@ -30,19 +30,14 @@ _TOKENS = {
 # Names of Hugging Face activations -> spelling in config.ini, and whether its gelu is by erf.
 # transformers, activations.py
 HUGGINGFACE_ACTIVATIONS: dict[str, tuple[str, bool]] = {
-    "gelu": ("Gelu", True),
-    "gelu_python": ("Gelu", True),
-    "gelu_new": ("Gelu", False),
-    "gelu_fast": ("Gelu", False),
-    "gelu_pytorch_tanh": ("Gelu", False),
-    "gelu_accurate": ("Gelu", False),
-    "gelu_python_tanh": ("Gelu", False),
+    **dict.fromkeys(("gelu", "gelu_python"), ("Gelu", True)),
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gelu_python_tanh"),
+        ("Gelu", False),
+    ),
     "relu": ("Relu", False),
-    "silu": ("Silu", False),
-    "swish": ("Silu", False),
+    **dict.fromkeys(("silu", "swish"), ("Silu", False)),
 }
-
-
 # With those that FasterTransformer does not know.
 ALL_ACTIVATIONS = {**HUGGINGFACE_ACTIVATIONS, "relu2": ("Relu2", False)}
 

@@ -325,7 +325,6 @@ LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.prompt_table.{task}.weight", ("prompt_length", "d_model")),
 )
 
-
 T5 = ModelFamily(
     name="t5",
     model_type="T5",

@@ -104,7 +104,6 @@ class _Traits:
         self.fields: dict[str, Any] = {
             field: encoder.integer(name, default=0, least=0) for name, field in _SIZES.items()
         }
-        depths = {name: decoder.integer(name, default=0, least=0) for name in _SIZES}
         # By the keys of _WORDS, as the source has them.
         self.words = {
             key: str(encoder.value(key, default=usual)).lower()
@@ -122,7 +121,7 @@ class _Traits:
         with_bias = self.words["normalization"] != "rmsnorm"
         self.fields |= {
             "d_kv": size_per_head,
-            "num_decoder_layers": depths["num_layers"],
+            "num_decoder_layers": decoder.integer("num_layers", default=0, least=0),
             "feed_forward_proj": _ACTIVATIONS.get(self.words["activation"]),
             "exact_gelu": by_erf and not is_fused,
             "relative_attention_num_buckets_or_max_pos_seq_len": buckets if is_relative else rows,
