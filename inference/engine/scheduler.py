@@ -128,9 +128,9 @@ class Scheduler(StepScheduler[RunningRequest]):
             return None
         work = [each for row in rows if row.goes_on for each in decoding_work(row)]
         work.sort(key=lambda each: each.slot)
-        encoding = self._encoder.plan(rows, self._chunk.tokens(somebody_waits=bool(work)))
-        begun = [row for row in rows if not row.next_ids and _may_start(row)]
         room = self._chunk.tokens(somebody_waits=bool(work))
+        encoding = self._encoder.plan(rows, room)
+        begun = [row for row in rows if not row.next_ids and _may_start(row)]
         work += prompt_work(begun, room, self._cache)
         if not work and not encoding.layers:
             assert not rows or under_way, "active rows without work"
