@@ -105,6 +105,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             scale=choice.attention_scale,
             softcap=choice.attention_softcap,
             batch_invariant=self.gemm.batch_invariant,
+            group=choice.head_num // choice.kv_head_num,
         )
 
     def embedding(self) -> Embedding:
