@@ -170,7 +170,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         return (
             choice.residual == "parallel_shared"
             and not (choice.gated or choice.separate_qkv or choice.query_key_norm)
-            and not self.weights.has(prefix + "attention.query_key_value.bias")
+            and not self.weights.reader.has(prefix + "attention.query_key_value.bias")
             and self.weights.device.type != "cpu"
         )
 
