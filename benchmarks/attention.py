@@ -51,7 +51,7 @@ def contenders(
     from inference.model.gpu import flash_attention
     from inference.model.gpu.attention_layout import paged_attention
 
-    device, rules = torch.device("cuda"), AttentionRules()
+    device, rules = torch.device("cuda"), AttentionRules(group=query_heads // kv_heads)
     blocks = -(-tokens // BLOCK)
     shape = CacheShape(
         1, prompts, kv_heads, tokens, size, block_tokens=BLOCK, blocks=prompts * blocks
@@ -60,9 +60,7 @@ def contenders(
     entries = [(slot, n, slot * blocks + n) for slot in range(prompts) for n in range(blocks)]
     cache.update([], entries)
     segments = np.array([(slot, 0, tokens) for slot in range(prompts)])
-    layout = functools.partial(
-        paged_attention, segments, cache, rules=rules, group=query_heads // kv_heads
-    )
+    layout = functools.partial(paged_attention, segments, cache, rules=rules)
     heads = (query_heads, kv_heads, kv_heads)
     qkv = torch.randn(prompts * tokens, sum(heads), size, dtype=torch.float16, device=device)
     query, keys, values = qkv.split_with_sizes(heads, dim=1)

@@ -105,6 +105,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             scale=choice.attention_scale,
             softcap=choice.attention_softcap,
             batch_invariant=self.gemm.batch_invariant,
+            group=choice.head_num // choice.kv_head_num,
         )
 
     def embedding(self) -> Embedding:
@@ -169,7 +170,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         return (
             choice.residual == "parallel_shared"
             and not (choice.gated or choice.separate_qkv or choice.query_key_norm)
-            and not self.weights.has(prefix + "attention.query_key_value.bias")
+            and not self.weights.reader.has(prefix + "attention.query_key_value.bias")
             and self.weights.device.type != "cpu"
         )
 

@@ -69,6 +69,7 @@ class AttentionRules:
     scale: float | None = None  # None: 1 / sqrt(D)
     softcap: float | None = None  # a score becomes cap * tanh(score / cap)
     batch_invariant: bool = False  # the bits of a token's result do not depend on the step
+    group: int = 1  # query heads of a key/value head
 
     @property
     def across(self) -> AttentionRules:

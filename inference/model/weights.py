@@ -63,17 +63,13 @@ class RankWeights:
         self._unusable: list[str] = []
         self._tables: dict[tuple[str, range, torch.dtype], torch.Tensor] = {}
 
-    def has(self, name: str) -> bool:
-        """Return whether the model has the tensor."""
-        return self.reader.has(name)
-
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return this rank's part of a tensor, in the computed type unless one is given."""
         return self._checked(name, self.reader.read(name, self.layout.tp_rank), dtype or self.dtype)
 
     def optional(self, name: str) -> torch.Tensor | None:
         """Return this rank's part of a tensor that not every model has."""
-        return self.tensor(name) if self.has(name) else None
+        return self.tensor(name) if self.reader.has(name) else None
 
     def matrix(self, name: str) -> torch.Tensor:
         """Return a weight as (in, out), axes after the first joined."""
@@ -242,7 +238,7 @@ class LayerLoader(Generic[ArchitectureT]):
         names = [
             f"model.prompt_table.{each.task_name}.weight" for each in weights.reader.config.tasks
         ]
-        prompts = [weights.tensor(name) for name in names if weights.has(name)]
+        prompts = [weights.tensor(name) for name in names if weights.reader.has(name)]
         if weights.device.type == "cpu":
             # The mapped table costs no memory of its own and is shared by the ranks of a node.
             table, first_row, reduce = weights.reader.read(tokens, 0), 0, None

@@ -46,7 +46,6 @@ class DecoderRank(GeneratorRank):
             prefixes = [weights.tensor(name)[layers.start : layers.stop] for name in names]
             weights.check()
         self._open_cache(settings, weights.dtype, prefixes)
-        self.group = architecture.head_num // architecture.kv_head_num
 
     def prepare(self) -> None:
         """Record the decoding graphs, and run prompts of several lengths once."""
@@ -61,7 +60,6 @@ class DecoderRank(GeneratorRank):
                     self.model,
                     self.cache,
                     self._feed,
-                    group=self.group,
                     parameters=self._parameters(),
                     most=_WARM_UP_TOKENS[-1] + self.cache.shape.slots,
                 )

@@ -201,7 +201,7 @@ class EncoderDecoderRank(GeneratorRank):
         # As if each token were the last of the encoder's: it sees all of them.
         last = [(each.slot, each.length - 1, 1) for each in encoded]
         each_token = np.repeat(np.array(last), counts, axis=0)
-        return paged_attention(each_token, self.cache, rules=rules.across, group=1), tasks
+        return paged_attention(each_token, self.cache, rules=rules.across), tasks
 
     def _encoder_result(self) -> StepResult | None:
         """Return on rank 0 the output of an encoder alone, which runs all layers in one step."""

@@ -40,7 +40,6 @@ class GeneratorRank(RankBase):
 
     architecture: DecoderArchitecture | EncoderDecoderArchitecture
     model: GeneratorModel
-    group = 1  # query heads of a key/value head
     _feed: TokenFeed
     _graphs: DecodeGraphs | None = None
 
@@ -69,9 +68,7 @@ class GeneratorRank(RankBase):
 
         for tokens in warm_up:
             self._run_nothing(tokens)
-        self._graphs = DecodeGraphs(
-            *(self.model, self.cache, self._feed, self.layout), group=self.group, idle=idle
-        )
+        self._graphs = DecodeGraphs(self.model, self.cache, self._feed, self.layout, idle=idle)
         self._graphs.record()
 
     def _run_nothing(self, tokens: int) -> None:
@@ -145,7 +142,7 @@ class GeneratorRank(RankBase):
             return GroupedAttention(segments, self.cache, rules=rules, dtype=self.model.dtype)
         from inference.model.gpu.attention_layout import paged_attention
 
-        return paged_attention(segment_numbers(segments), self.cache, rules=rules, group=self.group)
+        return paged_attention(segment_numbers(segments), self.cache, rules=rules)
 
     def _read_by(
         self, segments: Sequence[Segment]

@@ -45,7 +45,8 @@ class Sequences:
         block: int = 64,
     ) -> None:
         self.query_heads, kv_heads, size = heads
-        self.segments, self.rules = np.array(segments), rules
+        self.segments = np.array(segments)
+        self.rules = replace(rules, group=self.query_heads // kv_heads)
         blocks = SLOTS * -(-MAX_LEN // block)
         shape = CacheShape(2, SLOTS, kv_heads, MAX_LEN, size, block_tokens=block, blocks=blocks)
         self.cache = KVCache(shape, dtype=dtype, device=device)
@@ -113,10 +114,7 @@ class Sequences:
         """Return (N, H*D) by the kernels; with `flash` FlashAttention serves the prompts."""
         from inference.model.gpu.attention_layout import paged_attention
 
-        group = self.query_heads // self.cache.shape.kv_head_num
-        attention = paged_attention(
-            self.segments, self.cache, rules=self.rules, group=group, flash=flash
-        )
+        attention = paged_attention(self.segments, self.cache, rules=self.rules, flash=flash)
         attention = replace(attention, single=bool((self.segments[:, 2] == 1).all()))
         qkv = self.qkv.clone()  # queries may be rotated where they lie
         return attention(
@@ -230,7 +228,7 @@ def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> No
     )
     expected, _ = whole.expected(), whole.attended()
     for places in (whole.segments, whole.segments[:1]):
-        attention = paged_attention(places, whole.cache, rules=rules, group=1)
+        attention = paged_attention(places, whole.cache, rules=rules)
         y = attention(whole.qkv[: len(places), :4], layer=1)
         torch.testing.assert_close(y, expected[: len(places)], rtol=0, atol=2e-5)
 
@@ -282,7 +280,7 @@ def test_a_graph_has_tiles_for_every_mixture(
     from inference.model.gpu.attention_layout import cut_tiles, tile_sizes
     from inference.model.gpu.prompt_graph import tile_room
 
-    sizes = tile_sizes(group, AttentionRules(batch_invariant=batch_invariant))
+    sizes = tile_sizes(AttentionRules(batch_invariant=batch_invariant, group=group))
     room = tile_room(tokens, slots, sizes)
     draw = np.random.default_rng(0)
     mixtures = [np.full(slots, n) for n in (1, 2, 3, 5, 9, 16, 17, 33, 65, 128)]

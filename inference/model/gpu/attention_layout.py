@@ -23,15 +23,15 @@ _ALIGNED = 4  # integers of 32 bits in 16 bytes
 
 
 def paged_attention(
-    segments: Array, cache: KVCache, *, rules: AttentionRules, group: int, flash: bool = True
+    segments: Array, cache: KVCache, *, rules: AttentionRules, flash: bool = True
 ) -> PagedAttention:
     """Return the attention of a step of any new tokens.
 
     Segments (B, 3) are integers: slot, place of the first new token, and how many there are. The
-    tokens of all segments follow each other in this order. `group` are the query heads of a
-    key/value head. With `flash` FlashAttention may serve the prompts.
+    tokens of all segments follow each other in this order. With `flash` FlashAttention may serve
+    the prompts.
     """
-    sizes, longest = tile_sizes(group, rules), int(segments[:, 2].max())
+    sizes, longest = tile_sizes(rules), int(segments[:, 2].max())
     cut = list(zip(cut_tiles(segments, sizes), sizes, strict=True))
     spans: tuple[Array, ...] = ()
     if flash and flash_attention.serves(rules, cache, longest=longest):
@@ -74,16 +74,15 @@ def part_starts(lengths: Sequence[int]) -> list[int]:
 
 
 def single_tokens(
-    slots: torch.Tensor, places: torch.Tensor, cache: KVCache, *, rules: AttentionRules, group: int
+    slots: torch.Tensor, places: torch.Tensor, cache: KVCache, *, rules: AttentionRules
 ) -> PagedAttention:
     """Return the attention of a graph's step of one new token for each sequence.
 
-    Slots, places and the cache's tables must be written before the graph runs.
-
-    `slots` and `places` (B,) are those of the tokens; `group` as for `paged_attention`.
+    The tokens' `slots` and `places` (B,) and the cache's tables must be written before the graph
+    runs.
     """
     rows, ones = _rows_of_one(len(slots), slots.device)
-    tiles = Tiles(tile_sizes(group, rules)[0], slots, places, rows, ones)
+    tiles = Tiles(tile_sizes(rules)[0], slots, places, rows, ones)
     return PagedAttention(slots, places, cache, (tiles,), rules, single=True)
 
 
@@ -92,15 +91,15 @@ def _rows_of_one(count: int, device: torch.device) -> tuple[torch.Tensor, torch.
     return torch.arange(count, device=device), torch.ones(count, dtype=torch.int64, device=device)
 
 
-def tile_sizes(group: int, rules: AttentionRules) -> tuple[int, int]:
-    """Return the tokens of a tile for single tokens and for prompts, `group` query heads each.
+def tile_sizes(rules: AttentionRules) -> tuple[int, int]:
+    """Return the tokens of a tile for single tokens and for prompts, a group's query heads each.
 
     Those of batch-invariant steps are equal: a token's result depends on the tile's size.
     """
     if rules.batch_invariant:
-        least = max(LEAST_ROWS // group, 1)
+        least = max(LEAST_ROWS // rules.group, 1)
         return least, least
-    return 1, max(_PROMPT_ROWS // group, 1)
+    return 1, max(_PROMPT_ROWS // rules.group, 1)
 
 
 def cut_tiles(

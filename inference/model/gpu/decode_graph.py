@@ -10,7 +10,6 @@ step with sampled rows the kernel of these follows the graph.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,19 +61,16 @@ class DecodeGraphs(SizedGraphs[DecodeGraph]):
         feed: TokenFeed,
         layout: ParallelLayout,
         *,
-        group: int,
         idle: Sequence[int] = (),
     ) -> None:
         """Record nothing yet.
 
-        `group` are the query heads of a key/value head; `idle` are the numbers of what a place
-        without a sequence reads of an encoder.
+        `idle` are the numbers of what a place without a sequence reads of an encoder.
         """
         slots = cache.shape.slots
         small = [size for size in (1, 2, 4) if size < slots]
         super().__init__([*small, *range(_STEP, slots, _STEP), slots], "decoding steps")
         self._model, self._cache, self._feed, self._layout = model, cache, feed, layout
-        self._group = group
         self._idle = (0, cache.scratch_slot, 0, 0, *idle, -1)
         # The logits of every graph, of which one runs at a time: those of 66 graphs and a
         # vocabulary of 150,000 tokens would take 10 GB.
@@ -111,13 +107,12 @@ class DecodeGraphs(SizedGraphs[DecodeGraph]):
         """
         ids, slots, places, positions, *encoder, forbidden = numbers.unbind(0)
         model, layout = self._model, self._layout
-        attend = partial(single_tokens, cache=self._cache, group=self._group)
-        attention = attend(slots, places, rules=model.rules)
+        attention = single_tokens(slots, places, self._cache, rules=model.rules)
         encoded = tasks = None
         if encoder:
             read, last, tasks = encoder
             # As if each token were the last of the encoder's: it sees all of them.
-            encoded = attend(read, last, rules=model.rules.across)
+            encoded = single_tokens(read, last, self._cache, rules=model.rules.across)
         step = Step(
             ids=self._feed.ids(ids, slots),
             positions=positions,

@@ -69,17 +69,15 @@ class PromptGraphs(SizedGraphs[_PromptGraph]):
         cache: KVCache,
         feed: TokenFeed,
         *,
-        group: int,
         parameters: int,
         most: int,
     ) -> None:
         """Record nothing yet.
 
-        `group` are the query heads of a key/value head, `parameters` those of this rank's layers,
-        `most` the tokens of the largest step.
+        `parameters` are those of this rank's layers, `most` the tokens of the largest step.
         """
         self._model, self._cache, self._feed = model, cache, feed
-        self._tile_sizes = tile_sizes(group, model.rules)
+        self._tile_sizes = tile_sizes(model.rules)
         super().__init__(token_graph_sizes(parameters, most=most), "steps with prompts")
 
     def run(
