@@ -137,9 +137,14 @@ def nemo_activation(config: Mapping[str, Any]) -> _Activation:
     kind = "gelu" if kind and config.get("openai_gelu") else kind or word
     # Without a gate the fused kernel needs a bias to add.
     has_kernel = kind == "gelu" and (gated or _first(config, "bias", default=True))
-    fuses = _first(config, "bias_activation_fusion", "bias_gelu_fusion", default=True)
+    fused = bool(has_kernel) and nemo_fuses_activation(config)
     by_erf = bare in ("gelu", "geglu") and not config.get("openai_gelu")
-    return kind, gated, bool(has_kernel and fuses), by_erf
+    return kind, gated, fused, by_erf
+
+
+def nemo_fuses_activation(config: Mapping[str, Any]) -> bool:
+    """Return whether a NeMo configuration asks for the kernel that fuses bias and activation."""
+    return bool(_first(config, "bias_activation_fusion", "bias_gelu_fusion", default=True))
 
 
 def _megatron_activation(args: Mapping[str, Any]) -> _Activation:

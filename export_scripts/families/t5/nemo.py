@@ -16,6 +16,7 @@ from export_scripts.families.mapping.megatron_traits import (
     in_use,
     megatron_settings,
     nemo_activation,
+    nemo_fuses_activation,
 )
 from export_scripts.families.mapping.names import completed, named_sources
 from export_scripts.families.mapping.settings import Settings
@@ -115,15 +116,15 @@ class _Traits:
         buckets = encoder.integer("relative_attention_num_buckets", default=32)
         rows = encoder.integer("max_position_embeddings", default=0, least=0)
         is_relative = self.words["position_embedding_type"] == "relative"
-        # Whether the kernel is fused is stated; whether there is a bias for it does not matter.
-        *_, is_fused, by_erf = nemo_activation({**encoder.source, "bias": True})
+        *_, by_erf = nemo_activation(encoder.source)
         # Biases, LayerNorm and scaled attention, or none of them.
         with_bias = self.words["normalization"] != "rmsnorm"
         self.fields |= {
             "d_kv": size_per_head,
             "num_decoder_layers": decoder.integer("num_layers", default=0, least=0),
             "feed_forward_proj": _ACTIVATIONS.get(self.words["activation"]),
-            "exact_gelu": by_erf and not is_fused,
+            # Every archive of NeMo states whether its activation is fused.
+            "exact_gelu": by_erf and not nemo_fuses_activation(encoder.source),
             "relative_attention_num_buckets_or_max_pos_seq_len": buckets if is_relative else rows,
             "relative_attention_max_distance": distance,
             "layer_norm_epsilon": encoder.number("layernorm_epsilon", default=FT_NORM_EPS),
