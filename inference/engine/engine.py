@@ -28,6 +28,7 @@ from inference.engine.capacity import (
     plan_capacity,
 )
 from inference.engine.errors import EngineBusyError, EngineFailedError
+from inference.engine.options import EngineOptions
 from inference.engine.row_cache import RowCache
 from inference.engine.running import (
     GenerationResult,
@@ -41,7 +42,10 @@ from inference.engine.step_budget import ChunkSize
 from inference.model.step import Segment
 from inference.ranks.base import MOST_PROMPT_TOKENS
 from inference.ranks.plan import StepPlan
-from inference.ranks.settings import RankSettings
+from inference.ranks.settings import Placement, RankSettings
+
+# What a program that computes in its own process needs.
+__all__ = ["Engine", "EngineOptions", "Placement"]
 
 _GPU_CHUNK = {"first": 2048, "most": MOST_PROMPT_TOKENS}
 
