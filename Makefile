@@ -1,7 +1,7 @@
 # make setup        only set up .venv, with PYTHON (python3); `make clean` removes it
 # make demo         set up, then convert, export, deploy and evaluate the bundled model
 # make test         set up, add the tools of developers, run every test this machine can run,
-#                   WORKERS (2) files at a time
+#                   WORKERS (3) files at a time
 # make coverage     the lines that unit and golden tests run; fails below the floor of pyproject.toml
 # make lint         ruff, mypy --strict, codespell; `make format` mends what ruff can mend
 # make soak         the tests of endurance, each 100 times as long; takes hours
@@ -14,7 +14,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
-WORKERS ?= 2
+WORKERS ?= 3
 TORCH_BACKEND ?= auto
 VENV   := .venv
 BIN    := $(VENV)/bin
