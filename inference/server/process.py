@@ -19,6 +19,7 @@ from inference.parent_process import LinkedProcess
 from inference.ports import TRITON_PORTS, host_and_port, pick_free_ports, ports_problems
 from inference.server import supervisor
 from inference.server.server_log import ServerStartError, last_lines
+from inference.supervision import REPORTS_VARIABLE
 
 _KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -191,7 +192,8 @@ class ServedProcess:
             supervisor.PROGRAM,
             [segments, *command],
             log_path=self.log_path,
-            env={**os.environ, **env, **self.env},
+            # A socket that this process itself has to report to is not the server's.
+            env={**os.environ, REPORTS_VARIABLE: "", **env, **self.env},
             cwd=cwd,
         )
 
