@@ -62,6 +62,9 @@ Times = tuple[float, list[float]]
 class Program(NamedTuple):
     """A contender, which has a process of its own.
 
+    In one process each would have its own threads, and with more threads than processors OpenMP
+    lets them sleep at each wait: every program would take up to twice as long.
+
     Attributes:
         make: Loads the model.
         step_bytes: (sequences, cached tokens of each) -> bytes that a step reads.
