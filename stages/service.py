@@ -13,7 +13,7 @@ from inference.server.server_log import ServerStartError, last_lines, put_aside
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
 from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, ServerEndpoint, published_by
-from stages.job_process import job_id_here, log_line
+from stages.job_process import cause_of, job_id_here, log_line
 from stages.progress import PROGRESS_NAME, Progress
 from stages.server_starts import ServerStart, losses
 from stages.serving import serving
@@ -32,6 +32,7 @@ _MAX_BACKOFF_S, _MOST_DOUBLED = 300.0, 64
 _STEADY_S = 600.0
 # Other nodes see files of this one a little later.
 _LOSS_WAIT_S = 2.0
+_PUBLISH_AGAIN_S = 5.0
 NOT_NEEDED = "no longer needed"
 _TIME_LIMIT, _STOPPED, _HANDED_OVER = "time limit", "stopped", "handed over"
 _RELOAD = "reload"
@@ -63,6 +64,7 @@ class Service:
     _failures: int = field(default=0, init=False)  # since the last sound service
     _is_published: bool = field(default=False, init=False)
     _serves: ServerEndpoint | None = field(default=None, init=False)
+    _publish_at: float = field(default=0.0, init=False)  # next attempt; 0 without a failed one
 
     def run(self) -> str:
         """Serve until the end, and return why the service ended.
@@ -76,11 +78,12 @@ class Service:
                 reason, failure = self._serve_once()
             except _EndedError as error:
                 return str(error)
-            except ServerStartError as error:
-                if self._serves is None and not (error.is_crash and self.config.nodes > 1):
+            except (ServerStartError, OSError) as error:
+                is_crash = isinstance(error, ServerStartError) and error.is_crash
+                if self._serves is None and not (is_crash and self.config.nodes > 1):
                     raise  # it has never worked: waiting changes nothing
                 self._call_off()
-                reason, failure = "", str(error)
+                reason, failure = "", cause_of(error, folder=self.folder)
             if not failure:
                 return reason
             if self._failures >= self.config.max_restarts or not self.config.may_start_again:
@@ -118,13 +121,12 @@ class Service:
             with contextlib.suppress(KeyboardInterrupt):
                 if reason != _HANDED_OVER:  # the successor reports from now on
                     self.progress.update("stopping")
-                endpoint.withdraw(self.folder / ENDPOINT_NAME)
+                self._withdraw(endpoint)
                 # After a hand-over running requests may take all the time that is left.
                 left_s = self.until - time.monotonic() if reason == _HANDED_OVER else 0.0
                 drain_s = self.config.drain_s + max(left_s, 0.0)
                 server.stop(drain_s=0 if failure else drain_s)
-            endpoint.withdraw(self.folder / ENDPOINT_NAME)
-            self._is_published = False
+            self._withdraw(endpoint)
         return reason, failure
 
     def _start(
@@ -141,15 +143,28 @@ class Service:
                 former=former,
             )
         )
+        self.progress.path, self._is_published = self.folder / PROGRESS_NAME, False
+        self._publish(endpoint)
+        return server, endpoint
+
+    def _publish(self, endpoint: ServerEndpoint) -> None:
+        """Publish the address, or try again later: a full disk ends no server.
+
+        After a restart clients find this server where they found the one before.
+        """
         try:
             endpoint.publish(self.folder / ENDPOINT_NAME)
         except OSError as error:
-            if former is None:
-                raise
-            # The front has changed over: clients find this server where they found the other.
-            log_line(f"the address cannot be written again: {error}")
-        self.progress.path, self._is_published = self.folder / PROGRESS_NAME, True
-        return server, endpoint
+            if self._publish_at == 0:
+                log_line(f"the address cannot be written: {cause_of(error, folder=self.folder)}")
+            self._publish_at = time.monotonic() + _PUBLISH_AGAIN_S
+        else:
+            self._publish_at, self._is_published = 0.0, True
+
+    def _withdraw(self, endpoint: ServerEndpoint) -> None:
+        self._publish_at, self._is_published = 0.0, False
+        with contextlib.suppress(OSError):  # without room for a lock, nothing was published
+            endpoint.withdraw(self.folder / ENDPOINT_NAME)
 
     def _reloaded(self, stack: contextlib.ExitStack, old: AnyServer) -> AnyServer:
         """Have a new server take over behind the same front; return the one that serves now.
@@ -187,7 +202,9 @@ class Service:
             raise _EndedError(ended)
 
     def _call_off(self) -> None:
-        if self.config.nodes > 1:
+        if self.config.nodes == 1:
+            return
+        with contextlib.suppress(OSError):  # on a full disk the others end by their own failure
             ServerStart(job_id_here(), self.restarts + 1, is_over=True).announce(self.folder)
 
     def _watch(self, server: AnyServer) -> tuple[str, str]:
@@ -202,6 +219,8 @@ class Service:
             with contextlib.suppress(OSError):  # usually there is none; another job may take it
                 (self.folder / RELOAD_NAME).unlink()
                 return _RELOAD, ""
+            if 0 < self._publish_at <= time.monotonic() and self._serves is not None:
+                self._publish(self._serves)
             if failure := server.failure(patience_s=_PATIENCE_S):
                 if time.monotonic() - began > _STEADY_S:
                     self._failures = 0

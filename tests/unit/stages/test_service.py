@@ -202,7 +202,44 @@ def test_server_that_took_over_stays_where_a_full_disk_takes_no_address(
     kept = new_service(tmp_path, DeployConfig(folder=tmp_path, model_name="m", drain_s=17.0))
     assert kept.run() == "no longer needed"
     assert [server.drain_s for server in servers] == [17.0, 17.0]
-    assert "the address cannot be written again" in capsys.readouterr().err
+    assert "the address cannot be written" in capsys.readouterr().err
+
+
+def test_restarted_server_serves_on_a_full_disk_and_publishes_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(28, "No space left on device")
+    starts, publications = itertools.count(1), itertools.count(1)
+
+    class Server(FakeServer):
+        def __init__(self, number: int) -> None:
+            super().__init__(tmp_path / "log")
+            self.number = number
+
+        def failure(self, *, patience_s: float = 0.0) -> str | None:  # type: ignore[override]
+            del patience_s
+            if self.number > 1 and (tmp_path / ENDPOINT_NAME).exists():
+                (tmp_path / STOP_NAME).touch()
+            return "it has failed" if self.number == 1 else None
+
+    @contextmanager
+    def serving(*_: Any, **__: Any) -> Iterator[Any]:
+        if (number := next(starts)) == 2:
+            raise full
+        yield Server(number), ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+
+    def publish(endpoint: ServerEndpoint, path: Path) -> None:
+        if 1 < next(publications) < 4:
+            raise full
+        write_json(path, asdict(endpoint))
+
+    monkeypatch.setattr(service, "serving", serving)
+    monkeypatch.setattr(service, "_PUBLISH_AGAIN_S", 0.01)
+    monkeypatch.setattr(ServerEndpoint, "publish", publish)
+    config = DeployConfig(folder=tmp_path, model_name="m", restart_backoff_s=0.01)
+    kept = new_service(tmp_path, config)
+    assert kept.run() == "no longer needed"
+    assert (next(starts), next(publications)) == (4, 5)
 
 
 def test_progress_that_cannot_be_written_ends_no_work(tmp_path: Path) -> None:
