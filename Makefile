@@ -1,5 +1,6 @@
 # make setup        only set up .venv, with PYTHON (python3); `make clean` removes it
 # make demo         set up, then convert, export, deploy and evaluate the bundled model
+# make triton       the tritonserver of NVIDIA's PyTriton, into .triton, with Python 3.11 or 3.12
 # make test         set up, add the tools of developers, run every test this machine can run,
 #                   WORKERS (3) files at a time
 # make coverage     the lines that unit and golden tests run; fails below the floor of pyproject.toml
@@ -20,11 +21,19 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TOOLS  := $(VENV)/.tools
+# The environment of the tritonserver in NVIDIA's PyTriton, which needs an older numpy and Python.
+TRITON := .triton
 # The larger files that pip downloads, with their sizes.
 SIZES  := | sed -unE 's/^ *Downloading (.*[0-9.]+ [MG]B.*)/  \1/p'
-INSTALL := $(BIN)/python -m pip install --progress-bar off --no-deps --use-pep517 --require-hashes
+# The pins of a file, and torch, into an environment.
+PINNED = $(1)/bin/python -m pip install --progress-bar off --no-deps --use-pep517 --require-hashes \
+  --requirement requirements/$(2).txt $(SIZES)
+TORCH = { test -z "$(TORCH_BACKEND)" || $(BIN)/uv pip install --python $(1)/bin/python \
+  --compile-bytecode --torch-backend $(TORCH_BACKEND) --requirement requirements/torch.txt || \
+  echo "no build of torch for TORCH_BACKEND=$(TORCH_BACKEND): the package index's is used"; } && \
+  $(1)/bin/python -m pip install --progress-bar off --requirement requirements/torch.txt $(SIZES)
 
-.PHONY: help setup demo test coverage clones soak lint format constraints wheels clean
+.PHONY: help setup triton demo test coverage clones soak lint format constraints wheels clean
 
 help:
 	@sed -n '/^#/!q;s/^# //p' Makefile
@@ -32,40 +41,47 @@ help:
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements/constraints.txt requirements/torch.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || \
-	  { echo "slipway needs Python 3.10 to 3.12, and $(PYTHON) is" \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
+	  { echo "slipway needs Python 3.11 to 3.14, and $(PYTHON) is" \
 	    "$$($(PYTHON) --version 2>&1); set PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "cannot create $(VENV); on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@echo "step 1 of 3: the packages that serve a model, into $(VENV)"
-	@$(INSTALL) --requirement requirements/constraints.txt $(SIZES)
+	@$(call PINNED,$(VENV),constraints)
 	@echo "step 2 of 3: torch (0.2 GB for the CPU, 2.5 GB with CUDA)"
-	@test -z "$(TORCH_BACKEND)" || $(BIN)/uv pip install --python $(BIN)/python \
-	  --compile-bytecode --torch-backend $(TORCH_BACKEND) --requirement requirements/torch.txt || \
-	  echo "no build of torch for TORCH_BACKEND=$(TORCH_BACKEND): the package index's is used"
-	@$(BIN)/python -m pip install --progress-bar off --requirement requirements/torch.txt $(SIZES)
+	@$(call TORCH,$(VENV))
 	@echo "step 3 of 3: this project"
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(TOOLS): $(STAMP) requirements/developer.txt
 	@echo "the tools of developers, into $(VENV)"
-	@$(INSTALL) --requirement requirements/developer.txt $(SIZES)
+	@$(call PINNED,$(VENV),developer)
 	@touch $@
 
-demo: $(STAMP)
+triton: $(TRITON)/.installed
+
+# uv finds a Python that fits, or fetches one.
+$(TRITON)/.installed: $(STAMP) requirements/triton.txt
+	@echo "the tritonserver of NVIDIA's PyTriton, into $(TRITON)"
+	@$(BIN)/uv venv --quiet --clear --seed --python '>=3.11,<3.13' $(TRITON)
+	@$(call PINNED,$(TRITON),triton)
+	@$(call TORCH,$(TRITON))
+	@touch $@
+
+demo: $(STAMP) $(TRITON)/.installed
 	$(BIN)/python main.py export=gpt3/sample 'stages=[convert,export,deploy,evaluate]'
 
-test: $(TOOLS)
+test: $(TOOLS) $(TRITON)/.installed
 	@tests/system_packages.sh
 	# Threads of OpenMP that wait for work spin, on the other worker's core.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-coverage: $(TOOLS)
+coverage: $(TOOLS) $(TRITON)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
 	  tests/unit tests/golden --cov
 
-soak: $(TOOLS)
+soak: $(TOOLS) $(TRITON)/.installed
 	@tests/system_packages.sh
 	$(BIN)/python -m pytest -m soak --soak 100 --timeout 0
 
@@ -85,11 +101,11 @@ format: $(TOOLS)
 # Remake the pins for every Python, x86-64 and aarch64; a pin is kept as long as it fits. What torch
 # brings for CUDA is left to torch, which pins it. developer.txt has what constraints.txt has not.
 PINS = $(VENV)/pins.txt
-COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --fork-strategy fewest \
-  --no-header --no-annotate --generate-hashes --constraint requirements/torch.txt \
-  --extra setup --extra serve --extra s3 pyproject.toml
+PIN = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --fork-strategy fewest \
+  --no-header --no-annotate --generate-hashes --constraint requirements/torch.txt pyproject.toml
+COMPILE = $(PIN) --extra setup --extra s3
 WITHOUT_CUDA = sed -i -E -e '/^(torch|triton|cuda-[a-z]+|nvidia-(cu|n)[a-z0-9-]+)==/,/[^\\]$$/d' \
-  -e "s/ ; python_full_version < '3.13' and implementation_name == 'cpython'.*\\\\/ \\\\/"
+  -e "s/ ; python_full_version < '3.15' and implementation_name == 'cpython'.*\\\\/ \\\\/"
 constraints: $(STAMP)
 	cat requirements/constraints.txt requirements/developer.txt >$(PINS)
 	$(COMPILE) --extra dev --output-file $(PINS)
@@ -97,13 +113,14 @@ constraints: $(STAMP)
 	$(COMPILE) --constraint $(PINS) --output-file requirements/constraints.txt
 	$(COMPILE) --constraint $(PINS) --extra dev --output-file requirements/developer.txt \
 	  $$(sed -nE 's/^([a-z0-9._-]+)==.*/--no-emit-package \1/p' requirements/constraints.txt)
-	$(WITHOUT_CUDA) requirements/constraints.txt requirements/developer.txt
+	$(PIN) --extra setup --extra triton --output-file requirements/triton.txt
+	$(WITHOUT_CUDA) requirements/constraints.txt requirements/developer.txt requirements/triton.txt
 	@$(MAKE) --no-print-directory wheels
 
 # Ask the package index for a wheel of every pin; the two packages of --no-binary have none, but are
 # plain Python. --no-config leaves out pyproject.toml's own constraints.
 wheels: $(STAMP)
-	@for python in 3.10 3.11 3.12; do for processor in x86_64 aarch64; do \
+	@for python in 3.11 3.12 3.13 3.14; do for processor in x86_64 aarch64; do \
 	  echo "looking for wheels: Python $$python, $$processor"; \
 	  $(BIN)/uv pip install --quiet --dry-run --no-config --no-deps --target $(VENV)/none \
 	    --only-binary :all: --no-binary antlr4-python3-runtime --no-binary rouge-score \
@@ -113,4 +130,4 @@ wheels: $(STAMP)
 	done; done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(TRITON) build dist *.egg-info

@@ -19,7 +19,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 # Started as launcher_scripts/main.py, or installed next to another distribution's `inference`.
 sys.path.insert(0, str(CHECKOUT))
 
-if missing := [name for name in ("hydra", "submitit", "yaml") if find_spec(name) is None]:
+if missing := [name for name in ("hydra", "isal", "jinja2", "submitit") if find_spec(name) is None]:
     sys.exit(
         f"{sys.executable} lacks {', '.join(missing)}; make the environment with `make setup` and "
         f"use {CHECKOUT / '.venv' / 'bin' / 'python'}"

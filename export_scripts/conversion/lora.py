@@ -459,7 +459,7 @@ def _is_pattern(pattern: str) -> bool:
     repeated = len(re.findall(r"[*+{]|(?<!\()\?", pattern))
     if len(pattern) > _MOST_PATTERN or repeated > _MOST_REPEATED:
         return False
-    # A repeated group, or flags for all that it stands in, which Python 3.10 takes anywhere.
+    # A repeated group, or flags for all that it stands in, which belong at its beginning.
     if re.search(r"\)[*+{]|\(\?[aiLmsux]+\)", pattern):
         return False
     try:

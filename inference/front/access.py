@@ -175,13 +175,7 @@ class Credentials:
         if protocol == "grpc":
             return {"ssl": True, "root_certificates": ca}
         from gevent.ssl import create_default_context
-        from geventhttpclient import connectionpool
 
-        if not hasattr(connectionpool, "SSLConnectionPool"):
-            raise ValueError(
-                "tritonclient has no TLS over HTTP with this Python: install geventhttpclient "
-                "2.0.12, or use gRPC (grpcs://)."
-            )
         return {"ssl": True, "ssl_context_factory": lambda: create_default_context(cafile=ca)}
 
 

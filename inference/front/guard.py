@@ -121,7 +121,7 @@ class Guard:
         await ask_for_body(request)
         try:
             body = await asyncio.wait_for(_read(request, limit), BODY_TIMEOUT_S)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             reason = f"the body has not arrived within {BODY_TIMEOUT_S:g} s"
             raise RejectedError(reason, HTTPStatus.REQUEST_TIMEOUT) from error
         except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:

@@ -2,19 +2,18 @@
 
 import contextlib
 import hashlib
-import importlib.util
+import json
 import os
 import re
 import shutil
 import stat
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from inference.front.sockets import ServerSockets
 from inference.private_folder import is_plain, plain_temporary_folder
@@ -22,7 +21,25 @@ from inference.process_memory import memory_variables
 
 SERVER_VARIABLE = "TRITON_SERVER"
 # Python-based backends of this project, each a folder that a backend directory can hold.
-OWN_BACKENDS = Path(__file__).resolve().parents[2] / "export_scripts" / "triton" / "backends"
+_ROOT = Path(__file__).resolve().parents[2]
+OWN_BACKENDS = _ROOT / "export_scripts" / "triton" / "backends"
+# The environment that `make triton` makes.
+_ENVIRONMENT = _ROOT / ".triton"
+# Printed by the interpreter of an environment: its version, packages, shared library and numpy.
+_FACTS = """
+import json, sysconfig
+from importlib import metadata
+try:
+    numpy = metadata.version("numpy")
+except metadata.PackageNotFoundError:
+    numpy = None
+print(json.dumps({
+    "version": sysconfig.get_python_version(),
+    "packages": sysconfig.get_path("purelib"),
+    "libraries": sysconfig.get_config_var("LIBDIR"),
+    "numpy": numpy,
+}))
+"""
 _OPTION = re.compile(r"^\s*--([a-z][a-z-]*)", re.MULTILINE)
 _HELP_TIMEOUT_S = 120.0  # a container's first read of the program can be slow
 # Set by launchers of MPI processes.
@@ -36,18 +53,26 @@ _EVERYWHERE = "0.0.0.0"  # where tritonserver listens by itself
 
 @dataclass(frozen=True)
 class TritonInstallation:
-    """A server program, its backends if not in the usual place, and folders of shared libraries."""
+    """A server program, and what it needs from elsewhere.
+
+    Attributes:
+        backend_directory: None for the one that was compiled into the program; so is
+            `cache_directory`.
+        library_paths: folders of shared libraries.
+        interpreter: the Python whose packages the Python backend imports.
+    """
 
     program: Path
-    backend_directory: Path | None = None  # None for the one that was compiled into the program
+    backend_directory: Path | None = None
     cache_directory: Path | None = None
     library_paths: tuple[Path, ...] = ()
+    interpreter: Path = Path(sys.executable)
 
     def environment(self) -> dict[str, str]:
         """Return the variables of the server that differ from those of this process."""
         # The Python backend embeds an interpreter and takes its packages from the first python3.
-        interpreter = str(Path(sys.executable).parent)
-        variables = {"PATH": os.pathsep.join([interpreter, os.environ.get("PATH", os.defpath)])}
+        folders = [str(self.interpreter.parent), os.environ.get("PATH", os.defpath)]
+        variables = {"PATH": os.pathsep.join(folders)}
         searched = [*map(str, self.library_paths), os.environ.get("LD_LIBRARY_PATH", "")]
         if libraries := os.pathsep.join(filter(None, searched)):
             variables["LD_LIBRARY_PATH"] = libraries
@@ -74,30 +99,55 @@ class TritonInstallation:
 def find_triton(*, own_backends: bool = True) -> TritonInstallation:
     """Return the server that TRITON_SERVER names, else the one on PATH, else nvidia-pytriton's.
 
+    TRITON_SERVER names a program, or the folder of a Python environment that has nvidia-pytriton.
+    Where it is not set, such an environment is looked for in this checkout (`make triton`), then
+    this process's own is.
+
     With `own_backends` it serves models for NVIDIA's FasterTransformer backend with this project's
     engine; without, with whatever backend the server itself has.
 
     Raises:
-        FileNotFoundError: there is none, or TRITON_SERVER names no file.
+        FileNotFoundError: there is none, or TRITON_SERVER names none.
         PermissionError: others can write where its backends are copied to.
     """
     own: dict[str, Path] = {}
     if own_backends:
         own = {each.name: each for each in OWN_BACKENDS.iterdir() if (each / "model.py").is_file()}
     named = os.environ.get(SERVER_VARIABLE)
-    if named and not Path(named).is_file():
-        raise FileNotFoundError(f"{SERVER_VARIABLE}={named} is not a file.")
-    if program := named or shutil.which("tritonserver"):
+    program = named or shutil.which("tritonserver")
+    if program and Path(program).is_file():
         return _installed(Path(program), own)
-    wheel = importlib.util.find_spec("pytriton")  # it is not imported
-    if wheel is not None and wheel.origin is not None:
-        folder = Path(wheel.origin).parent / "tritonserver"
-        if (folder / "bin" / "tritonserver").is_file():
-            return _from_wheel(folder, own)
+    for environment in (named,) if named else (_ENVIRONMENT, sys.prefix):
+        if (interpreter := Path(environment, "bin", "python")).is_file():
+            facts = _facts_of(interpreter)
+            if (folder := Path(facts["packages"], "pytriton", "tritonserver")).is_dir():
+                return _from_wheel(interpreter, facts, folder, own)
+    if named:
+        raise FileNotFoundError(
+            f"{SERVER_VARIABLE}={named} is neither a program nor a Python environment that has "
+            "nvidia-pytriton."
+        )
     raise FileNotFoundError(
-        "no tritonserver found; install the one of NVIDIA's package (pip install "
-        f"nvidia-pytriton==0.7.0), put tritonserver on PATH, or name it in {SERVER_VARIABLE}."
+        "no tritonserver found; put one on PATH, name it in "
+        f"{SERVER_VARIABLE}, or install the one of NVIDIA's PyTriton: `make triton` in a checkout, "
+        "elsewhere pip install 'slipway-serving[triton]' in an environment of its own with Python "
+        f"3.11 or 3.12, whose folder {SERVER_VARIABLE} then names."
     )
+
+
+def _facts_of(interpreter: Path) -> dict[str, Any]:
+    """Return what an interpreter says of itself, without the packages of PYTHONPATH."""
+    done = subprocess.run(
+        [interpreter, "-E", "-c", _FACTS],
+        capture_output=True,
+        text=True,
+        timeout=_HELP_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise FileNotFoundError(f"{interpreter} does not run: {done.stderr.strip()[-500:]}")
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts
 
 
 def _installed(program: Path, own: dict[str, Path]) -> TritonInstallation:
@@ -111,56 +161,45 @@ def _installed(program: Path, own: dict[str, Path]) -> TritonInstallation:
     return TritonInstallation(program, backend_directory=folder)
 
 
-def _from_wheel(folder: Path, own: dict[str, Path]) -> TritonInstallation:
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+def _from_wheel(
+    interpreter: Path, facts: Mapping[str, Any], folder: Path, own: dict[str, Path]
+) -> TritonInstallation:
+    """Return the server of nvidia-pytriton in an interpreter's packages."""
+    version = facts["version"]
     stub = folder / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
         found = ", ".join(sorted(path.name for path in stub.parents[1].iterdir()))
         raise FileNotFoundError(
-            f"nvidia-pytriton has no Python backend for Python {version} (it has: {found}); "
-            "use one of those, or name another server in TRITON_SERVER."
+            f"nvidia-pytriton has no Python backend for Python {version} of {interpreter} (it has: "
+            f"{found}); install it in an environment with one of those, and name that environment "
+            f"in {SERVER_VARIABLE}."
         )
-    numpy, place = _numpy_of_the_server()
-    if int(numpy.partition(".")[0]) > 1:
+    numpy = facts["numpy"]
+    if numpy is None or not numpy.startswith("1."):
         raise FileNotFoundError(
-            f"nvidia-pytriton's tritonserver gives empty answers with numpy {numpy}, which it "
-            f"would import from {place}; install numpy 1.26 there, or name another server in "
-            "TRITON_SERVER."
+            f"nvidia-pytriton's tritonserver gives empty answers with numpy {numpy} of "
+            f"{interpreter}; install numpy 1.26 there, or name another server or environment in "
+            f"{SERVER_VARIABLE}."
         )
-    # Triton's stub is linked to this interpreter's shared library.
-    own_libraries = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
     return TritonInstallation(
         program=folder / "bin" / "tritonserver",
         backend_directory=_assembled_backends(folder / "backends", stub, own),
         cache_directory=folder / "caches",
-        library_paths=(folder.parents[1] / "nvidia_pytriton.libs", own_libraries),
+        # Triton's stub is linked to the interpreter's shared library.
+        library_paths=(folder.parents[1] / "nvidia_pytriton.libs", Path(facts["libraries"])),
+        interpreter=interpreter,
     )
 
 
-def _numpy_of_the_server() -> tuple[str, str]:
-    """Return the version of the numpy that the Python backend imports, and its folder.
-
-    The interpreter's own packages come first there, those of folders in PYTHONPATH after them: the
-    other way round than in this process.
-    """
-    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    given = {Path(each).resolve() for each in entries if each}
-    own = [each for each in sys.path if each and Path(each).resolve() not in given]
-    for folders in (own, sys.path):
-        for found in metadata.distributions(name="numpy", path=folders):
-            return found.version, str(found.locate_file(""))
-    return metadata.version("numpy"), "its packages"
-
-
 def _assembled_backends(backends: Path, stub: Path, own: Mapping[str, Path]) -> Path:
-    """Return a copy of the wheel's backends and links to `own`, with this interpreter's stub.
+    """Return a copy of the wheel's backends with links to `own`, this project and a stub.
 
-    The stub's interpreter ignores PYTHONPATH but searches its own folder, so links there let the
-    model files import what this process can: this project, from a checkout that is not installed,
-    and packages in folders of PYTHONPATH. The copy is made once per wheel, set of backends,
-    interpreter and set of links; several processes may make it at the same time.
+    The stub's interpreter ignores PYTHONPATH but searches its own folder: links there let the model
+    files import this project, which need not be installed in the server's environment. The copy is
+    made once for each wheel, set of backends and interpreter; several processes may make it at the
+    same time.
     """
-    links = _importable()
+    links = {package: _ROOT / package for package in ("inference", "export_scripts")}
     names = sorted(path.name for path in backends.iterdir())
     identity = (
         f"{stub} {stub.stat().st_mtime_ns} {names} {sorted(links.items())} {sorted(own.items())}"
@@ -201,18 +240,6 @@ def _cached_folder(identity: str, fill: Callable[[Path], None]) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
-
-
-def _importable() -> dict[str, Path]:
-    """Return the modules that the Python backend does not find itself; the first of a name wins."""
-    root = Path(__file__).resolve().parents[2]
-    found = {package: root / package for package in ("inference", "export_scripts")}
-    for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        folder = Path(entry).resolve()
-        if folder.is_dir() and folder != root:
-            for path in sorted(folder.iterdir()):
-                found.setdefault(path.name, path)
-    return found
 
 
 def _cache_root() -> Path:

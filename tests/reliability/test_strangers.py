@@ -28,7 +28,6 @@ import brotli
 import grpc
 import numpy as np
 import pytest
-from geventhttpclient import connectionpool
 from tritonclient.grpc import service_pb2
 
 from inference.decoding.rows import SessionTurn
@@ -688,9 +687,7 @@ def test_the_list_of_models_says_nothing_of_the_servers_inside(server: TritonSer
 # With keys: TLS, tokens, shared memory of clients.
 
 TOKEN = "6f1c6b0a8d2e4f7390ab12cd34ef56789a0b1c2d"
-# Of tritonclient's library for HTTP; not of the release that it asks for, with Python 3.12.
-HAS_HTTPS_CLIENT = hasattr(connectionpool, "SSLConnectionPool")
-PROTOCOLS = ["grpc", "http"] if HAS_HTTPS_CLIENT else ["grpc"]
+PROTOCOLS = ["grpc", "http"]
 
 
 @pytest.fixture(scope="module")
@@ -768,13 +765,9 @@ def test_https_asks_for_the_token(guarded: tuple[TritonServer, Path], token: str
             connection.close()
 
 
-def test_http_client_uses_tls_or_names_the_alternative(guarded: tuple[TritonServer, Path]) -> None:
-    if HAS_HTTPS_CLIENT:
-        with _client(guarded, "http", "token", "cert.pem") as client:
-            assert client.is_ready()
-    else:
-        with pytest.raises(ValueError, match=r"use gRPC \(grpcs://\)"):
-            _client(guarded, "http", "token", "cert.pem")
+def test_http_client_uses_tls(guarded: tuple[TritonServer, Path]) -> None:
+    with _client(guarded, "http", "token", "cert.pem") as client:
+        assert client.is_ready()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 
 FILES = sorted(ROOT.glob("requirements/*.txt"))
 PINS = ("constraints.txt", "developer.txt")
+HASHED = (*PINS, "triton.txt")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -26,21 +27,21 @@ def test_pins_name_versions_that_any_index_has(path: Path) -> None:
 
 
 def test_every_pin_has_hashes_but_that_of_torch() -> None:
-    text = "".join((ROOT / "requirements" / name).read_text() for name in PINS)
+    text = "".join((ROOT / "requirements" / name).read_text() for name in HASHED)
     for pin in re.split(r"\n(?=\S)", text.strip()):
         assert "--hash=sha256:" in pin, pin
     assert not re.search(r"^(torch|triton|nvidia-c\S*)==", text, re.MULTILINE)
 
 
-def test_what_only_the_server_needs_old_binds_the_server_alone() -> None:
-    project = (ROOT / "pyproject.toml").read_text()
-    core = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
-    serve = re.search(r"^serve = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
-    assert core is not None
-    assert serve is not None
-    for name in ("numpy", "grpcio"):
-        assert re.findall(rf'"{name}(>=[0-9.]+)?"', core[1]), name
-        assert re.findall(rf'"{name}<', serve[1]), name
+def test_what_the_tritonserver_of_2024_needs_old_binds_its_own_environment_alone() -> None:
+    def pins(name: str) -> dict[str, str]:
+        text = (ROOT / "requirements" / name).read_text()
+        return dict(re.findall(r"^(\S+)==(\d+)", text, re.MULTILINE))
+
+    ours, tritons = pins("constraints.txt"), pins("triton.txt")
+    assert (ours["numpy"], tritons["numpy"]) == ("2", "1")
+    assert "nvidia-pytriton" in tritons
+    assert "nvidia-pytriton" not in ours | pins("developer.txt")
 
 
 def test_no_package_is_pinned_twice() -> None:
@@ -57,7 +58,7 @@ def test_nothing_installs_the_package_of_others_with_this_projects_name() -> Non
     paths = [ROOT / each for each in listed.stdout.splitlines()]
     for path in {each for each in paths if each.suffix in texts and each.is_file()}:
         if path != Path(__file__):
-            assert not re.search(r"install\W+slipway\b|slipway\[", path.read_text()), path
+            assert not re.search(r"install\W+slipway\b(?!-serving)|slipway\[", path.read_text()), path
 
 
 def test_versions_in_the_docs_are_those_of_the_pins() -> None:

@@ -230,8 +230,7 @@ def test_links_and_devices_in_archives_are_refused(tmp_path: Path, kind: bytes) 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        # Python 3.10's tarfile fails before it returns the member.
-        (tarfile.REGTYPE, r"member 'odd' has a size of -512 bytes|cannot be read: \[Errno 22\]"),
+        (tarfile.REGTYPE, "member 'odd' has a size of -512 bytes"),
         (tarfile.DIRTYPE, "member 'odd' has a size of -512 bytes"),
         (tarfile.GNUTYPE_LONGNAME, "is not a readable tar archive"),
         (tarfile.XHDTYPE, "is not a readable tar archive"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -18,15 +19,9 @@ def no_other_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_packages_on_pythonpath_are_found_by_the_python_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for folder in ("first", "second"):
-        (tmp_path / folder / "planted").mkdir(parents=True)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'first'}::{tmp_path / 'second'}")
+def test_models_find_this_project_beside_the_python_backend() -> None:
     backends = find_triton().backend_directory
     assert backends is not None
-    assert (backends / "python/planted").resolve() == tmp_path / "first/planted"
     assert (backends / "python/inference/server").is_dir()
 
 
@@ -88,35 +83,56 @@ def test_temporary_folders_with_a_space_are_passed_over(monkeypatch: pytest.Monk
     assert plain_temporary_folder() == Path("/tmp")
 
 
-def plant_numpy(folder: Path, version: str) -> None:
-    package = folder / f"numpy-{version}.dist-info"
-    package.mkdir(parents=True)
-    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: numpy\nVersion: {version}\n")
+def environment(folder: Path, *, version: str = "3.11", numpy: str | None = "1.26.4") -> Path:
+    """An environment with a wheel of a server, whose interpreter says what it is told to."""
+    facts = {"version": version, "packages": f"{folder}/packages", "numpy": numpy}
+    server = folder / "packages/pytriton/tritonserver"
+    (server / "backends/python").mkdir(parents=True)
+    stub = server / "python_backend_stubs/3.11/triton_python_backend_stub"
+    stub.parent.mkdir(parents=True)
+    stub.touch()
+    program = folder / "bin/python"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho '{json.dumps(facts | {'libraries': '/usr/lib'})}'\n")
+    program.chmod(0o755)
+    return folder
 
 
-@pytest.mark.parametrize("has_older_on_pythonpath", [False, True])
-def test_numpy_that_the_server_would_import_in_vain_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_older_on_pythonpath: bool
+def test_an_environment_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = environment(tmp_path / "named")
+    monkeypatch.setenv("TRITON_SERVER", str(folder))
+    found = find_triton()
+    assert found.program == folder / "packages/pytriton/tritonserver/bin/tritonserver"
+    assert found.environment()["PATH"].startswith(f"{folder}/bin:")
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"numpy": "2.5.5"}, r"empty answers with numpy 2\.5\.5 of"),
+        ({"numpy": None}, "numpy None of"),
+        ({"version": "3.13"}, r"no Python backend for Python 3\.13 of .*it has: 3\.11"),
+    ],
+)
+def test_an_environment_that_cannot_serve_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, str | None], message: str
 ) -> None:
-    own, given = tmp_path / "own", tmp_path / "given"
-    plant_numpy(own, "2.5.5")
-    monkeypatch.syspath_prepend(own)
-    if has_older_on_pythonpath:  # first in this process, second in the server
-        plant_numpy(given, "1.26.4")
-        monkeypatch.syspath_prepend(given)
-        monkeypatch.setenv("PYTHONPATH", str(given))
-    message = rf"numpy 2\.5\.5, which it would import from {own}; install numpy 1\.26 there"
+    folder = environment(tmp_path / "named", **facts)  # type: ignore[arg-type]
+    monkeypatch.setenv("TRITON_SERVER", str(folder))
     with pytest.raises(FileNotFoundError, match=message):
         find_triton()
 
 
-def test_newer_numpy_on_pythonpath_comes_after_the_interpreters_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_name_of_neither_program_nor_environment_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
 ) -> None:
-    plant_numpy(tmp_path / "given", "2.5.5")
-    monkeypatch.syspath_prepend(tmp_path / "given")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "given"))
-    assert find_triton().program.is_file()
+    folder = tmp_path / "named"
+    if exists:
+        folder.mkdir()
+    monkeypatch.setenv("TRITON_SERVER", str(folder))
+    with pytest.raises(FileNotFoundError, match=f"{folder} is neither a program nor"):
+        find_triton()
 
 
 def test_the_program_names_its_options() -> None:
