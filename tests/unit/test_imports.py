@@ -419,7 +419,7 @@ def test_python_without_the_packages_is_reported_in_one_line(script: str) -> Non
     )  # fmt: skip
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert "lacks hydra, submitit, yaml; make the environment with `make setup`" in line
+    assert "lacks hydra, isal, jinja2, submitit; make the environment with `make setup`" in line
 
 
 def test_both_entries_are_the_same_command() -> None:

@@ -84,7 +84,7 @@ def test_temporary_folders_with_a_space_are_passed_over(monkeypatch: pytest.Monk
 
 
 def environment(folder: Path, *, version: str = "3.11", numpy: str | None = "1.26.4") -> Path:
-    """An environment with a wheel of a server, whose interpreter says what it is told to."""
+    """An environment with a wheel of a server, whose interpreter states these facts."""
     facts = {"version": version, "packages": f"{folder}/packages", "numpy": numpy}
     server = folder / "packages/pytriton/tritonserver"
     (server / "backends/python").mkdir(parents=True)
