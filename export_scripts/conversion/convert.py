@@ -147,6 +147,7 @@ def _identity(request: ConversionRequest) -> str:
         "ia3_in_place": request.ia3_in_place,
         "given": sorted(request.given),
         "allow": sorted(request.allow),
+        "allow_setting": sorted(request.allow_setting),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -222,6 +223,7 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str
         "tensor_para_size": request.tp_size,
         "weight_data_type": request.weight_data_type,
         "format": request.output_format,
+        "allow_setting": list(request.allow_setting),
         "remarks": list(plan.remarks),
         "files": files,
     }
@@ -253,7 +255,9 @@ def folder_problems(folder: Path, *, checksums: bool = True) -> list[str]:
     if not folder.is_dir() or not is_huggingface(folder):
         return validate_directory(folder, checksums=checksums)
     problems = list(manifest_problems(folder, checksums=checksums).values())
-    request = ConversionRequest(folder, folder.parent, 1, "fp32", output_format="huggingface")
+    request = ConversionRequest(
+        folder, folder.parent, 1, "fp32", output_format="huggingface", allow_setting=("*",)
+    )
     try:
         plan_conversion(request)
     except ValueError as error:

@@ -94,7 +94,8 @@ def plan_conversion(
     facts = _open(request, scratch_dir, reader)
     mapping, facts = find_mapping(facts, request.model_type)
     stated, problems = _stated_values(mapping.family.config, request)
-    problems = [*_refused(request, facts, mapping), *problems]
+    passed, in_the_way = _obstacles(request, facts, mapping)
+    problems = [*_refused(request, facts, mapping), *in_the_way, *problems]
     refuse(problems)
     config = dataclasses.replace(mapping.checked_config(facts), **stated)
     problems = _divisibility_problems(mapping, config, request)
@@ -124,6 +125,7 @@ def plan_conversion(
         extra_files=extra_files,
         remarks=(
             *(note for reader in readers for note in reader.remarks),
+            *passed,
             *mapping.warnings(facts, config),
             *source_warnings(facts, config),
             *_special_token_warnings(config, request),
@@ -265,6 +267,29 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
         f"(model type {kind}; tensors such as {', '.join(names) or 'none'}); known: "
         + "; ".join(mapping.title for mapping in candidates)
     )
+
+
+def _obstacles(
+    request: ConversionRequest, facts: Facts, mapping: SourceMapping
+) -> tuple[list[str], list[str]]:
+    """Return remarks on settings that the user passes, and the problems of others."""
+    option = request.names["allow_setting"]
+    try:
+        found = mapping.obstacles(facts)
+    except CheckpointMismatchError:  # `_refused` names malformed settings
+        return [], []
+    passed = [
+        f"{reason}; passed by {option}"
+        for name, reason in found.items()
+        if request.allows_setting(name)
+    ]
+    problems = [
+        f"{reason}; if you know that the model computes the same without it, pass it: {option} "
+        f"{name}"
+        for name, reason in found.items()
+        if not request.allows_setting(name)
+    ]
+    return passed, facts.with_paths(problems)
 
 
 def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -> list[str]:

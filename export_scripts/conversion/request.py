@@ -56,6 +56,11 @@ class ConversionOptions:
     allow: tuple[str, ...] = option(
         "tensors (patterns) that may be unknown, damaged or not finite", ()
     )
+    allow_setting: tuple[str, ...] = option(
+        "settings (patterns) of the checkpoint that may be unknown or not expressible, where you "
+        "know that what is computed stays the same",
+        (),
+    )
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,10 @@ class ConversionRequest(ConversionOptions):
     def allows(self, name: str) -> bool:
         """Return whether the user accepts a tensor that would otherwise be an error."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow)
+
+    def allows_setting(self, name: str) -> bool:
+        """Return whether the user accepts a setting that would otherwise be an error."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_setting)
 
 
 OPTION_NAMES: Mapping[str, str] = {

@@ -29,7 +29,7 @@ from export_scripts.families.gpt.megatron import (
 from export_scripts.families.layout.decoder import LAYER
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import Setting, key
-from export_scripts.families.mapping.megatron_traits import in_use
+from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.names import Names, whole_names
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import TensorSource
@@ -128,24 +128,12 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
 )
 
 _CORE_EXPERT = "mlp.experts.local_experts.{expert}."
-# Settings of megatron-core's router and experts that no transformers mixture has.
-# megatron/core/transformer/transformer_config.py, transformer/moe/router.py
-_FOREIGN = {
-    "moe_shared_expert_intermediate_size": "one expert reads every token",
-    "moe_router_score_function": "experts are scored by another function than softmax",
-    "moe_router_topk_scaling_factor": "the weights of experts are scaled",
-    "moe_router_num_groups": "experts are chosen from groups",
-    "moe_router_topk_limited_devices": "experts are chosen from some devices",
-    "moe_router_enable_expert_bias": "the scores of experts have a bias",
-    "moe_apply_probs_on_input": "the input of experts is weighted",
-    "moe_latent_size": "experts have a width of their own",
-}
 
 
 def _core_reasons(facts: Facts) -> list[str]:
     traits = core_traits(facts)
     source = traits.source
-    reasons = in_use(source, _FOREIGN)
+    reasons = []
     balancing = source.get("moe_router_load_balancing_type")
     if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):
         reasons.append("moe_router_load_balancing_type = sinkhorn: it decides the routing too")
@@ -209,6 +197,9 @@ MIXTURE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         config=_core_config,
         weights=_core_weights,
         unsupported=_core_reasons,
+        obstacles=lambda facts: megatron_obstacles(
+            core_traits(facts).source, is_dense=True, has_experts=True
+        ),
         ignored=(*dense.ignored, "*.router.local_tokens_per_expert"),
         warnings=_core_warnings,
     )

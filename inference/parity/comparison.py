@@ -171,7 +171,9 @@ def _shards_of(
         return checkpoint
     index = open_checkpoint(folder)
     kind = next(index.tensors[key][0].dtype for key in index.tensors)
-    request = ConversionRequest(checkpoint, scratch_dir, 1, kind, given=tuple(given), allow=("*",))
+    request = ConversionRequest(
+        checkpoint, scratch_dir, 1, kind, given=tuple(given), allow=("*",), allow_setting=("*",)
+    )
     return convert(request).ft_dir
 
 

@@ -95,6 +95,7 @@ def source_plan(
         tp_size=reader.tp_size,
         weight_data_type=reader.weight_data_type,
         allow=("*",),  # the conversion has logged what it left out
+        allow_setting=("*",),
         model_type=reader.family.name,
         given=(*ids, *given),
         names={**OPTION_NAMES, "model_type": f"the family of {reader.path}"},

@@ -20,9 +20,10 @@ from export_scripts.families.gpt.megatron import (
     is_core,
 )
 from export_scripts.families.layout.spec import WeightSpec
+from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import (
     MegatronTraits,
-    foreign_settings,
+    missing_sizes,
     unknown_model,
 )
 from export_scripts.families.mapping.names import completed, named_sources
@@ -39,12 +40,6 @@ _PRESENT = {
     "has_mlp_bias": "mlp.linear_fc1.bias",
     "has_output_norms": "mlp.linear_fc2.post_layernorm.weight",
 }
-
-# Settings that leave no trace in the tensors, and that the layout holds.
-_HELD = (
-    "apply_embedding_scaling", "no_rope_freq", "qk_layernorm", "softmax_scale",
-    "window_attn_skip_freq", "window_size",
-)  # fmt: skip
 
 # NeMo's scale_positional_embedding and Megatron-LM's use_rope_scaling are Llama 3.1's scaling: its
 # parameters, their names in either library, and their defaults.
@@ -80,7 +75,7 @@ def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
             f"qk_layernorm = true with normalization = {traits.normalization}: queries and keys "
             "are normalised with RMSNorm alone"
         )
-    return reasons + foreign_settings(traits, held=_HELD) + unknown_model(facts)
+    return reasons + missing_sizes(traits) + unknown_model(facts)
 
 
 def core_config(facts: Facts) -> DenseConfig:
@@ -105,10 +100,9 @@ def core_config(facts: Facts) -> DenseConfig:
         **_core_windows(traits),
         **_core_rotary(traits),
         rotary_layers=rotary_layers,
-        attention_scale=_attention_scale(traits),
+        **_scales(traits, math.sqrt(traits.hidden) if is_scaled else 1.0),
         attention_softcap=_number(settings, "attn_logit_softcapping"),
         logit_softcap=_number(settings, "final_logit_softcapping"),
-        embedding_scale=math.sqrt(traits.hidden) if is_scaled else 1.0,
         model_name="llama",
         kv_head_num=traits.query_groups,
         hidden_size=traits.hidden,
@@ -143,13 +137,33 @@ def _keeps_one_plus(traits: MegatronTraits) -> bool:
     )
 
 
-def _attention_scale(traits: MegatronTraits) -> float | None:
-    """Return the stated scale of scores, or that of a stated width of heads."""
-    width = _number(traits.settings, "query_pre_attn_scalar")
-    scale = _number(traits.settings, "softmax_scale")
+def _scales(traits: MegatronTraits, embedding_scale: float) -> dict[str, Any]:
+    """Return the factors of scores, logits and the embedding, whose own is `embedding_scale`.
+
+    Of muP: megatron/core/transformer/transformer_config.py, __post_init__, since 0.17.
+    """
+    settings = traits.settings
+    width = _number(settings, "query_pre_attn_scalar")
+    scale = _number(settings, "softmax_scale")
     if width is None and _is_gemma(traits) and scale:
         width = round(scale**-2)  # of which the scale was computed
-    return scale if width is None else width**-0.5
+    if width is not None:
+        scale = width**-0.5
+    if not traits.source.get("use_mup"):
+        return {"attention_scale": scale, "embedding_scale": embedding_scale}
+    if scale is None:
+        head = settings.number("mup_base_head_dim", default=1)
+        power = settings.source.get("mup_attn_scale_power", 1.0)
+        scale = head**0.5 / traits.size_per_head**power
+    logit_scale = settings.number("mup_output_mult", default=1.0)
+    if logit_scale == 1:
+        base = settings.integer("mup_base_hidden_size", default=traits.hidden)
+        logit_scale = base / traits.hidden
+    return {
+        "attention_scale": scale,
+        "embedding_scale": embedding_scale * settings.number("mup_embedding_mult", default=1.0),
+        "logit_scale": logit_scale,
+    }
 
 
 def _layers(traits: MegatronTraits, key: str, *, skipped: bool = True) -> tuple[int, ...] | None:
@@ -218,16 +232,25 @@ def _core_rotary(traits: MegatronTraits) -> dict[str, Any]:
         "rotary_embedding": int(traits.size_per_head * min(traits.rotary_fraction, 1.0)),
         "rotary_base": traits.rotary_base,
     }
-    factor = traits.rotary_interpolation
+    factor, scaled = traits.rotary_interpolation, None
     if traits.rotary_local_base is not None:
         fields["rotary_local_base"] = traits.rotary_local_base
-        factor = _number(settings, "rope_scaling_factor") or 1
+        scaled = scaling_fields(
+            "linear", {"factor": _number(settings, "rope_scaling_factor") or 1.0}
+        )
     elif source.get("scale_positional_embedding") or source.get("use_rope_scaling"):
         scaling = {
             name: type(usual)(_number(settings, *keys) or usual) for name, keys, usual in _LLAMA31
         }
-        return {**fields, **scaling_fields("llama3", scaling)}
-    return fields if factor == 1 else {**fields, **scaling_fields("linear", {"factor": factor})}
+        scaled = scaling_fields("llama3", scaling)
+    if scaled is not None and factor != 1:
+        settings.note(
+            f"positions are divided by {factor:g} (seq_len_interpolation_factor) and scaled in "
+            "another way too: no layout holds both"
+        )
+    if scaled is None:
+        scaled = scaling_fields("linear", {"factor": factor})
+    return fields if scaled.get("rotary_factor") == 1 else {**fields, **scaled}
 
 
 def core_sources(
@@ -252,6 +275,7 @@ DENSE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         config=core_config,
         weights=lambda facts, _: core_sources(facts, core_names(facts)),
         unsupported=core_reasons,
+        obstacles=lambda facts: megatron_obstacles(core_traits(facts).source, is_dense=True),
         accepts=(),
     )
     for gpt in GPT_CORE_MAPPINGS

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gpt.layout import GPT, LAYOUT, GPTConfig
+from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import (
     MegatronTraits,
-    foreign_settings,
+    missing_sizes,
     unknown_model,
 )
 from export_scripts.families.mapping.names import (
@@ -61,7 +62,7 @@ def not_gpt(traits: MegatronTraits) -> list[str]:
             f"{traits.head_num} heads of {traits.size_per_head} do not make hidden_size = "
             f"{traits.hidden}: FT's GPT needs kv_channels x num_attention_heads = hidden_size"
         )
-    return reasons + foreign_settings(traits)
+    return reasons + missing_sizes(traits)
 
 
 def common_fields(facts: Facts, traits: MegatronTraits) -> dict[str, Any]:
@@ -210,8 +211,9 @@ def _traits(facts: Facts) -> MegatronTraits:
 
 def _order(facts: Facts) -> str | None:
     """Return how rows of the fused projection are nested; None for an unknown version."""
-    is_nemo = facts.reader.format == "nemo"
-    return "nkd" if is_nemo else _QKV_ORDER.get(facts.config.get("checkpoint_version", 0))
+    if facts.reader.format == "nemo":
+        return "knd" if facts.config.get("megatron_legacy") else "nkd"
+    return _QKV_ORDER.get(facts.config.get("checkpoint_version", 0))
 
 
 def _reasons(facts: Facts) -> list[str]:
@@ -249,6 +251,7 @@ GPT_MEGATRON_MAPPINGS: tuple[SourceMapping, ...] = tuple(
             facts, _traits(facts), _names(facts), order=_order(facts) or ""
         ),
         unsupported=_reasons,
+        obstacles=lambda facts: megatron_obstacles(_traits(facts).source),
         # The last pipeline stage's copy of the tied embedding.
         ignored=(
             "model.word_embeddings.weight",
@@ -337,6 +340,7 @@ GPT_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         unsupported=lambda facts: (
             not_gpt(core_traits(facts)) + tuned_keys(facts) + unknown_model(facts)
         ),
+        obstacles=lambda facts: megatron_obstacles(core_traits(facts).source),
         ignored=("*._extra_state", "*rotary_pos_emb.inv_freq"),
         copies=lambda _, config: (CORE_HEAD,) if config.tie_word_embeddings else (),
         prefix="model.",

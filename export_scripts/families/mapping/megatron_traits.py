@@ -7,7 +7,7 @@ megatron/core/transformer/transformer_config.py.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from export_scripts.families.mapping.settings import Settings
@@ -72,7 +72,8 @@ class MegatronTraits:
         self.size_per_head = size("kv_channels", default=hidden // heads if heads else 0)
         # Megatron-LM states a number of groups even where no heads share one.
         is_grouped = config.get("group_query_attention", True)
-        self.query_groups = (size("num_query_groups") if is_grouped else 0) or heads
+        groups = ("num_query_groups", "num_key_value_heads")  # the latter of Megatron-DeepSpeed
+        self.query_groups = (size(*groups) if is_grouped else 0) or heads
         self.adapter_inter_size = size("project_size")
         self.layernorm_eps = number("layernorm_epsilon", "norm_epsilon", default=1e-5)
         # learned_absolute, rope, alibi, ...
@@ -147,18 +148,24 @@ def nemo_fuses_activation(config: Mapping[str, Any]) -> bool:
     return bool(_first(config, "bias_activation_fusion", "bias_gelu_fusion", default=True))
 
 
+# Settings by which Transformer Engine computes the activation, of which gelu is in its tanh form.
+# NVIDIA/TransformerEngine, transformer_engine/pytorch/ops/basic/activation.py
+_BY_TE = ("use_te_activation_func", "use_transformer_engine_op_fuser")
+
+
 def _megatron_activation(args: Mapping[str, Any]) -> _Activation:
     flags = {"squared_relu": "relu2", "quick_geglu": "quick_gelu", "swiglu": "silu"}
     kind = next((word for flag, word in flags.items() if args.get(flag)), "gelu")
     fuses = ("add_bias_linear", "bias_gelu_fusion")
-    fused = kind == "gelu" and all(_first(args, each, default=True) for each in fuses)
+    has_kernel = all(_first(args, each, default=True) for each in fuses)
+    fused = kind == "gelu" and (has_kernel or any(args.get(each) for each in _BY_TE))
     gated = bool(args.get("swiglu") or args.get("quick_geglu"))
     return kind, gated, fused, kind == "gelu" and not args.get("openai_gelu")
 
 
 def _core_activation(config: Mapping[str, Any]) -> _Activation:
     word = _function_name(config.get("activation_func")) or "gelu"
-    fused = word == "gelu" and bool(config.get("bias_activation_fusion"))
+    fused = word == "gelu" and any(config.get(each) for each in ("bias_activation_fusion", *_BY_TE))
     gated = bool(config.get("gated_linear_unit"))
     return _PLAIN.get(word, word), gated, fused, word == "gelu"  # torch's own alone is by erf
 
@@ -175,65 +182,9 @@ _FORMATS: Mapping[str, tuple[str, tuple[str, ...], Callable[[Mapping[str, Any]],
 # Keys that are set where positions are scaled as Llama 3.1's.
 _SCALED = {"nemo2": "scale_factor", "bridge": "rope_scaling"}
 
-NORMS_ELSEWHERE = "norms stand elsewhere"
-INTERLEAVED = "the interleaved schedule's order of layers is unknown"
-# Settings that change what a model computes and leave no trace in its tensors.
-# NeMo 1.x, megatron_gpt_model.py; megatron/core/transformer/transformer_config.py.
-_FOREIGN = {
-    "transformer_block_type": NORMS_ELSEWHERE,
-    "apply_residual_connection_post_layernorm": "the residual adds what is normalised",
-    "virtual_pipeline_model_parallel_size": INTERLEAVED,
-    "apply_embedding_scaling": "the embedding is multiplied by sqrt(hidden_size)",
-    "mcore_customization_config": "megatron-core's layers are changed",
-    "drop_layers": "layers are left out",
-    "no_rope_freq": "only some layers have rotary positions",
-    "window_size": "attention has a window",
-    "window_attn_skip_freq": "only some layers attend in a window",
-    "multi_query_attention": "all heads share one key and one value",
-    "qk_layernorm": "queries and keys are normalised",
-    "qk_l2_norm": "queries and keys are normalised",
-    "headscale": "heads are scaled",
-    "softmax_scale": "scores are divided by another number than sqrt(size_per_head)",
-    "glu_linear_offset": "the linear half of the gate has an offset",
-    "activation_func_clamp_value": "activations are clamped",
-    "attention_output_gate": "attention's output passes a gate",
-    "experimental_attention_variant": "attention is of another kind",
-    "linear_attention_freq": "only some layers have softmax attention",
-    "heterogeneous_block_specs": "layers differ from each other",
-    "multi_latent_attention": "keys and values are compressed",
-    "rotary_interleaved": "neighbouring dimensions are rotated together",
-    "softmax_type": "attention has another softmax",
-    "normalize_attention_scores": "scores are not divided by sqrt(size_per_head)",
-}
-# Values that change nothing, of such settings for which these are not just what is false.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "softmax_type": ("vanilla", ""),
-    "normalize_attention_scores": (True,),
-    "transformer_block_type": ("pre_ln",),
-    "relative_position_bias_self_attention_only": (True,),
-    "num_moe_experts": (0, 1),
-    "virtual_pipeline_model_parallel_size": (0, 1),
-    "moe_router_score_function": ("softmax",),
-    "moe_router_topk_scaling_factor": (1,),
-    "moe_router_num_groups": (0, 1),
-}
 
-
-def in_use(source: Mapping[str, Any], settings: Mapping[str, str]) -> list[str]:
-    """Return a reason for each of some settings that changes what is computed."""
-    return [
-        f"{key} = {source[key]!r}: {what}, which the layout does not hold"
-        for key, what in settings.items()
-        if (source.get(key) not in (None, *_NEUTRAL[key]) if key in _NEUTRAL else source.get(key))
-    ]
-
-
-def foreign_settings(traits: MegatronTraits, *, held: Collection[str] = ()) -> list[str]:
-    """Return every reason a layout of dense pre-norm decoders cannot hold a model.
-
-    It holds those settings without a trace in the tensors that are `held`.
-    """
-    source = traits.source
+def missing_sizes(traits: MegatronTraits) -> list[str]:
+    """Return a reason for each size that a folder needs and a model's configuration lacks."""
     sizes = {
         "num_attention_heads": traits.head_num,
         "hidden_size": traits.hidden,
@@ -241,13 +192,11 @@ def foreign_settings(traits: MegatronTraits, *, held: Collection[str] = ()) -> l
         "ffn_hidden_size": traits.inter_size,
         "max_position_embeddings": traits.max_pos_seq_len,
     }
-    reasons = [
-        f"{key} = {source.get(key)!r}: a folder needs {key}"
+    return [
+        f"{key} = {traits.source.get(key)!r}: a folder needs {key}"
         for key, value in sizes.items()
         if not value
     ]
-    foreign = {key: what for key, what in _FOREIGN.items() if key not in held}
-    return reasons + in_use(source, foreign)
 
 
 # The classes of a format whose models compute only what their configuration states, without the

@@ -142,6 +142,8 @@ class SourceMapping:
     # once the config is known.
     weights: Callable[[Facts, Any], Mapping[str, TensorSource]]
     unsupported: Callable[[Facts], list[str]] = lambda _: []  # why the layout cannot hold a model
+    # Settings by which a model may compute something else, and why; the user may pass each.
+    obstacles: Callable[[Facts], Mapping[str, str]] = lambda _: {}
     ignored: tuple[str, ...] = ()  # patterns of source tensors without anything to convert
     copies: Callable[[Facts, Any], tuple[str, ...]] = lambda *_: ()  # such as a tied head
     prefix: str = ""  # of keys, which sources may leave out

@@ -10,10 +10,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from export_scripts.families.mapping.known_settings import megatron_obstacles
 from export_scripts.families.mapping.megatron_traits import (
-    INTERLEAVED,
-    NORMS_ELSEWHERE,
-    in_use,
     megatron_settings,
     nemo_activation,
     nemo_fuses_activation,
@@ -60,13 +58,6 @@ _WORDS: Mapping[str, tuple[str, Collection[str]]] = {
         "layernorm", ("layernorm", "layernorm1p", "low_precision_layernorm", "rmsnorm")
     ),
 }  # fmt: skip
-_FOREIGN = {
-    "transformer_block_type": NORMS_ELSEWHERE,
-    "relative_position_bias_self_attention_only": "cross attention has a position bias",
-    "headscale": "heads are scaled",
-    "num_moe_experts": "the model is a mixture of experts",
-    "virtual_pipeline_model_parallel_size": INTERLEAVED,
-}
 
 # Sizes in the source -> fields of the config.
 _SIZES = {
@@ -164,11 +155,11 @@ def _beyond_layout(traits: _Traits) -> list[str]:
         for key, (_, known) in _WORDS.items()
         if traits.words[key] not in known
     ]
-    reasons += dict.fromkeys(
-        reason for side in (encoder, decoder) for reason in in_use(side.source, _FOREIGN)
-    )
     activation, (stages, split) = traits.words["activation"], traits.stages
+    experts = encoder.source.get("num_moe_experts") or decoder.source.get("num_moe_experts")
     checks = {
+        f"num_moe_experts = {experts}: the model is a mixture of experts": experts
+        not in (None, 0, 1),
         f"openai_gelu = true overrides activation = {activation}": (
             bool(encoder.source.get("openai_gelu")) and activation not in ("gelu", "geglu")
         ),
@@ -358,6 +349,11 @@ def _scale_queries(table: dict[str, TensorSource], factor: float) -> None:
         scale(table, f"{DECODER_SELF}.qkv.{kind}", lambda _: first)
 
 
+def _obstacles(facts: Facts) -> dict[str, str]:
+    traits = _Traits(facts.config)
+    return megatron_obstacles(traits.encoder.source) | megatron_obstacles(traits.decoder.source)
+
+
 T5_NEMO = SourceMapping(
     name="nemo-t5",
     title="NeMo T5 (.nemo, unpacked, checkpoint folder), with adapters, IA3 and prompt tables",
@@ -367,6 +363,7 @@ T5_NEMO = SourceMapping(
     config=_config,
     weights=_weights,
     unsupported=_reasons,
+    obstacles=_obstacles,
     ignored=(*_COPIES, "*._extra_state", "*.position_ids"),
     accepts=("prompt", "ia3", "adapter"),
     warnings=t5_warnings,

@@ -56,6 +56,7 @@ class IdentitySource:
             tp_size=1,
             weight_data_type="fp32",
             allow=("*",),
+            allow_setting=("*",),
             given=tuple(given),
         )
         plan = plan_conversion(request)

@@ -84,6 +84,17 @@ def test_qkv_biases_are_divided_like_their_weights(tmp_path: Path) -> None:
             {"apply_embedding_scaling": True, "softmax_scale": 0.25},
             {"embedding_scale": 24**0.5, "attention_scale": 0.25},
         ),
+        ({"use_mup": True}, {"attention_scale": 1 / 8, "logit_scale": 1.0}),
+        (
+            {"use_mup": True, "mup_base_hidden_size": 12, "mup_base_head_dim": 4,
+             "mup_embedding_mult": 3.0},
+            {"attention_scale": 2 / 8, "logit_scale": 0.5, "embedding_scale": 3.0},
+        ),
+        (
+            {"use_mup": True, "mup_base_hidden_size": 12, "mup_output_mult": 0.3,
+             "mup_attn_scale_power": 0.5, "softmax_scale": 0.25},
+            {"attention_scale": 0.25, "logit_scale": 0.3},
+        ),
     ],
 )  # fmt: skip
 def test_settings_of_megatron_core_are_carried(
@@ -106,6 +117,10 @@ def test_settings_of_megatron_core_are_carried(
         ({"max_position_embeddings": None}, "max_position_embeddings = None"),
         ({"mcore_customization_config": {"attn_logit_softcapping": 50.0}}, "layers are changed"),
         ({"softmax_type": "off-by-one"}, "softmax_type = 'off-by-one'"),
+        (
+            {"scale_positional_embedding": True, "seq_len_interpolation_factor": 4},
+            "divided by 4 (seq_len_interpolation_factor) and scaled",
+        ),
     ],
 )
 def test_megatron_core_models_that_the_layout_cannot_hold_are_refused(

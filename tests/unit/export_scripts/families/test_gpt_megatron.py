@@ -44,6 +44,22 @@ def test_layernorm1p_scales_get_one_added(tmp_path: Path) -> None:
     assert torch.equal(ft.read("model.layers.1.input_layernorm.bias"), bias)
 
 
+def test_a_legacy_model_of_nemo_keeps_all_queries_before_the_keys(tmp_path: Path) -> None:
+    tensors = gpt_tensors()
+    legacy = {
+        name: value.unflatten(0, (MODEL.head_num, 3, -1)).transpose(0, 1).flatten(0, 2)
+        if "query_key_value" in name
+        else value
+        for name, value in tensors.items()
+    }
+    plain = reader(write_nemo(tmp_path / "x.nemo"), tmp_path / "plain")
+    source = write_nemo(tmp_path / "y.nemo", legacy, config={"megatron_legacy": True})
+    found = reader(source, tmp_path / "legacy")
+    name = "model.layers.1.attention.query_key_value."
+    for kind in ("weight", "bias"):
+        assert torch.equal(found.read(name + kind), plain.read(name + kind))
+
+
 def test_models_without_biases_get_zero_files(tmp_path: Path) -> None:
     tensors = {
         name: tensor

@@ -1,0 +1,85 @@
+"""Settings of other libraries, each known: computed with, without effect, or not expressible.
+
+The tables next to this module list every name, how it is used, and values: of a setting that stands
+in the way, those that change nothing (the library's default first), of others their defaults. A
+setting that no table names is refused, as it may change what is computed without a trace in the
+tensors. Names and defaults are the libraries' own (tests/library_settings.py adds those of a new
+release).
+"""
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_FOLDER = Path(__file__).parent
+# What states nothing, in any of the libraries.
+_EMPTY: tuple[Any, ...] = (None, "", [], (), {})
+
+
+@dataclass(frozen=True)
+class KnownSetting:
+    """One setting of a library.
+
+    `use` is one of:
+        read: computed with, or shown by the tensors
+        none: without effect on what is computed
+        off: not expressible
+        dense: computed with in decoders with rotary positions, elsewhere not expressible
+        experts: computed with in mixtures, without effect elsewhere
+        experts-off: not expressible in mixtures, without effect elsewhere
+    """
+
+    use: str
+    values: tuple[Any, ...]
+    why: str = ""  # what a setting that stands in the way changes
+
+
+def table_of_settings(path: Path) -> Iterator[tuple[list[str], KnownSetting]]:
+    """Yield the keys and the setting of each line of a table."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        *keys, values, use = line.split("\t")
+        use, _, why = use.partition(": ")
+        yield keys, KnownSetting(use, tuple(json.loads(values)), why)
+
+
+@functools.cache
+def megatron_table() -> Mapping[str, KnownSetting]:
+    """Return the settings of NeMo, Megatron-LM, megatron-core and Megatron Bridge by name."""
+    return {name: known for (name,), known in table_of_settings(_FOLDER / "megatron_settings.tsv")}
+
+
+def megatron_obstacles(
+    source: Mapping[str, Any], *, is_dense: bool = False, has_experts: bool = False
+) -> dict[str, str]:
+    """Return a reason for each setting by which a model may compute what its layout does not.
+
+    `is_dense` is true of the layouts of decoders with rotary positions.
+    """
+    free = {"read", "none"}
+    free |= {"dense"} if is_dense else set()
+    free |= {"experts"} if is_dense or not has_experts else set()
+    free |= set() if has_experts else {"experts-off"}
+    return obstacles(source, megatron_table(), free)
+
+
+def obstacles(
+    source: Mapping[str, Any], table: Mapping[str, KnownSetting], free: set[str]
+) -> dict[str, str]:
+    """Return a reason for each setting that a table does not have, or has not among the `free`."""
+    found = {}
+    for name, value in source.items():
+        if value in _EMPTY:
+            continue
+        known = table.get(name)
+        if known is None:
+            found[name] = f"{name} = {value!r:.100} is not known, and may change what is computed"
+        elif known.use not in free and value not in known.values:
+            usual = " or ".join(map(repr, known.values))
+            found[name] = (
+                f"{name} = {value!r:.100}: {known.why}, which the layout does not hold; expected "
+                f"{usual}"
+            )
+    return found

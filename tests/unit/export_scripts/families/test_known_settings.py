@@ -1,0 +1,78 @@
+"""Every setting of another library is computed with, has no effect, or is refused by name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.mapping.known_settings import megatron_obstacles, megatron_table
+from export_scripts.ft.validation import read_manifest
+from tests.library_settings import UNKNOWN_USE, megatron_settings
+from tests.tiny_megatron_core import core_state, write_core
+
+
+def test_every_setting_of_the_installed_megatron_core_is_known() -> None:
+    release = importlib.metadata.distribution("megatron-core")
+    found, table = megatron_settings(Path(str(release.locate_file("")))), megatron_table()
+    assert len(found) > 200, f"megatron-core {release.version} keeps its settings elsewhere"
+    assert not found.keys() - table.keys(), (
+        f"megatron-core {release.version}: run python -m tests.library_settings"
+    )
+    changed = {
+        name: values
+        for name, values in found.items()
+        if table[name].use in ("off", "dense", "experts-off")
+        and not any(each in table[name].values for each in (None, *values))
+    }
+    assert not changed, "a default of the library would be refused"
+
+
+def test_each_setting_has_a_use() -> None:
+    uses = {known.use for known in megatron_table().values()}
+    assert UNKNOWN_USE not in uses
+    assert uses == {"read", "none", "off", "dense", "experts", "experts-off"}
+    assert all(
+        known.why for known in megatron_table().values() if known.use.endswith(("off", "dense"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"qk_l2_norm": True, "hidden_dropout": 0.7, "fp8": "hybrid"}, {"qk_l2_norm"}),
+        ({"a_setting_of_next_year": 1, "another": None}, {"a_setting_of_next_year"}),
+        ({"a_setting_of_next_year": False}, {"a_setting_of_next_year"}),
+        ({"softmax_type": "vanilla", "normalize_attention_scores": True}, set()),
+        ({"moe_latent_size": 8, "use_mup": True}, {"use_mup"}),
+    ],
+)
+def test_a_setting_is_known_or_refused(settings: dict[str, Any], refused: set[str]) -> None:
+    assert megatron_obstacles(settings).keys() == refused
+
+
+def test_what_stands_in_the_way_depends_on_the_layout() -> None:
+    settings = {"window_size": [4, 0], "moe_latent_size": 8, "moe_router_topk": 4}
+    assert megatron_obstacles(settings).keys() == {"window_size"}
+    assert megatron_obstacles(settings, is_dense=True) == {}
+    assert megatron_obstacles(settings, is_dense=True, has_experts=True).keys() == {
+        "moe_latent_size"
+    }
+
+
+def test_a_setting_that_the_user_passes_is_remembered(tmp_path: Path) -> None:
+    source = write_core(tmp_path / "a.nemo", core_state(), of_next_year=3, and_another=True)
+    request = {"tp_size": 1, "weight_data_type": "fp32", "output_dir": tmp_path / "out"}
+    with pytest.raises(CheckpointMismatchError) as caught:
+        convert(ConversionRequest(source, allow_setting=("and_*",), **request))  # type: ignore[arg-type]
+    (problem,) = caught.value.problems
+    assert "of_next_year = 3" in problem
+    assert "--allow-setting of_next_year" in problem
+    assert not list(tmp_path.glob("out/*-gpu"))
+    done = convert(ConversionRequest(source, allow_setting=("of_*", "and_another"), **request))  # type: ignore[arg-type]
+    assert read_manifest(done.ft_dir)["allow_setting"] == ["of_*", "and_another"]
+    assert sum("passed by --allow-setting" in remark for remark in done.remarks) == 2
