@@ -21,7 +21,7 @@ CORE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def core_state(*, fused_norms: bool = False) -> dict[str, torch.Tensor]:
+def core_state(*, fused_norms: bool = False, layers: int = 2) -> dict[str, torch.Tensor]:
     """Return megatron-core's names; Transformer Engine fuses norms into the next linear."""
     norms = ("input_layernorm.weight", "pre_mlp_layernorm.weight")
     if fused_norms:
@@ -31,7 +31,7 @@ def core_state(*, fused_norms: bool = False) -> dict[str, torch.Tensor]:
         "model.output_layer.weight": (53, 24),
         "model.decoder.final_layernorm.weight": (24,),
     }
-    for layer in range(2):
+    for layer in range(layers):
         prefix = f"model.decoder.layers.{layer}."
         shapes |= {
             prefix + norms[0]: (24,),

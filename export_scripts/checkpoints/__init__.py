@@ -4,6 +4,7 @@ Readers know names, shapes and bytes; what a tensor means to a model is in `fami
 """
 
 import fnmatch
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from export_scripts.checkpoints.huggingface import (
 )
 from export_scripts.checkpoints.jax import open_jax, step_directory
 from export_scripts.checkpoints.megatron import is_megatron, open_megatron
+from export_scripts.checkpoints.megatron_layers import as_gpt_model
 from export_scripts.checkpoints.nemo import is_nemo, open_nemo
 from export_scripts.checkpoints.nemo2 import is_bridge, open_bridge
 from export_scripts.checkpoints.partitioned import parse_rank_folder
@@ -89,15 +91,17 @@ def open_checkpoint(
     path, name = chosen_entry(Path(path), name)
     found = recognise_format(path)
     _, open_format = FORMATS[found]
+    if found == "nemo":
+        depths = base.config if base else None
+        open_format = functools.partial(
+            open_nemo, scratch_dir=scratch_dir, depths=depths, name=name
+        )
+    elif base is not None:
+        raise ValueError(f"{path} is a {found} checkpoint; expected a NeMo archive")
+    elif name is not None:
+        raise ValueError(f"{path} is one {found} checkpoint; there is none named {name} in it")
     try:
-        if found == "nemo":
-            depths = base.config if base else None
-            return open_nemo(path, scratch_dir=scratch_dir, depths=depths, name=name)
-        if base is not None:
-            raise ValueError(f"{path} is a {found} checkpoint; expected a NeMo archive")
-        if name is not None:
-            raise ValueError(f"{path} is one {found} checkpoint; there is none named {name} in it")
-        return open_format(path)
+        return as_gpt_model(open_format(path))
     except OSError as error:
         raise CheckpointMismatchError(f"{path} cannot be read: {error}") from error
 

@@ -101,7 +101,7 @@ def open_huggingface(path: Path) -> CheckpointReader:
         CheckpointMismatchError: config.json or the weights are missing, damaged or inconsistent.
     """
     configuration = open_configuration(path)
-    files, index = _weight_files(path)
+    files, index, facts = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
     problems: list[str] = []
     for file in files:
@@ -116,6 +116,7 @@ def open_huggingface(path: Path) -> CheckpointReader:
             if key in tensors
         ]
         tensors |= found
+    tensors = without_wrappers(_with_aliases(tensors, facts))
     refuse(listed(problems or _misplaced(path, index, tensors)))
     pieces = {key: (tensor,) for key, tensor in tensors.items()}
     return dataclasses.replace(configuration, tensors=pieces, files=(path / CONFIG_NAME, *files))
@@ -132,17 +133,17 @@ def open_configuration(path: Path) -> CheckpointReader:
     return CheckpointReader("huggingface", path, json_file(file), {}, (file,), tokenizer=tokenizer)
 
 
-def _weight_files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
-    """Return the files of weights, and the index: name of a tensor -> name of its file."""
+def _weight_files(path: Path) -> tuple[list[Path], Mapping[str, str], Mapping[str, Any]]:
+    """Return the files of weights, the index (a tensor's name -> its file's), and its metadata."""
     for single, index, pattern in _WEIGHTS:
         if (path / single).is_file():
-            return [path / single], {}
+            return [path / single], {}, {}
         if (path / index).is_file():
-            named = _indexed_files(path / index)
-            return [path / name for name in sorted(set(named.values()))], named
+            named, facts = _indexed_files(path / index)
+            return [path / name for name in sorted(set(named.values()))], named, facts
         # A named pipe would keep its reader waiting.
         if shards := sorted(each for each in path.glob(pattern) if each.is_file()):
-            return shards, {}
+            return shards, {}, {}
     raise CheckpointMismatchError(
         f"{path} has a {CONFIG_NAME} but no weights; expected one of "
         "model.safetensors, pytorch_model.bin, or either's index with its shards"
@@ -150,8 +151,9 @@ def _weight_files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
     )
 
 
-def _indexed_files(index: Path) -> dict[str, str]:
-    named = json_file(index).get("weight_map")
+def _indexed_files(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    table = json_file(index)
+    named, facts = table.get("weight_map"), table.get("metadata")
     if not isinstance(named, dict) or not named:
         raise CheckpointMismatchError(f"{index} has no weight_map of tensors; copy it again")
     present = {each.name for each in index.parent.iterdir() if each.is_file()}
@@ -166,7 +168,23 @@ def _indexed_files(index: Path) -> dict[str, str]:
             f"{first_names(sorted(missing))}; copy these files there, or the index that belongs to "
             "those that are there"
         )
-    return without_wrappers(named)
+    return without_wrappers(named), facts if isinstance(facts, dict) else {}
+
+
+def _with_aliases(
+    tensors: dict[str, StoredTensor], facts: Mapping[str, Any]
+) -> dict[str, StoredTensor]:
+    """Return tensors with those that are stored under another one's name alone.
+
+    `facts` maps the names that were left out to those that were kept, among other things.
+    safetensors.torch, save_model; huggingface_hub, serialization/_torch.py.
+    """
+    aliases = {
+        name: tensors[kept]
+        for name, kept in facts.items()
+        if isinstance(kept, str) and kept in tensors and name not in tensors
+    }
+    return tensors | aliases
 
 
 def _misplaced(
@@ -228,7 +246,7 @@ def _index_safetensors(path: Path) -> dict[str, StoredTensor]:
     }
     refuse(listed(problems, f"{path}: "))
     _check_cover(path, found, 8 + length, size)
-    return found
+    return _with_aliases(found, facts)
 
 
 def _check_cover(path: Path, tensors: Mapping[str, StoredTensor], begin: int, size: int) -> None:

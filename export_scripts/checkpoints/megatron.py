@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Region, StoredTensor, read_small
+from export_scripts.checkpoints.base import CheckpointReader, Region, read_small
 from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.distributed import is_distributed, read_distributed
 from export_scripts.checkpoints.partitioned import (
     RankName,
     count_of,
-    flatten,
     join_ranks,
     parse_rank_folder,
+    rank_states,
     ranks_by_place,
 )
 from export_scripts.checkpoints.pt_archive import read_torch_table
@@ -72,7 +72,8 @@ def open_megatron(path: Path) -> CheckpointReader:
         key = f"{kind}_model_parallel_size"
         config[key] = count_of(config, key, default=1 + max(ranks), where=root)
     places = ranks_by_place(files, config, where=root)
-    states = {place: _state(trees[rank], root) for place, rank in places.items()}
+    models = {place: _model(trees[rank], root) for place, rank in places.items()}
+    states = rank_states(models, config, where=root)
     return CheckpointReader(
         format="megatron",
         path=path,
@@ -138,16 +139,12 @@ def _config(tree: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _state(tree: Mapping[str, Any], root: Path) -> dict[str, StoredTensor]:
-    if chunks := [key for key in tree if re.fullmatch(r"model\d+", str(key))]:
-        raise CheckpointMismatchError(
-            f"{root} was trained with an interleaved pipeline ({', '.join(map(str, chunks))}), "
-            "whose layer order has no place in an FT folder"
-        )
-    model = tree.get("model")
-    if not isinstance(model, Mapping):
+def _model(tree: Mapping[Any, Any], root: Path) -> Mapping[Any, Any]:
+    """Return a rank's model, or its parts in an interleaved schedule."""
+    found = {key: part for key, part in tree.items() if re.fullmatch(r"model\d*", str(key))}
+    if not found or not all(isinstance(part, Mapping) for part in found.values()):
         raise CheckpointMismatchError(f"{root} has no 'model' entry in its checkpoints")
-    return flatten(model)
+    return found.get("model") or found
 
 
 def _tokenizer_files(root: Path) -> dict[str, Region]:

@@ -24,9 +24,9 @@ from export_scripts.checkpoints.partitioned import (
     LayerOffset,
     RankName,
     count_of,
-    flatten,
     join_ranks,
     parse_rank_folder,
+    rank_states,
     ranks_by_place,
 )
 from export_scripts.checkpoints.pt_archive import read_torch_file, read_torch_table
@@ -98,7 +98,9 @@ def open_nemo(
     if config is None:
         config = _config_of_checkpoint(trees(next(iter(weights.values()))), path)
     places = ranks_by_place(weights, config, where=path)
-    states = {place: flatten(trees(weights[rank])) for place, rank in places.items()}
+    models = {place: _model(trees(weights[rank])) for place, rank in places.items()}
+    config = dict(config)
+    states = rank_states(models, config, where=path)
     layer_offset = _layer_offset({**depths, **config}, path) if depths else None
     return CheckpointReader(
         format="nemo",
@@ -207,6 +209,12 @@ def _find_weights(
     if config is not None or not present:
         refuse([f"{container.path} lacks {file}" for file in lost])
     return present
+
+
+def _model(tree: _Tree) -> _Tree:
+    """Return a rank's model; its parts in an interleaved schedule are saved without `model.`."""
+    parts = {key: part for key, part in tree.items() if re.fullmatch(r"model\d+", str(key))}
+    return {key: {"model": part} for key, part in parts.items()} or tree
 
 
 def _asked_name(path: Path, every: Mapping[str, Region], asked: str) -> str:

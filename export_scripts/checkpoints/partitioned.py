@@ -15,8 +15,16 @@ from export_scripts.errors import CheckpointMismatchError, first_names, refuse
 
 _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 
-# Not an adapter's `module.0`.
+# What data parallelism and mixed precision put before a model's names; not an adapter's `module.0`.
 _WRAPPED = re.compile(r"^(model\.)?(?:module\.)+(?=[a-z])")
+# What torch.compile, FSDP, activation checkpointing and Lightning put before those of any module.
+_WRAPPED_MODULE = re.compile(
+    r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
+)
+
+# The parts of a rank's model in an interleaved schedule, and how many there are.
+_PART = re.compile(r"model(\d{1,4})")
+_INTERLEAVED = "virtual_pipeline_model_parallel_size"
 
 _Value = TypeVar("_Value")
 State = Mapping[str, StoredTensor]  # the tensors of one rank
@@ -119,6 +127,45 @@ def _rank_folder(tp_rank: int, pp_rank: int, known: Mapping[Any, RankName], pp_s
     return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp_size > 1 else "")
 
 
+def rank_states(
+    models: Mapping[Place, Mapping[Any, Any]], config: dict[str, Any], *, where: Path
+) -> dict[Place, State]:
+    """Return the tensors of each tensor rank and stage of ranks' models, or of their parts.
+
+    In an interleaved schedule a rank has several parts, model0, model1, ...: layers go from part 0
+    of the first pipeline rank to that of the last one, then on to part 1. Part v of rank p is thus
+    stage v x PP + p, however many layers a part has; `config` then states no schedule any more.
+    NVIDIA/Megatron-LM, megatron/core/transformer/transformer_layer.py, get_transformer_layer_offset
+
+    Raises:
+        CheckpointMismatchError: Ranks have other parts than `config` states.
+    """
+    parts = {place: _parts(model) for place, model in models.items()}
+    if not any(parts.values()):
+        return {place: flatten(model) for place, model in models.items()}
+    count = count_of(config, _INTERLEAVED, default=1, where=where)
+    problems = [
+        f"{where}: tensor rank {tp_rank} of pipeline rank {pp_rank} has the parts "
+        f"{first_names([f'model{number}' for number in found]) or 'none'}, but {_INTERLEAVED} = "
+        f"{config.get(_INTERLEAVED)}: copy the ranks of one run again"
+        for (tp_rank, pp_rank), found in parts.items()
+        if list(found) != list(range(count))
+    ]
+    refuse(problems)
+    config[_INTERLEAVED] = None
+    pp_size = 1 + max(pp_rank for _, pp_rank in models)
+    return {
+        (tp_rank, number * pp_size + pp_rank): flatten(part)
+        for (tp_rank, pp_rank), found in parts.items()
+        for number, part in found.items()
+    }
+
+
+def _parts(model: Mapping[Any, Any]) -> dict[int, Any]:
+    found = {int(m[1]): part for key, part in model.items() if (m := _PART.fullmatch(str(key)))}
+    return dict(sorted(found.items()))
+
+
 def _layers_before(states: Mapping[Place, State]) -> LayerOffset:
     """Return the rule for a stage's first layer: the depths of all earlier ones together."""
     held: dict[tuple[str, int], set[str]] = {}
@@ -177,8 +224,7 @@ def join_ranks(
 def flatten(tree: Any) -> dict[str, StoredTensor]:
     """Return the tensors of nested dicts under their joined keys; other values are left out.
 
-    So are all but a `state_dict`, where there is one, and the `module.` that mixed precision and
-    data parallelism put before a model's names.
+    So are all but a `state_dict`, where there is one, and the names of wrapping modules.
     """
     inner = tree.get("state_dict") if isinstance(tree, Mapping) else None
     tree = inner if isinstance(inner, Mapping) else tree
@@ -195,6 +241,8 @@ def flatten(tree: Any) -> dict[str, StoredTensor]:
 
 
 def without_wrappers(table: dict[str, _Value]) -> dict[str, _Value]:
-    """Return a table of tensors' names without the `module.` before a model's."""
-    bare = {_WRAPPED.sub(r"\1", name): value for name, value in table.items()}
+    """Return a table of tensors' names without those of modules that wrap the model or a part."""
+    bare = {
+        _WRAPPED.sub(r"\1", _WRAPPED_MODULE.sub("", name)): value for name, value in table.items()
+    }
     return bare if len(bare) == len(table) else table

@@ -72,10 +72,17 @@ def run_config(model: dict[str, Any], **sections: Any) -> str:
     )
 
 
-def write_bridge(run: Path, state: Tensors, model: dict[str, Any] = MODEL, step: int = 7) -> Path:
+def write_bridge(
+    run: Path,
+    state: Tensors,
+    model: dict[str, Any] = MODEL,
+    step: int = 7,
+    *,
+    stacked: bool = True,
+) -> Path:
     """Write the folder of a run; return its checkpoint."""
     folder = run / f"iter_{step:07d}"
-    write(folder, state, common={"iteration": step, "checkpoint_version": 3.0})
+    write(folder, state, stacked=stacked, common={"iteration": step, "checkpoint_version": 3.0})
     (folder / "run_config.yaml").write_text(run_config(model))
     (folder / "tokenizer").mkdir()
     tokens = [{"content": "<s>", "id": 50}, {"content": "</s>", "id": 51}]

@@ -1,0 +1,257 @@
+"""Megatron's other forms of a decoder, read as megatron-core's GPTModel.
+
+HybridModel has a layer for attention and another one for the MLP; models before megatron-core have
+other names. Layout: NVIDIA/Megatron-LM, megatron/core/models/hybrid, docs/user-guide/
+hybrid-model-migration.md and, until 2026, megatron/legacy/model; NeMo 1.x, nlp/modules/common/
+megatron.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from export_scripts.checkpoints.base import CheckpointReader, Piece
+from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
+from export_scripts.errors import CheckpointMismatchError, listed, refuse
+
+_FORMATS = ("nemo", "megatron", "nemo2", "bridge")
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+
+# megatron/core/models/hybrid/hybrid_layer_allocation.py
+_LETTERS = {
+    "*": "attention",
+    "-": "an MLP",
+    "E": "experts",
+    "M": "Mamba",
+    "G": "a gated delta network",
+    "D": "DeepSeek's sparse attention",
+    "+": "multi-latent attention",
+}
+_BLOCKS = re.compile(r"(?:\*-)+|(?:\*E)+")
+_HYBRID_LAYER = re.compile(r"^((?:model\.)?decoder\.layers\.)(\d+)(\..+)$")
+_HYBRID_NORM = re.compile(r"^((?:model\.)?decoder\.)final_norm\.")
+_PREDICTION = re.compile(r"^(?:model\.)?mtp\.")
+
+# Keys of what builds the layers, and megatron-core's and Megatron Bridge's own values.
+# megatron/core/models/hybrid/hybrid_layer_specs.py; bridge/models/hybrid/hybrid_provider.py
+_SPECS = ("spec", "hybrid_stack_spec", "mamba_stack_spec")
+_KNOWN_SPEC = re.compile(
+    r"(get_default_|transformer_engine_|modelopt_)?(hybrid|mamba)(_inference)?_stack_spec|"
+    r"get_(hybrid|mamba)_stack_modelopt_spec"
+)
+
+# Settings that Megatron-LM's HybridModel has left without effect, in some releases or in all:
+# hybrid_builders.py does not pass them on.
+_WITHOUT_EFFECT = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
+
+Tensors = Mapping[str, tuple[Piece, ...]]
+
+
+def as_gpt_model(reader: CheckpointReader) -> CheckpointReader:
+    """Return a Megatron-style decoder under the names of GPTModel; other checkpoints unchanged.
+
+    The layers of multi-token prediction, which only training and speculation use, are left out.
+
+    Raises:
+        CheckpointMismatchError: A HybridModel has other layers than a decoder's, or its tensors
+            contradict its pattern; a model before megatron-core has rows of another order.
+    """
+    if reader.format not in _FORMATS:
+        return reader
+    if any(_PREDICTION.match(name) for name in reader.tensors):
+        reader = _without_prediction(reader)
+    stated = [key for key in _PATTERNS if reader.config.get(key)]
+    if stated or any(_HYBRID_NORM.match(name) for name in reader.tensors):
+        return _from_hybrid(reader, stated)
+    if any(_LEGACY.match(name) for name in reader.tensors):
+        return _from_legacy(reader)
+    return reader
+
+
+def _without_prediction(reader: CheckpointReader) -> CheckpointReader:
+    kept = {name: each for name, each in reader.tensors.items() if not _PREDICTION.match(name)}
+    count = len(reader.tensors) - len(kept)
+    return dataclasses.replace(
+        reader,
+        tensors=kept,
+        remarks=(*reader.remarks, f"left out {count} tensors of multi-token prediction (mtp.*)"),
+    )
+
+
+def _from_hybrid(reader: CheckpointReader, stated: Sequence[str]) -> CheckpointReader:
+    config = reader.config
+    if not stated:
+        raise CheckpointMismatchError(
+            f"{reader.path} is a HybridModel (decoder.final_norm) without {_PATTERNS[0]}: its "
+            "kinds of layers are unknown; save it with a release that states the pattern"
+        )
+    key = stated[0]
+    layers = _parsed(reader, key, config[key])
+    if config.get("num_layers") not in (None, len(layers)):
+        raise CheckpointMismatchError(
+            f"{reader.path}: num_layers = {config['num_layers']!r:.100}, but {key} = "
+            f"{config[key]!r} has {len(layers)} layers: its settings are of different models"
+        )
+    problems = [
+        f"{name} = {config[name]!r:.100}: a HybridModel is trained without it in some releases of "
+        "Megatron-LM and with it in others"
+        for name in _WITHOUT_EFFECT
+        if reader.format == "megatron" and config.get(name)
+    ]
+    problems += [
+        f"{name} = {config[name]!r:.100}: layers of its own, which may compute something else"
+        for name in _SPECS
+        if config.get(name) and not _KNOWN_SPEC.fullmatch(_last_name(config[name]))
+    ]
+    problems += _contradictions(reader.tensors, layers)
+    refuse(listed(problems, f"{reader.path}: "))
+    blocks = len(layers) // 2
+    settings = {name: _of_attention(config.get(name), name, blocks) for name in _SHARED_PATTERNS}
+    settings |= {"num_layers": blocks, "moe_layer_freq": None, "is_hybrid_model": None}
+    if "E" not in layers:
+        settings |= {"num_moe_experts": None, "num_experts": None}
+    remark = f"HybridModel {config[key]}: {len(layers)} layers, which are {blocks} blocks"
+    return dataclasses.replace(
+        reader,
+        config={**config, **dict.fromkeys((*_PATTERNS, *_SPECS)), **settings},
+        tensors={_block_name(name): pieces for name, pieces in reader.tensors.items()},
+        remarks=(*reader.remarks, remark),
+    )
+
+
+def _last_name(path: Any) -> str:
+    """Return the name in a path to a function: its words, an import path, or a table with it."""
+    path = path.get("_target_") if isinstance(path, Mapping) else path
+    path = path[-1] if isinstance(path, list) else path
+    return str(path).rpartition(".")[2]
+
+
+def _parsed(reader: CheckpointReader, key: str, pattern: Any) -> str:
+    """Return the letters of the decoder's layers, without stages and multi-token prediction."""
+    layers = pattern.partition("/")[0].replace("|", "") if isinstance(pattern, str) else ""
+    if _BLOCKS.fullmatch(layers):
+        return layers
+    kinds = ", ".join(
+        f"{letter} is {_LETTERS.get(letter, 'unknown')}" for letter in dict.fromkeys(layers)
+    )
+    raise CheckpointMismatchError(
+        f"{reader.path}: {key} = {pattern!r:.200} ({kinds or 'no layers'}): expected attention (*) "
+        "followed by an MLP (-), or by experts (E), in every pair of layers; other models have no "
+        "form here"
+    )
+
+
+def _contradictions(tensors: Tensors, layers: str) -> list[str]:
+    """Return layers whose tensors are missing, or of another kind than the pattern says."""
+    held: dict[int, list[str]] = {}
+    for name in tensors:
+        if match := _HYBRID_LAYER.match(name):
+            held.setdefault(int(match[2]), []).append(match[3])
+    problems = [
+        f"decoder.layers.{number} holds no tensors"
+        for number in range(len(layers))
+        if number not in held
+    ]
+    for number, names in sorted(held.items()):
+        kind = layers[number] if number < len(layers) else ""
+        mine, other = (
+            (".self_attention.", ".mlp.") if kind == "*" else (".mlp.", ".self_attention.")
+        )
+        if not kind:
+            problems.append(f"decoder.layers.{number} is beyond the pattern's {len(layers)} layers")
+        elif any(each.startswith(other) for each in names):
+            problems.append(
+                f"decoder.layers.{number} holds {other}*, in a layer of {_LETTERS[kind]}"
+            )
+        elif not any(each.startswith(mine) for each in names):
+            problems.append(
+                f"decoder.layers.{number} lacks {mine}*, in a layer of {_LETTERS[kind]}"
+            )
+    return problems
+
+
+# Lists of what each layer is, or the number of layers after which it repeats, and what an entry
+# of such a list is in a layer of a number, counted from 1.
+# megatron/core/transformer/transformer_config.py, transformer/utils.py
+_SHARED_PATTERNS = {
+    "no_rope_freq": lambda layer, every: int(layer % every == 0),
+    "window_attn_skip_freq": lambda layer, every: int(layer % every != 0),
+}
+
+
+def _of_attention(value: Any, key: str, blocks: int) -> Any:
+    """Return the entries of a setting for each layer that are of attention."""
+    if isinstance(value, list) and len(value) == 2 * blocks:
+        return value[::2]
+    if type(value) is int and value > 0:
+        return [_SHARED_PATTERNS[key](2 * block + 1, value) for block in range(blocks)]
+    return value
+
+
+def _block_name(name: str) -> str:
+    """Return the name in GPTModel of a tensor of a HybridModel."""
+    if match := _HYBRID_LAYER.match(name):
+        return f"{match[1]}{int(match[2]) // 2}{match[3]}"
+    return _HYBRID_NORM.sub(r"\1final_layernorm.", name)
+
+
+_LEGACY = re.compile(r"^(model\.)?language_model\.")
+_LEGACY_NORM = re.compile(r"\b(input|post_attention|final)_norm\.")
+# Parts of names before megatron-core -> its own.
+_CORE_PARTS = (
+    (re.compile(r"\b(?:encoder|transformer)\.(?=layers\.|final_)"), "decoder."),
+    (re.compile(r"\b(?:self_)?attention\.query_key_value\."), "self_attention.linear_qkv."),
+    (re.compile(r"\b(?:self_)?attention\.dense\."), "self_attention.linear_proj."),
+    (re.compile(r"\bpost_attention_layernorm\."), "pre_mlp_layernorm."),
+    (re.compile(r"\bmlp\.dense_h_to_4h\."), "mlp.linear_fc1."),
+    (re.compile(r"\bmlp\.dense_4h_to_h\."), "mlp.linear_fc2."),
+)
+_SECOND_HALF = "mlp.dense_h_to_4h_2."
+# Versions in which the rows of a projection are those of megatron-core; NeMo has none.
+# NVIDIA/Megatron-LM, megatron/checkpointing.py, fix_query_key_value_ordering
+_ROWS_OF_CORE = (2, 3, None)
+
+
+def _from_legacy(reader: CheckpointReader) -> CheckpointReader:
+    """Return a model before megatron-core, under megatron-core's names if its positions are rotary.
+
+    Others keep their names, of which newer releases spell some norm, older ones layernorm.
+    """
+    config = reader.config
+    tensors = {_LEGACY_NORM.sub(r"\1_layernorm.", name): p for name, p in reader.tensors.items()}
+    is_rotary = config.get("use_rotary_position_embeddings")
+    if not is_rotary and config.get("position_embedding_type") != "rope":
+        return dataclasses.replace(reader, tensors=tensors)
+    version = config.get("checkpoint_version")
+    if version not in _ROWS_OF_CORE or config.get("megatron_legacy"):
+        stated = {
+            key: config[key] for key in ("checkpoint_version", "megatron_legacy") if key in config
+        }
+        raise CheckpointMismatchError(
+            f"{reader.path}: {stated} with rotary positions: expected checkpoint_version 2 or 3, "
+            "in which the rows of queries, keys and values lie by heads"
+        )
+    named: dict[str, tuple[Piece, ...]] = {}
+    for name, pieces in tensors.items():
+        if _SECOND_HALF in name:
+            continue
+        if second := tensors.get(name.replace("mlp.dense_h_to_4h.", _SECOND_HALF)):
+            pieces = _joined(pieces, second) if second is not pieces else pieces
+        name = _LEGACY.sub(r"\1", name)
+        for theirs, core in _CORE_PARTS:
+            name = theirs.sub(core, name)
+        named[name] = pieces
+    return dataclasses.replace(reader, tensors=named)
+
+
+def _joined(first: Sequence[Piece], second: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Return each training rank's halves of a gated projection as one tensor."""
+    wholes = [
+        [
+            ChunkedTensor(each.dtype, each.shape, {(0,) * len(each.shape): each.stored[0]})
+            for each in half
+        ]
+        for half in (first, second)
+    ]
+    return tuple(concatenated(a, b) for a, b in zip(*wholes, strict=True))
