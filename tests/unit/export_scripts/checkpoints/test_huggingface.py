@@ -135,6 +135,42 @@ def test_an_index_may_name_what_wrapped_the_model(tmp_path: Path) -> None:
     assert values(path).keys() == {"a"}
 
 
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module."]
+)
+@pytest.mark.parametrize("indexed", [False, True])
+def test_what_wrapped_the_model_is_not_a_part_of_names(
+    tmp_path: Path, prefix: str, indexed: bool
+) -> None:
+    tensors = {prefix + key: tensor for key, tensor in TENSORS.items()}
+    files: dict[str, Any] = {"model-1.safetensors": tensors}
+    if indexed:
+        files |= {"model.safetensors.index.json": index_of(files)}
+    assert values(folder(tmp_path / "m", files)).keys() == TENSORS.keys()
+
+
+def test_what_wrapped_a_layer_is_not_a_part_of_names(tmp_path: Path) -> None:
+    name = "b._checkpoint_wrapped_module._orig_mod.c"
+    files = {"model.safetensors": {name: TENSORS["b.c"]}}
+    assert values(folder(tmp_path / "m", files)).keys() == {"b.c"}
+
+
+@pytest.mark.parametrize("place", ["header", "index"])
+def test_a_tensor_left_out_for_its_twin_is_read_from_it(tmp_path: Path, place: str) -> None:
+    """save_model names tied tensors that it leaves out in the header; in shards, the index does."""
+    aliases = {"format": "pt", "tied": "a"}
+    path = folder(tmp_path / "m", {})
+    safetensors.torch.save_file(
+        TENSORS, path / "model-1.safetensors", aliases if place == "header" else None
+    )
+    if place == "index":
+        index = index_of({"model-1.safetensors": TENSORS}) | {"metadata": aliases}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = values(path)
+    assert found.keys() == {*TENSORS, "tied"}
+    assert torch.equal(found["tied"], TENSORS["a"])
+
+
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     files = {"model-1.safetensors": TENSORS, "model-2.safetensors": {"a": TENSORS["a"]}}
     with pytest.raises(CheckpointMismatchError, match="tensor a is in both model-1"):
