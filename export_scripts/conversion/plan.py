@@ -29,7 +29,7 @@ from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, ini_fields, parse_value
 from export_scripts.families.mapping.prompts import added_tensors
-from export_scripts.families.mapping.settings import source_warnings
+from export_scripts.families.mapping.settings import generation_file, source_warnings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.ft.config_ini import CONFIG_NAME, config_text
 from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, is_replaced, makes_tokenizer
@@ -105,6 +105,7 @@ def plan_conversion(
     )
     problems += tensor_problems
     extra_files = {name: file.read() for name, file in facts.tokenizer.items()}
+    extra_files |= generation_file(facts, config)
     try:
         config.architecture()
         if not request.is_huggingface:

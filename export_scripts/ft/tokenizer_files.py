@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from export_scripts.families.layout.generation import GENERATION_FILE
 from export_scripts.files.json_content import json_object
 
 
@@ -13,19 +14,21 @@ from export_scripts.files.json_content import json_object
 class TokenizerFiles:
     """A tokenizer on disk. `kind` is a key of `TOKENIZER_KINDS`.
 
-    `settings` names the markers added to a text, `template` is how messages of a chat become one;
-    each if the checkpoint has that file.
+    `settings` names the markers added to a text, `template` is how messages of a chat become one,
+    `generation` has defaults of requests; each if the checkpoint has that file.
     """
 
     kind: str
     files: tuple[Path, ...]
     settings: Path | None = None
     template: Path | None = None
+    generation: Path | None = None
 
     @property
     def all_files(self) -> tuple[Path, ...]:
-        """The files, with the settings and the template."""
-        return (*self.files, *(each for each in (self.settings, self.template) if each is not None))
+        """The files, with those that there need not be."""
+        others = (self.settings, self.template, self.generation)
+        return (*self.files, *(each for each in others if each is not None))
 
 
 SETTINGS_FILE = "tokenizer_config.json"
@@ -85,11 +88,10 @@ def find_tokenizer(folder: Path, *, kind: str | None = None) -> TokenizerFiles |
         if several := [files for files in found if len(files) > 1]:
             names = ", ".join(path.name for path in several[0])
             raise ValueError(f"{folder} holds several tokenizer models: {names}; keep one.")
-        settings, template = folder / SETTINGS_FILE, folder / TEMPLATE_FILE
+        others = [folder / name for name in (SETTINGS_FILE, TEMPLATE_FILE, GENERATION_FILE)]
         return TokenizerFiles(
             each,
             tuple(files[0] for files in found),
-            settings if settings.is_file() else None,
-            template if template.is_file() else None,
+            *(path if path.is_file() else None for path in others),
         )
     return None

@@ -71,6 +71,10 @@ def one_of(*choices: str) -> Kind:
 
 FLAG = Kind("0 or 1", lambda text: ("0", "1").index(text) == 1)
 TOKEN_ID = whole(0, (1 << 31) - 1)
+TOKEN_IDS = Kind(
+    "token ids with commas between them",
+    lambda text: tuple(TOKEN_ID.read(each.strip()) for each in text.split(",")),
+)
 TEXT = Kind("a text", str)
 REQUIRED = "required"
 _OF_MODEL, _OF_TRITON = "export.model.", "export.triton_deployment."
@@ -136,6 +140,11 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "nucleus_include_boundary": Parameter(
         FLAG, "0", "1: the token at the nucleus boundary keeps its whole mass"
+    ),
+    "end_ids": Parameter(
+        TOKEN_IDS,
+        "those of the weights' config.ini and generation_config.json",
+        "tokens that end a sequence whose request states no `end_id`",
     ),
     "strict_lengths": Parameter(
         FLAG, "0", "1: `sequence_length` counts a sequence's own prompt, not the padded one"

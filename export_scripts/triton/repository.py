@@ -10,9 +10,11 @@ from pathlib import Path
 
 from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.generation import GENERATION_FILE
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.files.replace import replace_file
 from export_scripts.ft.config_ini import read_config
+from export_scripts.ft.generation_file import all_end_tokens
 from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.tokenizer_files import (
     SETTINGS_FILE,
@@ -267,7 +269,7 @@ def _served_model(request: RepositoryRequest, model_type: str) -> TritonModelCon
     if not is_python:
         tensors = signature.as_sent_by_fastertransformer(tensors, model_type)
     elif is_generative(model_type):
-        tensors += signature.BIASES
+        tensors += signature.CHOICES
     if request.interactive:
         tensors = signature.interactive(tensors)
     elif is_python and is_generative(model_type) and model_type not in _ENCODER_DECODERS:
@@ -322,7 +324,11 @@ def _text_models(
 ) -> list[TritonModelConfig]:
     """Return the models between text and tokens, and the ensemble of all, which takes text."""
     start_id = _token_id(config, "start_id", "decoder_start_token_id")
-    tokens = {"start_id": start_id, "end_id": _end_id(config)}
+    tokens = {
+        "start_id": start_id,
+        "end_id": _end_id(config),
+        "end_ids": _end_ids(request, config),
+    }
     common = {
         "tokenizer_type": files.kind,
         "tokenizer_path": ".",
@@ -380,6 +386,15 @@ def _end_id(config: FTConfig) -> int | None:
     return _token_id(config, "end_id", "eos_token_id")
 
 
+def _end_ids(request: RepositoryRequest, config: FTConfig) -> str | None:
+    """Return the tokens that end a text where it is not end_id alone. Raises ValueError."""
+    end_id = _end_id(config)
+    assert end_id is not None, "a model with text models has one"
+    ends = all_end_tokens(request.weights_dir, end_id)
+    own = ",".join(map(str, ends)) if len(ends) > 1 else None
+    return request.parameters.get("end_ids", own)
+
+
 def _token_id(config: FTConfig, *names: str) -> int | None:
     """Return the first of the fields, by the names of several families, that the config has."""
     return next((getattr(config, name) for name in names if hasattr(config, name)), None)
@@ -407,7 +422,7 @@ def write_model(repository: Path, model: TritonModelConfig) -> Path:
         config_path.unlink()  # hides the model while its parts change
     # What an earlier build may have left.
     named = (pattern for kinds in TOKENIZER_KINDS.values() for pattern in kinds)
-    patterns = ("model.py", SETTINGS_FILE, TEMPLATE_FILE, *named)
+    patterns = ("model.py", SETTINGS_FILE, TEMPLATE_FILE, GENERATION_FILE, *named)
     for stale in {path for each in patterns for path in version.glob(each)} - set(wanted):
         stale.unlink()
     for path, content in wanted.items():

@@ -277,8 +277,15 @@ def postprocessing(model: ModelSignature) -> ModelSignature:
 
 
 # Of our own engine alone.
-BIASES = ModelSignature(
+CHOICES = ModelSignature(
     (
+        _scalar("min_p", "FP32", "added: least likely token, as a share of the likeliest"),
+        _scalar(
+            "nucleus_include_boundary",
+            "BOOL",
+            "added: 1: the token at the nucleus boundary keeps its whole mass",
+        ),
+        _scalar("ignore_eos", "BOOL", "added: no end token ends the sequence"),
         _scalar(
             "frequency_penalty", "FP32", "added: times a token's count in the answer, off its logit"
         ),

@@ -134,7 +134,7 @@ class TextModel(GenerationModel):
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, markers left out."""
         limits = self.engine.limits
-        markers = self.tokenizer.special_ids | {limits.start_id, limits.end_id}
+        markers = self.tokenizer.special_ids | {limits.start_id, *limits.end_ids}
         return self.tokenizer.decode([index for index in ids if index not in markers])
 
 

@@ -8,14 +8,14 @@ other requests of its batch their answers.
 
 import csv
 import math
-from collections.abc import Sequence
-from itertools import accumulate, chain
+from collections.abc import Collection, Sequence
+from itertools import accumulate, chain, takewhile
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from export_scripts.triton.parameters import FLAG, TOKEN_ID
+from export_scripts.triton.parameters import FLAG, TOKEN_ID, TOKEN_IDS
 from inference.backend.tokenizer import MOST_TEXT_BYTES, Tokenizer, load_tokenizer
 from inference.backend.triton_model import ModelArguments, TensorModel, Tensors
 
@@ -113,7 +113,8 @@ class Postprocessing(TensorModel):
     def setup(self, arguments: ModelArguments) -> None:
         """Load the tokenizer that the model's parameters name."""
         self.tokenizer = _tokenizer(arguments)
-        self.end_id = arguments.read("end_id", TOKEN_ID)
+        own = str(arguments.read("end_id", TOKEN_ID))
+        self.end_ids = frozenset(arguments.read("end_ids", TOKEN_IDS, default=own))
         self.answer_only = arguments.flag("answer_only")
         self.output_holds_prompt = arguments.read("output_holds_prompt", FLAG, default="1")
         self.streaming = arguments.flag("streaming")
@@ -141,7 +142,7 @@ class Postprocessing(TensorModel):
             ids = [int(index) for index in tokens[b, k, : counts[b, k]]]
             if self.output_holds_prompt and tuple(ids[: len(prefix)]) == prefix:
                 ids, start = ids[len(prefix) :], max(start - len(prefix), 0)
-            answer = _without_end(ids[start:], self.end_id, first=first_end)
+            answer = _without_end(ids[start:], self.end_ids, first=first_end)
             more = self.streaming and not finished[b, k] and len(answer) < room
             texts[b, k] = self._text(ids[:start], answer, partial=bool(more)).encode()
         return {"OUTPUT": texts}
@@ -192,12 +193,12 @@ def _wrong_shape(name: str, shape: tuple[int, ...], value: np.ndarray[Any, Any])
     return ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
 
 
-def _without_end(answer: Sequence[int], end_id: int, *, first: bool) -> Sequence[int]:
+def _without_end(answer: Sequence[int], end_ids: Collection[int], *, first: bool) -> Sequence[int]:
     """Return an answer up to its `first` end token, or without the end tokens at its end."""
-    if first and end_id in answer:
-        return answer[: answer.index(end_id)]
+    if first:
+        return [*takewhile(lambda token: token not in end_ids, answer)]
     count = len(answer)
-    while count and answer[count - 1] == end_id:
+    while count and answer[count - 1] in end_ids:
         count -= 1
     return answer[:count]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from export_scripts.ft.tokenizer_files import (
@@ -34,6 +35,7 @@ _BLANK = "\u2581"
 # Put before a word, it gives the word the tokens that it has inside a text.
 _BEFORE = "!"
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+_BYTE_LEVEL_SPACE = "\u0120"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -81,7 +83,9 @@ class Tokenizer:
     most_text_bytes = MOST_TEXT_BYTES
     special_ids: frozenset[int]
     prefix_ids: tuple[int, ...]
-    _bytes: Mapping[int, int]  # tokens of single bytes, for characters outside the vocabulary
+    _bytes: Mapping[int, int] = MappingProxyType(
+        {}
+    )  # tokens of single bytes, for characters outside the vocabulary
     _piece: Callable[[int], str]  # the vocabulary's spelling of an id
     _decode_known: Callable[[list[int]], str]
 
@@ -102,6 +106,11 @@ class Tokenizer:
             return [alone]
         inside = together[len(before) :]
         return [alone] if inside in (alone, []) else [alone, inside]
+
+    def token_bytes(self, index: int) -> bytes | None:
+        """Return the bytes that a token stands for, None where its text says it all."""
+        byte = self._bytes.get(index)
+        return None if byte is None else bytes([byte])
 
     def decode(self, ids: Sequence[int], *, partial: bool = False) -> str:
         """Return the text of `ids`; unknown ids give the replacement character.
@@ -169,11 +178,30 @@ class HuggingFaceTokenizer(Tokenizer):
         if start_marker is not None and not count:
             self._more = [vocab[start_marker]]
         self.prefix_ids = (*self._more, *own[:count])
+        decoder = backend.decoder
+        is_byte_level = decoder is not None and decoder.decode([_BYTE_LEVEL_SPACE]) == " "
+        self._added = frozenset(added)
+        self._letters = _byte_level_letters() if is_byte_level else {}
+
+    def token_bytes(self, index: int) -> bytes | None:
+        """Return the bytes of a token, see `Tokenizer`; letters stand for them in GPT-2's way."""
+        if not self._letters or index in self._added or not 0 <= index < self.vocab_size:
+            return super().token_bytes(index)
+        letters = self._piece(index) or ""
+        return bytes(self._letters[each] for each in letters if each in self._letters)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of `text`, see `Tokenizer`."""
         ids = self._backend.encode(text, add_special_tokens=special).ids
         return [*(self._more if special else ()), *ids]
+
+
+def _byte_level_letters() -> dict[str, int]:
+    """Return the letters by which a byte-level vocabulary spells bytes (GPT-2, encoder.py)."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(0x100) if byte not in printed)
+    letters = {chr(byte): byte for byte in printed}
+    return letters | {chr(0x100 + number): byte for number, byte in enumerate(others)}
 
 
 def _byte_tokens(vocab: Mapping[str, int]) -> dict[int, int]:

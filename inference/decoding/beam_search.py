@@ -94,7 +94,7 @@ class BeamRow:
         """Return what to do to the logits of each running slot in this step."""
         o = self.options
         penalised = o.is_penalised and self.request.context_len + self.generated > 1
-        forbidden_id = o.end_id if self.generated < o.min_length else None
+        forbidden_ids = o.end_ids if self.generated < o.min_length else ()
         rules = []
         for tokens in (self.beams[k].tokens for k in self.running):
             answer = np.array(tokens, np.int64)
@@ -104,7 +104,7 @@ class BeamRow:
                 ids, counts = np.unique(answer, return_counts=True)
                 parts.append((ids, -np.float32(o.frequency_penalty) * counts.astype(np.float32)))
             banned = banned_ids(self._newest(tokens), o.bad_words, self._vocab_size)
-            rules.append(LogitRules(o, join_bias(*parts, banned=banned), seen, forbidden_id))
+            rules.append(LogitRules(o, join_bias(*parts, banned=banned), seen, forbidden_ids))
         return rules
 
     def _newest(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class BeamRow:
         token, words = int(best.tokens[i]), self.options.stop_words
         tokens = (*parent.tokens, token)
         reason: FinishReason | None = "length" if len(tokens) == self.request.output_len else None
-        if token == self.options.end_id:
+        if token in self.options.end_ids:
             reason = "end"
         elif words and ends_with((*self._newest(parent.tokens), token), words):
             reason = "stop"

@@ -5,6 +5,7 @@ TopPSamplingLayer.cu (argument set-up) and layers/DynamicDecodeLayer.cc.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +30,19 @@ class RowOptions:
 
     `num_log_probs` and `num_prompt_log_probs` are the best tokens to report at each place of the
     answer and of the prompt, next to the score of the token that is there; 0 scores nothing.
+    `whole_boundary` gives the token at the nucleus boundary its whole mass; None leaves that to
+    the model's settings.
     """
 
-    end_id: int
+    end_id: int  # it fills rows up, too
+    other_end_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     start_id: int = 0
     beam_width: int = 1
     top_k: int = 1
     top_p: float = 1.0
+    min_p: float = 0.0
+    whole_boundary: bool | None = None
     temperature: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -55,6 +62,11 @@ class RowOptions:
     return_context_embeddings: bool = False
     num_log_probs: int = 0
     num_prompt_log_probs: int = 0
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens at which the row ends by itself."""
+        return () if self.ignore_eos else (self.end_id, *self.other_end_ids)
 
     @property
     def is_greedy(self) -> bool:
@@ -92,16 +104,22 @@ def normalise_selection(top_k: int, top_p: float) -> tuple[int, float, list[str]
 
 
 def read_options(
-    fields: TensorFields, *, start_id: int, end_id: int
+    fields: TensorFields, *, start_id: int, end_ids: Sequence[int]
 ) -> tuple[list[RowOptions], list[str]]:
-    """Return the options of every row and the warnings; problems go to `fields.problems`."""
+    """Return the options of every row and the warnings; problems go to `fields.problems`.
+
+    `end_ids` are the model's; a request that states an `end_id` ends there alone.
+    """
     warnings: list[str] = []
     most = MOST_FREQUENCY_PENALTY
     decays = fields.floats("top_p_decay", default=1.0, per_row=True)
     minima = fields.floats("top_p_min", default=DEFAULT_TOP_P_MIN, per_row=True)
+    others = () if "end_id" in fields.tensors else tuple(end_ids[1:])
     columns: dict[str, list[Any]] = {
         "start_id": fields.integers("start_id", default=start_id, per_row=True),
-        "end_id": fields.integers("end_id", default=end_id, per_row=True),
+        "end_id": fields.integers("end_id", default=end_ids[0], per_row=True),
+        "other_end_ids": [others] * fields.batch,
+        "ignore_eos": fields.flags("ignore_eos"),
         "beam_width": fields.integers("beam_width", default=1, within=(1, MAX_BEAM_WIDTH)),
         "random_seed": [s % 2**64 for s in fields.integers("random_seed", default=0)],
         "bad_words": read_word_lists(fields, "bad_words_list", shared=True),
@@ -121,6 +139,8 @@ def read_options(
         "frequency_penalty": fields.floats("frequency_penalty", default=0.0, within=(-most, most)),
         "logit_bias": _logit_bias(fields),
         **_selection_columns(fields, warnings),
+        "min_p": fields.floats("min_p", default=0.0, within=(0, 1)),
+        "whole_boundary": _whole_boundary(fields),
         "top_p_decay": [decay if 0 < decay <= 1 else 1.0 for decay in decays],
         "top_p_min": [float(np.float32(least)) if 0 < least <= 1 else 0.5 for least in minima],
         "top_p_reset_id": fields.integers("top_p_reset_ids", default=-1, per_row=True),
@@ -134,7 +154,7 @@ def read_options(
     if max(columns["beam_width"]) > 1:
         fields.problems += [
             f"{name} needs beam_width=1; leave one of them out"
-            for name in _SCORES
+            for name in (*_SCORES, "min_p")
             if any(columns[name])
         ]
     pairs = zip(columns["return_context_cum_log_probs"], columns["return_log_probs"], strict=True)
@@ -145,6 +165,11 @@ def read_options(
         for b in range(fields.batch)
     ]
     return rows, warnings
+
+
+def _whole_boundary(fields: TensorFields) -> list[bool] | list[None]:
+    name = "nucleus_include_boundary"
+    return fields.flags(name) if name in fields.tensors else [None] * fields.batch
 
 
 def _logit_bias(fields: TensorFields) -> list[tuple[tuple[int, float], ...]]:

@@ -27,14 +27,14 @@ class LogitRules:
     """Rules for the logits of one slot in this step.
 
     `bias` holds ids and what is added to their logits, as `join_bias` returns them. `seen` lists
-    the ids that the penalties of `options` act on; an id may occur more than once. `forbidden_id`
-    is the end id while the minimum length is not reached.
+    the ids that the penalties of `options` act on; an id may occur more than once. `forbidden_ids`
+    are the end ids while the minimum length is not reached.
     """
 
     options: RowOptions
     bias: tuple[Array, Array] | None = None
     seen: Array | None = None
-    forbidden_id: int | None = None
+    forbidden_ids: tuple[int, ...] = ()
 
 
 def process_logits(
@@ -51,10 +51,11 @@ def process_logits(
     apply_temperature(x, rules)
     apply_penalty(x, rules)
     # A model's own end id may lie outside its vocabulary, where it cannot come up anyway.
-    banned = [(i, r.forbidden_id) for i, r in enumerate(rules) if r.forbidden_id is not None]
-    if banned := [pair for pair in banned if 0 <= pair[1] < vocab_size]:
+    pairs = [(i, token) for i, rule in enumerate(rules) for token in rule.forbidden_ids]
+    if banned := [pair for pair in pairs if 0 <= pair[1] < vocab_size]:
         index = _to(x, np.asarray(banned, np.int64))  # (count, 2)
         x[index[:, 0], index[:, 1]] = LOWEST
+    apply_min_p(x, rules)
     return x
 
 
@@ -113,6 +114,16 @@ def apply_penalty(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
     r, a = _to(x, np.repeat(repetition, sizes)), _to(x, np.repeat(presence, sizes))
     old = x[rows, ids]  # an id that occurs twice is read twice before it is written
     x[rows, ids] = torch.where(old < 0, old * r, old / r) - a
+
+
+def apply_min_p(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
+    """Exclude the ids of a row that are less likely than `min_p` times its likeliest one."""
+    shares = np.asarray([rule.options.min_p for rule in rules], np.float32)
+    if not shares.any():
+        return
+    with np.errstate(divide="ignore"):
+        depths = _to(x, np.log(shares))[:, None]  # minus infinity excludes nothing
+    x.masked_fill_(x < x.amax(-1, keepdim=True) + depths, -torch.inf)
 
 
 def _to(x: torch.Tensor, values: Array) -> torch.Tensor:

@@ -38,6 +38,7 @@ _COMMON = f"""
     repetition_penalty presence_penalty frequency_penalty {BIAS_IDS} {BIAS} min_length random_seed
     is_return_log_probs beam_width start_id end_id bad_words_list stop_words_list {TASK_IDS}
     top_p_decay top_p_min top_p_reset_ids {EMBEDDING} {LENGTHS} ia3_tasks
+    min_p nucleus_include_boundary ignore_eos
 """.split()
 _OF_DECODERS = f"""
     {TYPE} session_len memory_len is_return_context_cum_log_probs is_return_context_embeddings
@@ -96,7 +97,7 @@ class _Parser:
         self.inputs = [tuple(row[:length].tolist()) for row, length in rows]
         self.output_lens = self.fields.integers(self.output_len, default=1, within=(1, math.inf))
         self.options, self.warnings = read_options(
-            self.fields, start_id=limits.start_id, end_id=limits.end_id
+            self.fields, start_id=limits.start_id, end_ids=limits.end_ids
         )
         self.prompts = _read_prompts(self.fields, limits)
         self.before = [prompt.cached_len if prompt else 0 for prompt in self.prompts]

@@ -44,7 +44,7 @@ class PromptTable:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Limits of a request, all read from the model's `config.ini`.
+    """Limits of a request, read from the model's `config.ini`, and its other end tokens.
 
     `vocab_size` is the real vocabulary, without padding. `max_pos_seq_len` is None for models
     without a position table. `prompt_lengths` maps the id of each loaded prompt task to its
@@ -55,6 +55,7 @@ class ModelLimits:
     vocab_size: int
     start_id: int
     end_id: int
+    other_end_ids: tuple[int, ...] = ()
     max_pos_seq_len: int | None = None
     encoder_decoder: bool = False
     hidden_units: int = 0
@@ -62,6 +63,11 @@ class ModelLimits:
     prompt_learning_start_id: int | None = None
     prompt_lengths: Mapping[int, int] = field(default_factory=dict)
     ia3_num_tasks: int = 0
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer, that of `config.ini` first."""
+        return (self.end_id, *self.other_end_ids)
 
     @property
     def virtual_start_id(self) -> int:

@@ -65,7 +65,9 @@ class SamplingRow:
         self.cum_log_prob = 0.0
         self._vocab_size = vocab_size
         self._full_log_probs = full_log_probs
-        self.include_boundary = include_boundary
+        stated = o.whole_boundary
+        self.include_boundary = include_boundary if stated is None else stated
+        self._end_ids = o.end_ids
         self._history = array("q", request.context_ids)
         self._full_len = len(self._history) + request.output_len
         self._log_probs: list[float] = []
@@ -80,8 +82,11 @@ class SamplingRow:
         # Whether a step takes the arg-max of the raw logits, the forbidden id aside.
         self.is_plain = o.is_greedy and not (o.has_marks or is_scored)
         nucleus_stays = o.top_p_decay == 1 and o.top_p_min <= o.top_p
+        # A rank forbids one token of a row, and knows no min_p.
+        is_simple = not o.min_p and (not o.min_length or len(self._end_ids) <= 1)
         self.rank_chooses = (
             not is_scored
+            and is_simple
             and (nucleus_stays or not self.is_nucleus)
             and all(len(word) == 1 for word in o.bad_words)
         )
@@ -92,11 +97,11 @@ class SamplingRow:
         return len(self._history) - len(self.request.context_ids)
 
     @property
-    def forbidden_id(self) -> int | None:
-        """The end id while the row is too short to end, if it is one of the vocabulary."""
-        o = self.options
-        too_short = self.generated < o.min_length and 0 <= o.end_id < self._vocab_size
-        return o.end_id if too_short else None
+    def forbidden_ids(self) -> tuple[int, ...]:
+        """The end ids of the vocabulary while the row is too short to end."""
+        if self.generated >= self.options.min_length:
+            return ()
+        return tuple(token for token in self._end_ids if 0 <= token < self._vocab_size)
 
     @property
     def generated_ids(self) -> list[int]:
@@ -128,7 +133,7 @@ class SamplingRow:
         """Return what to do to the row's logits in this step."""
         seen = self._seen() if self._penalises(self.generated) else None
         bias = self._biases(self._history)
-        return [LogitRules(self.options, bias, seen, self.forbidden_id)]
+        return [LogitRules(self.options, bias, seen, self.forbidden_ids)]
 
     def draw(self) -> Draw:
         """Return the draw of the next step, which a rank makes; each step has one."""
@@ -182,7 +187,7 @@ class SamplingRow:
         history.append(token)
         if self._bias is not None:
             self._bias.append(token)
-        if token == o.end_id:
+        if token in self._end_ids:
             self.reason = "end"
         elif o.stop_words and ends_with(history, o.stop_words):
             self.reason = "stop"
@@ -220,9 +225,9 @@ def choose(rows: Sequence[SamplingRow], candidates: Candidates) -> list[Choice |
             choices.append(_choose_from_all(row, candidates, i))
         else:
             token, value = int(candidates.ids[i, place]), candidates.values[i, place]
-            if token == row.forbidden_id and row.is_plain:
+            if row.is_plain and token in (forbidden := row.forbidden_ids):
                 logits = candidates.logits[i].clone()
-                logits[token] = LOWEST
+                logits[list(forbidden)] = LOWEST
                 token = int(top_candidates(logits[None], width=1)[1])
             choices.append(_choice(row, candidates, i, token, float(value), log_kept[i]))
     return choices
@@ -248,7 +253,7 @@ def _draw(
         masses,
         inside=np.asarray([row.top_p for row in rows]) * kept,
         uniforms=np.asarray([row.uniform for row in rows]),
-        include_boundary=rows[0].include_boundary,
+        include_boundary=np.asarray([row.include_boundary for row in rows]),
     )
     found = [place if ok else None for place, ok in zip(places.tolist(), decided, strict=True)]
     return found, [math.log(k) if k > 0 else 0.0 for k in kept.tolist()]
@@ -325,20 +330,21 @@ class DescendingMass:
 
 
 def draw_from_prefix(
-    masses: Array, *, inside: Array, uniforms: Array, include_boundary: bool
+    masses: Array, *, inside: Array, uniforms: Array, include_boundary: Array
 ) -> tuple[Array, Array]:
     """Draw one candidate per row from descending `masses` (n, W) that add up to `inside` (n,).
 
-    Returns the places (n,) and whether each was decided: a row that needs candidates beyond the W
-    at hand is not.
+    Where `include_boundary` (n,) says so, the last of them counts whole. Returns the places (n,)
+    and whether each was decided: a row that needs candidates beyond the W at hand is not.
     """
     sums = np.cumsum(masses, axis=1)  # (n, W)
     within = sums[:, -1]
     decided = np.ones(len(masses), np.bool_)
-    if include_boundary:
-        decided = within >= inside
+    if include_boundary.any():
+        decided = ~include_boundary | (within >= inside)
         last = np.minimum((sums < inside[:, None]).sum(1), masses.shape[1] - 1)
-        inside = np.take_along_axis(sums, last[:, None], 1)[:, 0]
+        whole = np.take_along_axis(sums, last[:, None], 1)[:, 0]
+        inside = np.where(include_boundary, whole, inside)
     thresholds = uniforms * inside
     decided &= within >= thresholds
     places = (sums < thresholds[:, None]).sum(1)  # (n,)

@@ -1,5 +1,6 @@
 """Capacity of an engine: device, slots and their length, from the model and the budgets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.ft.config_ini import read_config
+from export_scripts.ft.generation_file import all_end_tokens
 from export_scripts.numeric.dtypes import item_size
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from inference.control_groups import memory_room
@@ -114,15 +116,26 @@ class Capacity:
 GeneratorArchitecture = DecoderArchitecture | EncoderDecoderArchitecture
 
 
-def model_limits(config: FTConfig, architecture: GeneratorArchitecture) -> ModelLimits:
-    """Return the limits of requests to the model."""
+def model_limits(
+    config: FTConfig,
+    architecture: GeneratorArchitecture,
+    folder: Path,
+    end_ids: Sequence[int] | None,
+) -> ModelLimits:
+    """Return the limits of requests to the model in a folder.
+
+    It ends at `end_ids`, or where these are None at those that the folder names. Raises ValueError
+    if the folder names something else than tokens.
+    """
     tokens: Any = config  # of a model that generates, with its start and end ids
+    ends = end_ids or all_end_tokens(folder, tokens.end_id)
     # A decoder with other positions states what it was trained for.
     has_table = architecture.position in ("learned", "absolute")
     return ModelLimits(
         vocab_size=architecture.vocab_size,
         start_id=tokens.start_id,
         end_id=tokens.end_id,
+        other_end_ids=tuple(token for token in ends if token != tokens.end_id),
         max_pos_seq_len=architecture.max_pos_seq_len if has_table else None,
         encoder_decoder=isinstance(architecture, EncoderDecoderArchitecture),
         ia3_num_tasks=getattr(architecture, "ia3_num_tasks", 0),

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from export_scripts.families.layout.architecture import (
     DecoderArchitecture,
@@ -66,7 +67,9 @@ class Engine(EngineBase[RunningRequest]):
     def _fit(self, settings: RankSettings) -> RankSettings:
         self.capacity: Capacity = plan_capacity(self.architecture, settings, self.options)
         self.description = self.capacity.describe()
-        self.limits: ModelLimits = model_limits(self.config, self.architecture)
+        self.limits: ModelLimits = model_limits(
+            self.config, self.architecture, Path(settings.ft_dir), self.options.end_ids
+        )
         table_rows, table_size = _table_rows(self.config)
         vocab_size = self.architecture.vocab_size
         self._make_row = partial(make_row, vocab_size=vocab_size, table_rows=table_rows)

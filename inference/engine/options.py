@@ -37,3 +37,4 @@ class EngineOptions:
     start_timeout_s: float = 1800.0
     output_log_probs_mode: Literal["renormalized", "full"] = "renormalized"
     nucleus_include_boundary: bool = False
+    end_ids: tuple[int, ...] | None = None

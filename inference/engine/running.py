@@ -162,8 +162,8 @@ class RunningRow:
 
     def __post_init__(self) -> None:
         self.prompt_outputs = PromptOutputs(self.request.options)
-        # The end id, which may not be chosen before min_length tokens.
-        self.end_id = self.request.options.end_id
+        # The end id, which may not be chosen before min_length tokens; -1 for none.
+        self.end_id = next(iter(self.request.options.end_ids), -1)
         self.min_length = self.request.options.min_length
         self.has_marks = self.request.options.has_marks
         self.is_arg_max = self.request.options.is_greedy and not self.has_marks

@@ -143,7 +143,7 @@ def test_nucleus_shrinks_and_resets(case: Case) -> None:
         for name, value in given.items()
         if value is not None
     }
-    (options,), _ = read_options(TensorFields(tensors, 1), start_id=0, end_id=19)
+    (options,), _ = read_options(TensorFields(tensors, 1), start_id=0, end_ids=(19,))
     decoder = BatchDecoder(vocab_size=20)
     decoded = decoder.make_row(row(options, output_len=len(case["tokens"]) + 1))
     assert isinstance(decoded, SamplingRow)

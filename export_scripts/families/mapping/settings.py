@@ -4,14 +4,17 @@ Problems are gathered and raised together. Absent keys have the defaults of the 
 wrote the file.
 """
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from export_scripts.checkpoints.base import json_file
+from export_scripts.checkpoints.tokenizers import special_ids
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import MOST_LAYERS, ConfigT, FTConfig
+from export_scripts.families.layout.generation import GENERATION_FILE, end_tokens
 from export_scripts.families.mapping.prompts import prompt_fields
 from export_scripts.families.mapping.source_mapping import Facts
 
@@ -27,6 +30,7 @@ _TOKENS = {
     "pad_token_id": "pad_id",
 }
 
+_ADDED_TOKENS = ("tokenizer.json", "tokenizer_config.json")
 # Names of Hugging Face activations -> spelling in config.ini, and whether its gelu is by erf.
 # transformers, activations.py
 HUGGINGFACE_ACTIVATIONS: dict[str, tuple[str, bool]] = {
@@ -233,8 +237,35 @@ def _is_negative(value: Any) -> bool:
 
 def _generation_config(facts: Facts) -> Mapping[str, Any]:
     """Return generation_config.json, which newer folders keep the token ids in."""
-    file = facts.tokenizer.get("generation_config.json")
+    file = facts.tokenizer.get(GENERATION_FILE)
     return json_file(file) if file else {}
+
+
+def generation_file(facts: Facts, config: FTConfig) -> dict[str, bytes]:
+    """Return generation_config.json for the folder, where the source's own lacks an end token.
+
+    A model ends at every token that its configurations and its tokenizer name (as with vLLM), or
+    at the one that the user states.
+
+    Raises:
+        CheckpointMismatchError: One of them names something else than tokens.
+    """
+    end_id, own = getattr(config, "end_id", None), _generation_config(facts)
+    if end_id is None:
+        return {}
+    try:
+        stated, found = end_tokens(own), end_tokens(facts.config, "config.json")
+    except ValueError as error:
+        raise CheckpointMismatchError([str(error)]) from None
+    ends = dict.fromkeys((end_id, *found, *stated))
+    parts = {name: file for name, file in facts.tokenizer.items() if name in _ADDED_TOKENS}
+    if (token := special_ids(parts).eos) is not None:
+        ends[token] = None
+    if "end_id" in facts.given:
+        ends = {end_id: None}
+    if ends.keys() == {end_id, *stated}:
+        return {}
+    return {GENERATION_FILE: json.dumps({**own, "eos_token_id": list(ends)}, indent=2).encode()}
 
 
 def huggingface_settings(source: Mapping[str, Any]) -> Settings:
@@ -270,8 +301,7 @@ def half_precision_warnings(facts: Facts, config: FTConfig) -> list[str]:
 def source_warnings(facts: Facts, config: FTConfig) -> list[str]:
     """Return warnings about code of a source's own, and about its special tokens.
 
-    Several last tokens of chat models are often in generation_config.json alone. Some models write
-    -1 for a token that they do not have.
+    Some models write -1 for a token that they do not have.
     """
     source = facts.config
     warnings = []
@@ -283,15 +313,6 @@ def source_warnings(facts: Facts, config: FTConfig) -> list[str]:
             f"config.json: auto_map names the model's own code ({code}), which is not run: the "
             f"model is taken as transformers' {source.get('model_type')}; where its code computes "
             "something else, answers differ"
-        )
-    end_id = getattr(config, "end_id", None)
-    stated = [each.get("eos_token_id") for each in (source, _generation_config(facts))]
-    ends = [t for each in stated for t in (each if isinstance(each, list) else [each])]
-    others = dict.fromkeys(t for t in ends if isinstance(t, int) and t >= 0 and t != end_id)
-    if others and end_id is not None:
-        warnings.append(
-            f"the model ends with any of several tokens; end_id is {end_id}: name the others "
-            f"({', '.join(map(str, others))}) as stop words of a request"
         )
     taken = {key: getattr(config, name, None) for key, name in _TOKENS.items()}
     return warnings + [

@@ -12,6 +12,8 @@ import torch
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.families.dense.layout import DENSE, DenseConfig
+from export_scripts.ft.generation_file import generation_settings
+from inference.engine.engine import Engine, Placement
 from tests.tiny_huggingface import converted
 
 CONFIG: dict[str, Any] = {
@@ -313,14 +315,45 @@ def test_fp16_is_warned_about_where_it_is_known_to_overflow(
     assert any("trained in bf16" in remark for remark in summary.remarks) is warned
 
 
-def test_further_end_tokens_are_reported(tmp_path: Path) -> None:
-    source = write_llama(tmp_path / "s", eos_token_id=[2, 7, 9])
-    summary = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert any("end_id is 2" in remark and "7, 9" in remark for remark in summary.remarks)
+GEMMA_3 = {"config": {"eos_token_id": [1, 106]}, "generation": {"eos_token_id": [1, 106]}}
+GEMMA_2 = {"config": {"eos_token_id": 1}, "generation": {"eos_token_id": [1, 107]}}
+PHI_3 = {"config": {"eos_token_id": 90}, "generation": {"eos_token_id": [90, 91, 97]}}
 
 
-def test_last_tokens_of_the_generation_config_are_warned_of(tmp_path: Path) -> None:
-    source = write_llama(tmp_path / "s")
-    (source / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
-    summary = convert(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
-    assert any("end_id is 2" in remark and "(7)" in remark for remark in summary.remarks)
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (GEMMA_3, (1, 106)),
+        (GEMMA_2, (1, 107)),
+        (PHI_3, (90, 91, 97)),
+        ({"config": {"eos_token_id": [2, 7, 9]}}, (2, 7, 9)),
+        ({"config": {"eos_token_id": 2}, "generation": {"top_k": 5}}, (2,)),
+        ({"config": {"eos_token_id": [2, -1]}, "generation": {"eos_token_id": 7}}, (2, 7)),
+        ({"config": {"eos_token_id": 2}, "token": "</s>"}, (2, 5)),
+        ({**PHI_3, "given": (("end_id", "8"),)}, (8,)),
+    ],
+)
+def test_the_folder_names_every_token_that_ends_an_answer(
+    tmp_path: Path, files: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    source = write_llama(tmp_path / "s", **files["config"])
+    if "generation" in files:
+        (source / "generation_config.json").write_text(json.dumps(files["generation"]))
+    if "token" in files:
+        added = {"added_tokens": [{"id": 5, "content": files["token"]}]}
+        (source / "tokenizer.json").write_text(json.dumps(added))
+        (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": files["token"]}))
+    given = files.get("given", ())
+    convert(ConversionRequest(source, tmp_path / "out", 1, "fp32", given=given))
+    folder = tmp_path / "out" / "1-gpu"
+    with Engine(folder, Placement(device="cpu")) as engine:
+        assert engine.limits.end_ids == expected
+    kept = generation_settings(folder)
+    assert kept.get("top_k") == files.get("generation", {}).get("top_k")
+
+
+@pytest.mark.parametrize("value", ["</s>", [2, None], {"id": 2}, True, [1 << 40]])
+def test_an_end_token_that_is_no_token_is_refused(tmp_path: Path, value: Any) -> None:
+    source = write_llama(tmp_path / "s", eos_token_id=2)
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    assert "eos_token_id" in problems_of(source, tmp_path)

@@ -337,3 +337,16 @@ def test_a_flipped_bit_of_the_weights_ends_the_export(tmp_path: Path) -> None:
         content[bit // 8] ^= 1 << bit % 8
     victim.write_bytes(content)
     assert build_repository(request)
+
+
+def test_end_tokens_beyond_the_first_are_a_parameter_of_the_text_models(
+    request_: RepositoryRequest,
+) -> None:
+    folder = request_.model_dir / "1" / "2-gpu"
+    (folder / "generation_config.json").write_text('{"eos_token_id": [51, 7], "top_p": 0.5}')
+    for given, expected in (({}, "51,7"), ({"end_ids": "9"}, "9")):
+        built = build_repository(replace(request_, parameters=given, overwrite=True))
+        for part in ("preprocessing", "postprocessing"):
+            (path,) = [each for each in built if each.name == part]
+            assert _config(path).parameters["end_ids"].string_value == expected
+            assert (path / "1" / "generation_config.json").is_file()

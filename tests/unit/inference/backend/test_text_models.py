@@ -178,6 +178,17 @@ def test_answers_end_where_the_model_says_even_after_other_end_tokens(
     assert _texts(strict, rows, **lengths) == [["ab<end>c"], ["a<end>b"]]
 
 
+def test_an_answer_ends_before_any_of_the_end_tokens(arguments: dict[str, str]) -> None:
+    a, b, other = _loaded(Postprocessing(), arguments).tokenizer.encode("abc")
+    model = _loaded(Postprocessing(), arguments, end_ids=f"{END},{other}")
+    rows = [[[a, b, other, END, END]]]  # END fills the row
+    assert _texts(model, rows, RESPONSE_INPUT_LENGTHS=[[1]]) == [["ab"]]
+    lengths = {"RESPONSE_INPUT_LENGTHS": [[1]], "sequence_length": [[3]]}
+    assert _texts(model, rows, **lengths) == [["ab"]]
+    with pytest.raises(ValueError, match="parameter end_ids='1;2' must be token ids"):
+        _loaded(Postprocessing(), arguments, end_ids="1;2")
+
+
 def test_without_prompt_length_only_trailing_end_tokens_go(arguments: dict[str, str]) -> None:
     model = _loaded(Postprocessing(), arguments)
     a, b = model.tokenizer.encode("ab")

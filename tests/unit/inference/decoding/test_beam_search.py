@@ -191,3 +191,15 @@ def test_negative_diversity_rate_spreads_the_beams_over_parents() -> None:
     apart = search(table, beam_width=2, output_len=2, beam_search_diversity_rate=-1.0)
     assert {ids[0] for ids in together.output_ids} == {1}
     assert {ids[0] for ids in apart.output_ids} == {1, 2}
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_beams_end_at_any_of_the_end_tokens(pool: bool) -> None:
+    table = chain(6, t4={2: 0.6, 3: 0.4}, t2={5: 1.0}, t3={END: 1.0})
+    result = search(table, beam_width=2, output_len=4, pool=pool, other_end_ids=(5,))
+    assert sorted(zip(result.output_ids, result.finish_reasons, strict=True)) == [
+        ((2, 5), "end"),
+        ((3, END), "end"),
+    ]
+    barred = search(table, beam_width=2, output_len=2, other_end_ids=(5,), min_length=2)
+    assert {END, 5}.isdisjoint(itertools.chain(*barred.output_ids))

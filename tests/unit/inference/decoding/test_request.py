@@ -42,6 +42,8 @@ def test_every_option_is_read_per_row() -> None:
         "top_p_decay": (column(0.5, 0.25, dtype=np.float32), "top_p_decay"),
         "top_p_min": (column(0.125, 0.25, dtype=np.float32), "top_p_min"),
         "top_p_reset_ids": (column(9, 10), "top_p_reset_id"),
+        "min_p": (column(0.5, 0.25, dtype=np.float32), "min_p"),
+        "nucleus_include_boundary": (column(True, False, dtype=np.bool_), "whole_boundary"),
         "is_return_log_probs": (column(True, False, dtype=np.bool_), "return_log_probs"),
         "is_return_context_embeddings": (
             column(False, True, dtype=np.bool_),
@@ -51,6 +53,21 @@ def test_every_option_is_read_per_row() -> None:
     request = parse_request(gpt(**{name: value for name, (value, _) in sent.items()}), GPT)
     for value, option in sent.values():
         assert options(request, option) == value[:, 0].tolist(), option
+
+
+def test_a_request_ends_at_the_models_tokens_or_at_its_own() -> None:
+    limits = dataclasses.replace(GPT, other_end_ids=(7, 9))
+    assert options(parse_request(gpt(), limits), "end_ids") == [(51, 7, 9)] * 2
+    assert options(parse_request(gpt(end_id=column(3, 4)), limits), "end_ids") == [(3,), (4,)]
+    ignores = gpt(ignore_eos=column(True, False, dtype=np.bool_))
+    assert options(parse_request(ignores, limits), "end_ids") == [(), (51, 7, 9)]
+
+
+def test_beams_take_no_share_of_the_likeliest() -> None:
+    share = column(0.1, 0, dtype=np.float32)
+    assert problems(gpt(min_p=share, beam_width=column(2, 2))) == [
+        "min_p needs beam_width=1; leave one of them out"
+    ]
 
 
 def test_one_value_serves_all_rows() -> None:

@@ -69,6 +69,25 @@ def test_stop_word_in_the_prompt_alone_does_not_count() -> None:
     assert result.finish_reasons == ("length",)
 
 
+def test_a_row_ends_at_any_of_its_end_tokens() -> None:
+    for options in ({"other_end_ids": (7, 9)}, {"other_end_ids": (7, 9), "top_k": 4}):
+        result = run(request(**options), favouring(8, by=60.0), favouring(9, by=60.0))
+        assert (result.output_ids, result.finish_reasons) == (((8, 9),), ("end",))
+
+
+@pytest.mark.parametrize("selection", [{}, {"top_k": 4}, {"frequency_penalty": 0.1}])
+def test_minimum_length_bars_every_end_token(selection: dict[str, Any]) -> None:
+    row = request(other_end_ids=(7,), min_length=1, **selection)
+    result = run(row, favouring(END, 7, 8, by=60.0), favouring(7, by=60.0))
+    assert (result.output_ids, result.finish_reasons) == (((8, 7),), ("end",))
+
+
+def test_a_row_that_ignores_ends_goes_on_after_them() -> None:
+    row = request(other_end_ids=(7,), ignore_eos=True, min_length=1, output_len=3)
+    result = run(row, favouring(END), favouring(7), favouring(8))
+    assert (result.output_ids, result.finish_reasons) == (((END, 7, 8),), ("length",))
+
+
 def test_end_token_wins_over_a_stop_word() -> None:
     result = run(request(stop_words=((END,),)), favouring(END))
     assert result.finish_reasons == ("end",)
@@ -107,7 +126,7 @@ def test_minimum_length_is_harmless_where_the_end_id_is_outside_the_vocabulary()
 
 def test_minimum_length_of_a_model_without_an_end_id_bars_no_token() -> None:
     logits = torch.zeros(1, ALIGNMENT)
-    rules = [LogitRules(RowOptions(0), forbidden_id=-1)]
+    rules = [LogitRules(RowOptions(0), forbidden_ids=(-1,))]
     assert torch.equal(process_logits(logits, slots=[0], rules=rules, vocab_size=ALIGNMENT), logits)
 
 
@@ -214,6 +233,27 @@ def test_boundary_token_keeps_its_share_of_the_nucleus(
 ) -> None:
     rates = drawn([0.5, 0.3, 0.15, 0.05], nucleus_include_boundary=include_boundary, **selection)
     np.testing.assert_allclose(rates, expected, atol=0.04)  # 4 standard deviations of 2000 draws
+
+
+@pytest.mark.parametrize("selection", [{"top_k": 0}, {"top_k": 4}])
+def test_tokens_far_below_the_likeliest_are_not_drawn(selection: dict[str, Any]) -> None:
+    rates = drawn([0.5, 0.3, 0.15, 0.05], min_p=0.4, top_p=1.0, **selection)
+    np.testing.assert_allclose(rates, [0.625, 0.375, 0, 0], atol=0.045)
+
+
+def test_rows_of_both_rules_for_the_boundary_are_drawn_together() -> None:
+    logits = torch.full((1, VOCAB), -1e4)
+    logits[0, :3] = torch.tensor([0.5, 0.4, 0.1]).log()
+    decoder = BatchDecoder(VOCAB)
+    options = {"top_k": 0, "top_p": 0.55, "output_len": 500}
+    rows = [
+        decoder.make_row(request(whole_boundary=whole, random_seed=3, **options))
+        for whole in (False, True)
+    ]
+    for _ in range(500):
+        decoder.step(rows, logits.repeat(2, 1))
+    shares = [np.mean(row.result().output_ids[0]) for row in rows]
+    np.testing.assert_allclose(shares, [0.05 / 0.55, 0.4 / 0.9], atol=0.07)
 
 
 def test_top_k_renormalises_over_its_candidates() -> None:

@@ -1,0 +1,22 @@
+"""The end tokens that a model comes with, in the file that transformers keeps next to it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+GENERATION_FILE = "generation_config.json"
+_MOST_ID = (1 << 31) - 1
+
+
+def end_tokens(settings: Mapping[str, Any], source: object = GENERATION_FILE) -> tuple[int, ...]:
+    """Return the tokens that settings name as ends: one, several or none.
+
+    A negative id counts as none. Raises ValueError for anything else, with the `source` of it.
+    """
+    value = settings.get("eos_token_id")
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    for token in tokens:
+        if type(token) is not int or token > _MOST_ID:
+            raise ValueError(
+                f"{source}: eos_token_id = {value!r:.100} is neither a token id nor a list of some"
+            )
+    return tuple(token for token in dict.fromkeys(tokens) if token >= 0)
