@@ -3,6 +3,7 @@
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
 import argparse
+import json
 import re
 import ssl
 import stat
@@ -198,6 +199,20 @@ def published_endpoint(path: Path, *names: str) -> dict[str, Any]:
     return endpoint
 
 
+# Fields of OpenAIOptions to how a command line takes them.
+_OPENAI_ARGUMENTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "port": ("--openai-port", {"type": int}),
+    "tokenizer": ("--openai-tokenizer", {"type": Path}),
+    "origins": ("--openai-origin", {"action": "append"}),
+    "sampling_defaults": ("--openai-sampling-defaults", {"choices": ("model", "openai")}),
+    "chat_template": ("--openai-chat-template", {"type": Path}),
+    "chat_template_kwargs": (
+        "--openai-chat-template-kwargs",
+        {"type": lambda text: json_object(text, "it"), "metavar": "JSON"},
+    ),
+}
+
+
 @dataclass(frozen=True)
 class OpenAIOptions:
     """`deploy.openai`: an endpoint of OpenAI's protocol next to Triton's."""
@@ -212,8 +227,22 @@ class OpenAIOptions:
         [],
     )
 
+    sampling_defaults: str = option(
+        "what a request leaves open: model: as the model's generation_config.json says, else as "
+        "OpenAI's API; openai: as OpenAI's API",
+        "model",
+        choices=("model", "openai"),
+    )
+
+    chat_template: Path | None = option(
+        "file of a chat template in place of the tokenizer's own", None, path=True
+    )
+    chat_template_kwargs: dict[str, Any] = option(
+        "variables of the chat template, such as enable_thinking; those of a request count", {}
+    )
+
     def problems(self, *, prefix: str = "deploy.openai.") -> list[str]:
-        """Return the origins that no browser would send, and a tokenizer that is not there."""
+        """Return the origins that no browser would send, and files that are not there."""
         found = [
             f"{prefix}origins: {each!r} is not an origin; write https://host[:port], or *."
             for each in self.origins
@@ -221,4 +250,34 @@ class OpenAIOptions:
         ]
         if self.tokenizer is not None and not self.tokenizer.is_dir():
             found.append(f"{prefix}tokenizer={self.tokenizer} is not a folder.")
+        if self.chat_template is not None and not self.chat_template.is_file():
+            name = "chat-template" if prefix.startswith("--") else "chat_template"
+            found.append(f"{prefix}{name}={self.chat_template} is not a file.")
         return found
+
+    def arguments(self) -> list[str]:
+        """Return them as a command line, without the port and what is as by default."""
+        plain, found = OpenAIOptions(), []
+        for name, (argument, _) in _OPENAI_ARGUMENTS.items():
+            value = getattr(self, name)
+            if name != "port" and value != getattr(plain, name):
+                values = value if isinstance(value, list) else [value]
+                texts = (json.dumps(each) if isinstance(each, dict) else each for each in values)
+                found += [f"{argument}={text}" for text in texts]
+        return found
+
+
+def add_openai_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each field of OpenAIOptions; `openai_of` reads the parsed ones."""
+    texts = {each.name: each.metadata["text"] for each in fields(OpenAIOptions)}
+    texts["port"] = "serve OpenAI's protocol there, too; 0 takes a free port"
+    for name, (argument, how) in _OPENAI_ARGUMENTS.items():
+        parser.add_argument(argument, dest=f"openai_{name}", help=texts[name], **how)
+
+
+def openai_of(arguments: argparse.Namespace) -> OpenAIOptions | None:
+    """Return the options that a command line states, None without a port."""
+    stated = {name: getattr(arguments, f"openai_{name}") for name in _OPENAI_ARGUMENTS}
+    if stated["port"] is None:
+        return None
+    return OpenAIOptions(**{name: value for name, value in stated.items() if value is not None})

@@ -16,7 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.front.access import OpenAIOptions, access_of, add_access_options
+from inference.front.access import (
+    access_of,
+    add_access_options,
+    add_openai_options,
+    openai_of,
+)
 from inference.parent_process import StopRequested, stop_signals
 from inference.ports import DEFAULT_PORTS, TRITON_PORTS
 from inference.server.installation import mpi_start
@@ -38,10 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--model-repository={repository} is not a folder; give one with a folder for each "
             "model, or the URL of an object store"
         )
-    openai = None
-    if arguments.openai_port is not None:
-        tokenizer, origins = arguments.openai_tokenizer, arguments.openai_origin
-        openai = OpenAIOptions(arguments.openai_port, tokenizer, origins=origins)
+    openai = openai_of(arguments)
+    if openai is not None:
         if problems := openai.problems(prefix="--openai-"):
             parser.error(" ".join(problems))
         if is_old:
@@ -124,9 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model-repository", required=True, metavar="FOLDER_OR_URL")
-    add("--openai-port", type=int, help="serve OpenAI's protocol there, too; 0 takes a free port")
-    add("--openai-tokenizer", type=Path, help="its tokenizer, if not the repository's own")
-    add("--openai-origin", action="append", default=[], help="web page that may ask it; repeatable")
+    add_openai_options(parser)
     add("--engine", choices=("pytorch", _FASTERTRANSFORMER), default="pytorch",
         help="fastertransformer: NVIDIA's server, through mpirun (%(default)s)")  # fmt: skip
     add("--ready-timeout-s", type=_seconds, default=1800.0, help="limit for loading (%(default)g)")

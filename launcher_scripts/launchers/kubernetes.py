@@ -172,8 +172,8 @@ def _server_options(config: Config, server: DeployConfig) -> list[str]:
     ]
     if server.engine != FASTERTRANSFORMER:
         options.append(f"--max-request-mb={server.max_request_mb}")
-    if server.openai.enabled and server.openai.tokenizer is not None:
-        options.append(f"--openai-tokenizer={server.openai.tokenizer}")
+    if server.openai.enabled:
+        options += server.openai.arguments()
     if settings.token_secret:
         options.append(f"--token-file={_PRIVATE}/tokens")
     if settings.tls_secret:

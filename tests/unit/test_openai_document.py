@@ -50,7 +50,13 @@ def test_the_fields_are_those_that_requests_may_have() -> None:
         for name in re.findall(r"`(\w+)`", line.split("|")[1] if line.count("|") > 1 else "")
     }
     kinds: dict[str, type[Any]] = {
-        **dict.fromkeys(("messages", "top_logprobs"), ChatRequest),
+        **dict.fromkeys(
+            (
+                *("messages", "top_logprobs", "chat_template_kwargs"),
+                *("add_generation_prompt", "continue_final_message"),
+            ),
+            ChatRequest,
+        ),
         **dict.fromkeys(("input", "encoding_format"), EmbeddingRequest),
     }
     for name in named:

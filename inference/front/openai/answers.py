@@ -46,6 +46,7 @@ class ScoredToken:
     last: int
     log_prob: float | None  # None for the first token of a text
     names: tuple[tuple[str, float], ...]  # of the best tokens
+    top_ids: tuple[int, ...] = ()  # these
 
 
 @dataclass(eq=False)
@@ -58,6 +59,7 @@ class Answer:
     stops: Sequence[str] = ()  # texts at which it ends
     end_ids: frozenset[int] = frozenset()  # tokens at which it ends
     best: int | None = None  # number of best tokens to report in each place, None to report none
+    shows_special: bool = False  # special tokens are part of its text
     text: str = field(default="", init=False)  # without what could become one of the stops
     tokens: int = field(default=0, init=False)  # that count, the end token included
     finish_reason: Literal["stop", "length", None] = field(default=None, init=False)
@@ -70,8 +72,9 @@ class Answer:
         self._whole = ""  # with what is held back
         self._decoded = 0  # number of tokens whose text it has
         self._ids: list[int] = []  # without the end token
+        self.end_id: int | None = None  # that it has ended with
         self._is_sent = False
-        self._sent_characters = self._sent_tokens = 0
+        self._sent_characters = self._sent_tokens = self._sent_ids = 0
 
     def update(self, candidate: Candidate, *, final: bool) -> None:
         """Take in what the model has generated so far, or, if `final`, in all."""
@@ -82,6 +85,7 @@ class Answer:
         is_ended, shown = end is not None, new[:end]
         self._ids += shown
         self.tokens += len(shown) + is_ended
+        self.end_id = None if end is None else new[end]
         self.cum_log_prob = candidate.cum_log_prob
         more = not (final or is_ended or self.tokens == self.limit)
         if self.best is not None:
@@ -106,7 +110,7 @@ class Answer:
             self.tokens = bisect_left(
                 range(len(self._ids)),
                 stop + length,
-                key=lambda count: len(self.codec.text_after(self.prompt, self._ids[:count])),
+                key=lambda count: len(self._decoded_after(self.prompt, self._ids[:count])),
             )
             self.finish_reason = "stop"
         elif more:
@@ -118,8 +122,16 @@ class Answer:
             is_short = is_ended or self.tokens < self.limit
             self.finish_reason = "stop" if is_short else "length"
 
-    def unsent(self) -> tuple[str, list[ScoredToken]] | None:
-        """Return the text and the tokens to send in a chunk now, None if there is nothing."""
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens, the end token included."""
+        return (self._ids + ([] if self.end_id is None else [self.end_id]))[: self.tokens]
+
+    def _decoded_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        return self.codec.text_after(before, ids, special=self.shows_special)
+
+    def unsent(self) -> tuple[str, list[ScoredToken], list[int]] | None:
+        """Return the text, the scored and all tokens to send in a chunk now; None for nothing."""
         is_last = self.finish_reason is not None
         if self._is_sent or not (self.tokens or is_last):
             return None
@@ -131,8 +143,10 @@ class Answer:
             return None
         self._sent_characters += len(text)
         self._sent_tokens += len(ready)
+        ids = self.token_ids[self._sent_ids :]
+        self._sent_ids += len(ids)
         self.has_begun, self._is_sent = True, is_last
-        return text, ready
+        return text, ready, ids
 
     def _new_text(self, *, more: bool) -> str:
         """Return the text that is sure now; with `more`, other tokens will follow.
@@ -143,7 +157,7 @@ class Answer:
             return ""
         start = max(self._decoded - WINDOW, 0)
         before = [*self.prompt[-WINDOW:], *self._ids[start : self._decoded]]
-        text = self.codec.text_after(before, pending)
+        text = self._decoded_after(before, pending)
         if more and text.endswith(REPLACEMENT) and len(pending) < _MOST_PENDING:
             return ""
         self._decoded = len(self._ids)
@@ -168,7 +182,8 @@ def scored_tokens(
         piece = codec.piece(before, index)
         names = tuple((codec.name(before, each), score) for each, score in top)
         last = at if index in shown else at + len(piece)
-        yield ScoredToken(index, piece, at, last, log_prob, names)
+        top_ids = tuple(each for each, _ in top)
+        yield ScoredToken(index, piece, at, last, log_prob, names, top_ids)
         before.append(index)
         at = last
 
@@ -193,20 +208,39 @@ def _by_name(token: ScoredToken) -> dict[str, float] | None:
     return found
 
 
-def chat_log_probs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+def chat_log_probs(tokens: Sequence[ScoredToken], codec: Codec) -> dict[str, Any]:
     """Return the `logprobs` of a chat's answer."""
+
+    def described(index: int, piece: str, score: float | None) -> dict[str, Any]:
+        return {"token": piece, "logprob": score, "bytes": [*codec.bytes_of(index, piece)]}
+
     content = [
         {
-            **_chat_token(token.piece, token.log_prob),
-            "top_logprobs": [_chat_token(name, score) for name, score in token.names],
+            **described(token.index, token.piece, token.log_prob),
+            "top_logprobs": [
+                described(index, *named)
+                for index, named in zip(token.top_ids, token.names, strict=True)
+            ],
         }
         for token in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def _chat_token(piece: str, score: float | None) -> dict[str, Any]:
-    return {"token": piece, "logprob": score, "bytes": list(piece.encode())}
+def prompt_log_probs(tokens: Sequence[ScoredToken]) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`; the rank of a token is null where it is none of the best."""
+    found: list[dict[str, Any] | None] = []
+    for token in tokens:
+        entries: dict[str, dict[str, Any]] = {
+            str(index): {"logprob": score, "rank": rank, "decoded_token": name}
+            for rank, (index, (name, score)) in enumerate(
+                zip(token.top_ids, token.names, strict=True), 1
+            )
+        }
+        own = {"logprob": token.log_prob, "rank": None, "decoded_token": token.piece}
+        entries.setdefault(str(token.index), own)
+        found.append(None if token.log_prob is None else entries)
+    return found
 
 
 def _beginning(text: str, stop: str) -> int:

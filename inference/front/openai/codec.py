@@ -19,10 +19,13 @@ from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import ValidationError
 
+from export_scripts.ft.generation_file import sampling_defaults
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE, tokenizer_settings
-from inference.backend.tokenizer import Tokenizer, load_tokenizer
+from inference.backend.tokenizer import REPLACEMENT, Tokenizer, load_tokenizer
 from inference.front.guard import RejectedError
+from inference.front.openai.requests import ChatRequest, Sampling
 
 # So many tokens before others are enough to decode these as within a text: a character has at most
 # four bytes, each perhaps a token, and SentencePiece looks at the token before.
@@ -34,8 +37,8 @@ class Codec:
     """Encodes prompts and decodes answers.
 
     Attributes:
-        end_ids: tokens that end an answer and are not part of its text.
-        chat_end_id: one more in a chat, if the tokenizer's settings name another end token.
+        end_ids: tokens that end an answer and are not part of its text, the model's own first.
+        defaults: values of what a request leaves open, by the names of its fields.
     """
 
     def __init__(
@@ -45,33 +48,43 @@ class Codec:
         *,
         end_ids: Sequence[int] = (),
         suffix: Sequence[int] = (),
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take what a served model was exported with; `suffix` has tokens after every prompt."""
+        """Take what a served model was exported with; `suffix` has tokens after every prompt.
+
+        The end token of the tokenizer's settings ends an answer, too.
+        """
         self.tokenizer = tokenizer
         self._template = template
         self._suffix = tuple(suffix)
-        self.end_ids = frozenset(end_ids)
+        self.defaults = dict(defaults or {})
         ids = tokenizer.encode(template.end_token) if template and template.end_token else []
-        is_another = len(ids) == 1 and ids[0] not in self.end_ids
-        self.chat_end_id = ids[0] if is_another else None
+        own = ids if len(ids) == 1 else ()
+        self.end_ids = tuple(dict.fromkeys((*end_ids, *own)))
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Return the tokens of a prompt, with the markers that the model expects around it."""
-        return (*self.tokenizer.encode(text, special=True), *self._suffix)
+        return (*self.tokenizer.encode(text, special=special), *self._suffix)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def encode_chat(self, request: ChatRequest) -> tuple[int, ...]:
         """Return the tokens of a conversation, which the template may refuse, or none is there."""
         if self._template is None:
             raise RejectedError(
                 "the tokenizer of this model has no chat template; use /v1/completions",
                 code="no_chat_template",
             )
+        prompt = self._template.render(
+            request.messages,
+            values=request.chat_template_kwargs,
+            answers=request.add_generation_prompt,
+            continues=request.continue_final_message,
+        )
         # A template writes every marker itself.
-        return tuple(self.tokenizer.encode(self._template.render(messages)))
+        return tuple(self.tokenizer.encode(prompt, special=request.add_special_tokens))
 
     def description(self) -> dict[str, str | None]:
         """Return the tokens that mark the end and the beginning of a text, and the template."""
-        end, prefix = sorted(self.end_ids)[:1], self.tokenizer.prefix_ids
+        end, prefix = self.end_ids[:1], self.tokenizer.prefix_ids
         return {
             "eos_token": self.tokenizer.decode(end) if end else None,
             "bos_token": self.tokenizer.decode(prefix[:1]) if prefix else None,
@@ -80,16 +93,16 @@ class Codec:
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of a text; that of the end token, spelled, is the end token."""
-        end = sorted(self.end_ids)[:1]
+        end = self.end_ids[:1]
         if end and text == self.tokenizer.decode(end):
-            return end
+            return [*end]
         return list(self.encode(text)) if special else self.tokenizer.encode(text)
 
-    def text_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """Return the text that `ids` add to that of `before`."""
-        special = self.tokenizer.special_ids
-        shown = [index for index in ids if index not in special and index not in self.end_ids]
-        return self._added([index for index in before[-WINDOW:] if index not in special], shown)
+    def text_after(self, before: Sequence[int], ids: Sequence[int], *, special: bool) -> str:
+        """Return the text that `ids` add to that of `before`, `special` tokens as spelled."""
+        hidden = frozenset() if special else self.tokenizer.special_ids | {*self.end_ids}
+        shown = [index for index in ids if index not in hidden]
+        return self._added([index for index in before[-WINDOW:] if index not in hidden], shown)
 
     def piece(self, before: Sequence[int], token: int) -> str:
         """Return what a token adds to a text; markers as they are spelled.
@@ -104,8 +117,18 @@ class Codec:
         return whole[len(start) :] if whole.startswith(start) else self.tokenizer.decode(ids)
 
     def name(self, before: Sequence[int], token: int) -> str:
-        """Return what an alternative token would add, by itself where that is nothing."""
-        return self.piece(before, token) or self.tokenizer.decode([token])
+        """Return what an alternative token would add, by itself where that is not a text."""
+        piece = self.piece(before, token)
+        return self.tokenizer.decode([token]) if not piece or REPLACEMENT in piece else piece
+
+    def bytes_of(self, token: int, piece: str) -> bytes:
+        """Return the bytes of a token, which may be a part of a character.
+
+        `piece` is what it adds to its text, whose beginning has no space of a tokenizer's own.
+        """
+        own = self.tokenizer.token_bytes(token)
+        is_part = own is not None and REPLACEMENT in own.decode(errors="replace")
+        return own if own is not None and (is_part or REPLACEMENT in piece) else piece.encode()
 
 
 @dataclass(frozen=True)
@@ -116,6 +139,9 @@ class CodecFiles:
     kind: str | None = None  # of the tokenizer; None finds it out
     end_ids: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+    template: Path | None = None  # in place of the folder's
+    template_values: str = "{}"  # JSON
+    uses_defaults: bool = True  # those of the folder's generation_config.json
     changed_ns: int = 0  # the last change of a file; later files make another codec
 
     def codec(self) -> Codec:
@@ -130,8 +156,26 @@ class CodecFiles:
 @functools.lru_cache(maxsize=2)  # that of a server that ends, and of its successor
 def _codec(files: CodecFiles) -> Codec:
     tokenizer = load_tokenizer(files.folder, kind=files.kind)
-    template = load_chat_template(files.folder)
-    return Codec(tokenizer, template, end_ids=files.end_ids, suffix=files.suffix)
+    values = json.loads(files.template_values)
+    template = load_chat_template(files.folder, own=files.template, values=values)
+    defaults = load_defaults(files.folder) if files.uses_defaults else {}
+    return Codec(tokenizer, template, end_ids=files.end_ids, suffix=files.suffix, defaults=defaults)
+
+
+def load_defaults(folder: Path) -> dict[str, Any]:
+    """Return what the model in a folder advises for requests. Raises ValueError."""
+    try:
+        found = sampling_defaults(folder)
+        Sampling.model_validate(found)
+    except OSError as error:
+        raise ValueError(f"generation_config.json in {folder} cannot be read: {error}") from error
+    except ValidationError as error:
+        wrong = ", ".join(f"{each['loc'][0]} = {each['input']!r:.40}" for each in error.errors())
+        raise ValueError(
+            f"generation_config.json in {folder}: {wrong}: no request may ask for that; correct "
+            "it, or do without it: deploy.openai.sampling_defaults=openai"
+        ) from error
+    return found
 
 
 class ChatTemplate:
@@ -140,8 +184,14 @@ class ChatTemplate:
     `end_token` ends an answer, as text; "" if the tokenizer's settings name none.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """Compile a template. Raises TemplateError, RecursionError or ValueError for others."""
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], values: Mapping[str, Any] | None = None
+    ) -> None:
+        """Compile a template; a request may give other `values` to its variables.
+
+        Raises TemplateError, RecursionError or ValueError for others.
+        """
+        self._values = dict(values or {})
         self.source = source
         self.end_token = tokens.get("eos_token", "")
         self._tokens = dict(tokens)
@@ -158,16 +208,25 @@ class ChatTemplate:
         }
         self._template = environment.from_string(source)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt for the answer to a conversation, unless the template refuses it."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        values: Mapping[str, Any] | None = None,
+        answers: bool = True,
+        continues: bool = False,
+    ) -> str:
+        """Return the prompt for the answer to a conversation, unless the template refuses it.
+
+        `values` are variables of the template. With `answers` an answer begins; a prompt that
+        `continues` ends within the last message.
+        """
+        variables = {"tools": None, "documents": None, **self._values, **(values or {})}
+        own = {"messages": [dict(message) for message in messages],
+               "add_generation_prompt": answers, **self._tokens}  # fmt: skip
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._tokens,
-            )
+            rendered = self._template.render(variables | own)
+            return _up_to(rendered, str(messages[-1]["content"])) if continues else rendered
         # Whatever a template does, from an addition of text to a number to endless recursion.
         except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError,
                 AttributeError) as error:  # fmt: skip
@@ -176,10 +235,15 @@ class ChatTemplate:
             ) from error
 
 
-def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """Return the template of the tokenizer in a folder, None if it has none. Raises ValueError."""
+def load_chat_template(
+    folder: Path, *, own: Path | None = None, values: Mapping[str, Any] | None = None
+) -> ChatTemplate | None:
+    """Return the template of the tokenizer in a folder, or the file `own`; None if it has none.
+
+    `values` are those of its variables. Raises ValueError.
+    """
     settings: dict[str, Any] = {}
-    path, own = folder / SETTINGS_FILE, folder / TEMPLATE_FILE
+    path, own = folder / SETTINGS_FILE, own or folder / TEMPLATE_FILE
     try:
         if path.is_file():
             settings = tokenizer_settings(path)
@@ -202,7 +266,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         if isinstance(text, str) and text:
             tokens[name] = text
     try:
-        return ChatTemplate(source, tokens)
+        return ChatTemplate(source, tokens, values)
     except (TemplateError, RecursionError, ValueError) as error:
         raise ValueError(f"the chat template in {folder} is not one: {error}") from error
 
@@ -228,6 +292,14 @@ def _to_json(
     """Return JSON; the arguments, and their order, are those of transformers' filter."""
     options: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _up_to(prompt: str, text: str) -> str:
+    """Return a prompt up to the end of the text of its last message, as transformers does."""
+    bare = text.strip()
+    start = prompt.rindex(bare)
+    kept = text.lstrip() if prompt.startswith(text.lstrip(), start) else bare
+    return prompt[: start + len(kept)]
 
 
 def _raise(message: str) -> NoReturn:

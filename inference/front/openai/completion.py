@@ -14,6 +14,7 @@ from inference.front.openai.answers import (
     ScoredToken,
     chat_log_probs,
     completion_log_probs,
+    prompt_log_probs,
     scored_tokens,
 )
 from inference.front.openai.codec import Codec
@@ -53,8 +54,9 @@ class CompletionRun:
                 () if model.facts.encoder_decoder else prompt.ids,
                 model.facts.room(len(prompt.ids)) if request.limit is None else request.limit,
                 request.sampling.stop,
-                codec.end_ids | request.end_ids,
+                request.end_ids,
                 request.best,
+                shows_special=not request.sampling.skip_special_tokens,
             )
             answers = [begin() for _ in range(request.candidates)]
             self._runs.append(PromptRun(number, prompt, answers))
@@ -69,6 +71,19 @@ class CompletionRun:
             "completion_tokens": answers,
             "total_tokens": prompt + answers,
         }
+
+    @property
+    def about_prompt(self) -> dict[str, Any]:
+        """The fields of a chat's answer about its prompt."""
+        return self._about(self._runs[0]) if self._request.is_chat else {}
+
+    def _about(self, run: PromptRun) -> dict[str, Any]:
+        about: dict[str, Any] = {}
+        if self._request.sampling.return_token_ids:
+            about["prompt_token_ids"] = run.prompt.ids.tolist()
+        if self._request.sampling.prompt_logprobs is not None and run.scored:
+            about["prompt_logprobs"] = prompt_log_probs(run.scored)
+        return about
 
     async def whole(self) -> Iterator[dict[str, Any]]:
         """Return the choices, once all of them are there."""
@@ -160,13 +175,16 @@ class CompletionRun:
         self, run: PromptRun, answers: range, candidates: Sequence[Candidate], *, final: bool
     ) -> None:
         """Take in a frame; names for many scores take long, and are looked up in a thread."""
-        best, new = self._request.best, 0
+        best, of_prompt, new = self._request.best, self._request.prompt_best, 0
+        scores_prompt = of_prompt is not None and not run.scored
 
         def take() -> None:
-            if self._request.echo and best is not None and not run.scored:
+            if of_prompt is not None and not run.scored:
                 ids, first = run.prompt.ids, candidates[0]
                 # The first token of a text has no scores.
-                places = (first.place(n, best=best) if n else (None, ()) for n in range(len(ids)))
+                places = (
+                    first.place(n, best=of_prompt) if n else (None, ()) for n in range(len(ids))
+                )
                 run.scored = [*scored_tokens(self._codec, (), ids, places)]
             for place, candidate in zip(answers, candidates, strict=True):
                 run.answers[place].update(candidate, final=final)
@@ -174,7 +192,7 @@ class CompletionRun:
         if best is not None:
             pairs = zip(answers, candidates, strict=True)
             new = sum(len(each.ids) - run.answers[place].tokens for place, each in pairs)
-            new += len(run.prompt.ids) if self._request.echo and not run.scored else 0
+        new += len(run.prompt.ids) if scores_prompt else 0
         if new > _MOST_SCORED:
             await asyncio.to_thread(take)
         else:
@@ -187,13 +205,14 @@ class CompletionRun:
         if (new := answer.unsent()) is None:
             return None
         number = run.number * self._request.sampling.n + place
-        part = self._part(number, run, answer, *new, is_first=is_first)
+        text, tokens, ids = new
+        part = self._part(number, run, answer, text, tokens, ids, is_first=is_first)
         if self._request.is_chat:
-            part["delta"] = ({"role": "assistant"} if is_first else {}) | {"content": new[0]}
+            part["delta"] = ({"role": "assistant"} if is_first else {}) | {"content": text}
         return part
 
     def _choice(self, number: int, run: PromptRun, answer: Answer) -> dict[str, Any]:
-        part = self._part(number, run, answer, answer.text, answer.scored)
+        part = self._part(number, run, answer, answer.text, answer.scored, answer.token_ids)
         if self._request.is_chat:
             part["message"] = {"role": "assistant", "content": answer.text, "refusal": None}
         return part
@@ -205,14 +224,20 @@ class CompletionRun:
         answer: Answer,
         text: str,
         tokens: Sequence[ScoredToken],
+        ids: Sequence[int],
         *,
         is_first: bool = True,
     ) -> dict[str, Any]:
         """Return what a choice and a chunk have in common: all but the text in a chat."""
         part: dict[str, Any] = {"index": number, "finish_reason": answer.finish_reason}
+        if self._request.sampling.return_token_ids:
+            part["token_ids"] = ids
         is_scored, offset = self._request.best is not None, run.end
         if self._request.is_chat:
-            return part | {"logprobs": chat_log_probs(tokens) if is_scored else None}
+            scores = chat_log_probs(tokens, self._codec) if is_scored else None
+            return part | {"logprobs": scores}
+        if is_first:
+            part |= self._about(run)
         if is_first and self._request.echo:
             text, offset = run.prompt.text + text, 0
             moved = (replace(t, first=t.first + run.end, last=t.last + run.end) for t in tokens)

@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from export_scripts.ft.generation_file import all_end_tokens
 from inference.front.access import OpenAIOptions
 from inference.front.guard import Guard, RejectedError, refusal
 from inference.front.openai.codec import CodecFiles
@@ -25,6 +26,7 @@ from inference.front.openai.prepare import (
     prepare_embeddings,
     tokenize,
 )
+from inference.front.openai.requests import StreamOptions
 from inference.front.openai.served import TritonModel, is_ready, served_models
 from inference.front.strict_json import MOST_JSON_BYTES
 from inference.front.upstream import FrontContext, Upstream
@@ -33,7 +35,11 @@ from inference.front.workers import Workers
 HEALTH_PATH = "/health"
 _MODELS_PATH = "/v1/models"
 _POLL_S = 0.2
-_EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+_EVENTS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # by which nginx passes each event on at once
+}
 _PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
 # What reads a request, what its id begins with, and the kinds of a whole answer and of a chunk.
 _COMPLETION = (prepare_completion, "cmpl", "text_completion", "text_completion")
@@ -160,12 +166,11 @@ class OpenAIEndpoint:
             "system_fingerprint": None,
         }
         if asked.stream:
-            usage = asked.stream_options.include_usage
             headers = self._page_headers(request)
-            return await _streamed(request, run, about, headers, include_usage=usage)
+            return await _streamed(request, run, about, headers, asked.stream_options)
         whole = await run.whole()
         choices = await asyncio.to_thread(lambda: [json.dumps(each).encode() for each in whole])
-        rest = json.dumps({"usage": run.usage}).encode()
+        rest = json.dumps({"usage": run.usage, **run.about_prompt}).encode()
         body = _opened(about) + b", ".join(choices) + b"], " + rest[1:]
         return web.Response(body=body, content_type="application/json")
 
@@ -232,19 +237,21 @@ async def _streamed(
     run: CompletionRun,
     about: Mapping[str, Any],
     headers: Mapping[str, str],
-    *,
-    include_usage: bool,
+    options: StreamOptions,
 ) -> web.StreamResponse:
     """Send the chunks; an error before the first is an answer of its own, later a last chunk."""
-    start = b"data: " + _opened(about)
-    end = b'], "usage": null}\n\n' if include_usage else b"]}\n\n"
+    start, first = b"data: " + _opened(about), b"data: " + _opened({**about, **run.about_prompt})
+    end = b'], "usage": null}\n\n' if options.include_usage else b"]}\n\n"
     response: web.StreamResponse | None = None
     try:
         async for chunk in run.chunks():
+            opening = start
             if response is None:
-                response = web.StreamResponse(headers=_EVENTS | dict(headers))
+                response, opening = web.StreamResponse(headers=_EVENTS | dict(headers)), first
                 await response.prepare(request)
-            await response.write(start + json.dumps(chunk, ensure_ascii=False).encode() + end)
+            if options.include_usage and options.continuous_usage_stats:
+                end = b'], "usage": ' + json.dumps(run.usage).encode() + b"}\n\n"
+            await response.write(opening + json.dumps(chunk, ensure_ascii=False).encode() + end)
     except Exception as error:
         if response is None or isinstance(error, ConnectionError):
             raise
@@ -253,7 +260,7 @@ async def _streamed(
         await response.write_eof()
         return response
     assert response is not None, "every answer has a chunk"
-    if include_usage:
+    if options.include_usage:
         await response.write(start + b'], "usage": ' + json.dumps(run.usage).encode() + b"}\n\n")
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
@@ -285,12 +292,17 @@ async def open_endpoint(
             "its text models (export.triton_deployment.ensemble=true), or name a folder with the "
             "tokenizer's files: --openai-tokenizer, deploy.openai.tokenizer"
         )
-    end_ids = (int(parameters["end_id"]),) if "end_id" in parameters else ()
+    end_ids = _token_ids(parameters.get("end_id", ""))
+    named = parameters.get("end_ids")
+    others = _token_ids(named) if named else all_end_tokens(tokenizer)
     texts = CodecFiles(
         tokenizer,
         kind=parameters.get("tokenizer_type") or None,
-        end_ids=end_ids,
+        end_ids=tuple(dict.fromkeys((*end_ids, *others))),
         suffix=end_ids if parameters.get("append_end_id") == "1" else (),
+        uses_defaults=options.sampling_defaults == "model",
+        template=options.chat_template,
+        template_values=json.dumps(options.chat_template_kwargs),
         changed_ns=max((path.stat().st_mtime_ns for path in tokenizer.iterdir()), default=0),
     )
     texts.load()
@@ -301,3 +313,8 @@ async def open_endpoint(
 
     guard = context.guard_of(origins=options.origins)
     return OpenAIEndpoint(models, texts, guard, context.workers, is_ready=answers)
+
+
+def _token_ids(text: str) -> tuple[int, ...]:
+    """Return the tokens that a parameter of a text model names."""
+    return tuple(int(each) for each in text.split(",") if each.strip())

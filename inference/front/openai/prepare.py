@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,8 +31,10 @@ from inference.front.openai.requests import (
 )
 from inference.front.strict_json import parse_json
 
+_T = TypeVar("_T", CompletionRequest, ChatRequest, EmbeddingRequest)
 # Between the seeds of a request's candidates: odd, and far from the numbers that people choose.
 _SEED_STEP = 0x9E3779B97F4A7C15
+_WHOLE_BOUNDARY = "nucleus_include_boundary"
 _SCORE_INPUTS = ("num_log_probs", "num_prompt_log_probs")
 # Fields with a tensor of their name, and the values that change nothing.
 _PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
@@ -81,9 +83,10 @@ class PreparedRequest:
     limit: int | None  # most tokens of an answer, None for all that the model has room for
     best: int | None  # tokens to report in each place, None to report nothing
     candidates: int  # answers to generate for a prompt, of which the likeliest are returned
-    stop_ids: tuple[int, ...]  # tokens that are a stop text by themselves, or end a chat
-    end_ids: frozenset[int] = frozenset()  # that end an answer, next to the model's own
+    stop_ids: tuple[int, ...]  # tokens that are a stop text by themselves, or end an answer
+    end_ids: frozenset[int] = frozenset()  # tokens that end an answer
     echo: bool = False  # the answer begins with the prompt
+    prompt_best: int | None = None  # best tokens to report in each place of the prompt
     is_chat: bool = False
 
 
@@ -91,13 +94,14 @@ def prepare_completion(
     texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> PreparedRequest:
     """Return the request that a body of /v1/completions states. Raises RejectedError."""
-    request = read_request(CompletionRequest, parse_json(data))
-    facts, codec = model_facts(models, request.model), texts.codec()
+    codec = texts.codec()
+    request, facts = _read(CompletionRequest, models, codec, data)
     shows_text = request.echo or request.logprobs is not None
     prompts = []
     for given in request.prompt:
         if isinstance(given, str):
-            prompts.append(Prompt(array("I", codec.encode(given)), given if shows_text else ""))
+            ids = codec.encode(given, special=request.add_special_tokens)
+            prompts.append(Prompt(array("I", ids), given if shows_text else ""))
         else:
             prompts.append(
                 Prompt(array("I", given), codec.tokenizer.decode(given) if shows_text else "")
@@ -108,8 +112,10 @@ def prepare_completion(
         limit=request.max_tokens,
         best=request.logprobs,
         candidates=request.best_of or request.n,
-        stop_ids=_single_tokens(codec, request),
+        stop_ids=_stop_ids(codec, request),
+        end_ids=_end_ids(codec, request),
         echo=request.echo,
+        prompt_best=request.prompt_logprobs if not request.echo else request.logprobs,
     )
     return _checked(facts, prepared)
 
@@ -118,18 +124,21 @@ def prepare_chat(
     texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> PreparedRequest:
     """Return the request that a body of /v1/chat/completions states. Raises RejectedError."""
-    request = read_request(ChatRequest, parse_json(data))
-    facts, codec = model_facts(models, request.model), texts.codec()
-    ends = frozenset(() if codec.chat_end_id is None else (codec.chat_end_id,))
-    limit = request.max_completion_tokens
+    codec = texts.codec()
+    request, facts = _read(ChatRequest, models, codec, data)
+    ids = codec.encode_chat(request)
+    limit = request.max_tokens
+    if limit is None and "max_tokens" in codec.defaults:
+        limit = max(1, min(codec.defaults["max_tokens"], facts.room(len(ids))))
     prepared = PreparedRequest(
         request.model_copy(update={"messages": ()}),
-        (Prompt(array("I", codec.encode_chat(request.messages))),),
-        limit=request.max_tokens if limit is None else limit,
+        (Prompt(array("I", ids)),),
+        limit=limit,
         best=(request.top_logprobs or 0) if request.logprobs else None,
         candidates=request.n,
-        stop_ids=(*_single_tokens(codec, request), *ends),
-        end_ids=ends,
+        stop_ids=_stop_ids(codec, request),
+        end_ids=_end_ids(codec, request),
+        prompt_best=request.prompt_logprobs,
         is_chat=True,
     )
     return _checked(facts, prepared)
@@ -139,8 +148,8 @@ def prepare_embeddings(
     texts: CodecFiles, models: Mapping[str, ModelFacts], data: bytes
 ) -> tuple[EmbeddingRequest, list[array[int]]]:
     """Return what a body of /v1/embeddings asks for, and its rows. Raises RejectedError."""
-    request = read_request(EmbeddingRequest, parse_json(data))
-    facts, codec = model_facts(models, request.model), texts.codec()
+    codec = texts.codec()
+    request, facts = _read(EmbeddingRequest, models, codec, data)
     rows = [array("I", codec.encode(e) if isinstance(e, str) else e) for e in request.input]
     for number, row in enumerate(rows):
         _check_ids(facts, "input", row)
@@ -168,9 +177,14 @@ def detokenize(texts: CodecFiles, data: bytes) -> dict[str, Any]:
 
 
 def model_facts(models: Mapping[str, Any], name: str) -> Any:
-    """Return the entry of a model. Raises RejectedError with the names that there are."""
+    """Return the entry of a model, which a request need not name where there is no other.
+
+    Raises RejectedError with the names that there are.
+    """
     if name in models:
         return models[name]
+    if not name and len(models) == 1:
+        return next(iter(models.values()))
     raise RejectedError(
         f"the model {name[:100]!r} does not exist, or is not one for this path; it has "
         f"{', '.join(models) or 'none'}",
@@ -180,18 +194,38 @@ def model_facts(models: Mapping[str, Any], name: str) -> Any:
     )
 
 
-def _single_tokens(codec: Codec, request: Sampling) -> tuple[int, ...]:
+def _read(
+    kind: type[_T], models: Mapping[str, ModelFacts], codec: Codec, data: bytes
+) -> tuple[_T, ModelFacts]:
+    """Return a request, with the model's defaults and its name, and the model."""
+    defaults = {name: value for name, value in codec.defaults.items() if name != "max_tokens"}
+    request = read_request(kind, parse_json(data), defaults)
+    facts: ModelFacts = model_facts(models, request.model)
+    return request.model_copy(update={"model": facts.name}), facts
+
+
+def _end_ids(codec: Codec, request: Sampling) -> frozenset[int]:
+    return frozenset((*request.stop_token_ids, *(() if request.ignore_eos else codec.end_ids)))
+
+
+def _stop_ids(codec: Codec, request: Sampling) -> tuple[int, ...]:
+    """Return the tokens at which the model shall stop, next to its `end_id`.
+
+    FasterTransformer's own backend knows no other end token.
+    """
     forms = (ids for stop in request.stop for ids in codec.tokenizer.word_forms(stop))
-    return tuple(ids[0] for ids in forms if len(ids) == 1)
+    singles = (ids[0] for ids in forms if len(ids) == 1)
+    others = () if request.ignore_eos else codec.end_ids[1:]
+    return tuple(dict.fromkeys((*singles, *request.stop_token_ids, *others)))
 
 
 def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
     """Return a request that the model has room and tokens for. Raises RejectedError."""
-    sampling, places = request.sampling, 0
+    sampling, scores = request.sampling, 0
     _check_ids(facts, "logit_bias", sampling.biases)
-    if request.echo and facts.encoder_decoder and request.best is not None:
+    if facts.encoder_decoder and request.prompt_best is not None:
         raise RejectedError("an encoder's prompt has no log probabilities", param="logprobs")
-    for name in _options(request, count=1, seed=0).keys() - facts.inputs:
+    for name in _options(facts, request, count=1, seed=0).keys() - facts.inputs:
         needs = _FIELD_OF.get(name, name)
         raise RejectedError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
     field = "messages" if request.is_chat else "prompt"
@@ -208,11 +242,14 @@ def _checked(facts: ModelFacts, request: PreparedRequest) -> PreparedRequest:
                 param=field,
                 code="context_length_exceeded",
             )
-        places += request.candidates * output_len + (prompt_len if request.echo else 0)
-    if request.best is not None and places * (request.best + 1) > MOST_SCORES:
+        if request.best is not None:
+            scores += request.candidates * output_len * (request.best + 1)
+        if request.prompt_best is not None:
+            scores += prompt_len * (request.prompt_best + 1)
+    if scores > MOST_SCORES:
         raise RejectedError(
-            f"{places} tokens with {request.best + 1} log probabilities each are more than the "
-            f"{MOST_SCORES} of a request; send fewer prompts, or lower n, max_tokens or logprobs",
+            f"the request asks for {scores} log probabilities, {MOST_SCORES} at most; send fewer "
+            "prompts, or lower n, max_tokens or logprobs",
             param="logprobs",
         )
     return request
@@ -249,22 +286,30 @@ def generation_jobs(
             "input_ids": np.tile(np.array(prompt, np.uint32), (count, 1)),  # (n, S)
             input_name: _column(len(prompt), np.uint32, count),
             output_name: _column(output_len, np.uint32, count),
-            **_options(request, count=count, seed=seed + first * _SEED_STEP),
+            **_options(facts, request, count=count, seed=seed + first * _SEED_STEP),
         }
 
 
-def _options(request: PreparedRequest, *, count: int, seed: int) -> dict[str, Array]:
+def _options(
+    facts: ModelFacts, request: PreparedRequest, *, count: int, seed: int
+) -> dict[str, Array]:
     """Return the optional tensors of a job; those that change nothing are left out."""
     sampling = request.sampling
     tensors = _choices(sampling, count, seed)
+    # As OpenAI's API has it; FasterTransformer's own backend knows its own rule alone.
+    if sampling.top_p != 1 and "runtime_top_p" in tensors and _WHOLE_BOUNDARY in facts.inputs:
+        tensors[_WHOLE_BOUNDARY] = _column(True, np.bool_, count)
     lists = {"stop_words_list": request.stop_ids, "bad_words_list": sampling.banned}
     for name, ids in lists.items():
         if ids:  # words of one token each, (n, 2, W): ids above the offsets at which they end
             words = np.array([ids, range(1, len(ids) + 1)], np.int32)
             tensors[name] = np.tile(words, (count, 1, 1))
-    if request.best is not None:
-        wanted = _SCORE_INPUTS if request.echo else _SCORE_INPUTS[:1]
-        tensors |= {name: _column(max(request.best, 1), np.uint32, count) for name in wanted}
+    numbers = dict(zip(_SCORE_INPUTS, (request.best, request.prompt_best), strict=True))
+    if any(number is not None for number in numbers.values()):
+        best = {name: max(number or 0, 1) for name, number in numbers.items()}
+        if request.prompt_best is None:
+            del best["num_prompt_log_probs"]
+        tensors |= {name: _column(number, np.uint32, count) for name, number in best.items()}
     if request.candidates > sampling.n:
         tensors["is_return_log_probs"] = _column(True, np.bool_, count)
     return tensors
@@ -281,6 +326,10 @@ def _choices(sampling: Sampling, count: int, seed: int) -> dict[str, Array]:
             "temperature": _column(sampling.temperature, np.float32, count),
             "random_seed": np.array(seeds, np.uint64)[:, None],
         }
+        if sampling.min_p:
+            columns["min_p"] = _column(sampling.min_p, np.float32, count)
+    if sampling.ignore_eos:
+        columns["ignore_eos"] = _column(True, np.bool_, count)
     for name, nothing in _PENALTIES.items():
         if (value := getattr(sampling, name)) != nothing:
             columns[name] = _column(value, np.float32, count)

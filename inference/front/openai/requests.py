@@ -21,9 +21,10 @@ from inference.front.guard import RejectedError
 # OpenAI's own limits.
 MOST_PROMPTS = 2048
 MOST_CHOICES = 128
-MOST_STOPS = 4
+MOST_STOP_IDS = 64
 MOST_LOG_PROBS = 20
 # Each costs a comparison or a place in each step; OpenAI's own limits are lower, or not known.
+MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
 MOST_BIASES = 1024
 MOST_TEXT_BYTES = 1 << 20  # of one prompt, as of the text models
@@ -35,12 +36,18 @@ MOST_SCORES = 1 << 19
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 _MOST_DIGITS = 10  # of a token id
 _TEXT_ONLY = "is not supported: this server answers with text"
+# What this server itself gives to a chat template.
+TEMPLATE_NAMES = ("messages", "add_generation_prompt", "continue_final_message", "tools",
+                  "bos_token", "eos_token", "pad_token", "unk_token", "chat_template")  # fmt: skip
 BAN = -100.0  # a token with this bias is never chosen
 # These concern the account and the service, not the answer.
 _WITHOUT_EFFECT = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("parallel_tool_calls", "verbosity", "reasoning_effort", "prompt_cache_retention"),
+        # Of other servers: beam search alone has these, or a tokenizer of another kind.
+        *("length_penalty", "early_stopping", "spaces_between_special_tokens"),
+        *("request_id", "session_id", "include_reasoning"),
     }
 )
 _T = TypeVar("_T", bound="_Record")
@@ -109,6 +116,22 @@ def _check_length(text: str) -> str:
     return text
 
 
+def _stop_token_ids(value: Any) -> Any:
+    if isinstance(value, list) and len(value) <= MOST_STOP_IDS:
+        ids = list(map(_whole_number, value))
+        if _are_ids(ids):
+            return ids
+    raise ValueError(f"must be a list of at most {MOST_STOP_IDS} token ids")
+
+
+def _template_values(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object with variables of the chat template")
+    if wrong := ", ".join(name[:40] for name in value if name in TEMPLATE_NAMES):
+        raise ValueError(f"{wrong}: is a field of the request, or the server's")
+    return value
+
+
 def _messages(value: Any) -> Any:
     if not isinstance(value, list) or not value:
         raise ValueError("must be a list of at least one message")
@@ -131,9 +154,18 @@ def _message(number: int, value: Any) -> Mapping[str, str]:
     return {"role": value["role"], "content": _check_length(content), **named}
 
 
-# Fields that ask for what this server does not do: the values that they may have, and the reason.
+# Fields that ask for what this server does not do: the values that they may have, next to those
+# that are false, and the reason.
 _Fields = Mapping[str, tuple[tuple[Any, ...], str]]
-_NEVER_SUPPORTED: _Fields = {"ignore_eos": ((), "is not supported; use min_tokens")}
+_NEVER_SUPPORTED: _Fields = {
+    "num_beams": ((1,), "must be 1: beams are for clients of Triton's protocol"),
+    "use_beam_search": ((), "must be false: beams are for clients of Triton's protocol"),
+    "include_stop_str_in_output": ((), "must be false"),
+    "truncate_prompt_tokens": ((), "is not supported: a prompt is never cut"),
+    "priority": ((), "must be 0: requests are answered in their order"),
+}
+# Other servers' names of max_tokens, the first of which counts.
+_LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 
 
 class _Record(BaseModel):
@@ -142,15 +174,26 @@ class _Record(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        is_object = isinstance(value, dict)
-        return {k: v for k, v in value.items() if v is not None} if is_object else value
+    def _with_one_spelling(cls, value: Any) -> Any:
+        """Drop nulls; some languages write a whole number as 4.0."""
+        if not isinstance(value, dict):
+            return value
+        return {name: _whole_number(each) for name, each in value.items() if each is not None}
+
+
+def _length_name(body: Mapping[str, Any]) -> str | None:
+    return next((name for name in _LENGTHS if body.get(name) is not None), None)
+
+
+def _whole_number(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class StreamOptions(_Record):
     """Options of a stream."""
 
     include_usage: bool = _flag()
+    continuous_usage_stats: bool = _flag()  # in each chunk; not OpenAI's
     include_obfuscation: bool = _flag()
 
 
@@ -171,8 +214,23 @@ class Sampling(_Record):
     model: str = Field("", description="a string")
     # Not OpenAI's; spelled as in other servers.
     top_k: int = _whole(0, -1, _INT32)
+    min_p: float = _number(0.0, 0.0, 1.0)
     repetition_penalty: float = _number(1.0, 1e-3, 1e3)
     min_tokens: int = _whole(0, 0, _INT32)
+    ignore_eos: bool = _flag()
+    stop_token_ids: Annotated[list[int], BeforeValidator(_stop_token_ids)] = []
+    skip_special_tokens: bool = _flag(default=True)
+    prompt_logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
+    return_token_ids: bool = _flag()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_length(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        rest = {name: each for name, each in value.items() if name not in _LENGTHS}
+        given = _length_name(value)
+        return rest if given is None else {**rest, "max_tokens": value[given]}
 
     @property
     def banned(self) -> list[int]:
@@ -192,6 +250,8 @@ class Sampling(_Record):
             found["stream_options"] = "needs stream=true"
         if self.presence_penalty and self.repetition_penalty != 1:
             found["repetition_penalty"] = "must be 1 next to a presence_penalty"
+        if self.stream and self.prompt_logprobs is not None:
+            found["prompt_logprobs"] = "needs stream=false"
         return found
 
 
@@ -201,11 +261,13 @@ class CompletionRequest(Sampling):
     unsupported: ClassVar[_Fields] = {
         **_NEVER_SUPPORTED,
         "suffix": ((), "is not supported: the model continues a text at its end"),
+        "response_format": (({"type": "text"},), 'must be {"type": "text"}'),
     }
     prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
     max_tokens: int | None = _whole(16, 0, _INT32)
     best_of: int | None = _whole(None, 1, MOST_CHOICES)
     echo: bool = _flag()
+    add_special_tokens: bool = _flag(default=True)
     logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
 
     def problems(self) -> dict[str, str]:
@@ -235,11 +297,16 @@ class ChatRequest(Sampling):
         **dict.fromkeys(("tool_choice", "function_call"), (("none", "auto"), _TEXT_ONLY)),
         "modalities": ((["text"],), 'must be ["text"]'),
         "response_format": (({"type": "text"},), 'must be {"type": "text"}'),
-        **dict.fromkeys(("chat_template_kwargs", "add_generation_prompt"),
-                        ((), "is not supported")),
+        "best_of": ((1,), "must be 1"),
+        "echo": ((), "must be false"),
+        "chat_template": ((), "is this server's own: deploy.openai.chat_template"),
+        "documents": ((), "is not supported; a template may take them as chat_template_kwargs"),
     }  # fmt: skip
     messages: Annotated[tuple[Mapping[str, str], ...], BeforeValidator(_messages)]
-    max_completion_tokens: int | None = _whole(None, 0, _INT32)
+    add_generation_prompt: bool = _flag(default=True)
+    continue_final_message: bool = _flag()
+    add_special_tokens: bool = _flag()
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_values)] = {}
     logprobs: bool = _flag()
     top_logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
 
@@ -248,9 +315,10 @@ class ChatRequest(Sampling):
         found = super().problems()
         if self.top_logprobs is not None and not self.logprobs:
             found["top_logprobs"] = "needs logprobs=true"
-        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        if getattr(self, name) == 0:
-            found[name] = "must be at least 1"
+        if self.max_tokens == 0:
+            found["max_tokens"] = "must be at least 1"
+        if self.continue_final_message and self.add_generation_prompt:
+            found["continue_final_message"] = "needs add_generation_prompt=false"
         return found
 
 
@@ -282,12 +350,22 @@ class DetokenizeRequest(_Record):
     model: str = Field("", description="a string")
 
 
-def read_request(kind: type[_T], body: Mapping[str, Any]) -> _T:
-    """Return the request that a JSON object states. Raises RejectedError with every problem."""
+def read_request(
+    kind: type[_T], body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> _T:
+    """Return the request that a JSON object states, with `defaults` for what it leaves open.
+
+    Raises RejectedError with every problem.
+    """
     if len(body) > MOST_FIELDS:
         raise RejectedError(f"the request has {len(body)} fields, {MOST_FIELDS} at most")
     other = _WITHOUT_EFFECT | kind.unsupported.keys()
     values = {name: value for name, value in body.items() if name not in other}
+    for name, value in (defaults or {}).items():
+        # A request's presence_penalty takes the place of a repetition_penalty.
+        is_replaced = name == "repetition_penalty" and values.get("presence_penalty")
+        if name in kind.model_fields and values.get(name) is None and not is_replaced:
+            values[name] = value
     problems: dict[str, str] = {}
     code = "invalid_value"
     try:
@@ -303,6 +381,8 @@ def read_request(kind: type[_T], body: Mapping[str, Any]) -> _T:
     for name, (allowed, reason) in kind.unsupported.items():
         if body.get(name) and body[name] not in allowed:
             problems[name] = reason
+    if "max_tokens" in problems:
+        problems[_length_name(body) or "max_tokens"] = problems.pop("max_tokens")
     if problems:
         text = "; ".join(f"{name}: {words}" for name, words in problems.items())
         raise RejectedError(text, param=next(iter(problems)), code=code)

@@ -129,6 +129,10 @@ ROWS: dict[str, tuple[int, Callable[[int], object]]] = {
         lambda n: read_request(ChatRequest, {"messages": [{"role": "u", "content": "a" * n}]}),
     ),
     "`stop`": (requests.MOST_STOPS, lambda n: completion(stop=["a"] * n)),
+    "`stop_token_ids`": (
+        requests.MOST_STOP_IDS,
+        lambda n: completion(stop_token_ids=[1] * n),
+    ),
     "characters of a `stop`": (
         requests.MOST_STOP_CHARACTERS,
         lambda n: completion(stop="a" * n),

@@ -30,7 +30,7 @@ INPUTS = frozenset(
     {
         *("input_ids", "input_lengths", "request_output_len", "runtime_top_k", "runtime_top_p"),
         *("temperature", "random_seed", "stop_words_list", "bad_words_list", "min_length"),
-        *("presence_penalty", "repetition_penalty", "is_return_log_probs"),
+        *("presence_penalty", "repetition_penalty", "is_return_log_probs", "min_p", "ignore_eos"),
     }
 )
 FACTS = ModelFacts("letters", INPUTS, max_rows=4, context_len=64, streams=True)
@@ -59,9 +59,12 @@ class LetterTexts(CodecFiles):
 
     folder: Path = Path()
     template: ChatTemplate | None = None
+    others: tuple[int, ...] = ()
+    defaults: tuple[tuple[str, Any], ...] = ()
 
     def codec(self) -> Codec:
-        return Codec(Letters(), self.template, end_ids=(END,))
+        ends = (END, *self.others)
+        return Codec(Letters(), self.template, end_ids=ends, defaults=dict(self.defaults))
 
 
 class NoProcesses(Workers):

@@ -370,7 +370,7 @@ def test_prompt_and_answer_of_an_encoder_decoder_have_a_room_each() -> None:
     [
         ({"n": 129}, "n", "invalid_value"),
         ({"logprobs": 21}, "logprobs", "invalid_value"),
-        ({"stop": list("abcde")}, "stop", "invalid_value"),
+        ({"stop": list("abcdefghijklmnopq")}, "stop", "invalid_value"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"frobnicate": 1, "n": 0}, "frobnicate", "unknown_parameter"),
     ],

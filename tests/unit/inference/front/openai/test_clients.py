@@ -1,0 +1,230 @@
+"""The bodies that clients and load generators send, and fields that only some of them know."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from inference.backend.tokenizer import load_tokenizer
+from inference.front.access import OpenAIOptions
+from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
+from inference.front.openai.requests import ChatRequest, CompletionRequest, read_request
+from tests.unit.inference.front.openai.fake_backend import (
+    END,
+    INPUTS,
+    LETTERS,
+    FakeModel,
+    LetterTexts,
+    run,
+    with_facts,
+)
+from tests.unit.inference.front.openai.test_endpoint import CHAT, ask, events, refused
+
+RECORDED = json.loads((Path(__file__).parent / "recorded_bodies.json").read_text())
+COMMA = LETTERS.index(",")
+TALK = [{"role": "user", "content": "Who?"}]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}bot{{ mood }}: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("record", RECORDED, ids=lambda each: each["client"])
+def test_a_recorded_body_is_taken(record: dict[str, Any]) -> None:
+    kind = ChatRequest if "messages" in record["body"] else CompletionRequest
+    request = read_request(kind, record["body"])
+    for name, value in record.get("read", {}).items():
+        assert getattr(request, name) == value
+
+
+@pytest.mark.parametrize(
+    ("body", "read"),
+    [
+        ({"max_new_tokens": 3}, {"max_tokens": 3}),
+        ({"max_completion_tokens": 3, "max_tokens": 9}, {"max_tokens": 3}),
+        ({"max_tokens": 4.0, "n": 2.0, "seed": 7.0}, {"max_tokens": 4, "n": 2, "seed": 7}),
+        ({"stop": list("abcdefghijklmnop")}, {"stop": list("abcdefghijklmnop")}),
+        ({"stop_token_ids": [1, 2.0]}, {"stop_token_ids": [1, 2]}),
+        ({"num_beams": 1, "use_beam_search": False, "early_stopping": True}, {}),
+    ],
+)
+def test_other_spellings_are_taken(body: dict[str, Any], read: dict[str, Any]) -> None:
+    request = read_request(CompletionRequest, {"prompt": "a", **body})
+    assert {name: getattr(request, name) for name in read} == read
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"stop_token_ids": ["</s>"]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"min_p": 2}, "min_p"),
+        ({"max_tokens": 4.5}, "max_tokens"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"chat_template": "{{ 1 }}", "messages": TALK}, "chat_template"),
+        ({"continue_final_message": True, "messages": TALK}, "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": []}, "messages": TALK}, "chat_template_kwargs"),
+    ],
+)
+def test_what_has_no_equivalent_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+    path = CHAT if "messages" in body else "/v1/completions"
+
+    async def check(client: aiohttp.ClientSession) -> None:
+        fields = {"model": "letters", **({} if path == CHAT else {"prompt": "a"}), **body}
+        assert (await refused(client, 400, fields, path))["param"] == param
+
+    run(check, template=ChatTemplate(TEMPLATE, {}))
+
+
+def test_an_answer_ends_at_each_end_token_and_at_a_requests_own() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        for path, fields in (("/v1/completions", {}), (CHAT, {"messages": TALK})):
+            answer = await ask(client, path, **fields)
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] if path == CHAT else choice["text"]
+            assert (text, choice["finish_reason"]) == ("Hello", "stop")
+        whole = await ask(client, ignore_eos=True, return_token_ids=True)
+        assert whole["choices"][0]["text"] == "Hello you there!"  # ends are never text
+        assert whole["choices"][0]["token_ids"][-1] == END
+        assert (await ask(client, stop_token_ids=[0]))["choices"][0]["text"] == "Hello"
+        own = await ask(client, stop_token_ids=[LETTERS.index("H")], return_token_ids=True)
+        assert own["choices"][0]["token_ids"] == [LETTERS.index("H")]
+        assert own["choices"][0]["text"] == ""
+
+    model = FakeModel()
+    texts = LetterTexts(template=ChatTemplate(TEMPLATE, {}), others=(COMMA,))
+    run(check, model, texts=texts)
+    words = [job.get("stop_words_list") for job in model.jobs]
+    assert [None if each is None else each[0, 0].tolist() for each in words] == [
+        *([COMMA], [COMMA], None, [0, COMMA], [LETTERS.index("H"), COMMA])
+    ]
+    assert [bool("ignore_eos" in job) for job in model.jobs] == [False, False, True, False, False]
+
+
+def test_what_a_request_leaves_open_is_as_the_model_says() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        await ask(client)
+        await ask(client, CHAT, messages=TALK)
+        await ask(client, temperature=0.25, top_k=0, presence_penalty=1, min_p=None)
+
+    advice = {"temperature": 0.5, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.25}
+    model = FakeModel()
+    texts = LetterTexts(
+        template=ChatTemplate(TEMPLATE, {}), defaults=(*advice.items(), ("max_tokens", 5))
+    )
+    run(check, model, texts=texts)
+    names = ("temperature", "runtime_top_k", "min_p", "repetition_penalty", "request_output_len")
+    found = [[float(job[name][0, 0]) if name in job else None for name in names]
+             for job in model.jobs]  # fmt: skip
+    share = pytest.approx(0.1)
+    assert found == [
+        [0.5, 7, share, 1.25, 50],
+        [0.5, 7, share, 1.25, 5],
+        [0.25, 0, share, None, 50],
+    ]
+
+
+def test_advice_that_no_request_may_follow_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\na\n")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 9, "top_k": "x"}')
+    with pytest.raises(ValueError, match=r"temperature = 9, top_k = 'x': no request may ask"):
+        CodecFiles(tmp_path).codec()
+    assert CodecFiles(tmp_path, uses_defaults=False).codec().defaults == {}
+
+
+def test_the_boundary_of_the_nucleus_is_whole_where_the_model_can() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        await ask(client, top_p=0.5)
+        await ask(client, top_p=1)
+
+    model = FakeModel(facts=with_facts(inputs=INPUTS | {"nucleus_include_boundary"}))
+    run(check, model)
+    assert model.jobs[0]["nucleus_include_boundary"].tolist() == [[True]]
+    assert "nucleus_include_boundary" not in model.jobs[1]
+
+
+def test_the_only_model_need_not_be_named() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        for body in ({"model": None}, {"model": ""}):
+            assert (await ask(client, **body))["model"] == "letters"
+        await refused(client, 404, {"model": "gpt-4", "prompt": "a"})
+
+    run(check)
+
+
+def test_usage_comes_with_each_chunk_where_it_is_asked_for() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *parts, last, _ = await events(client, stream_options=options, return_token_ids=True)
+        counts = [part["usage"]["completion_tokens"] for part in parts]
+        assert counts == sorted(counts)
+        assert counts[-1] == last["usage"]["completion_tokens"]
+        first, *others = (part["choices"][0] for part in parts)
+        assert first["prompt_token_ids"] == [LETTERS.index(each) for each in "Oh"]
+        assert all("prompt_token_ids" not in each for each in others)
+        ids = [token for each in (first, *others) for token in each["token_ids"]]
+        assert len(ids) == last["usage"]["completion_tokens"]
+
+    run(check)
+
+
+def test_variables_of_the_template_come_from_the_server_and_the_request() -> None:
+    template = ChatTemplate(TEMPLATE, {}, {"mood": " (calm)"})
+    assert template.render(TALK) == "user: Who?\nbot (calm): "
+    assert template.render(TALK, values={"mood": "!"}) == "user: Who?\nbot!: "
+    assert template.render(TALK, answers=False) == "user: Who?\n"
+
+
+@pytest.mark.parametrize("text", ["Well", " Well ", "Who?", ""])
+def test_an_answer_that_is_begun_is_continued(text: str) -> None:
+    template = ChatTemplate("{% for m in messages %}<{{ m.content | trim }}>\n{% endfor %}", {})
+    talk = [*TALK, {"role": "assistant", "content": text}]
+    prompt = template.render(talk, answers=False, continues=True)
+    expected = f"<Who?>\n<{text.strip()}"
+    assert prompt == (expected if text else "<Who?>\n<>\n")
+
+
+def test_a_template_of_the_servers_own_takes_the_place_of_the_tokenizers(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\na\n")
+    (tmp_path / "chat_template.jinja").write_text("a")
+    own = tmp_path / "own.jinja"
+    own.write_text("a a {{ more }}")
+    request = read_request(ChatRequest, {"messages": TALK})
+    codec = CodecFiles(tmp_path, template=own, template_values='{"more": "a"}').codec()
+    assert codec.encode_chat(request) == (3, 3, 3)
+    assert CodecFiles(tmp_path).codec().encode_chat(request) == (3,)
+    missing = OpenAIOptions(chat_template=tmp_path / "none")
+    assert "chat_template" in missing.problems()[0]
+
+
+def byte_level(folder: Path) -> Codec:
+    """Return a codec whose tokens are bytes and one word."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: number for number, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab | {"no": 256}, [("n", "o")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Codec(load_tokenizer(folder), None)
+
+
+def test_a_part_of_a_character_has_its_own_bytes(tmp_path: Path) -> None:
+    codec = byte_level(tmp_path)
+    text = "n\xe9\u20ac no"
+    before: list[int] = []
+    found = b""
+    for token in codec.tokenizer.encode(text):
+        found += codec.bytes_of(token, codec.piece(before, token))
+        before.append(token)
+    assert found == text.encode()
+    part, whole = codec.tokenizer.encode("\u20ac")[0], 256
+    assert codec.name([part], whole) == "no"
+    assert codec.bytes_of(part, codec.name([], part)) == b"\xe2"
