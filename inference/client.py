@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,10 @@ def finished(run: Callable[[argparse.Namespace], int | None], arguments: argpars
         elif isinstance(error, socket.gaierror) or "DNS resolution failed" in words:
             words = "no such host; write host:port, http://host:port or grpc://host:port"
         return _failed(f"{arguments.url or 'the server'}: {words}")
+    except HTTPException as error:
+        return _failed(
+            f"{arguments.url}: what answers there is not HTTP ({error}); is this the port?"
+        )
     except (ValueError, OSError) as error:
         return _failed(str(error))
     except KeyboardInterrupt:
@@ -167,6 +172,9 @@ def opened_client(
     if address and ":" not in address.rpartition("]")[2]:
         address += ":" + DEFAULT_URLS[protocol].rpartition(":")[2]
     arguments.url = address or DEFAULT_URLS[protocol]
+    port = arguments.url.rpartition(":")[2]
+    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"--url={arguments.url}: {port} is not a port; write a number up to 65535")
     more |= {"timeout_s": arguments.timeout_s, "credentials": credentials}
     return TritonClient(arguments.url, protocol=protocol, **more)
 

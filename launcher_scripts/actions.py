@@ -1,28 +1,33 @@
 """Actions on earlier runs: status, logs and cancel from the jobs' records, and compare."""
 
 import contextlib
+import functools
 import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator
-from datetime import datetime, timedelta
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from export_scripts.files.lock import folder_lock
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from launcher_scripts.console import Console
 from launcher_scripts.launchers import slurm_state
 from stages import STAGES, record
-from stages.endpoint import forwarding_hint
+from stages.endpoint import ENDPOINT_NAME, forwarding_hint, published_by
+from stages.job import LOCK_NAME
 from stages.progress import PROGRESS_NAME, DamagedFileError, read_json, read_progress, write_json
 
 LAST_RUN = "last_run.json"
-_POLL_S = 0.3
+_POLL_S = 0.5
 _PIECE = 1 << 20  # characters of a log, which may be larger than memory
 _CANCEL_S = 60.0
+# Longer than sbatch is tried.
+_SUBMISSION_S = 900.0
 _QUEUED_CLUSTER = "bcm"  # whose jobs outlive the command
 
 
@@ -45,9 +50,9 @@ def look_after(config: Config, console: Console) -> int:
             "run_dir=<folder>."
         )
         return EXIT_USAGE
-    status = EXIT_OK
+    status, queue = EXIT_OK, functools.cache(slurm_state.queued_jobs)
     for each in found:
-        records = [job for job in (read_job(each, name) for name in STAGES) if job is not None]
+        records = jobs_in(each, queue)
         if not records:
             console.say(f"run_dir={each} holds no jobs; give a folder with <stage>/job.json in it.")
             status = max(status, EXIT_USAGE)
@@ -104,22 +109,97 @@ def read_job(results_dir: Path, stage: str) -> record.JobRecord | None:
     return found
 
 
-def already_serves(folder: Path) -> str | None:
-    """Return the problem of a server's stage whose `folder` another job uses on this machine.
+def jobs_in(
+    results_dir: Path,
+    queue: Callable[[], Sequence[slurm_state.QueuedJob]] = slurm_state.queued_jobs,
+    *,
+    passes_damage: bool = False,
+) -> list[record.JobRecord]:
+    """Return the jobs of a results folder, stage by stage, as their records and Slurm know them.
+
+    A stage has several if Slurm has jobs of it that its record does not name: a chain, or jobs
+    whose record was deleted or replaced. The last of these gets the record where it is free.
+
+    Raises:
+        DamagedFileError: a record is damaged and its job has ended, unless such ones are passed.
+    """
+    queued = slurm_state.jobs_below(results_dir, queue())
+    found = []
+    for stage in STAGES:
+        path, own = results_dir / stage / record.RECORD_NAME, None
+        try:
+            own = read_job(results_dir, stage)
+        except DamagedFileError:
+            if not (passes_damage or stage in queued):
+                raise
+        others = [each for each in queued.get(stage, ()) if own is None or each != own.job_id]
+        if others and (own is None or own.is_final or not own.job_id):
+            own = _adopted(path, others.pop())
+        elif own is not None and _is_abandoned(own):
+            error = "the command that was submitting it has ended, and Slurm has no such job"
+            own = record.correct_record(path, own, state=record.LOST, error=error)
+        found += [own] * (own is not None) + [_described(path, each) for each in others]
+    return [each for each in found if each is not None]
+
+
+def _adopted(path: Path, job_id: str) -> record.JobRecord:
+    """Return a job of Slurm's queue, with a record from now on where its folder can be written."""
+    found = _described(path, job_id)
+    with contextlib.suppress(OSError):
+        record.write_record(path, found)
+    return found
+
+
+def _described(path: Path, job_id: str) -> record.JobRecord:
+    answer = slurm_state.slurm_state(job_id)
+    logs = path.parent.glob(f"*_{job_id}.out")
+    return record.JobRecord(
+        job_id,
+        path.parent.name,
+        path.parent.name,
+        state=(answer.state if answer else None) or record.SUBMITTED,
+        cluster=_QUEUED_CLUSTER,
+        log=str(next(logs, "")),
+    )
+
+
+def _is_abandoned(found: record.JobRecord) -> bool:
+    """Return whether a job was about to be submitted long ago, and was not."""
+    if found.job_id or found.is_final:
+        return False
+    age = datetime.now(UTC) - datetime.fromisoformat(found.submitted_at)
+    return age.total_seconds() > _SUBMISSION_S
+
+
+def problem_of_live_job(found: record.JobRecord, folder: Path) -> str | None:
+    """Return why a stage cannot be submitted to a `folder` where a job of it lives.
 
     The record would name the new job alone: no action would find the other any more.
     """
-    results_dir, stage = folder.parent, folder.name
-    try:
-        found = read_job(results_dir, stage)
-    except DamagedFileError:
+    if found.is_final or not (
+        found.cluster == _QUEUED_CLUSTER or _is_here(found) or _holds_lock(found, folder)
+    ):
         return None
-    if found is None or found.is_final or found.process is None or not _is_here(found):
-        return None
+    at = f"process {found.process}" if found.process is not None and _is_here(found) else found.host
+    job = f"job {found.job_id}" if found.job_id else "a job that another command submits now"
+    verb = "serves" if published_by(folder / ENDPOINT_NAME) == found.job_id else "runs"
+    if found.state == record.SUBMITTED:
+        verb = "waits"
     return (
-        f"{stage}: job {found.job_id} (process {found.process}) runs in {folder}; end it with "
-        f"action=cancel run_dir={results_dir}, or choose another export.run.results_dir."
+        f"{found.stage}: {job}{f' ({at})' if at else ''} {verb} in {folder}; end it with "
+        f"action=cancel run_dir={folder.parent}, or choose another export.run.results_dir."
     )
+
+
+def _holds_lock(found: record.JobRecord, folder: Path) -> bool:
+    """Return whether a job on another machine holds its lock in a folder that both share."""
+    try:
+        with folder_lock(folder / LOCK_NAME.format(job=found.job_id), ""):
+            return False
+    except ValueError:
+        return True
+    except OSError:
+        return False
 
 
 def _is_here(found: record.JobRecord) -> bool:
@@ -136,9 +216,12 @@ def _is_process_of(found: record.JobRecord, folder: Path) -> bool:
 
 
 def _status(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
+    # Remarks on the job that serves tell of its neighbours in a chain.
+    chained = {other for each in records for other in (each.predecessor, each.successor)}
+    records = [each for each in records if each.job_id not in chained]
     rows = [
         (
-            *(each.stage, each.job_id, each.state, each.host or "-", _elapsed(each)),
+            *(each.stage, each.job_id or "-", each.state, each.host or "-", _elapsed(each)),
             "-" if each.exit_code is None else str(each.exit_code),
         )
         for each in records
@@ -207,32 +290,34 @@ def _print_from(path: Path, position: int, console: Console) -> int:
 
 def cancel_jobs(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
     """End every job that has not ended, the last of the chain first."""
-    running = [each for each in records if not each.is_final or each.successor]
+    running = [each for each in records if not each.is_final]
     if not running:
         console.say("nothing to cancel: every job has ended")
         return EXIT_OK
-    asked = []
-    for each in reversed(running):
-        if objection := _cancel_one(each, results_dir):
-            console.say(f"{each.stage} (job {each.job_id}) cannot be cancelled: {objection}")
-        else:
-            console.say(f"cancelling {each.stage} (job {each.job_id})")
-            asked.append(each)
+    asked: dict[str, str] = {}  # job -> why it cannot be cancelled
     deadline = time.monotonic() + _CANCEL_S
-    while not all((read_job(results_dir, each.stage) or each).is_final for each in asked):
+    while running := [each for each in running if not asked.get(each.job_id)]:
+        for each in reversed(running):
+            if each.job_id in asked:
+                continue
+            asked[each.job_id] = objection = _cancel_one(each, results_dir)
+            if objection:
+                console.say(f"{each.stage} (job {each.job_id}) cannot be cancelled: {objection}")
+            else:
+                console.say(f"cancelling {each.stage} (job {each.job_id})")
         if time.monotonic() > deadline:
             console.say(f"some jobs have not ended within {_CANCEL_S:g} s; see action=status")
             return EXIT_FAILED
         time.sleep(_POLL_S)
-    return EXIT_OK if len(asked) == len(running) else EXIT_FAILED
+        # A job of a chain may have submitted its successor meanwhile.
+        running = [each for each in jobs_in(results_dir) if not each.is_final]
+    return EXIT_FAILED if any(asked.values()) else EXIT_OK
 
 
 def _cancel_one(found: record.JobRecord, results_dir: Path) -> str:
     """Ask a job to end; return the reason if that is impossible, else an empty text."""
     if found.cluster == _QUEUED_CLUSTER:
-        for other in filter(None, (found.successor, found.predecessor)):
-            slurm_state.cancel(other)  # it may have ended
-        return "" if found.is_final else slurm_state.cancel(found.job_id)
+        return slurm_state.cancel(found.job_id) if found.job_id else ""
     if not _is_here(found):
         return f"it runs on {found.host}; give the command there"
     if found.process is not None and _is_process_of(found, results_dir / found.stage):

@@ -41,8 +41,26 @@ options
 
 exit status
   0 done   1 a stage failed   2 the configuration is wrong, nothing was started
-  3 a bound of evaluate.gate is breached   4 the evaluation could not be done   130 interrupted
+  3 a bound of evaluate.gate is breached   4 the evaluation could not be done
+  5 more samples are needed to decide a bound   130 interrupted
 """
+
+_WELCOME = """\
+Welcome to Slipway, which takes a trained language-model checkpoint to a served, measured endpoint.
+
+To begin, type one of these:
+  PROGRAM export=gpt3/sample                    the whole job with the bundled model
+  PROGRAM export=gpt3/sample 'stages=[deploy]'  a server of it, until Ctrl-C
+  PROGRAM --help                                the stages, examples and options
+
+For a model of your own, name it and its checkpoint:
+  PROGRAM export.run.model_train_name=NAME export.model.checkpoint_path=PATH
+"""
+
+
+def welcome() -> str:
+    """Return what a first call without arguments is answered with."""
+    return _WELCOME.replace("PROGRAM", PROGRAM)
 
 
 def help_text(*, everything: bool) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from export_scripts.files.disk import full_disk
 from launcher_scripts import job_folder
-from launcher_scripts.actions import already_serves
+from launcher_scripts.actions import jobs_in, problem_of_live_job
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
 from launcher_scripts.configuration.evaluation_config import Context
-from launcher_scripts.configuration.schema import KEYS, Config
+from launcher_scripts.configuration.schema import KEYS
 from launcher_scripts.configuration.settings import (
     CHECKOUT,
     EXIT_FAILED,
@@ -23,7 +23,8 @@ from launcher_scripts.configuration.settings import (
 )
 from launcher_scripts.console import Console
 from launcher_scripts.launchers import make_launcher
-from launcher_scripts.launchers.base import Job
+from launcher_scripts.launchers.base import Job, Launcher
+from launcher_scripts.launchers.slurm_state import QueuedJob, queued_jobs
 from launcher_scripts.pipeline import plan_pipeline
 from launcher_scripts.run import Run
 from stages.deploy_config import PYTORCH
@@ -36,10 +37,12 @@ def prepare_run(
     problems: list[str],
     *,
     label: str = "",
+    queue: Callable[[], Sequence[QueuedJob]] = queued_jobs,
 ) -> Run | None:
     """Return the jobs that a command line asks for; add the problems found to `problems`.
 
-    `label` names the run in what is said about it. Without a configuration there is nothing to run.
+    `label` names the run in what is said about it; `queue` returns the jobs in Slurm's queue.
+    Without a configuration there is nothing to run.
     """
     config = composition.config
     if config is None:
@@ -57,16 +60,25 @@ def prepare_run(
     stages = [each.stage for each in plan.to_run]
     launcher = make_launcher(config)
     problems += [*plan.problems, *launcher.check(stages)]
-    servers = (each for each in stages if each.readiness_path() is not None)
-    problems += filter(None, (already_serves(each.job.folder) for each in servers))
+    may_live = config.cluster_type == "bcm" or config.results_dir.is_dir()
+    before = jobs_in(config.results_dir, queue, passes_damage=True) if may_live else []
+    wanted = {each.name: each.job.folder for each in stages}
+    alive = ((each, wanted[each.stage]) for each in before if each.stage in wanted)
+    problems += filter(None, (problem_of_live_job(*each) for each in alive))
     if problems:
         return None
     finished = [f"{each.name}: {each.reason}" for each in plan.stages if not each.runs]
-    notes = (*composition.notes, *plan.notes, *launcher.notes(stages), *_ignored(config), *finished)
+    notes = (
+        *composition.notes,
+        *plan.notes,
+        *launcher.notes(stages),
+        *_ignored(launcher),
+        *finished,
+    )
     for note in notes:
         console.say(f"{label}: {note}" if label else note)
     jobs = {each.name: Job(each, config, revision) for each in stages}
-    return Run(launcher, console, plan.stages, jobs, words)
+    return Run(launcher, console, plan.stages, jobs, words, {each.stage: each for each in before})
 
 
 def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
@@ -96,11 +108,13 @@ def execute(runs: Sequence[Run], start: Callable[[], int]) -> int:
         return EXIT_FAILED
 
 
-def _ignored(config: Config) -> list[str]:
+def _ignored(launcher: Launcher) -> list[str]:
     """Return a remark for each setting that is accepted without effect."""
+    config = launcher.config
     ignored = [
         key.name for key in KEYS.values() if key.is_ignored and config.at(key.name) != key.default
     ]
+    ignored += [name for name in launcher.ignores if config.at(name) not in (None, [], {}, [None])]
     if config.export.triton_deployment.enable_custom_all_reduce and config.deploy.engine == PYTORCH:
         ignored.append("export.triton_deployment.enable_custom_all_reduce")
     if is_set(MEMORY_MEASURE) and config.cluster_type != "bcm":

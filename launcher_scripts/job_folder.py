@@ -5,6 +5,7 @@ import itertools
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,10 @@ from typing import Any
 import yaml
 
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.launchers.base import Job, Launcher
+from launcher_scripts.launchers.base import Job, Launcher, SubmissionError
 from stages import record
 from stages.base import as_json
-from stages.progress import PROGRESS_NAME
-
-_KEPT = (record.RECORD_NAME, PROGRESS_NAME)
+from stages.progress import DamagedFileError, write_json
 
 
 def repeatable(config: Config) -> str:
@@ -46,10 +45,14 @@ def note_command(results_dir: Path, arguments: Sequence[str], *, at: str) -> Non
         log.write(f"# {at}\n" + " \\\n  ".join(arguments) + "\n")
 
 
-def write_job_files(job: Job, launcher: Launcher, after: str) -> list[Path]:
-    """Write configuration and script, and return their paths; those of earlier runs are kept."""
+def write_job_files(
+    job: Job, launcher: Launcher, after: str, *, records: Sequence[Path] = ()
+) -> list[Path]:
+    """Write configuration and script, and return their paths.
+
+    Those of earlier runs are copied to the next folder below `runs`, and `records` moved there.
+    """
     folder = job.folder
-    folder.mkdir(parents=True, exist_ok=True)
     files = {
         folder / f"{job.name}_hydra.yaml": _stage_config(job),
         job.whole_config_path: repeatable(job.config),
@@ -58,25 +61,40 @@ def write_job_files(job: Job, launcher: Launcher, after: str) -> list[Path]:
     others = [
         path for path, text in files.items() if path.exists() and path.read_bytes() != text.encode()
     ]
-    if others or any((folder / name).exists() for name in _KEPT):
+    if others or any(map(Path.exists, records)):
         places = (folder / "runs" / str(number) for number in itertools.count(1))
         kept = next(each for each in places if not each.exists())
         kept.mkdir(parents=True)
-        for path in filter(Path.exists, [*files, *(folder / name for name in _KEPT)]):
-            if path.suffix == ".json":
-                path.rename(kept / path.name)
-            else:
-                shutil.copy2(path, kept / path.name)
+        for path in filter(Path.exists, files):
+            shutil.copy2(path, kept / path.name)
+        for path in filter(Path.exists, records):
+            path.rename(kept / path.name)
+    folder.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
     return list(files)
 
 
-def write_job_record(job: Job, launcher: Launcher, after: str) -> None:
-    """Write the record of a job that is about to be submitted."""
-    record.write_record(
-        job.record_path,
-        record.JobRecord(
+def prepare_submission(
+    job: Job, launcher: Launcher, after: str, before: record.JobRecord | None = None
+) -> None:
+    """Write the files and the record of a job that is about to be submitted; earlier ones are kept.
+
+    Raises:
+        SubmissionError: another command has submitted a job of the stage since its folder held
+            `before`.
+    """
+    path, progress = job.record_path, job.stage.job.progress_path
+    with record.locked(path):
+        found = None
+        with suppress(DamagedFileError):
+            found = record.read_record(path)
+        if found is not None and not found.is_final and found != before:
+            raise SubmissionError(
+                f"another command has submitted {found.stage} in {job.folder} meanwhile"
+            )
+        write_job_files(job, launcher, after, records=(path, progress))
+        new = record.JobRecord(
             job_id="",
             stage=job.stage.name,
             name=job.name,
@@ -87,8 +105,8 @@ def write_job_record(job: Job, launcher: Launcher, after: str) -> None:
             git_revision=job.git_revision,
             config_sha256=hashlib.sha256(_stage_config(job).encode()).hexdigest(),
             outputs=tuple(str(path) for path in job.stage.outputs()),
-        ),
-    )
+        )
+        write_json(path, asdict(new))
 
 
 def git_revision(checkout: Path) -> str:

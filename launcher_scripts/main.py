@@ -42,6 +42,7 @@ from launcher_scripts.configuration.settings import (  # noqa: E402
     is_set,
 )
 from launcher_scripts.console import Console  # noqa: E402
+from stages.job_process import close_to_others  # noqa: E402
 from stages.progress import DamagedFileError  # noqa: E402
 
 signal.signal(signal.SIGINT, _AT_INTERRUPT)
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     if argv is None:
         _speak_utf8()
+    close_to_others()
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -117,17 +119,28 @@ def _run(words: Sequence[str]) -> int:
 
     run = prepare_run(composition, words, console, problems)
     if run is None:
-        return _report(problems)
+        return _report(problems) if words else _welcome(problems, console)
     return execute([run], functools.partial(run.run_all, wait=run.config.wait))
+
+
+def _welcome(problems: Sequence[str], console: Console) -> int:
+    """Say how to begin; the configuration as it is shipped only lacks a checkpoint."""
+    from launcher_scripts.help import welcome
+
+    console.say(welcome())
+    others = [each for each in problems if not each.startswith("export.model.checkpoint_path=")]
+    return _report(others) if others else EXIT_USAGE
 
 
 def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
     from launcher_scripts.invocation import execute, prepare_run
+    from launcher_scripts.launchers.slurm_state import queued_jobs
     from launcher_scripts.sweep import Outcome, combinations, compose_all, run_and_compare
 
     wanted, problems = combinations(arguments.overrides)
     problems = [*arguments.problems, *problems]
     outcomes: list[Outcome] = []
+    queue = functools.cache(queued_jobs)
     composed = compose_all(wanted, functools.partial(compose_config, place=arguments.root))
     for each, composition in zip(wanted, composed, strict=True):
         found = list(composition.problems)
@@ -136,10 +149,15 @@ def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
                 found.append("--multirun runs; leave action out, or leave --multirun out.")
             if _other_replica(config):
                 return EXIT_OK
-            if run := prepare_run(composition, words, console, found, label=each.label):
+            if run := prepare_run(
+                composition, words, console, found, label=each.label, queue=queue
+            ):
                 outcomes.append(Outcome(each, run))
         label = f"{each.label}: " if len(wanted) > 1 and each.values else ""
         problems += [f"{label}{text}" for text in found]
+    if not problems and outcomes:
+        count = sum(len(each.run.jobs) for each in outcomes)
+        problems += outcomes[0].run.launcher.refusals(count)
     if problems:
         return _report(problems)
     start = functools.partial(run_and_compare, outcomes, console)

@@ -1,11 +1,12 @@
 """Submission of the planned jobs, which are followed to their end in the foreground."""
 
 import contextlib
+import re
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,22 @@ from pathlib import Path
 from launcher_scripts import job_folder
 from launcher_scripts.actions import note_last_run
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.settings import CHECKOUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from launcher_scripts.configuration.settings import (
+    CHECKOUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    PROGRAM,
+)
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.console import Console
-from launcher_scripts.launchers.base import Job, JobHandle, Launcher, SubmissionError
+from launcher_scripts.launchers.base import (
+    Job,
+    JobHandle,
+    Launcher,
+    SubmissionError,
+    dependency,
+)
 from launcher_scripts.pipeline import PlannedStage
 from stages import record
 from stages.base import Stage, Summary
@@ -25,7 +38,6 @@ from stages.progress import DamagedFileError, ProgressState, read_progress
 
 _POLL_S = 0.1
 _LOG_TAIL_LINES, _LOG_TAIL_BYTES = 20, 64 << 10
-_LOOK_AFTER = "the jobs run in the queue; see them with action=status or logs, end them with cancel"
 _STOPPING = "stopping; Ctrl-C again ends the jobs at once"
 # Invented in a dry run, so that the chain of dependencies can be read.
 _FIRST_DRY_ID = 10001
@@ -39,6 +51,7 @@ class Run:
         planned: every stage, including those that do not run.
         jobs: the jobs of the stages that run, by stage name.
         words: the command line.
+        before: the jobs that were in the results folder, by stage name.
     """
 
     launcher: Launcher
@@ -46,6 +59,7 @@ class Run:
     planned: Sequence[PlannedStage]
     jobs: dict[str, Job]
     words: Sequence[str] = ()
+    before: Mapping[str, record.JobRecord] = field(default_factory=dict)
     handles: dict[str, JobHandle] = field(default_factory=dict)
 
     @property
@@ -70,6 +84,7 @@ class Run:
     def render(self) -> None:
         """Write and print every job's script and configuration; start nothing."""
         after, rows = "", []
+        given: list[tuple[Job, str]] = []
         for number, (name, job) in enumerate(self.jobs.items()):
             job_id = str(_FIRST_DRY_ID + number)
             asked = job.stage.job.resources
@@ -82,7 +97,8 @@ class Run:
                     self.console.say(f"# {path}\n{path.read_text(encoding='utf-8')}")
             if self.launcher.only_renders:
                 self.console.say(f"to start it: kubectl apply -f {shlex.quote(str(written[-1]))}")
-            after = job.dependency(job_id)
+            given.append((job, job_id))
+            after = dependency(given)
         if self.launcher.only_renders:
             return
         if not self.jobs:
@@ -107,13 +123,15 @@ class Run:
             if status != EXIT_OK or not wait:
                 self.console.say(self.summary())
                 if status == EXIT_OK and self.jobs:
-                    self.console.say(f"\n{_LOOK_AFTER}")
+                    self.console.say(f"\n{self._hint()}")
                 return status
         notice = ""
         try:
             status = self._follow_all()
         except KeyboardInterrupt:
             status, notice = self._interrupted(), _STOPPING
+        except SubmissionError as error:
+            status = self._refused(error)
         finally:
             if self.launcher.in_foreground:
                 self.stop_all(notice)
@@ -127,10 +145,18 @@ class Run:
                 if name not in self.handles:
                     self._submit(name)
         except SubmissionError as error:
-            self.console.say(f"a job was refused: {error}")
             self.stop_all()
-            return EXIT_FAILED
+            return self._refused(error)
         return EXIT_OK
+
+    def _hint(self) -> str:
+        folder = self.config.results_dir
+        command = shlex.join([*PROGRAM.split(), "action=status", f"run_dir={folder}"])
+        return f"the jobs run in the queue; look at them with {command}, or action=logs or cancel"
+
+    def _refused(self, error: SubmissionError) -> int:
+        self.console.say(f"a job was refused: {error}")
+        return EXIT_FAILED
 
     def _follow_all(self) -> int:
         for name, job in self.jobs.items():
@@ -151,7 +177,7 @@ class Run:
 
     def _interrupted(self) -> int:
         if not self.launcher.in_foreground:
-            self.console.say(_LOOK_AFTER)
+            self.console.say(self._hint())
             return EXIT_INTERRUPTED
         # Ctrl-C is the normal end of a server that was requested alone.
         only_serving = all(
@@ -205,8 +231,7 @@ class Run:
         return "\n".join(lines)
 
     def _submit(self, name: str) -> JobHandle:
-        last = next(reversed(self.handles.values()), None)
-        after = last.job.dependency(last.job_id) if last else ""
+        after = dependency([(each.job, each.job_id) for each in self.handles.values()])
         self.announce(name, after)
         try:
             handle = self.launcher.submit(self.jobs[name], after)
@@ -217,10 +242,13 @@ class Run:
         return handle
 
     def announce(self, name: str, after: str) -> None:
-        """Write a job's files and its record, just before it is submitted."""
+        """Write a job's files and its record, just before it is submitted.
+
+        Raises:
+            SubmissionError: another command has submitted one of the same stage meanwhile.
+        """
         job = self.jobs[name]
-        job_folder.write_job_files(job, self.launcher, after)
-        job_folder.write_job_record(job, self.launcher, after)
+        job_folder.prepare_submission(job, self.launcher, after, self.before.get(name))
 
     def note_refusal(self, name: str, error: SubmissionError) -> None:
         """Record the scheduler's message in the job's record."""
@@ -277,7 +305,7 @@ class Run:
             # submitit adds lines of its own.
             lines = [line for line in written if not line.startswith("submitit ")]
             lines = lines[-_LOG_TAIL_LINES:]
-            if all(line.strip() in cause for line in lines):
+            if all(_without_time(line) in cause for line in lines):
                 self.console.say(f"log: {path}")  # the log repeats only the cause
             else:
                 self.console.say("\n  | ".join([f"last lines of {path}:", *lines]))
@@ -315,6 +343,11 @@ class Run:
                 self.console.say(f"{name}: job {job_id} does not end; see action=status")
 
 
+def _without_time(line: str) -> str:
+    """Return the text of a line in a job's log."""
+    return re.sub(r"^\d{4}-\d\d-\d\dT[\d:]{8}Z ", "", line).strip()
+
+
 def _progress_of(stage: Stage) -> ProgressState:
     """Return the progress of a job; one that cannot be read ends no job."""
     with contextlib.suppress(DamagedFileError):
@@ -343,7 +376,7 @@ def _findings(name: str, result: Summary) -> list[str]:
     compared = result.get("references", {})
     for metric, value in result.get("metrics", {}).items():
         reference = f" ({compared[metric]})" if metric in compared else ""
-        lines.append(f"{metric}: {value:.4g}{reference}")
+        lines.append(f"{metric}: {value + 0.0:.4g}{reference}")  # never -0
     lines += [f"{task}: {text}" for task, text in result.get("times", {}).items()]
     if "report" in result:
         lines.append(f"report: {result['report']}")

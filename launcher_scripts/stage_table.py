@@ -12,13 +12,11 @@ from launcher_scripts.configuration.export_config import (
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.time_limit import minutes
+from launcher_scripts.launchers.base import settings_section
 from stages.base import JobSettings, Resources, Stage
 from stages.convert import ConvertStage
 from stages.deploy import DeployStage
 from stages.export import ExportStage
-
-# Section with the `name` and `time_limit` of a stage's job, where it is not called as the stage.
-_SETTINGS = {"convert": "export.run", "export": "export.run"}
 
 
 def build_stage(name: str, config: Config, context: Context, problems: list[str]) -> Stage:
@@ -30,7 +28,7 @@ def build_stage(name: str, config: Config, context: Context, problems: list[str]
     Raises:
         ValueError: the stage does not fit on the cluster.
     """
-    section = _SETTINGS.get(name, name)
+    section = settings_section(name)
     settings, limit_min = config.at(section), 24 * 60
     try:
         limit_min = minutes(settings.time_limit, key=f"{section}.time_limit")

@@ -3,6 +3,8 @@
 All combinations are composed and checked before the first starts.
 """
 
+from __future__ import annotations
+
 import itertools
 import re
 from collections import Counter
@@ -10,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
@@ -25,6 +27,9 @@ from launcher_scripts.launchers.base import AFTER_TWIN, SubmissionError
 from launcher_scripts.run import Run
 from stages import record
 from stages.progress import write_json
+
+if TYPE_CHECKING:
+    from launcher_scripts.launchers.slurm import SlurmLauncher
 
 SUMMARY_NAME = "sweep.json"
 _RESULTS_KEY = "export.run.results_dir"
@@ -176,7 +181,10 @@ def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console, fold
 
 
 def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Console) -> bool:
-    """Submit each stage of all combinations as one job array; False where they differ too much."""
+    """Submit each stage of all combinations as one job array; False where they differ too much.
+
+    Where Slurm takes no array of so many, there are several.
+    """
     from launcher_scripts.launchers.slurm import SlurmLauncher
 
     runs = [each.run for each in outcomes]
@@ -184,28 +192,46 @@ def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Consol
     launcher = runs[0].launcher if runs else None
     if not isinstance(launcher, SlurmLauncher) or len(set(names)) != 1 or not names[0]:
         return False
-    stages = {name: [run.jobs[name] for run in runs] for name in names[0]}
-    if not all(launcher.fits_array(jobs) for jobs in stages.values()):
+    if not all(launcher.fits_array([run.jobs[name] for run in runs]) for name in names[0]):
         return False
-    after = ""
-    for name, jobs in stages.items():
-        for run in runs:
-            run.announce(name, after)
+    size = launcher.largest_array()
+    parts = [outcomes[first : first + size] for first in range(0, len(outcomes), size)]
+    for number, part in enumerate(parts, start=1):
+        place = folder if len(parts) == 1 else folder / f"part_{number}"
+        _submit_array(launcher, part, names[0], place, console)
+    return True
+
+
+def _submit_array(
+    launcher: SlurmLauncher,
+    outcomes: Sequence[Outcome],
+    names: Sequence[str],
+    folder: Path,
+    console: Console,
+) -> None:
+    """Submit an array for each stage; each job waits for its own of the stage before."""
+    runs, after = [each.run for each in outcomes], ""
+    status = EXIT_OK
+    for name in names:
+        announced = []
         try:
-            handles = launcher.submit_array(jobs, after, folder / name)
+            for run in runs:
+                run.announce(name, after)
+                announced.append(run)
+            handles = launcher.submit_array([run.jobs[name] for run in runs], after, folder / name)
         except SubmissionError as error:
             console.say(f"a job array was refused: {error}")
-            for run, outcome in zip(runs, outcomes, strict=True):
+            for run in announced:
                 run.note_refusal(name, error)
+            for run in runs:
                 run.stop_all()
-                outcome.status = EXIT_FAILED
-            return True
+            status = EXIT_FAILED
+            break
         for run, handle in zip(runs, handles, strict=True):
             run.note_submission(name, handle)
         after = f"{AFTER_TWIN}:{handles[0].job_id.partition('_')[0]}"
     for outcome in outcomes:
-        outcome.status = EXIT_OK
-    return True
+        outcome.status = status
 
 
 def comparison(results: Sequence[Mapping[str, Any]], console: Console) -> str:
@@ -216,7 +242,10 @@ def comparison(results: Sequence[Mapping[str, Any]], console: Console) -> str:
             *each["values"].values(),
             each["state"],
             "-" if each["seconds"] is None else f"{each['seconds']:.1f}",
-            *(f"{each['metrics'][name]:.4g}" if name in each["metrics"] else "-" for name in names),
+            *(
+                f"{each['metrics'][name] + 0.0:.4g}" if name in each["metrics"] else "-"
+                for name in names
+            ),
             each["results_dir"],
         )
         for each in results

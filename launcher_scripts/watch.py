@@ -10,7 +10,7 @@ from export_scripts.files.lock import folder_lock
 from export_scripts.files.replace import replace_file
 from inference.evaluation.bounds import parse_bounds
 from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT
-from launcher_scripts.actions import cancel_jobs, read_job
+from launcher_scripts.actions import cancel_jobs, jobs_in, read_job
 from launcher_scripts.configuration.arguments import hydra_text
 from launcher_scripts.configuration.checks import problems_of_settings
 from launcher_scripts.configuration.compose import Composition
@@ -18,7 +18,6 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
 from launcher_scripts.invocation import prepare_run
-from launcher_scripts.launchers.slurm_state import cancel, jobs_below
 from launcher_scripts.run import Run
 from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
 from launcher_scripts.watch_state import (
@@ -61,7 +60,13 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.options = self.config.watch
-        self.state = WatchState(self.options, Path(self.config.export.run.training_dir or ""))
+        made = Path(self.config.export.triton_deployment.triton_model_dir).parent
+        is_own = self.config.results_dir in made.parents
+        self.state = WatchState(
+            self.options,
+            Path(self.config.export.run.training_dir or ""),
+            repository=made.relative_to(self.config.results_dir) if is_own else None,
+        )
         self._news_at = time.time()
         self._trouble = ""  # the last with the folder of the run
 
@@ -179,7 +184,7 @@ class Watch:
         each.problem = wait
 
     def _start(self, each: Watched) -> None:
-        results = self.state.folder / f"step_{each.step:07d}"
+        results = self.state.results_of(each.step)
         overrides = [
             *(word for word in self.words if not word.lstrip("+").startswith(_OWN_KEYS)),
             *_PORTS,
@@ -196,12 +201,10 @@ class Watch:
         if run is None:
             self._refused(each, problems)
             return
-        each.state, each.results_dir = RUNNING, str(results)
+        each.state = RUNNING
         each.attempts += 1
         each.jobs = list(run.jobs)
         each.report = str(Path(run.config.evaluate.output_dir) / REPORT_NAME)
-        model_dir = Path(run.config.export.triton_deployment.triton_model_dir)
-        each.repository = str(model_dir.parent) if model_dir.is_relative_to(results) else ""
         self.state.write()
         run.begin()
         self._submit(each, run)
@@ -247,8 +250,9 @@ class Watch:
 
         It may also have been killed before it submitted all of them.
         """
-        folder = Path(each.results_dir)
-        found = [read_job(folder, name) for name in each.jobs]
+        folder = self.state.results_of(each.step)
+        jobs = jobs_in(folder, passes_damage=True)
+        found = [next((one for one in jobs if one.stage == name), None) for name in each.jobs]
         submitted = [one for one in found if one is not None and one.job_id]
         if self.config.cluster_type == "local":
             ended = [one for one in submitted if one.state in (record.COMPLETED, record.FAILED)]
@@ -257,16 +261,14 @@ class Watch:
         elif len(submitted) == len(found):
             return
         self.console.say(f"step {each.step}: its jobs have ended with the earlier watch")
-        cancel_jobs(folder, submitted, self.console)
-        for job_id in jobs_below(folder) if self.config.cluster_type == "bcm" else ():
-            cancel(job_id)  # it was killed before it could note the id
+        cancel_jobs(folder, jobs, self.console)
         each.state, each.attempts = WAITING, each.attempts - 1
 
     def _follow_one(self, each: Watched) -> None:
         """Read how the jobs of a checkpoint stand, and its figures once they have ended."""
         from inference.evaluation.record import read_report
 
-        folder = Path(each.results_dir)
+        folder = self.state.results_of(each.step)
         records = {name: read_job(folder, name) for name in each.jobs}
         if not all(found is not None and found.is_final for found in records.values()):
             return

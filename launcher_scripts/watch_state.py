@@ -34,8 +34,6 @@ class Watched:
         attempts: how often its pipeline was started.
         problem: what it waits for, or why it failed.
         refusal: why its pipeline could not start with its files as they are.
-        results_dir: folder of its pipeline; empty before the first start.
-        repository: folder of shards and repository that the pipeline made, until it is deleted.
         jobs: stages that were submitted.
         metrics: those of its report, by name.
         verdict: the comparison with the best checkpoint before it.
@@ -50,8 +48,6 @@ class Watched:
     attempts: int = 0
     problem: str = ""
     refusal: str = ""
-    results_dir: str = ""
-    repository: str = ""
     jobs: list[str] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
     report: str = ""
@@ -73,10 +69,12 @@ class WatchState:
     """All checkpoints that a watch has seen, by step, and the best of them by one figure.
 
     They are those of the training run `run`, and are kept in the folder that `options` name.
+    `repository` is where a pipeline makes its repository, within the folder of its results.
     """
 
     options: WatchSection
     run: Path
+    repository: Path | None = None
     watched: dict[int, Watched] = field(default_factory=dict)
     best: int | None = None
 
@@ -84,6 +82,10 @@ class WatchState:
     def folder(self) -> Path:
         """The folder of the state, of the page and of the results by step."""
         return Path(self.options.output_dir)
+
+    def results_of(self, step: int) -> Path:
+        """Return the folder of a checkpoint's pipeline."""
+        return self.folder / f"step_{step:07d}"
 
     @property
     def in_order(self) -> list[Watched]:
@@ -141,9 +143,19 @@ class WatchState:
             write_json(self.folder / BEST_NAME, {"metric": name, **asdict(each)})
 
     def keep_the_best(self) -> None:
-        """Delete the shards and repositories that this watch made, but for those of the best."""
+        """Delete the shards and repositories that this watch made, but for those of the best.
+
+        The state in the folder may be of another one, from which the folder was copied: what is
+        deleted lies within the folder itself.
+        """
+        if self.repository is None:
+            return
         name = self._metric(self.in_order)
-        ended = [each for each in self.in_order if each.is_final and each.repository]
+        ended = [
+            each
+            for each in self.in_order
+            if each.is_final and each.attempts and self._made(each.step).is_dir()
+        ]
         ranked = sorted(
             (each for each in ended if name in each.metrics),
             key=lambda each: _rank(each.metrics[str(name)]),
@@ -151,8 +163,13 @@ class WatchState:
         kept = ranked[-self.options.keep :] if self.options.keep else []
         for each in ended:
             if each not in kept:
-                shutil.rmtree(each.repository, ignore_errors=True)
-                each.repository = ""
+                shutil.rmtree(self._made(each.step), ignore_errors=True)
+
+    def _made(self, step: int) -> Path:
+        """Return the repository of a pipeline; through a link, a path where nothing is."""
+        path = self.results_of(step) / (self.repository or "")
+        is_within = path.resolve() == self.folder.resolve() / path.relative_to(self.folder)
+        return path if is_within else path / "is a link"
 
     def table(self, console: Console) -> str:
         """Return what is known of every checkpoint, as a table."""
@@ -211,7 +228,7 @@ class WatchState:
 
     def _value(self, each: Watched) -> str:
         found = each.metrics.get(str(self._metric(self.in_order)))
-        return f"{found.value:.4g} ({found.low:.4g} to {found.high:.4g})" if found else "-"
+        return f"{found.value + 0.0:.4g} ({found.low:.4g} to {found.high:.4g})" if found else "-"
 
 
 def _watched(values: dict[str, Any]) -> Watched:

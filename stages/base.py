@@ -37,6 +37,11 @@ class Resources:
     mem_gb: float | None = None
     time_limit_min: int = 120
 
+    @property
+    def time_limit(self) -> str:
+        """The time limit in words."""
+        return f"{self.time_limit_min} minute{'' if self.time_limit_min == 1 else 's'}"
+
 
 @dataclass(frozen=True)
 class JobSettings:

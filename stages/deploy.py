@@ -47,11 +47,11 @@ class DeployStage(Stage):
         if self.config.uptime_s is not None and lead_s is not None and 0 < serving_s <= lead_s:
             problems.append(
                 f"deploy.handover_s={lead_s:g} is not below the {serving_s:g} s that a job of "
-                f"{self.job.resources.time_limit_min} minutes serves; lower it."
+                f"{self.job.resources.time_limit} serves; lower it."
             )
         if serving_s <= 0:
             problems.append(
-                f"deploy.time_limit={self.job.resources.time_limit_min} minutes leave no time to "
+                f"deploy.time_limit: {self.job.resources.time_limit} would leave no time to "
                 f"serve: the last {self.config.drain_s + self.job.warning_s:g} s are for running "
                 "requests (deploy.drain_s) and the scheduler's warning; give more."
             )

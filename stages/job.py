@@ -5,15 +5,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from submitit.core.utils import UncompletedJobError
 from submitit.helpers import Checkpointable
 
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.files.lock import folder_lock
 from inference.launch_environment import LaunchEnvironment, read_launch_environment
 from inference.parent_process import stop_signals
 from inference.server.server_log import ServerStartError
@@ -21,9 +24,12 @@ from stages import record
 from stages.base import Stage, StageError, Summary
 from stages.job_process import (
     JOB_ID_VARIABLE,
+    LOG_TIME,
     STOP_SIGNALS,
     assist,
+    begin_log,
     cause_of,
+    close_to_others,
     end_processes_of_job,
     job_id_here,
     log_line,
@@ -33,7 +39,11 @@ from stages.job_process import (
 from stages.preflight import meet
 from stages.step import JobStep, run_in_step
 
+# A job holds it, in its folder, for as long as it lives: commands on other machines can see that.
+LOCK_NAME = ".alive-{job}.lock"
 LOG_LEVEL_VARIABLE = "NEMO_LAUNCHER_LOG_LEVEL"
+# submitit's executor -> the cluster of the record.
+_CLUSTERS = {"slurm": "bcm", "local": "local", "bcp": "bcp"}
 # Errors whose message says everything; others are logged with their traceback.
 _SELF_EXPLANATORY = (StageError, CheckpointMismatchError, ServerStartError)
 
@@ -44,14 +54,14 @@ class StageJob(Checkpointable):
 
     Attributes:
         step: how to run the stage in a process of its own; None to run it right here.
-        chain: runs the stage and keeps a successor in the scheduler's queue, for a server that
-            outlives the time limit of its job; the event is set by a signal that ends the job.
+        around: runs the stage and looks after other jobs meanwhile, such as the successor of a
+            server that outlives its time limit; the event is set by a signal that ends the job.
     """
 
     stage: Stage
     record_path: Path
     step: JobStep | None = None
-    chain: Callable[[Callable[[], Summary], threading.Event], Summary] | None = None
+    around: Callable[[Callable[[], Summary], threading.Event], Summary] | None = None
 
     def __call__(self) -> Summary:
         """Run the stage.
@@ -65,18 +75,21 @@ class StageJob(Checkpointable):
             self._meet(place)
             return assist(self.stage, place)
         started = time.monotonic()
+        close_to_others()
+        begin_log()
         logging.basicConfig(
             level=os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper(),
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+            datefmt=LOG_TIME,
         )
         logging.getLogger("submitit").propagate = False  # it writes its own lines
         self._note(
             state=record.RUNNING, started_at=record.now(), ended_at="", host=node_name(), error=""
         )
         try:
-            with stop_signals(*STOP_SIGNALS) as stopped, watching_owner():
+            with stop_signals(*STOP_SIGNALS) as stopped, watching_owner(), self._lock():
                 self._meet(place)
-                summary = self.chain(self._run, stopped) if self.chain else self._run()
+                summary = self.around(self._run, stopped) if self.around else self._run()
         except KeyboardInterrupt as error:
             stop = StageError("stopped by a signal")
             self._note_end(started, record.CANCELLED, stop, stopped=True)
@@ -84,8 +97,8 @@ class StageJob(Checkpointable):
             sys.excepthook = _print_cause
             raise stop from error
         except UncompletedJobError as error:
-            limit_min = self.stage.job.resources.time_limit_min
-            late = StageError(f"the time limit of {limit_min} minutes has passed ({error})")
+            limit = self.stage.job.resources.time_limit
+            late = StageError(f"the time limit of {limit} has passed ({error})")
             self._note_end(started, record.FAILED, late)
             raise
         except Exception as error:  # whatever it is, it is noted in the record
@@ -95,6 +108,14 @@ class StageJob(Checkpointable):
             raise
         self._note_end(started, record.COMPLETED, summary=summary, stopped=stopped.is_set())
         return summary
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        path = self.record_path.with_name(LOCK_NAME.format(job=job_id_here()))
+        with ExitStack() as held:
+            with suppress(ValueError, OSError):  # a full disk ends no job
+                held.enter_context(folder_lock(path, "the job runs already"))
+            yield
 
     def _meet(self, place: LaunchEnvironment) -> None:
         """Raise StageError unless all tasks of bcprun reach the first."""
@@ -132,8 +153,14 @@ class StageJob(Checkpointable):
             summary=summary or details.summary,
         )
 
-    def _note(self, **changes: object) -> None:
-        record.update_record(self.record_path, os.environ.get(JOB_ID_VARIABLE, ""), **changes)
+    def _note(self, **changes: Any) -> None:
+        job_id = os.environ.get(JOB_ID_VARIABLE, "")
+        noted = record.update_record(self.record_path, job_id, **changes)
+        if noted is None and not self.record_path.exists():  # a user has deleted it
+            stage = self.stage
+            fresh = record.JobRecord(job_id, stage.name, stage.job.name, record.RUNNING)
+            cluster = _CLUSTERS.get(os.environ.get("SUBMITIT_EXECUTOR", ""), "")
+            record.write_record(self.record_path, replace(fresh, cluster=cluster, **changes))
 
 
 def _print_cause(

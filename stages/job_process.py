@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,9 @@ MARK_VARIABLE = "SLIPWAY_JOB_MARK"
 # That ask a job to end.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _WATCH_S = 0.5
+# UTC, ISO 8601, as records have it.
+LOG_TIME = "%Y-%m-%dT%H:%M:%SZ"
+_has_times = False  # of the lines of this process's log
 
 
 def job_id_here() -> str:
@@ -48,9 +52,26 @@ def node_address() -> str | None:
 
 def log_line(text: str) -> None:
     """Write to the job's log; a full disk, on which that is impossible, ends no job."""
+    at = time.strftime(f"{LOG_TIME} ", time.gmtime()) if _has_times else ""
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(f"{at}{text}\n")
         sys.stderr.flush()
+
+
+def begin_log() -> None:
+    """Give lines of this process the time from now on, and those it starts UTC as time zone."""
+    global _has_times
+    _has_times = True
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+
+
+def close_to_others() -> None:
+    """Let this user alone change the files that this process makes, whatever the umask.
+
+    A stricter umask, which keeps others from reading them, stays.
+    """
+    os.umask(os.umask(0o077) | 0o022)
 
 
 def assist(stage: Stage, place: LaunchEnvironment) -> Summary:

@@ -23,7 +23,14 @@ from typing import IO, Any
 from inference.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
 from inference.parent_process import end_process, stop_signals
 from stages.base import Stage, StageError, Summary
-from stages.job_process import STOP_SIGNALS, assist, cause_of, log_line
+from stages.job_process import (
+    STOP_SIGNALS,
+    assist,
+    begin_log,
+    cause_of,
+    close_to_others,
+    log_line,
+)
 from stages.preflight import PING_NAME, check_mpi, meet
 from stages.progress import read_json, write_json
 
@@ -184,6 +191,8 @@ def _end(process: subprocess.Popen[str], stage: Stage) -> int:
 
 def main(stage_path: Path, result_path: Path, ranks: int, mpi: str = "none") -> int:
     """Run the stage of a pickle; the first rank writes the result, the others assist."""
+    close_to_others()
+    begin_log()
     stage: Stage = pickle.loads(stage_path.read_bytes())
     if ranks > 1:
         # Started by srun; variables of an outer launcher do not count.

@@ -10,6 +10,10 @@ from launcher_scripts.configuration.schema import Config
 from stages.base import Stage
 from stages.record import RECORD_NAME
 
+# Folder of pickles and batch scripts, within that of a job or of an array.
+SUBMITIT_NAME = "submitit"
+# A busy controller, or one that fails over, may not answer for some minutes.
+PATIENCE_S = 300.0
 # Kinds of dependency, as in `afterok:12`: on the success of another job, or on its start or end.
 AFTER_SUCCESS, AFTER_START, AFTER_END = "afterok", "after", "afterany"
 # In an array: each job waits for the one with its own number.
@@ -24,6 +28,11 @@ _FOREIGN_NAMES = (
 )  # fmt: skip
 # Exceptions: they locate the scheduler, not the enclosing job.
 _KEPT_NAMES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+
+
+def settings_section(stage: str) -> str:
+    """Return the section with `name` and `time_limit` of a stage's job."""
+    return "export.run" if stage in ("convert", "export") else stage
 
 
 class SubmissionError(RuntimeError):
@@ -67,7 +76,7 @@ class Job:
     @property
     def submitit_folder(self) -> Path:
         """Folder of submitit's pickles."""
-        return self.folder / "submitit"
+        return self.folder / SUBMITIT_NAME
 
     @property
     def record_path(self) -> Path:
@@ -78,10 +87,6 @@ class Job:
     def whole_config_path(self) -> Path:
         """The whole configuration, with which `main.py` repeats the job."""
         return self.folder / f"{self.name}_config.yaml"
-
-    def dependency(self, job_id: str) -> str:
-        """Return the dependency of the next job on this one: of a server only on its start."""
-        return f"{AFTER_START if self.is_server else AFTER_SUCCESS}:{job_id}"
 
 
 @dataclass
@@ -101,10 +106,34 @@ class JobHandle(ABC):
         """Ask the job to end, then kill it; return when none of its processes is left."""
 
 
+def dependency(before: Sequence[tuple[Job, str]]) -> str:
+    """Return the dependency of a job on those before it, given with their ids.
+
+    The last one has to succeed. A server has to start, and the one before it to succeed: Slurm
+    takes `after` for satisfied also when a job is cancelled, as it is when that one has failed.
+    """
+    words: list[str] = []
+    for job, job_id in reversed(before):
+        words.insert(0, f"{AFTER_START if job.is_server else AFTER_SUCCESS}:{job_id}")
+        if not job.is_server:
+            break
+    return ",".join(words)
+
+
+# Keys that only Slurm uses.
+SLURM_ALONE = (
+    "container", "container_mounts", "cluster.account", "cluster.comment", "cluster.constraint",
+    "cluster.dependency", "cluster.exclude", "cluster.gres", "cluster.nodelist",
+    "cluster.partition", "cluster.qos", "cluster.reservation", "cluster.additional_parameters",
+)  # fmt: skip
+
+
 class Launcher(ABC):
     """Submits jobs to one kind of cluster, of one configuration."""
 
     name: ClassVar[str]
+    # Keys that have no effect on this cluster.
+    ignores: ClassVar[tuple[str, ...]] = ()
     # Whether jobs are part of this command and end with it; otherwise they are queued.
     in_foreground: ClassVar[bool] = True
     # End of the name of the file that `render` fills.
@@ -124,15 +153,20 @@ class Launcher(ABC):
         del stages
         return []
 
+    def refusals(self, count: int) -> list[str]:
+        """Return why the cluster would not take so many jobs now."""
+        del count
+        return []
+
     @abstractmethod
     def render(self, job: Job, after: str) -> str:
         """Return the submission script without submitting it; `after` is the job's dependency."""
 
-    def submit(self, job: Job, after: str) -> JobHandle:
+    def submit(self, job: Job, after: str, *, patience_s: float = PATIENCE_S) -> JobHandle:
         """Start or queue the job, whose files are already in place.
 
         Raises:
-            SubmissionError: the cluster refuses it.
+            SubmissionError: the cluster refuses it, or does not answer for so long.
         """
         raise NotImplementedError  # where only files are made
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from submitit.core.utils import pickle_load
 
-from launcher_scripts.launchers.base import Job, clean_environment
+from launcher_scripts.launchers.base import SLURM_ALONE, Job, clean_environment
 from launcher_scripts.launchers.bcp_executor import MPIRUN, TIMED_OUT, BcpExecutor, runner
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher, log_of
 from stages import record
@@ -47,8 +47,8 @@ class BcpHandle(LocalHandle):
         """Return the state; the cause of a failure may be the time limit or another task."""
         state = super()._settle()
         if self.process.poll() == TIMED_OUT:
-            limit_min = self.job.stage.job.resources.time_limit_min
-            return self._end(record.FAILED, f"the time limit of {limit_min} minutes has passed")
+            limit = self.job.stage.job.resources.time_limit
+            return self._end(record.FAILED, f"the time limit of {limit} has passed")
         for number in range(1, self.submitted.num_tasks):
             path = self.submitted.task(number).paths.result_pickle
             outcome, value = pickle_load(path) if path.exists() else ("", "")
@@ -62,6 +62,7 @@ class BcpLauncher(LocalLauncher):
     """Runs each job on replicas of this Base Command job."""
 
     name = "bcp"
+    ignores = SLURM_ALONE
     handle_class = BcpHandle
 
     def check(self, stages: Sequence[Stage]) -> list[str]:

@@ -16,7 +16,7 @@ import jinja2
 from inference.launch_environment import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 from inference.ports import DEFAULT_PORTS
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.launchers.base import Job, Launcher
+from launcher_scripts.launchers.base import SLURM_ALONE, Job, Launcher
 from stages.base import Stage
 from stages.deploy import DeployStage
 from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
@@ -32,6 +32,7 @@ class KubernetesLauncher(Launcher):
     """Renders the server's objects for `kubectl apply`."""
 
     name = "kubernetes"
+    ignores = SLURM_ALONE[1:]
     in_foreground = False
     script_name = "manifests.yaml"
     only_renders = True

@@ -19,7 +19,13 @@ from submitit.core.utils import pickle_load
 from submitit.local.local import LocalExecutor, LocalJob
 
 from launcher_scripts.configuration.settings import CHECKOUT
-from launcher_scripts.launchers.base import Job, JobHandle, Launcher, clean_environment
+from launcher_scripts.launchers.base import (
+    SLURM_ALONE,
+    Job,
+    JobHandle,
+    Launcher,
+    clean_environment,
+)
 from stages import record
 from stages.base import Stage
 from stages.job import StageJob
@@ -97,6 +103,7 @@ class LocalLauncher(Launcher):
     """Runs each job as a process of its own, with a time limit."""
 
     name = "local"
+    ignores: ClassVar[tuple[str, ...]] = (*SLURM_ALONE, "cluster.setup")
     handle_class: ClassVar[type[LocalHandle]] = LocalHandle
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
@@ -126,9 +133,9 @@ class LocalLauncher(Launcher):
         ]
         return "\n".join(lines) + "\n"
 
-    def submit(self, job: Job, after: str) -> LocalHandle:
+    def submit(self, job: Job, after: str, *, patience_s: float = 0.0) -> LocalHandle:
         """Start the job. Its dependency must be satisfied: nothing is queued."""
-        del after
+        del after, patience_s
         # The start time, with a number if that exists.
         stamp, folder = f"{datetime.now():%m%d_%H%M%S}", job.submitit_folder
         names = itertools.chain([stamp], (f"{stamp}_{number}" for number in itertools.count(2)))

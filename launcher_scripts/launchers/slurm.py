@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import os
+import re
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import redirect_stderr
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from submitit.core.core import Job as SubmittedJob
-from submitit.core.core import PicklingExecutor
-from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
-from submitit.slurm.slurm import SlurmExecutor, SlurmJob
+from submitit.core.utils import DelayedSubmission, JobPaths
 
 from launcher_scripts.launchers.base import (
+    AFTER_START,
+    PATIENCE_S,
+    SUBMITIT_NAME,
     Job,
     JobHandle,
     Launcher,
@@ -26,15 +27,35 @@ from launcher_scripts.launchers.base import (
 )
 from launcher_scripts.launchers.slurm_chain import serve_in_chain
 from launcher_scripts.launchers.slurm_checks import own_file_system, problems_of_cluster
-from launcher_scripts.launchers.slurm_script import batch_script, log_path, shape, step_of
-from launcher_scripts.launchers.slurm_state import cancel, settle
+from launcher_scripts.launchers.slurm_limits import largest_array, problems_of_accounting
+from launcher_scripts.launchers.slurm_script import (
+    batch_script,
+    log_path,
+    profile_notes,
+    shape,
+    step_of,
+)
+from launcher_scripts.launchers.slurm_state import (
+    FOLDERS_NAME,
+    SlurmAnswer,
+    ask_slurm,
+    attempts,
+    cancel,
+    jobs_of_script,
+    settle,
+    slurm_state,
+)
 from stages import record
-from stages.base import Stage
+from stages.base import Stage, Summary
 from stages.job import StageJob
+from stages.progress import DamagedFileError, write_json
+from stages.record import RECORD_NAME
 
 # Slurm is polled soon after a change, and then less and less often.
 _FIRST_POLL_S, _LAST_POLL_S = 0.5, 5.0
 _STOP_POLL_S = 0.5
+_SUBMIT_S = 120.0  # sbatch itself waits for a busy controller
+_MOST_TIMEOUTS = 3  # after which submitit puts a job into the queue no more
 
 
 class SlurmLauncher(Launcher):
@@ -48,65 +69,141 @@ class SlurmLauncher(Launcher):
         return problems_of_cluster(self.config, stages)
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return a note for each folder that the nodes may not see."""
+        """Return notes on folders that the nodes may not see, and on what a profile sets."""
         del stages
         folders = {
             "base_results_dir": self.config.base_results_dir,
             "export.model.checkpoint_path": self.config.export.model.checkpoint_path,
         }
-        return [
+        local = [
             f"{key}={path} is on a local file system of this machine ({kind}); every node must "
             "see it under the same name"
             for key, path in folders.items()
             if (kind := own_file_system(Path(path))) is not None
         ]
+        return [*local, *profile_notes(self.config)]
+
+    def refusals(self, count: int) -> list[str]:
+        """Return why the user may not have so many jobs more in the queue."""
+        return (
+            [*problems_of_accounting(self.config, [], count)] if not self.config.is_dry_run else []
+        )
 
     def render(self, job: Job, after: str) -> str:
         """Return the batch script; needs no Slurm."""
         return batch_script(job, after)
 
-    def submit(self, job: Job, after: str) -> SlurmHandle:
+    def submit(self, job: Job, after: str, *, patience_s: float = PATIENCE_S) -> SlurmHandle:
         """Queue the job. Raises SubmissionError with sbatch's message."""
-        return self.submit_array([job], after, None)[0]
+        return self.submit_array([job], after, None, patience_s=patience_s)[0]
 
     def fits_array(self, jobs: Sequence[Job]) -> bool:
         """Return whether jobs of several configurations request the same, and end by themselves."""
         first = shape(jobs[0])
         return len(jobs) > 1 and all(not each.is_server and shape(each) == first for each in jobs)
 
+    def largest_array(self) -> int:
+        """Return how many jobs an array can have on this cluster."""
+        return largest_array()
+
     def submit_array(
-        self, jobs: Sequence[Job], after: str, folder: Path | None
+        self,
+        jobs: Sequence[Job],
+        after: str,
+        folder: Path | None,
+        *,
+        patience_s: float = PATIENCE_S,
     ) -> list[SlurmHandle]:
         """Queue jobs of one shape as an array with this folder, or a job alone without one.
 
         Raises:
-            SubmissionError: sbatch refuses them; the message is its own.
+            SubmissionError: sbatch refuses them, or does not answer for `patience_s`; the message
+                is its own.
         """
-        text = batch_script(jobs[0], after, array=folder, size=len(jobs))
-        executor = _Executor(folder or jobs[0].submitit_folder, text)
-        # submitit counts time-outs with this number, which the script repeats.
-        executor.update_parameters(time=jobs[0].stage.job.resources.time_limit_min)
-        payloads = [
-            StageJob(
-                job.stage,
-                job.record_path,
-                step_of(job),
-                partial(serve_in_chain, self, job) if job.stage.is_chained else None,
-            )
-            for job in jobs
-        ]
-        try:
-            # The error quotes sbatch; submitit would print the same text again.
-            with redirect_stderr(io.StringIO()):
-                ids = [each.job_id for each in executor.submit_array(payloads)]
-        except (FailedJobError, FailedSubmissionError) as error:
-            raise SubmissionError(str(error).strip()) from error
+        first, place = jobs[0], (folder or jobs[0].folder).resolve() / SUBMITIT_NAME
+        place.mkdir(parents=True, exist_ok=True)
+        script = place / f"{uuid.uuid4().hex}.sh"
+        script.write_text(batch_script(first, after, array=folder, size=len(jobs)))
+        if folder is not None:
+            write_json(place / FOLDERS_NAME, [str(job.folder.resolve()) for job in jobs])
+        pickles = [script.with_suffix(f".{number}.pkl") for number in range(len(jobs))]
+        for path, job in zip(pickles, jobs, strict=True):
+            payload = DelayedSubmission(self._payload(job, after))
+            # submitit counts time-outs with the limit, which the script repeats.
+            payload.set_timeout(job.stage.job.resources.time_limit_min, _MOST_TIMEOUTS)
+            payload.dump(path)
+        array_id = _queue(script, patience_s=patience_s)
         handles = []
-        for job, job_id in zip(jobs, ids, strict=True):
+        for number, (path, job) in enumerate(zip(pickles, jobs, strict=True)):
+            job_id = array_id if folder is None else f"{array_id}_{number}"
+            path.rename(JobPaths(place, job_id).submitted_pickle)
             log = log_path(job, job_id, folder)
             record.update_record(job.record_path, job_id, log=str(log))
             handles.append(SlurmHandle(job, job_id, log))
         return handles
+
+    def _payload(self, job: Job, after: str) -> StageJob:
+        around = None
+        if job.stage.is_chained:
+            around = partial(serve_in_chain, self, job)
+        elif any(each.startswith(f"{AFTER_START}:") for each in after.split(",")):
+            around = partial(follow_server, job.folder.with_name("deploy") / RECORD_NAME)
+        return StageJob(job.stage, job.record_path, step_of(job), around)
+
+
+def _queue(script: Path, *, patience_s: float) -> str:
+    """Put a batch script into the queue, and return the id of its job.
+
+    A job may be queued although sbatch has failed; Slurm then knows it by the path of its script.
+
+    Raises:
+        SubmissionError: sbatch refuses it, or Slurm does not answer for so long.
+    """
+    answer = SlurmAnswer(None)
+    for number in attempts(patience_s):
+        answer = ask_slurm(
+            ["sbatch", str(script)],
+            timeout_s=_SUBMIT_S,
+            environment=clean_environment(os.environ),
+        )
+        said = re.search(r"\bjob (\d+)", answer.text) if answer.status == 0 else None
+        if said and number == 0:
+            return said[1]
+        # Slurm may have taken it more than once, when an answer was lost.
+        found = sorted({int(each.partition("_")[0]) for each in jobs_of_script(script)})
+        job_id = said[1] if said else "".join(map(str, found[:1]))
+        for other in map(str, found):
+            if other != job_id:
+                cancel(other)
+        if job_id:
+            return job_id
+        if answer.status is not None:
+            raise SubmissionError(answer.error or f"sbatch says no job's id: {answer.text}")
+    raise SubmissionError(
+        f"Slurm has not answered for {patience_s:g} s ({answer.error}); should the job be in its "
+        "queue all the same, action=status finds it"
+    )
+
+
+def follow_server(server: Path, run: Callable[[], Summary], stopped: threading.Event) -> Summary:
+    """Run a stage that needs a server; note the end of the server's job in its record, `server`.
+
+    A job that was cancelled before it began has not noted that itself.
+    """
+    del stopped
+    is_over = threading.Event()
+
+    def follow() -> None:
+        while not is_over.wait(_LAST_POLL_S):
+            with suppress(DamagedFileError, OSError):
+                settle(server)
+
+    thread = threading.Thread(target=follow, name="server", daemon=True)
+    thread.start()
+    try:
+        return run()
+    finally:
+        is_over.set()
 
 
 @dataclass
@@ -119,17 +216,23 @@ class SlurmHandle(JobHandle):
 
     def poll(self) -> str | None:
         """Return the final state, or None; reads the record each time, and polls Slurm seldom."""
-        found = record.read_record(self.job.record_path)
-        if found is not None and not found.is_final:
-            now = time.monotonic()
-            if found.state != self._state:
-                self._state, self._pause_s = found.state, _FIRST_POLL_S
-            if now - self._asked_at < self._pause_s:
-                return None
-            self._asked_at = now
-            self._pause_s = min(self._pause_s * 1.5, _LAST_POLL_S)
-            found = settle(self.job.record_path)
-        return found.state if found is not None and found.is_final else None
+        path = self.job.record_path
+        found = record.read_record(path)
+        is_own = found is not None and found.job_id == self.job_id
+        if found is not None and is_own and found.is_final:
+            return found.state
+        now, state = time.monotonic(), found.state if found is not None else ""
+        if state != self._state:
+            self._state, self._pause_s = state, _FIRST_POLL_S
+        if now - self._asked_at < self._pause_s:
+            return None
+        self._asked_at = now
+        self._pause_s = min(self._pause_s * 1.5, _LAST_POLL_S)
+        if is_own and (found := settle(path)) is not None:
+            return found.state if found.is_final else None
+        # Its record is gone, or another job's: a chain goes on, or a user has deleted it.
+        answer = slurm_state(self.job_id)
+        return answer.state if answer is not None and answer.has_ended else None
 
     def stop(self, grace_s: float) -> None:
         """Cancel the job and wait for its end, at most for `grace_s`."""
@@ -139,39 +242,3 @@ class SlurmHandle(JobHandle):
         while self.poll() is None and time.monotonic() < deadline:
             time.sleep(_STOP_POLL_S)
             self._asked_at = 0.0  # polls Slurm each time
-
-
-class _Executor(SlurmExecutor):
-    """submitit's Slurm executor with our batch script."""
-
-    def __init__(self, folder: Path, script: str) -> None:
-        super().__init__(folder)
-        self._script = script
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        """Return sbatch without the variables of an enclosing job, which it would pass on."""
-        foreign = sorted(set(os.environ) - set(clean_environment(os.environ)))
-        command: list[str] = super()._make_submission_command(submission_file_path)
-        return ["env", *(f"--unset={name}" for name in foreign), *command]
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        del command, uid
-        return self._script
-
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[SubmittedJob[Any]]:
-        """Submit one job, or an array, whose script submitit itself would write anew."""
-        if len(delayed_submissions) == 1:
-            return PicklingExecutor._internal_process_submissions(self, delayed_submissions)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        pickles = [self.folder / f".{number}.pkl" for number in range(len(delayed_submissions))]
-        for path, each in zip(pickles, delayed_submissions, strict=True):
-            each.set_timeout(self.parameters["time"], self.max_num_timeout)
-            each.dump(path)
-        array: SubmittedJob[Any] = self._submit_command(self._submitit_command_str)
-        ids = (f"{array.job_id}_{number}" for number in range(len(pickles)))
-        jobs: list[SubmittedJob[Any]] = [SlurmJob(self.folder, each) for each in ids]
-        for path, job in zip(pickles, jobs, strict=True):
-            job.paths.move_temporary_file(path, "submitted_pickle")
-        return jobs

@@ -25,6 +25,7 @@ _POLL_S = 0.5
 _HELD_ASK_S, _ASK_S = 60.0, 5.0
 _STARTS = 3  # of a job that have room before the end of its predecessor
 _LONGEST_PAUSE_S = 300.0  # before a further attempt
+_ORDER_S = 20.0  # for which an order is repeated; the job must be able to end meanwhile
 _LATE_S = 300.0  # beyond deploy.ready_timeout_s: a node may fetch its container first
 # What the records of all jobs of a chain have in common.
 _SHARED = ("stage", "name", "cluster", "submitted_at", "git_revision", "config_sha256", "outputs")
@@ -79,7 +80,7 @@ class _Keeper:
             log_line(f"chain: no further job will follow this one: {error!r}")
         if self._stopped.is_set() and self._successor and not self._serves(self._successor):
             log_line(f"chain: the chain ends: cancelling its next job {self._successor}")
-            cancel(self._successor)
+            cancel(self._successor, patience_s=_ORDER_S)
 
     def _keep(self) -> None:
         if not self._waits(lambda: self._serves(self._id)):
@@ -109,7 +110,9 @@ class _Keeper:
         job = self._job
         stage = replace(self._stage, predecessor=self._id, ends_at=self._ends_at)
         try:
-            self._successor = self._launcher.submit(replace(job, stage=stage), after).job_id
+            following = replace(job, stage=stage)
+            handle = self._launcher.submit(following, after, patience_s=_ORDER_S)
+            self._successor = handle.job_id
         except SubmissionError as error:  # such as a limit of queued jobs
             log_line(
                 f"chain: the next job was refused, and is submitted again in a minute: {error}"
@@ -137,12 +140,12 @@ class _Keeper:
                 self._may_start_at = time.time() + pause_s  # if Slurm does not answer
             if (answer := slurm_state(self._successor)) is None:
                 continue
-            if answer.state in record.FINAL_STATES:
+            if answer.has_ended:
                 return f"has ended before it served (Slurm: {answer.word})"
             if answer.state == record.RUNNING:
                 runs_since = runs_since or time.time()
                 if time.time() - runs_since > ready_s:
-                    cancel(self._successor)
+                    cancel(self._successor, patience_s=_ORDER_S)
                     return f"has run for {ready_s:g} s and does not serve"
         return ""
 

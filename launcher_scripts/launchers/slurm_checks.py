@@ -12,7 +12,11 @@ from pathlib import Path
 
 from launcher_scripts.configuration.checks import nearest_that_exists
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.launchers.slurm_script import MOUNTED
+from launcher_scripts.launchers.slurm_limits import (
+    problems_of_accounting,
+    problems_of_partition,
+)
+from launcher_scripts.launchers.slurm_script import MOUNTED, in_container
 from launcher_scripts.launchers.slurm_state import ASK_S, ask_slurm
 from stages.base import Stage
 from stages.preflight import mpi_problem
@@ -24,6 +28,12 @@ _PROBE_WAIT_S = 60
 _UNSEEN = "unseen:"
 _MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
 _OPTION = re.compile(r"[a-z][a-z0-9_-]*")
+# Options that belong to the launcher, which would lose the job, its logs or its result.
+_OWN = (
+    "array", "clusters", "dependency", "error", "help", "input", "job-name", "kill-on-invalid-dep",
+    "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "quiet", "signal",
+    "test-only", "time", "usage", "version", "wait", "wrap",
+)  # fmt: skip
 # An option in a #SBATCH line of the script ends with its line.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -35,6 +45,7 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     named = {own.get(each.name, "container"): config.image_of(each.name) for each in stages}
     images = {key: image for key, image in named.items() if image is not None}
     problems = [*_options(config), *_gpus(config, stages), *_images(config, images)]
+    problems += [*_without_container(config, stages), *_paths(config)]
     if config.is_dry_run:
         return problems
     if shutil.which("sbatch") is None:
@@ -43,7 +54,8 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
             "cluster_type=bcm needs sbatch, which is not on PATH; run on a login node, or use "
             "cluster_type=local or dry_run=true.",
         ]
-    problems += [*_problems_of_partition(config), *_problems_of_pyxis(images)]
+    problems += [*problems_of_partition(config, stages), *_problems_of_pyxis(images)]
+    problems += problems_of_accounting(config, stages, len(stages))
     nodes = max((stage.job.resources.nodes for stage in stages), default=1)
     if nodes > 1 and config.cluster.mpi is not None:
         with suppress(OSError, subprocess.TimeoutExpired):
@@ -58,6 +70,11 @@ def _options(config: Config) -> Iterator[str]:
         key = f"cluster.{name}"
         if not _OPTION.fullmatch(str(name)):
             yield f"{key}: {name} is not an option of sbatch."
+        elif str(name).replace("_", "-") in _OWN:
+            yield (
+                f"{key}={value}: the launcher sets this option itself, from the keys of the stages "
+                "and of the cluster; leave it out."
+            )
         if isinstance(value, (dict, list)):
             yield f"{key}={value}: expected a single value, as sbatch takes it after --{name}=."
         if isinstance(value, str) and _CONTROL.search(value):
@@ -69,6 +86,35 @@ def _options(config: Config) -> Iterator[str]:
             f"cluster.mem={mem} is not an amount of memory; write 0 for all of a node, a number "
             "of GB, a text such as 500M, or null."
         )
+
+
+def _without_container(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield what only a container could use, where no stage runs in one."""
+    if not stages or any(in_container(config, stage.name) for stage in stages):
+        return
+    cluster = config.cluster
+    useless = {
+        "container_mounts": [each for each in config.container_mounts if each is not None],
+        "cluster.container_workdir": cluster.container_workdir,
+        "cluster.srun_args": [each for each in cluster.srun_args if each.startswith("--container")],
+    }
+    for key, value in useless.items():
+        if value:
+            yield (
+                f"{key}={value} needs a container, and no stage of this run has one; set "
+                "container=IMAGE, name one that is on the nodes in cluster.srun_args "
+                "(--container-name=NAME), or leave it out."
+            )
+
+
+def _paths(config: Config) -> Iterator[str]:
+    """Yield the folders below which Slurm could write no log."""
+    for key in ("base_results_dir", "export.run.results_dir"):
+        if "\\" in (path := config.at(key)) or _CONTROL.search(path):
+            yield (
+                f"{key}={path!r}: Slurm writes no log to a path with a backslash or a control "
+                "character; choose another folder."
+            )
 
 
 def _gpus(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
@@ -139,18 +185,6 @@ def _problems_seen_from_nodes(config: Config, nodes: int) -> list[str]:
     ]
 
 
-def _problems_of_partition(config: Config) -> Iterator[str]:
-    if (partition := config.cluster.partition) is None:
-        return
-    names = sorted(set((_answer(["sinfo", "-h", "-o", "%R"]) or "").split()))
-    for each in partition.split(","):
-        if names and each not in names:
-            yield (
-                f"cluster.partition={partition}: unknown partition {each}; known partitions: "
-                f"{', '.join(names)}."
-            )
-
-
 def _problems_of_pyxis(images: Mapping[str, str]) -> list[str]:
     described = _answer(["srun", "--help"]) if images else None
     if described is None or "--container-image" in described:
@@ -169,5 +203,5 @@ def own_file_system(path: Path) -> str | None:
 
 
 def _answer(command: list[str], *, timeout_s: float = ASK_S) -> str | None:
-    done = ask_slurm(command, timeout_s=timeout_s)
-    return done.stdout if done is not None and done.returncode == 0 else None
+    answer = ask_slurm(command, timeout_s=timeout_s)
+    return answer.text if answer.status == 0 else None

@@ -1,14 +1,16 @@
 """The batch script of a Slurm job, as text; nothing here calls Slurm."""
 
+import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
-from launcher_scripts.launchers.base import Job
+from launcher_scripts.launchers.base import SUBMITIT_NAME, Job
 from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
@@ -25,6 +27,10 @@ MOUNTED = (
 )  # fmt: skip
 _MEMORY_EVERY_S = 5
 _CONTAINER_FLAGS = ("--container", "--no-container")
+# Flags that name a container: an image, or one that is on the nodes already.
+_CONTAINERS = ("--container-image", "--container-name")
+# Options that a profile may set for every sbatch, as SBATCH_<NAME>; the configuration comes first.
+_PROFILE = ("account", "constraint", "partition", "qos", "reservation", "wckey")
 
 
 def batch_script(job: Job, after: str, *, array: Path | None = None, size: int = 1) -> str:
@@ -38,7 +44,7 @@ def batch_script(job: Job, after: str, *, array: Path | None = None, size: int =
     job_id, folder = "$SLURM_JOB_ID", job.submitit_folder
     if array is not None:
         options |= {"array": f"0-{size - 1}"} | _logs(log_path(job, "%A_%a", array), "%A_%a")
-        job_id, folder = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", array
+        job_id, folder = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", array / SUBMITIT_NAME
     flags = [flag(name, value) for name, value in sorted(options.items())]
     step = step_of(job)
     shown = shlex.join(step.command("STAGE", "RESULT")).replace("\n", "\\n") if step else ""
@@ -105,6 +111,7 @@ def sbatch_options(job: Job, after: str) -> dict[str, Any]:
     resources = job.stage.job.resources
     options: dict[str, Any] = {name: getattr(cluster, name) for name in _SAME_NAME}
     own = job.config.export.run.dependency if job.stage.name in ("convert", "export") else None
+    dependency = ",".join(filter(None, [after, own, cluster.dependency]))
     options |= {
         "job-name": job.full_name,
         "nodes": resources.nodes,
@@ -118,16 +125,35 @@ def sbatch_options(job: Job, after: str) -> dict[str, Any]:
         # The next job of a chain takes a lost one's place.
         "no-requeue" if job.stage.is_chained else "requeue": True,
         "signal": f"B:USR2@{cluster.signal_delay_s}",
-        "kill-on-invalid-dep": "yes" if after else None,
-        "dependency": ",".join(filter(None, [after, own, cluster.dependency])) or None,
+        "kill-on-invalid-dep": None if dependency in ("", "singleton") else "yes",
+        "dependency": dependency or None,
     }
     if cluster.gpus_per_task and _needs_gpus(job):
         # Slurm refuses --gpus-per-task without a number of tasks.
         options["gpus-per-task"] = cluster.gpus_per_task
         options["ntasks"] = resources.nodes * resources.tasks_per_node
-    return options | {
-        name.replace("_", "-"): value for name, value in cluster.additional_parameters.items()
-    }
+    return options | further_options(job.config)
+
+
+def further_options(config: Config) -> dict[str, Any]:
+    """Return the options that the user adds: by SBATCH_ variables, and by keys not known here."""
+    cluster = config.cluster
+    given = {name.replace("_", "-"): each for name, each in cluster.additional_parameters.items()}
+    is_open = [name for name in _PROFILE if getattr(cluster, name, None) is None]
+    profile = {name: os.environ.get(f"SBATCH_{name.upper()}") for name in is_open}
+    return {name: value for name, value in profile.items() if value} | given
+
+
+def profile_notes(config: Config) -> Iterator[str]:
+    """Yield what becomes of the SBATCH_ variables of the environment."""
+    taken = further_options(config)
+    for variable in sorted(name for name in os.environ if name.startswith("SBATCH_")):
+        name, value = variable.removeprefix("SBATCH_").lower(), os.environ[variable]
+        if name in _PROFILE and taken.get(name) == value:
+            yield f"{variable}={value} of the environment is used"
+        else:
+            key = f"cluster.{name}" if hasattr(config.cluster, name) else f"+cluster.{name}"
+            yield f"{variable}={value} of the environment is not used; {key} decides"
 
 
 def _logs(log: Path, job_id: str) -> dict[str, str | None]:
@@ -151,18 +177,24 @@ def memory(value: Any) -> str | None:
 
 
 def flag(name: str, value: Any) -> str | None:
-    """Return `--name=value`, a bare `--name` for True, and None for null and False."""
+    """Return `--name=value`, a bare `--name` for True, and None for null and False.
+
+    In a line of a script sbatch takes a backslash for an escape also within quotes (Slurm,
+    _get_argument in src/sbatch/opt.c).
+    """
     if value is None or value is False:
         return None
-    return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
+    quoted = shlex.quote(str(value)).replace("\\", "\\\\")
+    return f"--{name}" if value is True else f"--{name}={quoted}"
 
 
 def step_of(job: Job) -> JobStep | None:
     """Return the srun that runs a stage; None when the batch process can run it itself."""
     config, cluster = job.config, job.config.cluster
     image = config.image_of(job.stage.name)
+    is_inside = in_container(config, job.stage.name)
     arguments = [
-        each for each in cluster.srun_args if image or not each.startswith(_CONTAINER_FLAGS)
+        each for each in cluster.srun_args if is_inside or not each.startswith(_CONTAINER_FLAGS)
     ]
     resources = job.stage.job.resources
     ranks = resources.nodes * resources.tasks_per_node
@@ -170,7 +202,7 @@ def step_of(job: Job) -> JobStep | None:
     needs_mpi = ranks > 1 or (
         job.stage.name == "deploy" and config.deploy.engine == FASTERTRANSFORMER
     )
-    if image is None and not arguments and not needs_mpi:
+    if not (is_inside or arguments or needs_mpi):
         return None
     command = ["srun", f"--nodes={resources.nodes}", f"--ntasks={ranks}"]
     command += ["--wait=60", "--kill-on-bad-exit=1"]
@@ -180,11 +212,18 @@ def step_of(job: Job) -> JobStep | None:
         command.append(f"--mpi={cluster.mpi}")
     if image is not None:
         command.append(f"--container-image={image}")
+    if is_inside:
         command.append(f"--container-mounts={','.join(mounts(config))}")
         if cluster.container_workdir is not None:
             command.append(f"--container-workdir={cluster.container_workdir}")
-    python = cluster.container_python if image else sys.executable
+    python = cluster.container_python if is_inside else sys.executable
     return JobStep((*command, *arguments), python, ranks=ranks, mpi=cluster.mpi)
+
+
+def in_container(config: Config, stage: str) -> bool:
+    """Return whether a stage runs in a container: by an image, or by a flag of srun."""
+    named = any(each.startswith(_CONTAINERS) for each in config.cluster.srun_args)
+    return named or config.image_of(stage) is not None
 
 
 def mounts(config: Config) -> list[str]:

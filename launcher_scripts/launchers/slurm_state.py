@@ -1,23 +1,57 @@
-"""The state of a job from squeue, scontrol and sacct, in this order."""
+"""Slurm's commands, and what they say: the state of a job, and the jobs of a results folder."""
 
 import re
+import shutil
 import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from launcher_scripts.launchers.base import SUBMITIT_NAME
 from stages import record
+from stages.progress import DamagedFileError, read_json
 
 ASK_S = 20.0
+# An order is given again for so long: a controller that restarts or fails over is away for a while.
+PATIENCE_S = 90.0
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 10.0
 _UNKNOWN_JOB = "Invalid job id"
-# Slurm's states -> ours; all others are failures.
+# Texts of a controller or a database that is away, busy or restarting, so that the same command
+# succeeds later. Slurm, src/common/slurm_errno.c and slurm_persist_conn.c; the last are strerror's.
+_NO_ANSWER = re.compile(
+    "Unable to contact slurm controller|Socket timed out on send/recv|Zero Bytes were transmitted"
+    "|in standby mode|temporarily unable to accept job|Rate limit exceeded|[Cc]onnection failure"
+    "|Unable to (contact|connect to) database|slurm_persist_conn_open|Unexpected message received"
+    "|Resource temporarily unavailable|Connection (refused|reset|timed out)|Broken pipe"
+)
+# Every state that squeue, scontrol and sacct print -> ours. Slurm, job_state_string in
+# src/common/slurm_protocol_defs.c, and https://slurm.schedmd.com/job_state_codes.html.
 _OURS = {
+    # It waits: for resources, nodes that boot, or its own requeueing.
+    **dict.fromkeys(
+        ("PENDING", "CONFIGURING", "POWER_UP_NODE", "EXPEDITING", "REQUEUED", "REQUEUE_FED"),
+        record.SUBMITTED,
+    ),
+    # It is held until a user releases it.
+    **dict.fromkeys(
+        ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD", "LAUNCH_FAILED", "RECONFIG_FAIL"),
+        record.SUBMITTED,
+    ),
+    # It has begun, and its processes are stopped.
+    **dict.fromkeys(("SUSPENDED", "STOPPED"), record.SUBMITTED),
+    **dict.fromkeys(
+        ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "UPDATE_DB"),
+        record.RUNNING,
+    ),
+    # It has ended.
     "": record.LOST,  # Slurm no longer knows the job
-    **dict.fromkeys(("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD"), record.SUBMITTED),
-    **dict.fromkeys(("SUSPENDED", "RESV_DEL_HOLD"), record.SUBMITTED),
-    **dict.fromkeys(("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"), record.RUNNING),
-    **dict.fromkeys(("CANCELLED", "PREEMPTED", "REVOKED"), record.CANCELLED),
     "COMPLETED": record.COMPLETED,
+    **dict.fromkeys(("CANCELLED", "PREEMPTED", "REVOKED"), record.CANCELLED),
+    **dict.fromkeys(
+        ("FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
+        record.FAILED,
+    ),
 }
 # Remedies for ends that only Slurm records.
 _REMEDIES = {
@@ -25,6 +59,72 @@ _REMEDIES = {
     "OUT_OF_MEMORY": "it needed more memory; raise the stage's mem_gb, or cluster.mem",
     "NODE_FAIL": "its node failed; submit it again, it continues from what is on disk",
 }
+FOLDERS_NAME = "folders.json"  # of the jobs of an array, next to its batch script
+
+
+@dataclass(frozen=True)
+class SlurmAnswer:
+    """The result of a command of Slurm.
+
+    Attributes:
+        status: its exit status; None if Slurm has not answered.
+        text, error: what it wrote to stdout and to stderr.
+    """
+
+    status: int | None
+    text: str = ""
+    error: str = ""
+
+
+def ask_slurm(
+    command: Sequence[str],
+    *,
+    timeout_s: float = ASK_S,
+    patience_s: float = 0.0,
+    environment: Mapping[str, str] | None = None,
+) -> SlurmAnswer:
+    """Run a command of Slurm; run it again for `patience_s` while Slurm does not answer."""
+    answer = SlurmAnswer(None)
+    for _ in attempts(patience_s):
+        answer = _ask(command, timeout_s, environment)
+        if answer.status is not None:
+            break
+    return answer
+
+
+def _ask(
+    command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None
+) -> SlurmAnswer:
+    if shutil.which(command[0]) is None:
+        return SlurmAnswer(127, error=f"{command[0]} is unavailable here")
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return SlurmAnswer(None, error=f"{command[0]} has not answered within {timeout_s:g} s")
+    except OSError as error:
+        return SlurmAnswer(126, error=f"{command[0]}: {error.strerror}")
+    is_lost = done.returncode != 0 and _NO_ANSWER.search(done.stderr)
+    return SlurmAnswer(None if is_lost else done.returncode, done.stdout, done.stderr.strip())
+
+
+def attempts(patience_s: float) -> Iterator[int]:
+    """Count attempts, with growing pauses, until the time is over; there is always a first."""
+    number, pause_s, deadline = 0, _FIRST_PAUSE_S, time.monotonic() + patience_s
+    while True:
+        yield number
+        if time.monotonic() + pause_s > deadline:
+            return
+        time.sleep(pause_s)
+        number, pause_s = number + 1, min(2 * pause_s, _LAST_PAUSE_S)
 
 
 @dataclass(frozen=True)
@@ -35,16 +135,23 @@ class SlurmJobState:
         word: its state.
         reason: why it is in that state.
         exit_code: `<status>:<signal>` of its batch process.
+        script: path of its batch script, where Slurm says it.
     """
 
     word: str = ""
     reason: str = ""
     exit_code: str = ""
+    script: str = ""
 
     @property
-    def state(self) -> str:
-        """The job's state in our words."""
-        return _OURS.get(self.word, record.FAILED)
+    def state(self) -> str | None:
+        """The job's state in our words; None for a state of a later Slurm."""
+        return _OURS.get(self.word)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job is known to have ended."""
+        return self.state in record.FINAL_STATES
 
 
 def slurm_state(job_id: str) -> SlurmJobState | None:
@@ -53,23 +160,46 @@ def slurm_state(job_id: str) -> SlurmJobState | None:
     squeue lists queued jobs, scontrol recent ones, and sacct the rest, if the cluster has
     accounting, for which a file without a database is enough.
     """
-    queue = ask_slurm(["squeue", "-h", "-o", "JobState=%T Reason=%r", "-j", job_id])
-    if queue is None or (queue.returncode != 0 and _UNKNOWN_JOB not in queue.stderr):
+    shown = "JobState=%T Reason=%r Command=%o"
+    queue = ask_slurm(["squeue", "-h", "-o", shown, "-j", job_id])
+    if queue.status != 0 and _UNKNOWN_JOB not in queue.error:
         return None
-    questions = (
+    if found := _read(queue):
+        return found
+    is_complete = True
+    for command in (
         ["scontrol", "show", "job", "-o", job_id],
         ["sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id],
         ["sacct", "-c", "-n", "-P", "-j", job_id, "--format=State"],
+    ):
+        answer = ask_slurm(command)
+        if found := _read(answer):
+            return found
+        is_complete = is_complete and answer.status is not None
+    return SlurmJobState() if is_complete else None
+
+
+def _read(answer: SlurmAnswer) -> SlurmJobState | None:
+    """Return the state in an answer, None when there is none in it."""
+    if answer.status != 0:
+        return None
+    fields = re.findall(r"\b(JobState|Reason|ExitCode)=([\w:]+)", answer.text)
+    found = dict(reversed(fields))  # the first of each: a command or a comment may hold others
+    word = found.get("JobState") or re.split(r"\W", answer.text, maxsplit=1)[0]
+    if not word:
+        return None
+    # Later fields of scontrol's line have no blank in their names.
+    script = re.search(r" Command=(.*?)(?= \w+=|$)", answer.text, re.MULTILINE)
+    return SlurmJobState(
+        word, found.get("Reason", ""), found.get("ExitCode", ""), script[1] if script else ""
     )
-    if found := _read(queue):
-        return found
-    return next((found for each in questions if (found := _read(ask_slurm(each)))), SlurmJobState())
 
 
 def settle(record_path: Path) -> record.JobRecord | None:
     """Return a job's record, corrected from Slurm when the job ended unnoticed.
 
-    The job's own record comes first: only the job knows whether the stage succeeded.
+    The job's own record comes first: only the job knows whether the stage succeeded. A record that
+    came with the copy of a folder describes a job of the other folder.
     """
     found = record.read_record(record_path)
     if found is None or found.is_final or not found.job_id:
@@ -78,8 +208,11 @@ def settle(record_path: Path) -> record.JobRecord | None:
     again = record.read_record(record_path)
     if answer is None or again is None or again.is_final:
         return again
+    if answer.script and (other := _other_folder(Path(answer.script), record_path.parent)):
+        error = f"{record_path.parent} is a copy of {other}, to which job {found.job_id} belongs"
+        return record.correct_record(record_path, again, state=record.LOST, error=error)
     state = answer.state
-    if state not in record.FINAL_STATES:
+    if not answer.has_ended:
         return again
     if state == record.COMPLETED and again.ended_at:
         return record.correct_record(record_path, again, state=state, exit_code=0)
@@ -94,31 +227,88 @@ def settle(record_path: Path) -> record.JobRecord | None:
 def waiting_for(job_id: str) -> str:
     """Return Slurm's reason why a job is still queued; empty when it is not."""
     answer = slurm_state(job_id)
-    return answer.reason if answer and answer.state == record.SUBMITTED else ""
+    if answer is None or answer.has_ended or answer.state == record.RUNNING:
+        return ""
+    if answer.state is None:
+        return f"{answer.word}, a state that is not known here"
+    return answer.reason if answer.word == "PENDING" else f"{answer.word} ({answer.reason})"
 
 
-def jobs_below(folder: Path) -> list[str]:
-    """Return the ids of the user's jobs whose batch scripts lie below a folder."""
-    answer = ask_slurm(["squeue", "-h", "--me", "-o", "%i %o"])
-    pairs = [line.split(maxsplit=1) for line in (answer.stdout if answer else "").splitlines()]
-    return [pair[0] for pair in pairs if len(pair) == 2 and Path(pair[1]).is_relative_to(folder)]
+@dataclass(frozen=True)
+class QueuedJob:
+    """A line of squeue: a job, or several of an array (`12_[3-7]`), with the batch script."""
+
+    job_id: str
+    script: Path
 
 
-def cancel(job_id: str) -> str:
+def queued_jobs() -> list[QueuedJob]:
+    """Return all jobs in the queue, of every user; none where Slurm does not answer."""
+    answer = ask_slurm(["squeue", "-h", "-o", "%i|%o"])
+    lines = answer.text.splitlines() if answer.status == 0 else ()
+    pairs = (line.partition("|") for line in lines)
+    return [QueuedJob(job_id, Path(script)) for job_id, _, script in pairs]
+
+
+def jobs_below(results_dir: Path, queue: Sequence[QueuedJob]) -> dict[str, list[str]]:
+    """Return the ids of the jobs in the queue that belong to a results folder, by stage.
+
+    The path of a job's batch script names the folder, whatever has become of the records in it.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for each in queue:
+        if each.script.parent.name != SUBMITIT_NAME:
+            continue
+        array, _, index = each.job_id.partition("_")
+        for number, folder in enumerate(_folders_of(each.script)):
+            own = f"{array}_{number}" if index else each.job_id
+            is_meant = own == each.job_id or not index.isdigit()
+            if folder.parent == results_dir.resolve() and is_meant and _is_live(own, index):
+                found.setdefault(folder.name, {})[own] = None
+    return {stage: list(ids) for stage, ids in found.items()}
+
+
+def _is_live(job_id: str, index: str) -> bool:
+    """Return whether a job has not ended; a line such as `12_[3-7]` does not say of which."""
+    answer = slurm_state(job_id) if index.startswith("[") else None
+    return answer is None or not answer.has_ended
+
+
+def jobs_of_script(script: Path) -> list[str]:
+    """Return the ids of jobs in the queue that have this batch script."""
+    return [each.job_id for each in queued_jobs() if each.script == script]
+
+
+def _folders_of(script: Path) -> list[Path]:
+    """Return the folders of the jobs of a batch script, in the order of an array's numbers."""
+    try:
+        listed = read_json(script.with_name(FOLDERS_NAME))
+    except (DamagedFileError, OSError):
+        listed = None
+    if not isinstance(listed, list):
+        return [script.parent.parent]
+    return [Path(str(each)) for each in listed]
+
+
+def _other_folder(script: Path, folder: Path) -> Path | None:
+    """Return the folder of a batch script's job if that is another one, and still there."""
+    if script.parent.name != SUBMITIT_NAME or not script.parent.is_dir():
+        return None
+    folders = _folders_of(script)
+    return None if folder.resolve() in folders else folders[0]
+
+
+def cancel(job_id: str, *, patience_s: float = PATIENCE_S) -> str:
     """Cancel a job; return scancel's error, empty if none."""
-    return _order(["scancel", job_id])
+    answer = ask_slurm(["scancel", job_id], patience_s=patience_s)
+    has_ended = _UNKNOWN_JOB in answer.error or "already completi" in answer.error
+    return "" if answer.status == 0 or has_ended else answer.error
 
 
 def release(job_id: str) -> str:
     """Let a job start before what it depends on; return scontrol's error, empty if none."""
-    return _order(["scontrol", "update", f"JobId={job_id}", "Dependency="])
-
-
-def _order(command: list[str]) -> str:
-    done = ask_slurm(command)
-    if done is None:
-        return f"{command[0]} is unavailable here, or does not answer"
-    return "" if done.returncode == 0 else done.stderr.strip()
+    answer = ask_slurm(["scontrol", "update", f"JobId={job_id}", "Dependency="])
+    return "" if answer.status == 0 else answer.error
 
 
 def _explanation(found: record.JobRecord, answer: SlurmJobState) -> str:
@@ -132,26 +322,3 @@ def _explanation(found: record.JobRecord, answer: SlurmJobState) -> str:
     code = f" with exit code {answer.exit_code}" if answer.exit_code not in ("", "0:0") else ""
     remedy = _REMEDIES.get(answer.word, "see its log")
     return f"the job left no result of its own; Slurm calls it {answer.word}{code}: {remedy}"
-
-
-def _read(answer: subprocess.CompletedProcess[str] | None) -> SlurmJobState | None:
-    """Return the state in an answer, None when there is none in it."""
-    if answer is None or answer.returncode != 0:
-        return None
-    fields = re.findall(r"\b(JobState|Reason|ExitCode)=([\w:]+)", answer.stdout)
-    found = dict(reversed(fields))  # the first of each: a command or a comment may hold others
-    word = found.get("JobState") or re.split(r"\W", answer.stdout, maxsplit=1)[0]
-    if not word:
-        return None
-    return SlurmJobState(word, found.get("Reason", ""), found.get("ExitCode", ""))
-
-
-def ask_slurm(
-    command: list[str], *, timeout_s: float = ASK_S
-) -> subprocess.CompletedProcess[str] | None:
-    """Run a command of Slurm; return None where it is missing or does not answer."""
-    options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
-    try:
-        return subprocess.run(command, **options, timeout=timeout_s, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None

@@ -28,6 +28,14 @@ def test_every_option_of_the_contract_is_a_flag(capsys: pytest.CaptureFixture[st
                 assert "--" + tensor.name.replace("_", "-") in text
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:x", "127.0.0.1:99999", "grpc://127.0.0.1:"])
+def test_what_is_no_port_is_refused_in_one_line(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["health", "--url", url]) == 1
+    assert capsys.readouterr().err.startswith("error: --url=127.0.0.1:")
+
+
 def test_parameters_merge_into_a_request_file_and_replace_its_lists() -> None:
     base = {"config": {"url": "a", "protocol": "http"}, "request": [1, 2]}
     assert merged(base, {"config": {"url": "b"}, "request": [3]}) == {

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from export_scripts import __version__
+from export_scripts.files.lock import folder_lock
 from launcher_scripts import job_folder
 from launcher_scripts.actions import clock, look_after
 from launcher_scripts.configuration.arguments import read_arguments
@@ -336,6 +337,19 @@ def test_process_that_only_has_the_number_of_the_job_is_left_alone(
         other.wait()
 
 
+def test_job_of_another_machine_that_holds_its_lock_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = JobRecord("7", "convert", "c", "running", "local", host="elsewhere", process=1)
+    write_record(tmp_path / "convert" / "job.json", record)
+    words = [SAMPLE, "stages=[convert]", f"export.run.results_dir={tmp_path}", "dry_run=true"]
+    with folder_lock(tmp_path / "convert" / ".alive-7.lock", ""):
+        said = refused(capsys, *words)
+    assert "convert: job 7 (elsewhere) runs in" in said
+    assert main(words) == 0
+    assert read_record(tmp_path / "convert" / "job.json") == record  # a dry run moves no record
+
+
 def test_cancel_without_slurm_says_why_it_cannot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -518,6 +532,26 @@ def test_help_fits_on_a_screen_and_help_all_has_every_key() -> None:
     leaves = {key.name.rpartition(".")[2] for key in KEYS.values()}
     assert [leaf for leaf in leaves if not re.search(rf"^    {leaf}\b", shown, re.MULTILINE)] == []
     assert "[ClusterIP, NodePort, LoadBalancer]" in shown  # as they are written
+
+
+def test_first_call_without_arguments_says_what_to_type() -> None:
+    done = subprocess.run(
+        [sys.executable, "main.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "python main.py export=gpt3/sample\x20" in done.stdout
+    assert done.stderr == ""  # the path that is missing was written by no user
+
+
+def test_other_users_may_not_change_files_of_a_run_whatever_the_umask(tmp_path: Path) -> None:
+    run = f"{sys.executable} main.py {SAMPLE} 'stages=[convert]' base_results_dir={tmp_path}"
+    command = f"umask {{}}; exec {run}/{{}}"
+    for umask, forbidden in (("000", 0o022), ("077", 0o077)):
+        shell = ["bash", "-c", command.format(umask, umask)]
+        subprocess.run(shell, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        made = [path for path in (tmp_path / umask).rglob("*") if not path.is_symlink()]
+        assert any(path.suffix == ".pkl" for path in made)
+        assert [path for path in made if path.stat().st_mode & forbidden] == []
 
 
 def test_the_version_is_the_projects_own(capsys: pytest.CaptureFixture[str]) -> None:

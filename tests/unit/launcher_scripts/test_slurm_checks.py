@@ -124,12 +124,29 @@ def test_gpus_of_a_task_and_of_a_node_have_to_agree(tmp_path: Path) -> None:
         ("cluster.mem=true", "cluster.mem=True is not an amount of memory"),
         ("+cluster.admin-comment=a\nb", "cluster.admin-comment='a\\nb': an option of sbatch is"),
         ("+cluster.mail_type=[END]", "cluster.mail_type=['END']: expected a single value"),
+        ("+cluster.array=0-3", "cluster.array=0-3: the launcher sets this option itself"),
+        ("+cluster.job_name=x", "cluster.job_name=x: the launcher sets this option itself"),
+        ("base_results_dir='/r/a\\b'", "base_results_dir='/r/a\\\\b': Slurm writes no log"),
+        ("cluster.container_workdir=/w", "cluster.container_workdir=/w needs a container"),
+        ("container_mounts=[/a]", "container_mounts=['/a'] needs a container"),
+        (
+            "cluster.srun_args=['--container-env=A']",
+            "cluster.srun_args=['--container-env=A'] needs",
+        ),
         ("container=image.sqsh", "container=image.sqsh would be searched in a registry"),
     ],
 )
 def test_values_that_no_slurm_takes_are_refused(tmp_path: Path, word: str, reported: str) -> None:
     problems = launcher(word, "dry_run=true").check([stage(tmp_path)])
     assert [problem for problem in problems if problem.startswith(reported)], problems
+
+
+def test_what_only_a_container_uses_is_taken_with_one(tmp_path: Path) -> None:
+    words = ("container_mounts=[/a]", "dry_run=true")
+    assert launcher(*words, "container=a#b").check([stage(tmp_path)]) == []
+    named = "cluster.srun_args=['--container-name=nemo','--container-env=A']"
+    assert launcher(*words, named).check([stage(tmp_path)]) == []
+    assert launcher(*words).check([]) == []  # nothing runs
 
 
 @pytest.mark.parametrize("value", ["0", "4", "1.5", "500M", "2TB", "null"])

@@ -16,6 +16,7 @@ from launcher_scripts.launchers.slurm_script import (
     flag,
     memory,
     mounts,
+    profile_notes,
     sbatch_options,
     step_of,
 )
@@ -43,8 +44,11 @@ def options(name: str, *words: str, after: str = "") -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(None, None), (False, None), (True, "--x"), (3, "--x=3"), ("a b", "--x='a b'")],
-)
+    [
+        (None, None), (False, None), (True, "--x"), (3, "--x=3"), ("a b", "--x='a b'"),
+        ("D\\user", "--x='D\\\\user'"),  # sbatch takes a backslash for an escape
+    ],
+)  # fmt: skip
 def test_null_and_false_leave_a_flag_out(value: object, expected: str | None) -> None:
     assert flag("x", value) == expected
 
@@ -171,3 +175,30 @@ def test_ci_switch_of_the_launcher_merges_output_and_errors(
     found = options("convert")
     assert str(found["output"]).endswith("/convert/slurm_%j.out")
     assert "error" not in found
+
+
+def test_options_of_a_profile_are_used_where_the_configuration_leaves_them_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values = {"ACCOUNT": "llm", "PARTITION": "a", "OUTPUT": "/x", "QOS": ""}
+    for name, value in values.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    found = options("convert", "cluster.partition=b")
+    assert (found["account"], found["partition"]) == ("llm", "b")
+    assert str(found["output"]).startswith("/r/")
+    assert "qos" not in found
+    notes = " ".join(profile_notes(configure("cluster=bcm", "cluster.partition=b")))
+    assert "SBATCH_ACCOUNT=llm of the environment is used" in notes
+    assert "SBATCH_PARTITION=a of the environment is not used; cluster.partition" in notes
+    assert "SBATCH_OUTPUT=/x of the environment is not used" in notes
+
+
+def test_container_that_is_on_the_nodes_is_started_by_its_name() -> None:
+    words = ("--container-name=nemo", "--no-container-mount-home", "--label")
+    quoted = ",".join(f"'{each}'" for each in words)
+    config = configure("cluster=bcm", f"cluster.srun_args=[{quoted}]")
+    step = step_of(job(config, "convert"))
+    assert step is not None
+    assert step.prefix[-3:] == words
+    assert any(each.startswith("--container-mounts=") for each in step.prefix)
+    assert step.python == config.cluster.container_python

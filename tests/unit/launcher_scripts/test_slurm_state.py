@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from launcher_scripts.launchers.slurm_state import settle, waiting_for
+from launcher_scripts.launchers import slurm_state
+from launcher_scripts.launchers.slurm_state import (
+    QueuedJob,
+    SlurmJobState,
+    ask_slurm,
+    jobs_below,
+    queued_jobs,
+    settle,
+    waiting_for,
+)
 from stages.record import RUNNING, SUBMITTED, JobRecord, write_record
 
 UNKNOWN_JOB = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
@@ -99,3 +109,79 @@ def test_words_of_a_job_are_not_its_state(folder: Path) -> None:
     answer = "JobState=PENDING Reason=Priority Command=/x Comment=JobState=FAILED,Reason=none"
     program(folder, "squeue", f"echo {answer}")
     assert waiting_for("12") == "Priority"
+
+
+ENDED = {"COMPLETED", "CANCELLED", "PREEMPTED", "REVOKED", "FAILED", "TIMEOUT"}
+ENDED |= {"NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"}
+# As https://slurm.schedmd.com/job_state_codes.html lists them.
+STATES = (
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "PENDING", "PREEMPTED", "RUNNING", "SUSPENDED", "TIMEOUT", "COMPLETING", "CONFIGURING",
+    "EXPEDITING", "LAUNCH_FAILED", "POWER_UP_NODE", "RECONFIG_FAIL", "REQUEUED", "REQUEUE_FED",
+    "REQUEUE_HOLD", "RESIZING", "RESV_DEL_HOLD", "REVOKED", "SIGNALING", "SPECIAL_EXIT",
+    "STAGE_OUT", "STOPPED", "UPDATE_DB",
+)  # fmt: skip
+
+
+def test_every_state_of_slurm_is_known_and_only_ends_are_ends() -> None:
+    states = {word: SlurmJobState(word) for word in STATES}
+    assert [word for word, each in states.items() if each.state is None] == []
+    assert {word for word, each in states.items() if each.has_ended} == ENDED
+
+
+def test_a_state_of_a_later_slurm_is_named_and_is_no_end(tmp_path: Path, folder: Path) -> None:
+    program(folder, "squeue", "echo JobState=FROZEN Reason=Winter Command=/x")
+    assert settled(tmp_path).state == "running"
+    assert waiting_for("12").startswith("FROZEN")
+
+
+def test_job_is_not_lost_while_the_database_of_ended_jobs_is_away(
+    tmp_path: Path, folder: Path
+) -> None:
+    program(folder, "sacct", "echo 'sacct: error: Unable to contact database' >&2; exit 1")
+    assert settled(tmp_path).state == "running"
+
+
+def test_an_order_is_given_again_while_the_controller_is_away(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_state, "_FIRST_PAUSE_S", 0.01)
+    program(
+        folder, "scancel", f"[ -e {tmp_path}/up ] && exit; touch {tmp_path}/up; {NO_CONTROLLER}"
+    )
+    assert ask_slurm(["scancel", "12"]).status is None
+    (tmp_path / "up").unlink()
+    assert ask_slurm(["scancel", "12"], patience_s=5).status == 0
+
+
+def test_jobs_of_a_folder_are_known_by_their_scripts(tmp_path: Path, folder: Path) -> None:
+    results, array = tmp_path / "a b|c", tmp_path / "sweep" / "convert" / "submitit"
+    array.mkdir(parents=True)
+    (array / "folders.json").write_text(f'["/elsewhere/convert", "{results}/convert"]')
+    lines = [
+        f"7|{results}/deploy/submitit/1.sh", f"8|{results}/deploy/submitit/2.sh",
+        f"9|{results}/deploy/own.sh", "10|/elsewhere/deploy/submitit/1.sh",
+        f"11_0|{array}/1.sh", f"11_[1-3%2]|{array}/1.sh", "12|(null)",
+    ]  # fmt: skip
+    (tmp_path / "lines").write_text("\n".join(lines))
+    program(folder, "squeue", f'case "$*" in *-j*) exit 0;; esac; cat {tmp_path}/lines')
+    program(folder, "scontrol", "echo JobState=PENDING Reason=Priority")
+    found = jobs_below(results, queued_jobs())
+    assert found == {"deploy": ["7", "8"], "convert": ["11_1"]}
+    ended = [QueuedJob("11_[0-3]", array / "1.sh")]
+    program(folder, "scontrol", "echo JobState=COMPLETED Reason=None")
+    assert jobs_below(results, ended) == {}
+
+
+def test_record_in_a_copied_folder_describes_no_job_of_its_own(
+    tmp_path: Path, folder: Path
+) -> None:
+    original = tmp_path / "original" / "convert"
+    (original / "submitit").mkdir(parents=True)
+    script = original / "submitit" / "1.sh"
+    program(folder, "squeue", f"echo JobState=RUNNING Reason=None Command={script}")
+    found = settled(tmp_path)
+    assert found.state == "lost"
+    assert str(original) in found.error
+    shutil.rmtree(original)  # it was moved, not copied
+    assert settled(tmp_path).state == "running"

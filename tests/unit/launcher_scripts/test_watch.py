@@ -194,10 +194,8 @@ def judged(tmp_path: Path, values: list[float], *more: str, **changes: Any) -> W
     made = Watch(config, words, compose_config, Console())
     for step, value in enumerate(values):
         figure = Metric("acc", "acc", value, 0.05, value - 0.1, value + 0.1, count=100, **changes)
-        repository = tmp_path / str(step)
-        repository.mkdir()
-        each = Watched(step, "", state="evaluated", metrics={"acc": figure})
-        each.repository = str(repository)
+        each = Watched(step, "", state="evaluated", attempts=1, metrics={"acc": figure})
+        (made.state.results_of(step) / "model_repo").mkdir(parents=True)
         made.state.watched[step] = each
         made.state.judge(each, is_sound=value < 0.9)
     made.state.keep_the_best()
@@ -218,3 +216,24 @@ def test_the_best_sound_checkpoint_is_named_and_its_repository_kept(
     assert state.best == best
     named = json.loads(next(tmp_path.rglob("best.json")).read_text())
     assert (named["step"], named["metric"]) == (best, "acc")
+    kept = [state.results_of(each) / "model_repo" for each in state.watched]
+    assert [path.is_dir() for path in kept] == [step == (3 if higher else 0) for step in range(4)]
+
+
+def test_only_what_lies_in_the_folder_of_the_watch_is_deleted(tmp_path: Path, run: Path) -> None:
+    """The state of a watch may be another one's: of a copied folder, or made by hand."""
+    victim = tmp_path / "victim" / "model_repo"
+    victim.mkdir(parents=True)
+    folder = tmp_path / "watch"
+    (folder / "step_0000002" / "model_repo").mkdir(parents=True)
+    (folder / "step_0000001").symlink_to(victim.parent)
+    watched: list[dict[str, Any]] = [
+        {"step": step, "path": str(run / "gone"), "state": "failed", "metrics": {}, "attempts": 1}
+        | {"repository": str(victim), "results_dir": str(victim.parent)}
+        for step in (1, 2)
+    ]
+    values = {"run": f"{tmp_path}/a run's", "best": None, "watched": watched}
+    (folder / "watch.json").write_text(json.dumps(values))
+    main(words(tmp_path, f"watch.output_dir={folder}"))
+    assert victim.is_dir()
+    assert not (folder / "step_0000002" / "model_repo").exists()

@@ -118,7 +118,9 @@ def stage_of(config: DeployConfig, folder: Path, *, limit_min: int = 60) -> Depl
 def test_time_limit_that_leaves_no_time_to_serve_is_refused(tmp_path: Path) -> None:
     config = DeployConfig(folder=tmp_path, model_name="m")
     (problem,) = stage_of(config, tmp_path, limit_min=1).check()
-    assert problem.startswith("deploy.time_limit=1 minutes leave no time to serve: the last 75 s")
+    assert problem.startswith(
+        "deploy.time_limit: 1 minute would leave no time to serve: the last 75 s"
+    )
     assert stage_of(config, tmp_path, limit_min=2).check() == []
 
 

@@ -2,7 +2,7 @@
 
 # Parameters
 #SBATCH --account=llm
-#SBATCH --dependency=after:10003
+#SBATCH --dependency=afterok:10002,after:10003
 #SBATCH --error=<results>/gpt_books_5m/export_tp2_pp1_fp16_fp32/evaluate/log-nemo-megatron-evaluate_gpt_books_5m_%j.err
 #SBATCH --job-name=nemo-megatron-evaluate_gpt_books_5m
 #SBATCH --kill-on-invalid-dep=yes

@@ -1,7 +1,7 @@
 #!/bin/bash
 
 # Parameters
-#SBATCH --dependency=after:10003
+#SBATCH --dependency=afterok:10002,after:10003
 #SBATCH --error=<results>/gpt_books_5m/export_tp2_pp1_fp16_fp32/evaluate/log-nemo-megatron-evaluate_gpt_books_5m_%j.err
 #SBATCH --exclusive
 #SBATCH --job-name=nemo-megatron-evaluate_gpt_books_5m

@@ -1,0 +1,167 @@
+"""No job on Slurm is forgotten: repeated commands, lost records, copies, a lost controller."""
+
+# ruff: noqa: F811 - fixtures come by import
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher_scripts.actions import jobs_in
+from launcher_scripts.launchers.base import Job
+from launcher_scripts.launchers.slurm import SlurmLauncher
+from launcher_scripts.main import main
+from launcher_scripts.sweep import Combination, Outcome, run_sweep
+from tests.integration.slurm_cluster import SlurmCluster
+from tests.integration.slurm_runs import (
+    CLUSTER,
+    make_run,
+    reachable,  # noqa: F401
+    slurm_cluster,  # noqa: F401
+)
+from tests.unit.launcher_scripts.toy_stages import SleepStage, settings
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]
+LATER = "+cluster.begin=now+1hour"
+
+
+@pytest.fixture(autouse=True)
+def no_job_goes_on(slurm_cluster: SlurmCluster) -> Iterator[None]:
+    yield
+    slurm_cluster.run("scancel", "--me")
+    until(lambda: not queued(slurm_cluster), "the end of every job")
+
+
+def queued(cluster: SlurmCluster) -> list[str]:
+    return cluster.run("squeue", "-h", "-r", "-o", "%i", "-S", "i").split()
+
+
+def submit(results: Path, *stages: str, more: tuple[str, ...] = ()) -> int:
+    words = ["export=gpt3/sample", *CLUSTER, f"stages=[{','.join(stages)}]", LATER, *more]
+    return main([*words, f"export.run.results_dir={results}"])
+
+
+def state(cluster: SlurmCluster, job_id: str) -> str:
+    return cluster.run("scontrol", "show", "job", "-o", job_id).partition("JobState=")[2].split()[0]
+
+
+def test_same_command_again_starts_no_second_server_and_forgets_no_first(
+    tmp_path: Path, slurm_cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results"
+    assert submit(results, "convert", "export", "deploy") == 0
+    hint = capsys.readouterr().out
+    assert f"run_dir={results}" in hint
+    jobs = queued(slurm_cluster)
+    record = results / "deploy" / "job.json"
+    for more in ((), ("dry_run=true",), ("cluster=local", "cluster_type=local")):
+        before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
+        assert submit(results, "deploy", more=more) == 2
+        assert f"deploy: job {jobs[2]}" in capsys.readouterr().err
+        assert {path: path.stat().st_mtime_ns for path in results.rglob("*")} == before
+    record.unlink()
+    assert submit(results, "deploy") == 2
+    assert f"deploy: job {jobs[2]}" in capsys.readouterr().err
+    record.write_text("{")
+    copy = tmp_path / "copy"
+    shutil.copytree(results, copy)
+    (copy / "deploy" / "job.json").write_text((copy / "export" / "job.json").read_text())
+    assert main(["action=cancel", f"run_dir={copy}"]) == 0
+    assert queued(slurm_cluster) == jobs
+    for path in results.glob("*/job.json"):
+        path.unlink()
+    assert main(["action=cancel", f"run_dir={results}"]) == 0
+    assert queued(slurm_cluster) == []
+    assert [state(slurm_cluster, each) for each in jobs] == ["CANCELLED"] * 3
+
+
+def test_evaluation_does_not_start_after_a_chain_that_failed(
+    tmp_path: Path, slurm_cluster: SlurmCluster
+) -> None:
+    assert submit(tmp_path, "convert", "export", "deploy", "evaluate") == 0
+    convert, *_, evaluate = queued(slurm_cluster)
+    slurm_cluster.run("scancel", convert)
+    slurm_cluster.run("scontrol", "update", f"JobId={evaluate}", "StartTime=now")
+    until(lambda: not queued(slurm_cluster), "the end of the chain")
+    assert state(slurm_cluster, evaluate) == "CANCELLED"
+
+
+def test_evaluation_ends_with_a_server_that_is_cancelled_before_it_starts(
+    tmp_path: Path, slurm_cluster: SlurmCluster
+) -> None:
+    """Slurm starts it then: `after` is satisfied."""
+    words = ("export=gpt3/sample", "stages=[export]", f"export.run.results_dir={tmp_path}")
+    assert main(words) == 0
+    more = ("deploy.ready_timeout_s=3000",)
+    assert submit(tmp_path, "deploy", "evaluate", more=more) == 0
+    deploy, evaluate = queued(slurm_cluster)
+    slurm_cluster.run("scontrol", "update", f"JobId={evaluate}", "StartTime=now")
+    slurm_cluster.run("scancel", deploy)
+    until(lambda: not queued(slurm_cluster), "the end of the evaluation")
+    (found,) = [each for each in jobs_in(tmp_path) if each.stage == "evaluate"]
+    assert found.exit_code == 4
+    assert deploy in found.error
+
+
+def test_chain_is_submitted_although_the_controller_restarts(
+    tmp_path: Path, slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is away while the second job is submitted, and later while all are cancelled."""
+
+    def stop() -> None:
+        pid = int((slurm_cluster.folder / "slurmctld.pid").read_text())
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: not (slurm_cluster.folder / "slurmctld.pid").exists(), "its end")
+
+    def start() -> None:
+        time.sleep(12)  # clients give up after some 9 s
+        slurm_cluster.run("slurmctld", "-f", str(slurm_cluster.folder / "slurm.conf"))
+
+    original = SlurmLauncher.submit_array
+
+    def submit_array(self: SlurmLauncher, jobs: list[Job], *arguments: Any, **more: Any) -> Any:
+        if jobs[0].stage.name == "export":
+            stop()
+            threading.Thread(target=start).start()
+        return original(self, jobs, *arguments, **more)
+
+    monkeypatch.setattr(SlurmLauncher, "submit_array", submit_array)
+    assert submit(tmp_path, "convert", "export", "deploy") == 0
+    assert len(queued(slurm_cluster)) == 3
+    stop()
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert main(["action=cancel", f"run_dir={tmp_path}"]) == 0
+    thread.join()
+    assert queued(slurm_cluster) == []
+
+
+def test_jobs_of_arrays_are_found_without_their_records(
+    tmp_path: Path, slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlurmLauncher, "largest_array", lambda _: 2)
+    monkeypatch.setattr(SleepStage, "name", "convert")
+    folders = [tmp_path / str(number) for number in range(3)]
+    outcomes = []
+    for folder in folders:
+        run = make_run(SleepStage(settings(folder, "convert")), words=(LATER,))
+        outcomes.append(Outcome(Combination({"a": folder.name}, ()), run))
+    sweep = tmp_path / "sweep"
+    assert run_sweep(outcomes, wait=False, console=outcomes[0].run.console, folder=sweep) == 0
+    first, second, third = queued(slurm_cluster)
+    assert (first[-2:], second[-2:], third[-2:]) == ("_0", "_1", "_0")
+    for folder in folders:
+        (folder / "convert" / "job.json").unlink()
+    assert [each.job_id for each in jobs_in(folders[1])] == [second]
+    (folders[1] / "convert" / "job.json").unlink()
+    assert main(["action=cancel", f"run_dir={folders[1]}"]) == 0
+    assert queued(slurm_cluster) == [first, third]

@@ -1,0 +1,74 @@
+"""sbatch that fails although the job is queued, and a controller that is away for a while."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.launchers import slurm_state
+from launcher_scripts.launchers.base import SubmissionError
+from launcher_scripts.launchers.slurm import SlurmHandle
+from tests.integration.slurm_runs import make_run
+from tests.unit.launcher_scripts.test_slurm_checks import programs
+from tests.unit.launcher_scripts.toy_stages import WriteStage, settings
+
+LOST = "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1"
+REFUSED = "echo 'sbatch: error: Invalid qos specification' >&2; exit 1"
+
+
+@pytest.fixture(autouse=True)
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands that keep a queue in a file, whose sbatch is up to the test; return their folder."""
+    folder = tmp_path / "bin"
+    queue = tmp_path / "queue"
+    queue.touch()
+    programs(
+        folder, squeue=f"cat {queue}", scancel=f"echo $1 >> {tmp_path}/cancelled", sinfo="exit 1",
+        take=f'n=$(wc -l < {queue}); echo "$((n+7))|$1" >> {queue}',
+    )  # fmt: skip
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr(slurm_state, "_FIRST_PAUSE_S", 0.01)
+    return folder
+
+
+def submit(tmp_path: Path, *, patience_s: float = 2.0) -> SlurmHandle:
+    run = make_run(WriteStage(settings(tmp_path, "write")))
+    run.announce("write", "")
+    handle = run.launcher.submit(run.jobs["write"], "", patience_s=patience_s)
+    assert isinstance(handle, SlurmHandle)
+    return handle
+
+
+def test_queued_job_whose_answer_is_lost_is_found(tmp_path: Path, slurm: Path) -> None:
+    programs(slurm, sbatch=f'take "$1"; {LOST}')
+    assert submit(tmp_path).job_id == "7"
+    assert (tmp_path / "write" / "submitit" / "7_submitted.pkl").is_file()
+
+
+def test_job_that_was_not_taken_is_submitted_again(tmp_path: Path, slurm: Path) -> None:
+    once = f"[ -e {tmp_path}/once ] || {{ touch {tmp_path}/once; {LOST}; }}"
+    programs(slurm, sbatch=f'{once}; take "$1"; echo Submitted batch job 7')
+    assert submit(tmp_path).job_id == "7"
+
+
+def test_of_jobs_that_were_taken_twice_one_stays(tmp_path: Path, slurm: Path) -> None:
+    programs(slurm, sbatch=f'take "$1"; take "$1"; {LOST}')
+    assert submit(tmp_path).job_id == "7"
+    assert (tmp_path / "cancelled").read_text().split() == ["8"]
+
+
+@pytest.mark.parametrize(("text", "said"), [(REFUSED, "Invalid qos"), (LOST, "Socket timed out")])
+def test_refusal_is_final_and_silence_ends(
+    tmp_path: Path, slurm: Path, text: str, said: str
+) -> None:
+    programs(slurm, sbatch=text)
+    with pytest.raises(SubmissionError, match=said):
+        submit(tmp_path, patience_s=0.1)
+
+
+def test_the_second_of_two_commands_that_submit_at_once_is_refused(tmp_path: Path) -> None:
+    first, second = (make_run(WriteStage(settings(tmp_path, "write"))) for _ in range(2))
+    first.announce("write", "")
+    with pytest.raises(SubmissionError, match="another command"):
+        second.announce("write", "")
