@@ -6,6 +6,7 @@ and later ones, with the reason.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -149,7 +150,7 @@ class EngineBase(ABC, Generic[RequestT]):
         self.stop()
 
     def start(self) -> None:
-        """Load the model on every rank, until it can answer.
+        """Load the model on every rank, until it can answer; the process's end stops the engine.
 
         Raises:
             EngineFailedError: Some rank could not load or connect; every reason is given.
@@ -160,12 +161,15 @@ class EngineBase(ABC, Generic[RequestT]):
         if self._failure is not None:
             self._thread.join()
             raise EngineFailedError(self._failure)
+        # A thread that the interpreter's end cuts off within CUDA ends the process with an abort.
+        atexit.register(self.stop)
         if self._settings.layout.world_size > 1:
             self._watcher.start()
         logger.info("ready: %s", self.description)
 
     def stop(self) -> None:
         """Fail the requests in flight, end every rank, and give all memory back."""
+        atexit.unregister(self.stop)
         with self._wake:
             self._stopping = True
             self._wake.notify_all()

@@ -45,6 +45,18 @@ for _ in range(2):
 print(*sizes)
 """
 
+_RUN_AND_LEAVE = """
+import atexit, sys
+from inference.engine.engine import Engine
+from inference.ranks.settings import Placement
+from tests.engine_logits import prompt_logits
+
+engine = Engine(sys.argv[1], Placement(device="cpu", tp_size=int(sys.argv[2])))
+atexit.register(lambda: print(engine._thread.is_alive(), engine.healthy()))  # the last
+engine.start()
+prompt_logits(engine, [5, 3, 9])
+"""
+
 
 def request_of(engine: Engine, **options: int) -> Any:
     values = {"input_lengths": 3, "request_output_len": LONG, "end_id": 0, **options}
@@ -122,3 +134,16 @@ def test_a_stopped_engine_gives_its_memory_back(int8_mode: int, tmp_path: Path) 
     assert after_first < first - 40
     assert after_second < second - 40
     assert after_second < after_first + 20  # MiB
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_end_of_a_process_stops_its_engine(tp_size: int, tmp_path: Path) -> None:
+    ft_dir = write_gpt(tmp_path, tp_size=tp_size)
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN_AND_LEAVE, str(ft_dir), str(tp_size)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split(maxsplit=1) == ["False", "the engine was stopped\n"]
