@@ -31,7 +31,8 @@ class EncoderLayer:
     def __call__(self, x: torch.Tensor, masks: RowMasks) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
         x = self.attention_norm(self.attention(x, masks), x)
-        return self.mlp_norm(self.mlp(x, masks), x)
+        y: torch.Tensor = self.mlp_norm(self.mlp(x, masks), x)
+        return y
 
 
 class Encoder(StageModel):

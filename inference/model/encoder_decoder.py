@@ -292,7 +292,8 @@ class EncoderDecoder(GeneratorModel):
     def finish_encoder(self, x: torch.Tensor) -> torch.Tensor:
         """Return the encoder's output (N, E): the last layer's, normalised."""
         assert self._encoder_norm is not None, "only the last stage ends the encoder"
-        return self._encoder_norm(x)
+        y: torch.Tensor = self._encoder_norm(x)
+        return y
 
     def cache_encoded(
         self, encoded: torch.Tensor, masks: RowMasks, slots: Sequence[int], cache: KVCache

@@ -180,13 +180,15 @@ class LayerLoader(Generic[ArchitectureT]):
         """Return the place in this stage of the layer of a stack's global number."""
         return number - self.weights.layout.layers(num_layer).start
 
-    def norm(self, name: str, *, kind: Norm | None = None) -> Normalise:
-        """Return a norm, by default of the model's kind."""
+    def norm(self, name: str, *, kind: Norm | None = None, rounds: bool = False) -> Normalise:
+        """Return a norm, by default of the model's kind; with `rounds` only products read it."""
         weight = self.scale(name) if self._one_plus else self.weights.tensor(f"{name}.weight")
         bias = self.weights.optional(f"{name}.bias")
         bias = None if bias is None else bias.to(weight.dtype)
         own: Norm = getattr(self.architecture, "norm", "layernorm")
-        return make_norm(kind or own, weight, bias, eps=self.architecture.layernorm_eps)
+        eps = self.architecture.layernorm_eps
+        rounds = rounds and self.gemm.fp8 and not self.gemm.batch_invariant
+        return make_norm(kind or own, weight, bias, eps=eps, rounds=rounds)
 
     def scale(self, name: str) -> torch.Tensor:
         """Return a norm's scale in fp32."""
@@ -194,7 +196,9 @@ class LayerLoader(Generic[ArchitectureT]):
         # Rounded to 16 bits, a sum with 1 would lose what is stored.
         return weight + 1 if self._one_plus else weight
 
-    def column(self, *names: str, activation: GemmActivation | None = None) -> Product:
+    def column(
+        self, *names: str, activation: GemmActivation | None = None, rounds: bool = False
+    ) -> Product:
         """Return column-parallel linears as one, their outputs side by side."""
         matrices = [self.weights.matrix(f"{name}.weight") for name in names]
         biases = [self.weights.optional(f"{name}.bias") for name in names]
@@ -203,18 +207,23 @@ class LayerLoader(Generic[ArchitectureT]):
             torch.cat(matrices, dim=1) if len(matrices) > 1 else matrices[0],
             torch.cat(present) if present else None,
             activation=activation,
+            rounds=rounds,
             options=self.gemm,
         )
 
-    def up(self, gate: str, linear: str | None = None) -> Product:
-        """Return the activated linear of an MLP; of a gated one times its second, `linear`."""
+    def up(self, gate: str, linear: str | None = None, *, rounds: bool = False) -> Product:
+        """Return the activated linear of an MLP; of a gated one times its second, `linear`.
+
+        With `rounds` another product alone takes the result.
+        """
         if linear is None:
-            return self.column(gate, activation=self.activation)
+            return self.column(gate, activation=self.activation, rounds=rounds)
         weights = self.weights
         return make_gated_gemm(
             (weights.matrix(f"{gate}.weight"), weights.matrix(f"{linear}.weight")),
             (weights.optional(f"{gate}.bias"), weights.optional(f"{linear}.bias")),
             activation=self.activation,
+            rounds=rounds,
             options=self.gemm,
         )
 

@@ -65,13 +65,15 @@ class Epilogue:
     """Bias and activation of a product's outputs.
 
     Those before `first_activated` are not activated. With `gated` they are pairs of a gate and what
-    its activation multiplies.
+    its activation multiplies. With `rounds` one product alone takes them: FP8 rows may be rounded
+    for it.
     """
 
     bias: torch.Tensor | None = None  # (O,)
     activation: GemmActivation | None = None
     first_activated: int = 0
     gated: bool = False
+    rounds: bool = False
 
     def finish(self, y: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(y) + residual, (N, O), for y with its bias, which is overwritten."""

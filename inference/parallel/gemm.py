@@ -23,6 +23,7 @@ def make_gemm(
     *,
     activation: GemmActivation | None = None,
     first_activated: int = 0,
+    rounds: bool = False,
     options: GemmOptions = PLAIN_GEMM,
 ) -> Gemm:
     """Return the product with `weight` (I, O), on its device.
@@ -30,9 +31,9 @@ def make_gemm(
     The weight may be memory-mapped or a transposed view; the result keeps no reference to it
     where the device has a better form. On CPU rows and results are fp32 for a weight of fp16;
     otherwise they have the weight's type. Outputs before `first_activated` are not activated, which
-    only other devices can do.
+    only other devices can do. With `rounds` another product takes them, see `Epilogue`.
     """
-    epilogue = Epilogue(bias, activation, first_activated)
+    epilogue = Epilogue(bias, activation, first_activated, rounds=rounds)
     kind: Callable[[torch.Tensor, Epilogue], Gemm] = _PlainGemm
     if weight.device.type != "cpu":
         if weight.numel() and weight.dtype.itemsize == 2:
@@ -58,11 +59,12 @@ def make_gated_gemm(
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     *,
     activation: GemmActivation,
+    rounds: bool = False,
     options: GemmOptions = PLAIN_GEMM,
 ) -> Product:
     """Return the product activation(x W + b) * (x V + c) for `weights` W, V (I, O) each.
 
-    GPUs take both as one, whose outputs alternate.
+    GPUs take both as one, whose outputs alternate; `rounds` as for `make_gemm`.
     """
     gate, linear = weights
     if gate.device.type != "cpu" and gate.dtype.itemsize == 2:
@@ -71,7 +73,7 @@ def make_gated_gemm(
         given = [gate.new_zeros(gate.shape[1]) if b is None else b.flatten() for b in biases]
         bias = None if biases == (None, None) else torch.stack(given, dim=1).flatten()
         weight = torch.stack(weights, dim=2).flatten(1)
-        return CudaGemm(weight, Epilogue(bias, activation, gated=True), options)
+        return CudaGemm(weight, Epilogue(bias, activation, gated=True, rounds=rounds), options)
     up = make_gemm(gate, biases[0], activation=activation, options=options)
     other = make_gemm(linear, biases[1], options=options)
     return lambda x: up(x).mul_(other(x))

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from inference.model.layers import QueryKeyNorm
+
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 
 # Of values up to 4: a unit of fp16's 2**-11, and the order of sums in fp32.
@@ -48,15 +50,13 @@ def test_norms_equal_those_of_torch_for_every_number_of_rows(
 def test_norms_of_queries_and_keys(
     whole: bool, heads: tuple[int, int], size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    from inference.model.gpu.norm import mean_squares, norm_heads
-
     torch.manual_seed(0)
     queries, both = heads[0], sum(heads)
     qkv = torch.randn(37, both + heads[1], size, device=device, dtype=dtype)
     given = qkv.clone()
     weight = torch.randn(both, size, device=device)
-    mean = mean_squares(qkv[:, :both], queries) if whole else None
-    norm_heads(qkv[:, :both], mean, weight=weight, query_heads=queries, eps=1e-5)
+    counts = (queries, heads[1])
+    QueryKeyNorm(weight, counts, 1e-5, whole=whole, reduce=None, tp_size=1)(qkv[:, :both])
     for part in (slice(0, queries), slice(queries, both)):
         x = given[:, part].float()
         joined = [*x.shape[1:]] if whole else [size]
