@@ -63,7 +63,7 @@ class RaggedRows:
 
     lengths: tuple[int, ...]
     positions: torch.Tensor  # (N,) of each token within its row
-    tiles: torch.Tensor | None = None  # (3, T) int32
+    tiles: torch.Tensor | None = None  # (TILE_NUMBERS, T) int32
 
     @cached_property
     def groups(self) -> tuple[RowGroup, ...]:

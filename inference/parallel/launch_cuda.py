@@ -13,20 +13,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # Triton before 3.4
-    gdc_launch_dependents = gdc_wait = None
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton before 3.3
-    TensorDescriptor = None
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @cache
 def _starts_early(device: int) -> bool:
-    return gdc_wait is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launch_options(x: torch.Tensor) -> dict[str, Any]:
@@ -43,7 +36,7 @@ def has_tma(x: torch.Tensor) -> bool:
     472 TFLOP/s on an H200, 388 with an address for each 16 bytes.
     """
     early: bool = launch_options(x)["EARLY"]  # on the same GPUs
-    return early and x.element_size() == 2 and TensorDescriptor is not None
+    return early and x.element_size() == 2
 
 
 def tile_descriptor(rows: torch.Tensor, tokens: int, width: int) -> Any:

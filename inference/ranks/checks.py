@@ -17,6 +17,8 @@ from inference.model.weights import check_architecture
 from inference.parallel.layout import ParallelLayout
 from inference.ranks.settings import Placement
 
+_LEAST_TRITON = (3, 4)  # whose kernels take records
+
 
 def check_ranks(
     architecture: Architecture, placement: Placement, *, needed_devices: int | None = None
@@ -96,4 +98,19 @@ def _device(device: str, ranks: int) -> tuple[str, list[str]]:
             f"tensor_para_size * pipeline_para_size = {ranks} ranks need as many GPUs, "
             f"{visible} are visible; change the sizes or CUDA_VISIBLE_DEVICES, or set device=cpu"
         ]
+    found = _triton_version()
+    if found == "none" or tuple(map(int, found.split(".")[:2])) < _LEAST_TRITON:
+        least = ".".join(map(str, _LEAST_TRITON))
+        return "cuda", [
+            f"device=cuda needs Triton {least} or later, which comes with torch 2.8 and later; "
+            f"installed is {found}. Upgrade torch, or set device=cpu"
+        ]
     return "cuda", []
+
+
+def _triton_version() -> str:
+    try:
+        import triton
+    except ImportError:
+        return "none"
+    return str(triton.__version__)

@@ -280,7 +280,7 @@ def test_a_graph_has_tiles_for_every_mixture(
     from inference.model.gpu.attention_layout import cut_tiles, tile_sizes
     from inference.model.gpu.prompt_graph import tile_room
 
-    sizes = tile_sizes(AttentionRules(batch_invariant=batch_invariant, group=group))
+    sizes = tile_sizes(AttentionRules(batch_invariant=batch_invariant, group=group), 64)
     room = tile_room(tokens, slots, sizes)
     draw = np.random.default_rng(0)
     mixtures = [np.full(slots, n) for n in (1, 2, 3, 5, 9, 16, 17, 33, 65, 128)]

@@ -14,15 +14,20 @@ Import this module only where Triton is installed.
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 
 from inference.model.gpu.attention_kernels import (
+    Cached,
+    Heads,
+    Inputs,
+    Scores,
+    TileFields,
     flash_attend_prompts,
-    flash_decode_evenly,
-    flash_decode_grouped,
+    flash_decode,
     store_new_tokens,
 )
 from inference.model.gpu.flash_attention import Prompts
@@ -37,21 +42,24 @@ from inference.parallel.launch_cuda import (
     tile_descriptor,
 )
 
+RecordT = TypeVar("RecordT", Cached, Heads, Inputs, Scores)
+
 # Query rows of a tile, (token, head of the group) each: what a tensor core multiplies at least.
 LEAST_ROWS = 16
-# Ways of reading the cache for prompts, by head size, in tiles of 64 query rows. Causal attention
-# of 8000 tokens on an H200 takes 1.06 ms with 32 query and 8 key heads of 128 (493 TFLOP/s; cuDNN
-# 0.87, torch's flash attention 1.67); tiles of 128 rows take 1.18, and two loads in flight 1.25.
-# cuDNN plans each new length for 40 ms, in which a short prompt would be computed many times.
-_PROMPT_TILES: dict[int, dict[str, int]] = {
-    64: {"TOKENS": 64, "num_stages": 2, "num_warps": 4},
-    128: {"TOKENS": 64, "num_stages": 3, "num_warps": 4},
-    256: {"TOKENS": 64, "num_stages": 2, "num_warps": 4},
+# Ways of reading the cache for prompts, by the width of heads and the query rows of a tile. Causal
+# attention of 8000 tokens on an H200 does 464 TFLOP/s with 32 query and 8 key heads of 128, and 496
+# with 16 and 8 of 256 (tiles of 64 rows 442 and 364). 16 prompts of 512 tokens do 225 and 234 with
+# heads of 128: large tiles are for long prompts.
+_PROMPT_TILES: dict[tuple[int, int], dict[str, int]] = {
+    (64, 64): {"TOKENS": 64, "num_stages": 2, "num_warps": 4},
+    (128, 64): {"TOKENS": 64, "num_stages": 3, "num_warps": 4},
+    (128, 128): {"TOKENS": 64, "num_stages": 2, "num_warps": 4},
+    (256, 128): {"TOKENS": 64, "num_stages": 2, "num_warps": 8},
 }
-# Way of reading it for single tokens whose query heads share keys, programs of a multiprocessor,
-# and about the most parts of a head. 48 sequences of 4000 tokens with 12 query and 2 key heads of
-# 128 take 59 us of a layer (one program for each head: 428), 48 of 2000 to 6000 with 32 and 8 heads
-# 190; reading takes 45 and 179.
+_LONG_PROMPT = 2048  # new tokens
+# Ways of reading it for single tokens, programs of a multiprocessor, and about the most parts of a
+# head. 48 sequences of 4000 tokens with 12 query and 2 key heads of 128 take 59 us of a layer (one
+# program for each head: 428), 48 of 2000 to 6000 with 32 and 8 heads 190; reading takes 45 and 179.
 _DECODE_TILE: dict[str, int] = {
     "TOKENS": 64,
     "MOST_PARTS": 32,
@@ -63,17 +71,30 @@ _DECODE_TILE: dict[str, int] = {
 # multiprocessor with fewer registers: 96 sequences of 600 tokens with 32 query and 8 key heads of
 # 128 take 86 us on an H100, and 93 with the tile above; reading takes 70.
 _MANY_DECODE_TILE = _DECODE_TILE | {"TOKENS": 32, "programs": 6, "maxnreg": 168}
+# And for heads of 256: 200 sequences of 1500 tokens with 16 and 8 heads, which are capped, take 484
+# us on an H200, where reading takes 482, and 624 with 32 tokens at once and four programs.
+_WIDE_DECODE_TILE = _MANY_DECODE_TILE | {"TOKENS": 16}
 _OTHER_SHARED_BYTES = 2048  # barriers, and what reductions exchange
 _JOINED_VALUES = (8192, 4096)  # of parts that a program joins at once; fewer with `maxnreg`
-# The same where they share none: cached values that a program of `flash_decode_evenly` reads at
-# once. A program is one warp, which has no other to wait for; all must fit the 65,536 registers of
-# a multiprocessor. 256 sequences of GPT-J-6B, of 32 to 700 tokens, take 386 us of a layer, and 495
-# with one program for each head; reading takes 356. One sequence of 300 tokens with 16 heads of 256
-# takes 8 us on an H100, and 14 where its parts are joined one by one.
-_EVEN_VALUES = 1024
-_EVEN_TILE: dict[str, int] = {"MOST_PARTS": 64, "programs": 12, "num_warps": 1, "maxnreg": 168}
-_EVEN_JOINED_VALUES = 2048
 _LEAST_SEQUENCES = 256  # one kernel serves all steps of fewer
+
+
+def constants(record: RecordT) -> RecordT:
+    """Return a record for a kernel: its fields in capitals are constants of the compiled kernel."""
+    named = record._asdict().items()
+    return type(record)(
+        *(tl.constexpr(value) if name.isupper() else value for name, value in named)
+    )
+
+
+def prompt_rows(size: int, longest: int = 0) -> int:
+    """Return the query rows of a tile for prompts of at most `longest` tokens; 0 for any."""
+    width = _width_class(size)
+    return 128 if width == 256 or (width == 128 and longest >= _LONG_PROMPT) else 64
+
+
+def _width_class(size: int) -> int:
+    return min(max(int(triton.next_power_of_2(size)), 64), 256)
 
 
 @dataclass(frozen=True)
@@ -85,6 +106,11 @@ class Tiles:
     places: torch.Tensor  # of the first token
     rows: torch.Tensor  # of the first token among the step's
     counts: torch.Tensor  # at most `size`
+
+    @property
+    def fields(self) -> TileFields:
+        """The integers as kernels take them."""
+        return TileFields(self.slots, self.places, self.rows, self.counts, None)
 
 
 @dataclass(frozen=True)
@@ -146,139 +172,125 @@ class _Launch:
     def cache(self) -> KVCache:
         return self.step.cache
 
-    def _inputs(self, new: torch.Tensor | None) -> tuple[Any, ...]:
-        """Return queries, new keys and values, the stride of all three's tokens, and angles."""
-        # Absent tensors are not read, but need some pointer in their place.
-        query = keys = values = cos = sin = self.query
+    def _inputs(self, new: torch.Tensor | None) -> Inputs:
+        keys = values = None
         if new is not None:
-            assert len(query) == 1 or query.stride(0) == new.stride(0)
+            assert len(self.query) == 1 or self.query.stride(0) == new.stride(0)
             K = self.cache.shape.kv_head_num
             keys, values = new[:, :K], new[:, K:]
-        if self.angles is not None:
-            cos, sin = self.angles.cos, self.angles.sin
-        return query, keys, values, query.stride(0), cos, sin
+        angles = self.angles
+        return Inputs(
+            query_at=self.query,
+            key_at=keys,
+            value_at=values,
+            token_stride=self.query.stride(0),
+            cos_at=None if angles is None else angles.cos,
+            sin_at=None if angles is None else angles.sin,
+            R=0 if angles is None else angles.cos.shape[-1],
+            INTERLEAVED=int(angles is not None and angles.interleaved),
+        )
 
-    def _stored(self) -> tuple[Any, ...]:
+    def _cached(self) -> Cached:
         keys, values = self.cache.blocks(self.layer)
-        tables = self.cache.tables
-        return keys, values, keys.stride(0), keys.stride(1), tables, tables.stride(0)
+        return Cached(
+            keys_at=keys,
+            values_at=values,
+            block_stride=keys.stride(0),
+            head_stride=keys.stride(1),
+            tables_at=self.cache.tables,
+            table_width=self.cache.tables.stride(0),
+            BLOCK=self.cache.shape.block_tokens,
+        )
 
-    def _constants(self) -> dict[str, Any]:
-        size = self.query.shape[2]
-        return {
-            "D": size,
-            "R": 0 if self.angles is None else self.angles.cos.shape[-1],
-            "WIDTH": max(LEAST_ROWS, triton.next_power_of_2(size)),
-            "BLOCK": self.cache.shape.block_tokens,
-            "INTERLEAVED": self.angles is not None and self.angles.interleaved,
-            **launch_options(self.query),
-        }
+    def _described(self, tokens: int, width: int) -> Any:
+        """Return the descriptor for `tokens` of the layer's cache, None where TMA cannot copy."""
+        block, size = self.cache.shape.block_tokens, self.cache.shape.size_per_head
+        if not has_tma(self.query) or block % tokens or size * self.query.itemsize % 16:
+            return None
+        return tile_descriptor(self.cache.rows(self.layer), tokens, width)
 
-    def _bias(self) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the additions to the scores, and the kernel's constants for them."""
+    def _heads(self, rows: int) -> Heads:
+        """Return the sizes of heads, for tiles of some tokens."""
+        _, H, size = self.query.shape
+        return head_sizes(H, self.cache.shape.kv_head_num, size, rows)
+
+    def _scores(self) -> Scores:
         rules = self.step.rules
-        slopes, table = rules.alibi_slopes, rules.distance_bias
-        bias = slopes if table is None else table.contiguous()
-        return self.query if bias is None else bias, {
-            "WINDOW": rules.window(self.layer) or 0,
-            "SOFTCAP": rules.softcap or 0.0,
-            "HAS_SLOPES": slopes is not None,
-            "TABLE": 0 if table is None else table.shape[1],
-        }
-
-    def _result(self) -> tuple[torch.Tensor, int, float]:
-        """Return the output, the stride of its tokens, and the factor on the scores."""
-        scale = self.step.rules.scale
-        factor = self.query.shape[2] ** -0.5 if scale is None else scale
-        return self.y, self.y.stride(0), factor
+        table = rules.distance_bias
+        return Scores(
+            scale=self.query.shape[2] ** -0.5 if rules.scale is None else rules.scale,
+            bias_at=rules.alibi_slopes if table is None else table.contiguous(),
+            WINDOW=rules.window(self.layer) or 0,
+            SOFTCAP=rules.softcap or 0.0,
+            TABLE=0 if table is None else table.shape[1],
+            FIRST=0,
+            CAUSAL=1,
+        )
 
     def store(self, new: torch.Tensor) -> None:
         """Store the new keys and values, rotated, and rotate the queries in place."""
-        constants = self._constants()
+        inputs, heads = self._inputs(new), self._heads(1)
         count, H, _ = self.query.shape
-        K = self.cache.shape.kv_head_num
-        heads = triton.next_power_of_2(K)
+        at_once = triton.next_power_of_2(self.cache.shape.kv_head_num)
         store_new_tokens[(count,)](
-            *(*self._inputs(new), *self._stored(), self.step.slots, self.step.places),
-            H=H,
-            K=K,
+            *(constants(inputs), constants(self._cached())),
+            *(self.step.slots, self.step.places, constants(heads)),
             QUERIES=triton.next_power_of_2(H),
-            PAIRS=triton.next_power_of_2(max(constants["R"] // 2, 1)),
-            HEADS=heads,
-            num_warps=8 if heads * constants["WIDTH"] > 4096 else 4,
-            **constants,
+            PAIRS=triton.next_power_of_2(max(inputs.R // 2, 1)),
+            HEADS=at_once,
+            num_warps=8 if at_once * heads.WIDTH > 4096 else 4,
+            **launch_options(self.query),
         )
 
     def attend_prompts(self, tiles: Tiles) -> None:
         """Attend for the queries of some tiles, whose keys and values are all in the cache."""
-        K = self.cache.shape.kv_head_num
-        group = self.query.shape[1] // K
-        constants = self._constants()
-        del constants["R"], constants["INTERLEAVED"]  # the queries are rotated
-        rows = max(LEAST_ROWS, triton.next_power_of_2(tiles.size * group))
-        width, item_bytes = constants["WIDTH"], self.query.dtype.itemsize
-        options = _prompt_options(rows, width, item_bytes)
-        if self.query.is_cuda:
-            room = shared_bytes(self.query.device) - rows * width * item_bytes
-            options = fitting(options, room, row_bytes=2 * width * item_bytes)
-        described, cache = self._cache_rows(options["TOKENS"], width)
-        bias, choices = self._bias()
-        flash_attend_prompts[(len(tiles.slots), K)](
-            *(self.query, self.query.stride(0), cache, *self._stored()[1:]),
-            *(tiles.slots, tiles.places, tiles.rows, tiles.counts),
-            *(bias, *self._result()),
-            G=group,
-            K=K,
-            ROWS=rows,
-            TMA=described,
+        heads = self._heads(tiles.size)
+        options = prompt_options(self.query, heads)
+        flash_attend_prompts[(len(tiles.slots), self.cache.shape.kv_head_num)](
+            constants(replace(self, angles=None)._inputs(None)),
+            *(constants(self._cached()), self._described(options["TOKENS"], heads.WIDTH)),
+            *(tiles.fields, constants(self._scores())),
+            *(self.y, self.y.stride(0), constants(heads)),
             **options,
-            **choices,
-            **constants,
+            **launch_options(self.query),
         )
-
-    def _cache_rows(self, tokens: int, width: int) -> tuple[bool, Any]:
-        """Return whether the layer's cache can be read by TMA, and its descriptor or its keys."""
-        keys, _ = self.cache.blocks(self.layer)
-        block, size = self.cache.shape.block_tokens, self.cache.shape.size_per_head
-        if not has_tma(self.query) or block % tokens or size * keys.element_size() % 16:
-            return False, keys
-        return True, tile_descriptor(self.cache.rows(self.layer), tokens, width)
 
     def decode(self, tiles: Tiles, new: torch.Tensor | None) -> None:
         """Attend for tiles of one token each; new keys and values, if any, are stored first."""
-        constants = self._constants()
-        count, H, K = len(tiles.slots), self.query.shape[1], self.cache.shape.kv_head_num
-        device, width, item_bytes = self.query.device, constants["WIDTH"], self.query.itemsize
-        processors, heads = multiprocessors(device), triton.next_power_of_2(H // K)
-        kernel: Any = flash_decode_evenly
-        described: list[Any] = []
-        if H == K and item_bytes == 2:
-            joined = _EVEN_JOINED_VALUES
-            options = _EVEN_TILE | {"H": H, "TOKENS": _EVEN_VALUES // width}
-        else:
-            kernel = flash_decode_grouped
-            many = count * K >= processors * _DECODE_TILE["programs"]
-            options = dict(_decode_options(width, item_bytes, many=many))
-            joined = _JOINED_VALUES["maxnreg" in options]
-            options["TMA"], *described = self._cache_rows(options["TOKENS"], width)
-            options |= {"G": H // K, "K": K, "GROUP": max(LEAST_ROWS, heads), "HEADS": heads}
+        heads = self._heads(1)
+        count, K, group = len(tiles.slots), self.cache.shape.kv_head_num, heads.G
+        device, width = self.query.device, heads.WIDTH
+        processors, at_once = multiprocessors(device), triton.next_power_of_2(group)
+        many = count * K >= processors * _DECODE_TILE["programs"]
+        options = dict(_decode_options(width, self.query.dtype.itemsize, many=many))
         programs = processors * options.pop("programs")
-        mixed = torch.empty(programs, 2, heads, width, device=device)
-        sums = torch.empty(programs, 2, 2, heads, device=device)
-        bias, choices = self._bias()
-        kernel[(programs,)](
-            *(*self._inputs(new), *described, *self._stored()),
-            *(tiles.slots, tiles.places, tiles.rows, tiles.counts, count),
-            *(bias, mixed, sums, _tickets(device, triton.next_power_of_2(count * K))),
-            *self._result(),
-            JOINED=max(joined // (heads * width), 1),
-            ROWS=max(triton.next_power_of_2(count), _LEAST_SEQUENCES),
-            NEW=new is not None,
+        flash_decode[(programs,)](
+            *(constants(self._inputs(new)), constants(self._cached())),
+            self._described(options["TOKENS"], width),
+            *(tiles.fields, count, constants(self._scores())),
+            torch.empty(programs, 2, at_once, width, device=device),
+            torch.empty(programs, 2, 2, at_once, device=device),
+            _tickets(device, triton.next_power_of_2(count * K)),
+            *(self.y, self.y.stride(0), constants(heads)),
+            COUNTED=max(triton.next_power_of_2(count), _LEAST_SEQUENCES),
+            HEADS=at_once,
+            JOINED=max(_JOINED_VALUES["maxnreg" in options] // (at_once * width), 1),
             FIXED=self.step.single,
             **options,
-            **choices,
-            **constants,
+            **launch_options(self.query),
         )
+
+
+def head_sizes(query_heads: int, kv_heads: int, size: int, tokens: int) -> Heads:
+    """Return the sizes of heads, and of tiles of some tokens."""
+    group = query_heads // kv_heads
+    return Heads(
+        G=group,
+        K=kv_heads,
+        D=size,
+        WIDTH=max(LEAST_ROWS, triton.next_power_of_2(size)),
+        ROWS=max(LEAST_ROWS, triton.next_power_of_2(tokens * group)),
+    )
 
 
 @cache
@@ -287,20 +299,27 @@ def _tickets(device: torch.device, count: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def _prompt_options(rows: int, width: int, item_bytes: int) -> dict[str, int]:
-    """Return how a tile of queries reads the cache: tokens at once, loads in flight, warps."""
+def prompt_options(query: torch.Tensor, heads: Heads) -> dict[str, int]:
+    """Return how a tile of queries reads keys: tokens at once, loads in flight, warps."""
+    rows, width, item_bytes = heads.ROWS, heads.WIDTH, query.dtype.itemsize
     if item_bytes == 4:
-        return {"TOKENS": 16, "num_stages": 1, "num_warps": 4 if rows < 64 else 8}
-    if rows < 64 or width > 256:  # those of batch-invariant steps, or too wide for large tiles
-        return {"TOKENS": 32 if width > 128 else 64, "num_stages": 3, "num_warps": 4}
-    return _PROMPT_TILES[max(width, 64)]
+        options = {"TOKENS": 16, "num_stages": 1, "num_warps": 4 if rows < 64 else 8}
+    elif rows < 64 or width > 256:  # those of batch-invariant steps, or too wide for large tiles
+        options = {"TOKENS": 32 if width > 128 else 64, "num_stages": 3, "num_warps": 4}
+    else:
+        wide = width == 256 or (width == 128 and rows > 64)
+        options = _PROMPT_TILES[_width_class(width), 128 if wide else 64]
+    if query.is_cuda:
+        room = shared_bytes(query.device) - rows * width * item_bytes
+        options = fitting(options, room, row_bytes=2 * width * item_bytes)
+    return options
 
 
 def fitting(options: dict[str, int], room: int, *, row_bytes: int) -> dict[str, int]:
     """Return the options with fewer loads in flight, or fewer tokens of each, if `room` is short.
 
     Args:
-        options: From `_prompt_options`.
+        options: From `prompt_options`.
         room: Bytes of shared memory for keys and values.
         row_bytes: Of a token's key and value.
     """
@@ -312,12 +331,12 @@ def fitting(options: dict[str, int], room: int, *, row_bytes: int) -> dict[str, 
 
 
 def _decode_options(width: int, item_bytes: int, *, many: bool) -> dict[str, int]:
-    """Return how a program of `flash_decode_grouped` reads the cache.
+    """Return how a program of `flash_decode` reads the cache.
 
     `programs` are those of a multiprocessor.
     """
     if item_bytes == 4:
         return _DECODE_TILE | {"TOKENS": 16, "num_stages": 1}
     if width > 128:
-        return _DECODE_TILE | {"TOKENS": 32}
+        return _WIDE_DECODE_TILE
     return _MANY_DECODE_TILE if many else _DECODE_TILE

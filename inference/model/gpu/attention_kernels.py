@@ -1,10 +1,13 @@
 """Kernels of attention over the cached blocks of sequences, in Triton's language.
 
-`attention` launches them. Import this module only where Triton is installed.
+`attention` launches them. Import this module only where Triton is installed. What several kernels
+take is a record: pointers, strides and numbers, and constants of the compiled kernel (capitals).
 """
 
 # Shapes: N new tokens, B sequences, H local query heads, K local key/value heads, G query heads of
 #         a key/value head, D head size, R rotated dimensions, T entries of a bias table
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -14,16 +17,81 @@ from inference.parallel.launch_cuda import let_next_begin, wait_for_earlier
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
+class Inputs(NamedTuple):
+    """New tokens: heads of queries, and of keys and values if these are new, and their angles."""
+
+    query_at: Any
+    key_at: Any
+    value_at: Any
+    token_stride: Any
+    cos_at: Any
+    sin_at: Any
+    R: Any
+    INTERLEAVED: Any
+
+
+class Cached(NamedTuple):
+    """A layer's keys and values in blocks of BLOCK tokens, and the blocks of each slot.
+
+    Kernels take its descriptor, by which TMA copies tiles of TOKENS tokens, next to this: Triton
+    knows none within records. It is None where TMA does not serve.
+    """
+
+    keys_at: Any
+    values_at: Any
+    block_stride: Any
+    head_stride: Any
+    tables_at: Any
+    table_width: Any
+    BLOCK: Any
+
+
+class TileFields(NamedTuple):
+    """Integers of each tile, see `attention.Tiles`."""
+
+    slots_at: Any
+    places_at: Any
+    rows_at: Any
+    counts_at: Any
+    stops_at: Any  # tokens of the sequence, where a query sees later ones; else None
+
+
+class Heads(NamedTuple):
+    """Sizes of heads; powers of two are at least what they hold."""
+
+    G: Any
+    K: Any
+    D: Any
+    WIDTH: Any  # a power of two, at least D
+    ROWS: Any  # query rows of a tile, a power of two
+
+
+class Scores(NamedTuple):
+    """The factor on the scores and what is added to them, see `AttentionRules`.
+
+    `bias_at` are slopes of ALiBi, or with TABLE > 0 the biases of distances from FIRST on.
+    """
+
+    scale: Any
+    bias_at: Any
+    WINDOW: Any  # 0 for none
+    SOFTCAP: Any  # likewise
+    TABLE: Any
+    FIRST: Any
+    CAUSAL: Any
+
+
 @triton.jit
-def _turned(at, inside, cos_at, sin_at, d, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _turned(at, inside, inputs, angle, d):
     """Return heads' values at `at` + `d`, the first R dimensions of each rotated.
 
-    `at`, `cos_at` and `sin_at` point to the beginnings of heads and of their tokens' angles, and
-    broadcast with the dimensions `d`.
+    `at` and `angle` are the beginnings of heads and of their tokens' angles, and broadcast with the
+    dimensions `d`.
     """
+    R: tl.constexpr = inputs.R
     x = tl.load(at + d, mask=inside, other=0.0)
     if R > 0:
-        if INTERLEAVED:
+        if inputs.INTERLEAVED:
             partner = d ^ 1
             sign = tl.where((d & 1) == 0, -1.0, 1.0)
         else:
@@ -31,244 +99,184 @@ def _turned(at, inside, cos_at, sin_at, d, R: tl.constexpr, INTERLEAVED: tl.cons
             sign = tl.where(d < R // 2, -1.0, 1.0)
         turns = d < R
         other = tl.load(at + tl.where(turns, partner, d), mask=inside, other=0.0)
-        cos = tl.load(cos_at + d, mask=inside & turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_at + d, mask=inside & turns, other=0.0).to(tl.float32)
+        cos = tl.load(inputs.cos_at + angle + d, mask=inside & turns, other=1.0).to(tl.float32)
+        sin = tl.load(inputs.sin_at + angle + d, mask=inside & turns, other=0.0).to(tl.float32)
         x = (x.to(tl.float32) * cos + sign * other.to(tl.float32) * sin).to(x.dtype)
     return x
 
 
 @triton.jit
-def _capped(score, SOFTCAP: tl.constexpr):
-    """Return SOFTCAP * tanh(score / SOFTCAP), of 0 the score itself."""
-    if SOFTCAP > 0:
-        score = SOFTCAP * (2 * tl.sigmoid(score * (2 / SOFTCAP)) - 1)
-    return score
+def _in_units_of_log_2(product, scores):
+    """Return scores for products of queries and keys: scaled, capped, as exponents of 2."""
+    if scores.SOFTCAP > 0:  # cap * tanh(z) = cap - 2 * cap / (exp(2 * z) + 1)
+        cap: tl.constexpr = scores.SOFTCAP * 1.4426950408889634
+        power = tl.exp2(product * (scores.scale * (2 * 1.4426950408889634 / scores.SOFTCAP)))
+        return cap - 2 * cap / (power + 1)
+    return product * (scores.scale * _LOG2_E)
+
+
+@triton.jit
+def _cells(cached, heads, kv_head, table_at, place, d):
+    """Return where a head keeps the token of some place, relative to the keys and the values."""
+    block = tl.load(table_at + place // cached.BLOCK).to(tl.int64) * cached.block_stride
+    return block + kv_head * cached.head_stride + (place % cached.BLOCK) * heads.D + d
 
 
 @triton.jit
 def store_new_tokens(
-    query_at,
-    key_at,
-    value_at,
-    token_stride,
-    cos_at,
-    sin_at,
-    keys_at,
-    values_at,
-    block_stride,
-    head_stride,
-    tables_at,
-    table_width,
+    inputs,
+    cached,
     slots_at,
     places_at,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
+    heads,
     QUERIES: tl.constexpr,  # a power of two, at least H
     PAIRS: tl.constexpr,  # a power of two, at least R / 2
     HEADS: tl.constexpr,  # a power of two, at least K
-    WIDTH: tl.constexpr,  # a power of two, at least D
-    BLOCK: tl.constexpr,  # tokens of a block
-    INTERLEAVED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Store the rotated keys and the values of one token; rotate its queries where they lie."""
     let_next_begin(EARLY)
     token = tl.program_id(0)
     head = tl.arange(0, HEADS)[:, None]
-    d = tl.arange(0, WIDTH)[None, :]
-    inside = (head < K) & (d < D)
+    d = tl.arange(0, heads.WIDTH)[None, :]
+    inside = (head < heads.K) & (d < heads.D)
     wait_for_earlier(EARLY)
     slot, place = tl.load(slots_at + token), tl.load(places_at + token)
-    block = tl.load(tables_at + slot * table_width + place // BLOCK).to(tl.int64)
-    target = block * block_stride + head * head_stride + (place % BLOCK) * D + d
-    source = token.to(tl.int64) * token_stride + head * D
-    angle = token * R
-    key = _turned(key_at + source, inside, cos_at + angle, sin_at + angle, d, R, INTERLEAVED)
-    tl.store(keys_at + target, key, mask=inside)
-    value = tl.load(value_at + source + d, mask=inside, other=0.0)
-    tl.store(values_at + target, value, mask=inside)
-    if R > 0:
+    table_at = cached.tables_at + slot * cached.table_width
+    target = _cells(cached, heads, head, table_at, place, d)
+    source = token.to(tl.int64) * inputs.token_stride + head * heads.D
+    angle = token * inputs.R
+    key = _turned(inputs.key_at + source, inside, inputs, angle, d)
+    tl.store(cached.keys_at + target, key, mask=inside)
+    value = tl.load(inputs.value_at + source + d, mask=inside, other=0.0)
+    tl.store(cached.values_at + target, value, mask=inside)
+    if inputs.R > 0:
         # Both of a pair are read before either is written.
+        R: tl.constexpr = inputs.R
         query = tl.arange(0, QUERIES)[:, None]
         pair = tl.arange(0, PAIRS)[None, :]
         turns = pair < R // 2
-        inside = (query < H) & turns
-        one = 2 * pair if INTERLEAVED else pair
-        other = one + 1 if INTERLEAVED else one + R // 2
-        at = query_at + token.to(tl.int64) * token_stride + query * D
+        inside = (query < heads.G * heads.K) & turns
+        one = 2 * pair if inputs.INTERLEAVED else pair
+        other = one + 1 if inputs.INTERLEAVED else one + R // 2
+        at = inputs.query_at + token.to(tl.int64) * inputs.token_stride + query * heads.D
         x = tl.load(at + one, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(at + other, mask=inside, other=0.0).to(tl.float32)
-        cos = tl.load(cos_at + angle + one, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_at + angle + one, mask=turns, other=0.0).to(tl.float32)
-        tl.store(at + one, (x * cos - y * sin).to(query_at.dtype.element_ty), mask=inside)
-        cos = tl.load(cos_at + angle + other, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_at + angle + other, mask=turns, other=0.0).to(tl.float32)
-        tl.store(at + other, (y * cos + x * sin).to(query_at.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _cache_new(
-    key_at,
-    value_at,
-    cos_at,
-    sin_at,
-    keys_at,
-    values_at,
-    table_at,
-    place,
-    d,
-    block_stride,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Return one head's new key, rotated, and value, which are stored in the cache."""
-    key = _turned(key_at, d < D, cos_at, sin_at, d, R, INTERLEAVED)
-    value = tl.load(value_at + d, mask=d < D, other=0.0)
-    block = tl.load(table_at + place // BLOCK).to(tl.int64)
-    cell = block * block_stride + (place % BLOCK) * D + d
-    tl.store(keys_at + cell, key, mask=d < D)
-    tl.store(values_at + cell, value, mask=d < D)
-    return key, value
+        cos = tl.load(inputs.cos_at + angle + one, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(inputs.sin_at + angle + one, mask=turns, other=0.0).to(tl.float32)
+        tl.store(at + one, (x * cos - y * sin).to(value.dtype), mask=inside)
+        cos = tl.load(inputs.cos_at + angle + other, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(inputs.sin_at + angle + other, mask=turns, other=0.0).to(tl.float32)
+        tl.store(at + other, (y * cos + x * sin).to(value.dtype), mask=inside)
 
 
 @triton.jit
 def _attend_keys(  # noqa: C901 - constants choose
-    largest,
-    total,
-    mixed,
+    state,
     query,
     position,
-    begin,
-    end,
-    stop,
-    keys_at,
-    values_at,
+    span,
+    cached,
+    described,
     kv_head,
-    block_stride,
-    head_stride,
     table_at,
-    bias_at,
+    scores,
     head,
-    slope,
-    scale,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    heads,
     TOKENS: tl.constexpr,
-    TMA: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    TABLE: tl.constexpr,
     MASKED: tl.constexpr,  # whether some queries do not see some of the tokens
 ):
-    """Return the online softmax of queries (ROWS, WIDTH) with cached tokens [begin, end) added.
+    """Return the online softmax of queries (ROWS, WIDTH) with cached tokens of a span added.
 
     The state is each row's largest score so far, in units of log 2, the sum of the weights and the
-    sum of the weighted values, both relative to it. Nothing lies at `stop` and beyond. With TMA
-    `keys_at` is the descriptor of the layer's cache, as rows of one head's key or value.
+    sum of the weighted values, both relative to it. The span is where the tokens begin and end, and
+    from where on nothing lies.
     """
-    d = tl.arange(0, WIDTH)[None, :]
+    largest, total, mixed = state
+    begin, end, stop = span
+    D: tl.constexpr = heads.D
+    BLOCK: tl.constexpr = cached.BLOCK
+    d = tl.arange(0, heads.WIDTH)[None, :]
     ONE_BLOCK: tl.constexpr = BLOCK % TOKENS == 0  # TOKENS never lie in two
-    block = tl.full((), 0, tl.int32)
+    zero = tl.full((), 0, tl.int32)  # Triton's interpreter divides no number of its own
+    block = zero
     if ONE_BLOCK:
         # One step ahead: the compiler can then load keys ahead, too.
-        block = tl.load(table_at + begin // BLOCK, mask=begin < end, other=0)
+        block = tl.load(table_at + (begin + zero) // BLOCK, mask=begin < end, other=0)
     for start in range(begin, end, TOKENS):
+        within = (start + zero) % BLOCK
         token = start + tl.arange(0, TOKENS)
         there = (token < stop)[:, None]
-        if TMA:
-            row = (block * (2 * K) + kv_head) * BLOCK + start % BLOCK
-            keys = keys_at.load([row, 0])
+        if described is not None:
+            row = (block * (2 * heads.K) + kv_head) * BLOCK + within
+            keys = described.load([row, 0])
         else:
             if ONE_BLOCK:
-                offset = block.to(tl.int64) * block_stride + (start % BLOCK + token - start) * D
+                offset = block.to(tl.int64) * cached.block_stride
+                offset += (within + tl.arange(0, TOKENS)) * D
             else:
                 each = tl.load(table_at + token // BLOCK, mask=token < stop, other=0)
-                offset = each.to(tl.int64) * block_stride + (token % BLOCK) * D
-            at = offset[:, None] + kv_head * head_stride + d
+                offset = each.to(tl.int64) * cached.block_stride + (token % BLOCK) * D
+            at = offset[:, None] + kv_head * cached.head_stride + d
             if MASKED:
-                keys = tl.load(keys_at + at, mask=there & (d < D), other=0.0)
-            elif WIDTH != D:
-                keys = tl.load(keys_at + at, mask=d < D, other=0.0)
+                keys = tl.load(cached.keys_at + at, mask=there & (d < D), other=0.0)
+            elif heads.WIDTH != D:
+                keys = tl.load(cached.keys_at + at, mask=d < D, other=0.0)
             else:
-                keys = tl.load(keys_at + at)
+                keys = tl.load(cached.keys_at + at)
         score = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        if SOFTCAP > 0:
-            score = _capped(score * scale, SOFTCAP) * _LOG2_E
-        else:
-            score *= scale * _LOG2_E
+        score = _in_units_of_log_2(score, scores)
         distance = position[:, None] - token[None, :]
-        if HAS_SLOPES:
+        if scores.TABLE > 0:
+            entry = tl.minimum(tl.maximum(distance - scores.FIRST, 0), scores.TABLE - 1)
+            entry += head[:, None] * scores.TABLE
+            score += tl.load(scores.bias_at + entry).to(tl.float32) * _LOG2_E
+        elif scores.bias_at is not None:
+            slope = tl.load(scores.bias_at + head)
             score -= (slope * _LOG2_E)[:, None] * distance.to(tl.float32)
-        if TABLE > 0:
-            entry = head[:, None] * TABLE + tl.maximum(tl.minimum(distance, TABLE - 1), 0)
-            score += tl.load(bias_at + entry).to(tl.float32) * _LOG2_E
         if MASKED:
-            seen = (distance >= 0) & (token < stop)[None, :]
-            if WINDOW > 0:
-                seen &= distance < WINDOW
+            seen = (token < stop)[None, :]
+            if scores.CAUSAL:
+                seen &= distance >= 0
+            if scores.WINDOW > 0:
+                seen &= distance < scores.WINDOW
             score = tl.where(seen, score, -1e30)
         new_largest = tl.maximum(largest, tl.max(score, 1))
         weight = tl.exp2(score - new_largest[:, None])
-        if MASKED and WINDOW > 0:  # a row may see none of these
+        if MASKED and scores.WINDOW > 0:  # a row may see none of these
             weight = tl.where(seen, weight, 0.0)
         shrink = tl.exp2(largest - new_largest)
         total = total * shrink + tl.sum(weight, 1)
-        if TMA:
-            values = keys_at.load([row + K * BLOCK, 0])
+        if described is not None:
+            values = described.load([row + heads.K * BLOCK, 0])
             if MASKED:  # what lies there need not be finite
                 values = tl.where(there, values, 0.0)
         elif MASKED:
-            values = tl.load(values_at + at, mask=there & (d < D), other=0.0)
-        elif WIDTH != D:
-            values = tl.load(values_at + at, mask=d < D, other=0.0)
+            values = tl.load(cached.values_at + at, mask=there & (d < D), other=0.0)
+        elif heads.WIDTH != D:
+            values = tl.load(cached.values_at + at, mask=d < D, other=0.0)
         else:
-            values = tl.load(values_at + at)
+            values = tl.load(cached.values_at + at)
         mixed = mixed * shrink[:, None]
         mixed = tl.dot(weight.to(values.dtype), values, mixed, input_precision="ieee")
         largest = new_largest
         if ONE_BLOCK:
-            following = start + TOKENS
+            following = start + zero + TOKENS
             block = tl.load(table_at + following // BLOCK, mask=following < end, other=0)
     return largest, total, mixed
 
 
 @triton.jit
 def flash_attend_prompts(
-    query_at,
-    token_stride,
-    keys_at,
-    values_at,
-    block_stride,
-    head_stride,
-    tables_at,
-    table_width,
-    slots_at,
-    places_at,
-    rows_at,
-    counts_at,
-    bias_at,
+    inputs,
+    cached,
+    described,
+    tiles,
+    scores,
     y_at,
     y_stride,
-    scale,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    heads,
     TOKENS: tl.constexpr,  # cached ones that are read at once
-    TMA: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0 for none
-    SOFTCAP: tl.constexpr,  # likewise
-    HAS_SLOPES: tl.constexpr,
-    TABLE: tl.constexpr,  # T, 0 for none
     EARLY: tl.constexpr,
 ):
     """Flash attention of some new tokens of one sequence, all query heads of one key/value head.
@@ -277,117 +285,93 @@ def flash_attend_prompts(
     """
     let_next_begin(EARLY)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, ROWS)
-    token, head = row // G, kv_head * G + row % G
-    d = tl.arange(0, WIDTH)
+    row = tl.arange(0, heads.ROWS)
+    token, head = row // heads.G, kv_head * heads.G + row % heads.G
+    d = tl.arange(0, heads.WIDTH)
     wait_for_earlier(EARLY)
-    count = tl.load(counts_at + tile)
+    count = tl.load(tiles.counts_at + tile)
     if count == 0:  # a graph has more tiles than most steps
         return
-    slot, place = tl.load(slots_at + tile), tl.load(places_at + tile).to(tl.int32)
-    first_row = tl.load(rows_at + tile).to(tl.int64)
-    real = token < count
-    inside = real[:, None] & (d < D)[None, :]
-    at = query_at + (first_row + token)[:, None] * token_stride + head[:, None] * D + d[None, :]
+    slot, place = tl.load(tiles.slots_at + tile), tl.load(tiles.places_at + tile).to(tl.int32)
+    first_row = tl.load(tiles.rows_at + tile).to(tl.int64)
+    inside = (token < count)[:, None] & (d < heads.D)[None, :]
+    across = head[:, None] * heads.D + d[None, :]
+    at = inputs.query_at + (first_row + token)[:, None] * inputs.token_stride + across
     query = tl.load(at, mask=inside, other=0.0)
-    slope = tl.zeros((ROWS,), tl.float32)
-    if HAS_SLOPES:
-        slope = tl.load(bias_at + head)
-    position, stop = place + token, place + count.to(tl.int32)
     # Tokens are read by the same tiles wherever the query's own tile begins.
     begin, all_seen = 0, 0
-    if WINDOW > 0:
-        begin = tl.maximum(0, place + 1 - WINDOW) // TOKENS * TOKENS
-        all_seen = tl.maximum(0, stop - WINDOW + TOKENS - 1) // TOKENS * TOKENS
-    end = (place + 1) // TOKENS * TOKENS
-    largest = tl.full((ROWS,), -1e30, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    mixed = tl.zeros((ROWS, WIDTH), tl.float32)
-    table_at = tables_at + slot * table_width
+    if scores.CAUSAL:
+        stop = place + count.to(tl.int32)
+        end = (place + 1) // TOKENS * TOKENS
+    else:
+        stop = tl.load(tiles.stops_at + tile).to(tl.int32)
+        end = stop // TOKENS * TOKENS
+    if scores.WINDOW > 0:
+        begin = tl.maximum(0, place + 1 - scores.WINDOW) // TOKENS * TOKENS
+        all_seen = tl.maximum(0, stop - scores.WINDOW + TOKENS - 1) // TOKENS * TOKENS
+    largest = tl.full((heads.ROWS,), -1e30, tl.float32)
+    total = tl.zeros((heads.ROWS,), tl.float32)
+    mixed = tl.zeros((heads.ROWS, heads.WIDTH), tl.float32)
+    table_at = cached.tables_at + slot * cached.table_width
     for phase in tl.static_range(3):
         first, last = begin, tl.minimum(all_seen, stop)
         if phase == 1:
             first, last = all_seen, end
         if phase == 2:
             first, last = tl.maximum(end, all_seen), stop
-        if phase > 0 or WINDOW > 0:
+        if phase > 0 or scores.WINDOW > 0:
             largest, total, mixed = _attend_keys(
-                *(largest, total, mixed, query, position, first, last, stop),
-                *(keys_at, values_at, kv_head, block_stride, head_stride, table_at),
-                *(bias_at, head, slope, scale),
-                *(K, D, WIDTH, BLOCK, TOKENS, TMA, WINDOW, SOFTCAP, HAS_SLOPES, TABLE, phase != 1),
+                *((largest, total, mixed), query, place + token, (first, last, stop)),
+                *(cached, described, kv_head, table_at, scores, head, heads, TOKENS, phase != 1),
             )
-    at = y_at + (first_row + token)[:, None] * y_stride + head[:, None] * D + d[None, :]
+    at = y_at + (first_row + token)[:, None] * y_stride + across
     tl.store(at, (mixed / total[:, None]).to(y_at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _even_shares(
-    places_at,
-    counts_at,
+    tiles,
     count,
-    heads: tl.constexpr,
+    heads,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
+    COUNTED: tl.constexpr,
     MOST_PARTS: tl.constexpr,
     NEW: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """Return where each single token's tiles of cached tokens end, and how many a program takes.
 
-    The heads of all tokens lie end to end; (ROWS,) ends. Programs take equal shares of neighbouring
-    tiles, and about MOST_PARTS share a head at the most.
+    The heads of all tokens lie end to end; (COUNTED,) ends. Programs take equal shares of
+    neighbouring tiles, and about MOST_PARTS share a head at the most.
     """
-    rows = tl.arange(0, ROWS)
-    there = (rows < count) & (tl.load(counts_at + rows, mask=rows < count, other=0) > 0)
-    places = tl.load(places_at + rows, mask=there, other=0).to(tl.int32)
+    rows = tl.arange(0, COUNTED)
+    there = rows < count
+    there &= tl.load(tiles.counts_at + rows, mask=there, other=0) > 0
+    places = tl.load(tiles.places_at + rows, mask=there, other=0).to(tl.int32)
     read = places if NEW else places + 1
     if WINDOW > 0:
         read -= tl.maximum(0, places + 1 - WINDOW) // TOKENS * TOKENS
-    tiles = tl.where(there, tl.maximum(tl.cdiv(read, TOKENS), 1), 0)
-    ends = tl.cumsum(tiles, 0) * heads
+    number = tl.where(there, tl.maximum(tl.cdiv(read, TOKENS), 1), 0)
+    ends = tl.cumsum(number, 0) * heads.K
     share = tl.cdiv(tl.max(ends, 0), tl.num_programs(0))
-    return ends, tl.maximum(share, tl.cdiv(tl.max(tiles, 0), MOST_PARTS))
+    return ends, tl.maximum(share, tl.cdiv(tl.max(number, 0), MOST_PARTS))
 
 
 @triton.jit
-def _head_of(tile, ends, heads: tl.constexpr):
+def _head_of(tile, ends, heads):
     """Return the token and the head that a tile is of, and the head's first and end tile."""
     nth_row = tl.sum((ends <= tile).to(tl.int32), 0)
     row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
     row_end = tl.min(tl.where(ends > tile, ends, tl.max(ends, 0)), 0)
-    head_tiles = (row_end - row_begin) // heads
+    head_tiles = (row_end - row_begin) // heads.K
     head = (tile - row_begin) // head_tiles
     head_begin = row_begin + head * head_tiles
     return nth_row, head, head_begin, head_begin + head_tiles
 
 
 @triton.jit
-def _tokens_of(
-    tile,
-    last_tile,
-    head_begin,
-    head_end,
-    place,
-    TOKENS: tl.constexpr,
-    NEW: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Return the first of the cached tokens that a program reads of a head, and where they end."""
-    cached = place if NEW else place + 1  # tokens that come from the cache
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(0, place + 1 - WINDOW) // TOKENS * TOKENS
-    begin = first + (tile - head_begin) * TOKENS
-    stop = tl.minimum(first + (tl.minimum(last_tile, head_end) - head_begin) * TOKENS, cached)
-    return begin, stop
-
-
-@triton.jit
 def _leave_head(
-    largest,
-    total,
-    mixed,
+    state,
     tile,
     head_begin,
     head_end,
@@ -396,33 +380,32 @@ def _leave_head(
     sums_at,
     ticket_at,
     target_at,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
+    heads,
     HEADS: tl.constexpr,  # a power of two, at least G
     JOINED: tl.constexpr,  # parts that are read at once
 ):
     """Store G query heads' results; of a head in parts, this part: who stores the last joins all.
 
-    The state is that of `_attend_keys`, of GROUP rows.
+    The state is that of `_attend_keys`.
     """
+    largest, total, mixed = state
+    WIDTH: tl.constexpr = heads.WIDTH
     program = tl.program_id(0)
     d = tl.arange(0, WIDTH)
-    g = tl.arange(0, GROUP)
-    inside = (g < G)[:, None] & (d < D)[None, :]
+    g = tl.arange(0, heads.ROWS)
+    inside = (g < heads.G)[:, None] & (d < heads.D)[None, :]
     first_program = head_begin // share
     parts = (head_end - 1) // share - first_program + 1
     if parts == 1:
         y = (mixed / total[:, None]).to(target_at.dtype.element_ty)
-        tl.store(target_at + g[:, None] * D + d[None, :], y, mask=inside)
+        tl.store(target_at + g[:, None] * heads.D + d[None, :], y, mask=inside)
     else:
         # A program has at most two heads that it shares: that of its first tile, and a later.
         mine = 2 * program + (tile == head_begin).to(tl.int32)
         cell = mine * (HEADS * WIDTH) + g[:, None] * WIDTH + d[None, :]
         tl.store(parts_at + cell, mixed, mask=inside)
-        tl.store(sums_at + mine * (2 * HEADS) + g, largest, mask=g < G)
-        tl.store(sums_at + mine * (2 * HEADS) + HEADS + g, total, mask=g < G)
+        tl.store(sums_at + mine * (2 * HEADS) + g, largest, mask=g < heads.G)
+        tl.store(sums_at + mine * (2 * HEADS) + HEADS + g, total, mask=g < heads.G)
         tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
         if tl.atomic_add(ticket_at, 1) == parts - 1:
             tl.debug_barrier()
@@ -433,12 +416,12 @@ def _leave_head(
             for first_part in range(0, parts, JOINED):
                 nth = first_part + tl.arange(0, JOINED)
                 other = 2 * (first_program + nth) + (nth == 0).to(tl.int32)
-                known = (nth < parts)[:, None] & (h < G)[None, :]
+                known = (nth < parts)[:, None] & (h < heads.G)[None, :]
                 sum_at = sums_at + other[:, None] * (2 * HEADS) + h[None, :]
                 place_at = other[:, None, None] * (HEADS * WIDTH) + h[None, :, None] * WIDTH
                 each = tl.load(
                     parts_at + place_at + d[None, None, :],
-                    mask=known[:, :, None] & (d < D)[None, None, :],
+                    mask=known[:, :, None] & (d < heads.D)[None, None, :],
                     other=0.0,
                 )
                 bests = tl.load(sum_at, mask=known, other=-1e30)
@@ -450,283 +433,101 @@ def _leave_head(
                 all_mixed = all_mixed * shrink[:, None] + tl.sum(each * grow[:, :, None], 0)
                 best = new_best
             y = (all_mixed / all_total[:, None]).to(target_at.dtype.element_ty)
-            within = (h < G)[:, None] & (d < D)[None, :]
-            tl.store(target_at + h[:, None] * D + d[None, :], y, mask=within)
+            within = (h < heads.G)[:, None] & (d < heads.D)[None, :]
+            tl.store(target_at + h[:, None] * heads.D + d[None, :], y, mask=within)
             tl.store(ticket_at, 0)
 
 
 @triton.jit(do_not_specialize=["count"])
-def flash_decode_grouped(
-    query_at,
-    key_at,
-    value_at,
-    token_stride,
-    cos_at,
-    sin_at,
-    cache_at,
-    keys_at,
-    values_at,
-    block_stride,
-    head_stride,
-    tables_at,
-    table_width,
-    slots_at,
-    places_at,
-    rows_at,
-    counts_at,
+def flash_decode(
+    inputs,
+    cached,
+    described,
+    tiles,
     count,
-    bias_at,
+    scores,
     parts_at,
     sums_at,
     tickets_at,
     y_at,
     y_stride,
-    scale,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    GROUP: tl.constexpr,  # a power of two, at least G, that a tensor core multiplies
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    heads,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,  # a power of two, at least `count`
+    COUNTED: tl.constexpr,  # a power of two, at least `count`
     MOST_PARTS: tl.constexpr,  # of a head, about
     HEADS: tl.constexpr,
     JOINED: tl.constexpr,
-    TMA: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NEW: tl.constexpr,  # whether the new key and value are stored and seen
     FIXED: tl.constexpr,  # see `PagedAttention`
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    TABLE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Flash decoding with split keys: each key is read once for all query heads that share it.
 
-    As in `flash_decode_evenly` all tokens' heads lie end to end, in tiles of cached tokens, of
-    which each program takes an equal share; who ends a head's last part joins its parts.
+    The heads of all tokens lie end to end, in tiles of cached tokens, of which each program takes
+    an equal share; who ends a head's last part joins its parts. New keys and values, if any, are
+    stored and seen.
     """
+    NEW: tl.constexpr = inputs.key_at is not None
     let_next_begin(EARLY)
     if not FIXED:
         wait_for_earlier(EARLY)
-    d = tl.arange(0, WIDTH)
-    g = tl.arange(0, GROUP)
-    ends, share = _even_shares(
-        places_at, counts_at, count, K, TOKENS, ROWS, MOST_PARTS, NEW, WINDOW
-    )
+    d = tl.arange(0, heads.WIDTH)
+    g = tl.arange(0, heads.ROWS)
+    ends, share = _even_shares(tiles, count, heads, TOKENS, COUNTED, MOST_PARTS, NEW, scores.WINDOW)
     tile = tl.program_id(0) * share
     last_tile = tl.minimum(tile + share, tl.max(ends, 0))
     if FIXED:
         wait_for_earlier(EARLY)
     while tile < last_tile:
-        nth_row, kv_head, head_begin, head_end = _head_of(tile, ends, K)
-        row = tl.load(rows_at + nth_row).to(tl.int64)
-        slot = tl.load(slots_at + nth_row)
-        place = tl.load(places_at + nth_row).to(tl.int32)  # of the query
-        begin, stop = _tokens_of(tile, last_tile, head_begin, head_end, place, TOKENS, NEW, WINDOW)
-        table_at = tables_at + slot * table_width
-        head = kv_head * G + g
-        inside = (g < G)[:, None] & (d < D)[None, :]
-        turn = row * R
-        at = query_at + row * token_stride + head[:, None] * D
-        query = _turned(at, inside, cos_at + turn, sin_at + turn, d[None, :], R, INTERLEAVED)
-        slope = tl.zeros((GROUP,), tl.float32)
-        if HAS_SLOPES:
-            slope = tl.load(bias_at + head, mask=g < G, other=0.0)
-        largest = tl.full((GROUP,), -1e30, tl.float32)
-        total = tl.zeros((GROUP,), tl.float32)
-        mixed = tl.zeros((GROUP, WIDTH), tl.float32)
+        nth_row, kv_head, head_begin, head_end = _head_of(tile, ends, heads)
+        row = tl.load(tiles.rows_at + nth_row).to(tl.int64)
+        slot = tl.load(tiles.slots_at + nth_row)
+        place = tl.load(tiles.places_at + nth_row).to(tl.int32)  # of the query
+        first = 0
+        if scores.WINDOW > 0:
+            first = tl.maximum(0, place + 1 - scores.WINDOW) // TOKENS * TOKENS
+        begin = first + (tile - head_begin) * TOKENS
+        stop = first + (tl.minimum(last_tile, head_end) - head_begin) * TOKENS
+        stop = tl.minimum(stop, place if NEW else place + 1)
+        table_at = cached.tables_at + slot * cached.table_width
+        # Rows beyond the group repeat its last head.
+        head = kv_head * heads.G + tl.minimum(g, heads.G - 1)
+        inside = (g < heads.G)[:, None] & (d < heads.D)[None, :]
+        at = inputs.query_at + row * inputs.token_stride + head[:, None] * heads.D
+        query = _turned(at, inside, inputs, row * inputs.R, d[None, :])
+        largest = tl.full((heads.ROWS,), -1e30, tl.float32)
+        total = tl.zeros((heads.ROWS,), tl.float32)
+        mixed = tl.zeros((heads.ROWS, heads.WIDTH), tl.float32)
         if NEW:  # noqa: SIM102 - known when the kernel is compiled
             if tile == head_begin:
-                own = row * token_stride + kv_head * D
-                key, value = _cache_new(
-                    *(key_at + own, value_at + own, cos_at + turn, sin_at + turn),
-                    *(keys_at + kv_head * head_stride, values_at + kv_head * head_stride),
-                    *(table_at, place, d, block_stride, D, R, BLOCK, INTERLEAVED),
-                )
-                score = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
-                score = _capped(score, SOFTCAP)
-                if TABLE > 0:
-                    score += tl.load(bias_at + head * TABLE, mask=g < G, other=0.0).to(tl.float32)
-                largest = score * _LOG2_E
+                own = row * inputs.token_stride + kv_head * heads.D
+                key = _turned(inputs.key_at + own, d < heads.D, inputs, row * inputs.R, d)
+                value = tl.load(inputs.value_at + own + d, mask=d < heads.D, other=0.0)
+                cell = _cells(cached, heads, kv_head, table_at, place, d)
+                tl.store(cached.keys_at + cell, key, mask=d < heads.D)
+                tl.store(cached.values_at + cell, value, mask=d < heads.D)
+                score = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1)
+                largest = _in_units_of_log_2(score, scores)
+                if scores.TABLE > 0:  # its distance is 0
+                    bias = tl.load(scores.bias_at + head * scores.TABLE)
+                    largest += bias.to(tl.float32) * _LOG2_E
                 total += 1.0
                 mixed += value.to(tl.float32)[None, :]
-        position = place + tl.zeros((GROUP,), tl.int32)
+        position = place + tl.zeros((heads.ROWS,), tl.int32)
         whole = begin
-        if WINDOW == 0:
+        if scores.WINDOW == 0:
             whole = tl.maximum(stop // TOKENS * TOKENS, begin)
             largest, total, mixed = _attend_keys(
-                *(largest, total, mixed, query, position, begin, whole, stop),
-                *(cache_at, values_at, kv_head, block_stride, head_stride, table_at, bias_at),
-                *(tl.minimum(head, K * G - 1), slope, scale),
-                *(K, D, WIDTH, BLOCK, TOKENS, TMA, WINDOW, SOFTCAP, HAS_SLOPES, TABLE, False),
+                *((largest, total, mixed), query, position, (begin, whole, stop)),
+                *(cached, described, kv_head, table_at, scores, head, heads, TOKENS, False),
             )
         if whole < stop:
             largest, total, mixed = _attend_keys(
-                *(largest, total, mixed, query, position, whole, stop, stop),
-                *(cache_at, values_at, kv_head, block_stride, head_stride, table_at, bias_at),
-                *(tl.minimum(head, K * G - 1), slope, scale),
-                *(K, D, WIDTH, BLOCK, TOKENS, TMA, WINDOW, SOFTCAP, HAS_SLOPES, TABLE, True),
+                *((largest, total, mixed), query, position, (whole, stop, stop)),
+                *(cached, described, kv_head, table_at, scores, head, heads, TOKENS, True),
             )
         _leave_head(
-            *(largest, total, mixed, tile, head_begin, head_end, share, parts_at, sums_at),
-            *(tickets_at + nth_row * K + kv_head, y_at + row * y_stride + kv_head * G * D),
-            *(G, D, GROUP, WIDTH, HEADS, JOINED),
-        )
-        tile = tl.minimum(last_tile, head_end)
-
-
-@triton.jit
-def _cached(
-    keys_at, values_at, table_at, token, stop, d, block_stride, D: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Return one head's keys and values of cached tokens, zeros from `stop` on."""
-    block = tl.load(table_at + token // BLOCK, mask=token < stop, other=0).to(tl.int64)
-    cell = (block * block_stride + (token % BLOCK) * D)[:, None] + d[None, :]
-    inside = (token < stop)[:, None] & (d < D)[None, :]
-    keys = tl.load(keys_at + cell, mask=inside, other=0.0)
-    return keys, tl.load(values_at + cell, mask=inside, other=0.0)
-
-
-@triton.jit(do_not_specialize=["count"])
-def flash_decode_evenly(
-    query_at,
-    key_at,
-    value_at,
-    token_stride,
-    cos_at,
-    sin_at,
-    keys_at,
-    values_at,
-    block_stride,
-    head_stride,
-    tables_at,
-    table_width,
-    slots_at,
-    places_at,
-    rows_at,
-    counts_at,
-    count,
-    bias_at,
-    parts_at,
-    sums_at,
-    tickets_at,
-    y_at,
-    y_stride,
-    scale,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,  # a power of two, at least `count`
-    MOST_PARTS: tl.constexpr,
-    JOINED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NEW: tl.constexpr,  # whether a new key and value are stored and seen
-    FIXED: tl.constexpr,  # see `PagedAttention`
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    TABLE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """An equal share of all single tokens' heads; who ends a head's last part joins its parts.
-
-    The heads of all tokens lie end to end, cut into tiles of cached tokens; a program takes as many
-    neighbouring tiles as any other. A tile's tokens have a softmax each, which are joined where
-    the program leaves the head: until then no thread needs another's result.
-    """
-    let_next_begin(EARLY)
-    if not FIXED:
-        wait_for_earlier(EARLY)
-    d = tl.arange(0, WIDTH)
-    nth = tl.arange(0, TOKENS)
-    ends, share = _even_shares(
-        places_at, counts_at, count, H, TOKENS, ROWS, MOST_PARTS, NEW, WINDOW
-    )
-    tile = tl.program_id(0) * share
-    last_tile = tl.minimum(tile + share, tl.max(ends, 0))
-    while tile < last_tile:
-        nth_row, head, head_begin, head_end = _head_of(tile, ends, H)
-        row = tl.load(rows_at + nth_row).to(tl.int64)
-        slot = tl.load(slots_at + nth_row)
-        place = tl.load(places_at + nth_row).to(tl.int32)  # of the query
-        begin, stop = _tokens_of(tile, last_tile, head_begin, head_end, place, TOKENS, NEW, WINDOW)
-        table_at = tables_at + slot * table_width
-        head_keys_at = keys_at + head * head_stride
-        head_values_at = values_at + head * head_stride
-        token = begin + nth
-        keys, values = _cached(
-            head_keys_at, head_values_at, table_at, token, stop, d, block_stride, D, BLOCK
-        )
-        if FIXED:
-            wait_for_earlier(EARLY)
-        turn = row * R
-        at = query_at + row * token_stride + head * D
-        query = _turned(at, d < D, cos_at + turn, sin_at + turn, d, R, INTERLEAVED)
-        query = query.to(tl.float32) * scale
-        slope = 0.0
-        if HAS_SLOPES:
-            slope = tl.load(bias_at + head)
-        largest = tl.full((TOKENS,), -1e30, tl.float32)
-        total = tl.zeros((TOKENS,), tl.float32)
-        mixed = tl.zeros((TOKENS, WIDTH), tl.float32)
-        if NEW:  # noqa: SIM102 - known when the kernel is compiled
-            if tile == head_begin:
-                own = row * token_stride + head * D
-                key, value = _cache_new(
-                    *(key_at + own, value_at + own, cos_at + turn, sin_at + turn),
-                    *(head_keys_at, head_values_at, table_at, place, d, block_stride),
-                    *(D, R, BLOCK, INTERLEAVED),
-                )
-                score = _capped(tl.sum(query * key.to(tl.float32), 0), SOFTCAP)
-                if TABLE > 0:
-                    score += tl.load(bias_at + head * TABLE).to(tl.float32)
-                largest = tl.where(nth == 0, score * _LOG2_E, largest)
-                total = tl.where(nth == 0, 1.0, total)
-                mixed = tl.where((nth == 0)[:, None], value.to(tl.float32)[None, :], mixed)
-        for start in range(begin, stop, TOKENS):
-            token = start + nth
-            next_keys, next_values = _cached(
-                head_keys_at,
-                head_values_at,
-                table_at,
-                token + TOKENS,
-                stop,
-                d,
-                block_stride,
-                D,
-                BLOCK,
-            )
-            score = _capped(tl.sum(keys.to(tl.float32) * query[None, :], 1), SOFTCAP)
-            if HAS_SLOPES:
-                score -= slope * (place - token).to(tl.float32)
-            if TABLE > 0:
-                entry = head * TABLE + tl.minimum(place - token, TABLE - 1)
-                bias = tl.load(bias_at + entry, mask=token < stop, other=0.0)
-                score += bias.to(tl.float32)
-            seen = token < stop
-            if WINDOW > 0:
-                seen &= place - token < WINDOW
-            new_largest = tl.maximum(largest, tl.where(seen, score * _LOG2_E, -1e30))
-            shrink = tl.exp2(largest - new_largest)
-            weight = tl.where(seen, tl.exp2(score * _LOG2_E - new_largest), 0.0)
-            total = total * shrink + weight
-            mixed = mixed * shrink[:, None] + weight[:, None] * values.to(tl.float32)
-            largest = new_largest
-            keys, values = next_keys, next_values
-        best = tl.max(largest, 0, keep_dims=True)
-        factor = tl.exp2(largest - best)
-        total = tl.sum(total * factor, 0, keep_dims=True)
-        mixed = tl.sum(mixed * factor[:, None], 0, keep_dims=True)
-        _leave_head(
-            *(best, total, mixed, tile, head_begin, head_end, share, parts_at, sums_at),
-            *(tickets_at + nth_row * H + head, y_at + row * y_stride + head * D),
-            *(1, D, 1, WIDTH, 1, JOINED),
+            *((largest, total, mixed), tile, head_begin, head_end, share, parts_at, sums_at),
+            *(tickets_at + nth_row * heads.K + kv_head,),
+            *(y_at + row * y_stride + kv_head * heads.G * heads.D, heads, HEADS, JOINED),
         )
         tile = tl.minimum(last_tile, head_end)

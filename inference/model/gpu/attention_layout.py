@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from inference.model.gpu import flash_attention
-from inference.model.gpu.attention import LEAST_ROWS, PagedAttention, Tiles
+from inference.model.gpu.attention import LEAST_ROWS, PagedAttention, Tiles, prompt_rows
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.step import AttentionRules, token_places
 
-_PROMPT_ROWS = 64  # query rows of a tile of prompts, (token, head of the group) each
 _ALIGNED = 4  # integers of 32 bits in 16 bytes
 
 
@@ -31,7 +30,8 @@ def paged_attention(
     tokens of all segments follow each other in this order. With `flash` FlashAttention may serve
     the prompts.
     """
-    sizes, longest = tile_sizes(rules), int(segments[:, 2].max())
+    longest = int(segments[:, 2].max())
+    sizes = tile_sizes(rules, cache.shape.size_per_head, longest)
     cut = list(zip(cut_tiles(segments, sizes), sizes, strict=True))
     spans: tuple[Array, ...] = ()
     if flash and flash_attention.serves(rules, cache, longest=longest):
@@ -82,7 +82,7 @@ def single_tokens(
     runs.
     """
     rows, ones = _rows_of_one(len(slots), slots.device)
-    tiles = Tiles(tile_sizes(rules)[0], slots, places, rows, ones)
+    tiles = Tiles(tile_sizes(rules, cache.shape.size_per_head)[0], slots, places, rows, ones)
     return PagedAttention(slots, places, cache, (tiles,), rules, single=True)
 
 
@@ -91,15 +91,16 @@ def _rows_of_one(count: int, device: torch.device) -> tuple[torch.Tensor, torch.
     return torch.arange(count, device=device), torch.ones(count, dtype=torch.int64, device=device)
 
 
-def tile_sizes(rules: AttentionRules) -> tuple[int, int]:
+def tile_sizes(rules: AttentionRules, size_per_head: int, longest: int = 0) -> tuple[int, int]:
     """Return the tokens of a tile for single tokens and for prompts, a group's query heads each.
 
-    Those of batch-invariant steps are equal: a token's result depends on the tile's size.
+    Prompts have at most `longest` tokens, 0 for any. Those of batch-invariant steps are equal: a
+    token's result depends on the tile's size.
     """
     if rules.batch_invariant:
         least = max(LEAST_ROWS // rules.group, 1)
         return least, least
-    return 1, max(_PROMPT_ROWS // rules.group, 1)
+    return 1, max(prompt_rows(size_per_head, longest) // rules.group, 1)
 
 
 def cut_tiles(

@@ -77,7 +77,7 @@ class PromptGraphs(SizedGraphs[_PromptGraph]):
         `parameters` are those of this rank's layers, `most` the tokens of the largest step.
         """
         self._model, self._cache, self._feed = model, cache, feed
-        self._tile_sizes = tile_sizes(model.rules)
+        self._tile_sizes = tile_sizes(model.rules, cache.shape.size_per_head)
         super().__init__(token_graph_sizes(parameters, most=most), "steps with prompts")
 
     def run(

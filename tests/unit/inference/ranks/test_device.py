@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from export_scripts.ft.config_ini import read_config
 from inference.parallel.gemm_cpu import has_fp16_weights
+from inference.ranks.checks import check_ranks
 from inference.ranks.device import matrix_dtype, rank_device
-from inference.ranks.settings import RankSettings
+from inference.ranks.settings import Placement, RankSettings
+from tests.ft_folders import write_gpt
 
 
 def settings(**values: Any) -> RankSettings:
@@ -29,6 +35,24 @@ def test_a_node_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=r"device=cuda, and .* has no visible GPU; check CUDA_VIS"):
         rank_device(settings(rank=0))
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"), [(None, True), ("3.3.1", True), ("3.4.0", False), ("3.10", False)]
+)
+def test_a_gpu_needs_the_triton_of_its_kernels(
+    version: str | None, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    module = None if version is None else SimpleNamespace(__version__=version)
+    monkeypatch.setitem(sys.modules, "triton", module)
+    architecture = read_config(write_gpt(tmp_path))[1].architecture()
+    placement = Placement(device="cuda", data_type="fp32")
+    if not is_refused:
+        assert check_ranks(architecture, placement).device == "cuda"
+        return
+    with pytest.raises(ValueError, match=f"installed is {version or 'none'}"):
+        check_ranks(architecture, placement)
 
 
 @pytest.mark.skipif(not has_fp16_weights(), reason="this torch lacks FBGEMM")
