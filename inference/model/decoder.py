@@ -158,7 +158,9 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         choice = self.architecture
         return Sublayer(
             part,
-            self.norm(before) if has_norm else None,
+            self.norm(before, rounds=choice.norm_before and not choice.residual_from_norm)
+            if has_norm
+            else None,
             self.norm(after) if choice.has_output_norms else None,
             self._adapter(adapter) if choice.adapter_inter_size else None,
             choice.residual_scale,
@@ -203,7 +205,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
             layer=self.local(number, self.architecture.num_layer),
             rotary=self._rotary_of(number),
         )
-        return Sublayer(halves, self.norm(prefix + "input_layernorm"))
+        return Sublayer(halves, self.norm(prefix + "input_layernorm", rounds=True))
 
     def _output_biases(self, prefix: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the biases of attention and MLP output, whole."""
@@ -266,7 +268,7 @@ class DecoderLoader(LayerLoader[DecoderArchitecture]):
         gated: bool = False,
     ) -> MLP:
         name = prefix + "dense_h_to_4h"
-        up = self.up(name, name + "_2" if gated else None)
+        up = self.up(name, name + "_2" if gated else None, rounds=True)
         return MLP(up, self.row_with(prefix + "dense_4h_to_h", out_bias, reduce))
 
     def _adapter(self, prefix: str) -> Sublayer[MLP]:
@@ -287,10 +289,15 @@ class Decoder(GeneratorModel):
         self.head = loader.head() if layout.is_last_stage else None
         self._rotary = {table for table in loader.tables if table is not None}
         self.rules = loader.rules()
+        self.narrows = architecture.residual == "sequential"
 
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """Return the output of this stage's last layer (N, E)."""
+        """Return the output of this stage's last layer (N, E); see `Step.narrows`."""
         step = replace(step, angles={table: table(step.positions) for table in self._rotary})
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x = layer(x, step)
-        return x
+        if step.narrows and len(step.output_rows) < len(x):
+            # Without outputs the layer stores keys and values alone; one row is little work.
+            rows = step.output_rows if len(step.output_rows) else step.positions.new_zeros(1)
+            step = replace(step, kept=rows)
+        return self.layers[-1](x, step)

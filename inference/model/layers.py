@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.nn import functional
@@ -20,19 +20,26 @@ from inference.model.step import Step, Tokens
 from inference.parallel.gemm import Gemm, Product
 from inference.parallel.linear import AllReduce
 
-# A LayerNorm or RMSNorm: of x, or of x + residual, the norm of each row (N, E).
-Normalise = Callable[..., torch.Tensor]
+# A LayerNorm or RMSNorm: of x, or of x + residual, the norm of each row (N, E). One whose readers
+# are products gives many rows as `RoundedRows` where these are in FP8.
+Normalise = Callable[..., Any]
 
 
 def make_norm(
-    kind: Norm, weight: torch.Tensor, bias: torch.Tensor | None, *, eps: float
+    kind: Norm,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    eps: float,
+    rounds: bool = False,
 ) -> Normalise:
-    """Return a LayerNorm or RMSNorm over the last axis."""
+    """Return a LayerNorm or RMSNorm over the last axis; with `rounds` only FP8 products read it."""
     assert bias is None or kind == "layernorm"
     if weight.is_cuda:
         from inference.model.gpu.norm import norm
 
-        return partial(norm, weight=weight, bias=bias, eps=eps, centred=kind == "layernorm")
+        centred = kind == "layernorm"
+        return partial(norm, weight=weight, bias=bias, eps=eps, centred=centred, rounds=rounds)
     shape = list(weight.shape)
 
     def normalise(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,11 +69,10 @@ class QueryKeyNorm:
 
     def __call__(self, heads: torch.Tensor) -> None:
         """Normalise heads (N, H+K, D)."""
-        if heads.is_cuda:
-            from inference.model.gpu.norm import mean_squares, norm_heads
+        if heads.is_cuda and not self.whole:
+            from inference.model.gpu.norm import norm_heads
 
-            mean = self._summed(mean_squares(heads, self.counts[0])) if self.whole else None
-            norm_heads(heads, mean, weight=self.weight, query_heads=self.counts[0], eps=self.eps)
+            norm_heads(heads, weight=self.weight, eps=self.eps)
             return
         wide = heads.float()
         mean = wide.square().mean(2)  # (N, H+K)
@@ -162,7 +168,8 @@ class Attention:
         if angles is not None and not step.attention.rotates:
             rotated, angles = angles.rotate(qkv[:, : H + K]), None
             query, new = rotated[:, :H], torch.cat((rotated[:, H:], qkv[:, H + K :]), dim=1)
-        return self.out(step.attention(query, layer=self.layer, new=new, angles=angles), residual)
+        mixed = step.attention(query, layer=self.layer, new=new, angles=angles)
+        return self.out(kept(mixed, step), None if residual is None else kept(residual, step))
 
     def _angles(self, step: Step) -> Angles | None:
         return None if self.rotary is None else step.angles[self.rotary]
@@ -232,14 +239,25 @@ class Sublayer(Generic[PartT]):
         else:
             y = self.part(h, step)
             y = y if self.adapter is None else self.adapter(y, step)
-            x = torch.add(x, normalised(y, self.output_norm), alpha=self.scale)
+            x = torch.add(
+                x if len(x) == len(y) else kept(x, step),
+                normalised(y, self.output_norm),
+                alpha=self.scale,
+            )
         is_bounded = self.bounded and x.dtype == torch.float16
         return x.clamp_(-_FP16_LIMIT, _FP16_LIMIT) if is_bounded else x
 
 
+def kept(x: torch.Tensor, step: Step | RowMasks) -> torch.Tensor:
+    """Return the rows of x (N, E) that a layer's step keeps."""
+    rows = step.kept if isinstance(step, Step) else None
+    return x if rows is None else x.index_select(0, rows)
+
+
 def normalised(x: torch.Tensor, norm: Normalise | None) -> torch.Tensor:
     """Return the norm of x, or x where there is none."""
-    return x if norm is None else norm(x)
+    y: torch.Tensor = x if norm is None else norm(x)
+    return y
 
 
 def scaled(

@@ -57,6 +57,7 @@ class GeneratorModel(StageModel):
     """One rank's part of a model that generates; only the first stage embeds."""
 
     rules: AttentionRules
+    narrows = False  # whether its last layer can compute some rows alone, see `Step`
     _embedding: Embedding | None  # of the first stage
     head: VocabParallelHead | None  # of the last stage
 

@@ -127,12 +127,16 @@ class Tokens:
 class Step(Tokens):
     """The inputs of one forward pass of a decoder.
 
-    `output_rows` are the tokens whose logits are wanted. `encoded`, if given, is attention over the
+    `output_rows` are the tokens whose logits are wanted; the last layer may compute these alone
+    where `narrows`. `kept`, of a layer's step, are the tokens whose output it computes, None for
+    all. `encoded`, if given, is attention over the
     encoder's output, all of which a token sees.
     """
 
     output_rows: torch.Tensor  # (n,)
     attention: CachedAttention
+    narrows: bool = False
+    kept: torch.Tensor | None = None
     encoded: CachedAttention | None = None
     tasks: torch.Tensor | None = None  # IA3 task of each token (N,), None without IA3
     angles: AnglesOf = field(default_factory=dict)  # of the tokens

@@ -106,7 +106,9 @@ class GeneratorRank(RankBase):
             step = self._step(
                 ids[first:stop], segments, mine, has_virtual=has_virtual, embeddings=embeddings
             )
-            steps.append(step)
+            # Of a last layer only rows with logits are computed, unless hidden states are pooled.
+            narrows = self.model.narrows and self.layout.is_last_stage and not plan.pool
+            steps.append(replace(step, narrows=narrows))
             first = stop
         return self._run_stage(steps, self.model.embed), steps
 

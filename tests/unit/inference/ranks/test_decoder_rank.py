@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.ft_folders import write_gpt
-from tests.rank_threads import logits_of
+from inference.model.step import Segment
+from inference.ranks.plan import StepPlan
+from tests.ft_folders import write_gpt, write_random
+from tests.parity.test_cuda import MODELS
+from tests.rank_threads import logits_of, on_ranks
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["memory", "gloo"])
@@ -23,6 +27,26 @@ def test_micro_batches_give_the_logits_of_one_stage(
     logits = logits_of(ft_dir, prompt, tp_size=1, pp_size=pp_size, shared_memory=shared_memory)
     # Another order of summation.
     torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_last_layer_that_computes_wanted_rows_gives_their_logits(
+    name: str, tmp_path: Path
+) -> None:
+    ft_dir = write_random(*MODELS[name], tmp_path)
+    prompt = [5, 3, 9, 1, 12, 7, 2, 4, 8]
+
+    def work(rank: Any) -> torch.Tensor:
+        for start, stop, rows in ((0, 5, []), (5, 9, [1, 3])):
+            segment = Segment(1, start, stop - start)
+            plan = StepPlan(ids=prompt[start:stop], segments=(segment,), output_rows=rows)
+            result = rank.run(plan)
+        logits: torch.Tensor = result.logits[:, : rank.architecture.vocab_size]
+        return logits
+
+    whole = logits_of(ft_dir, prompt, tp_size=1, pp_size=1)
+    logits = on_ranks(ft_dir, work, slots=2, max_len=len(prompt))
+    torch.testing.assert_close(logits, whole[[6, 8]], rtol=1e-4, atol=1e-4)
 
 
 def _widened(folder: Path, target: Path) -> Path:
