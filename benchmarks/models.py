@@ -1,6 +1,7 @@
 """Random models of real sizes for benchmarks, as Hugging Face checkpoints or as FT folders."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from export_scripts.families import FAMILIES
 from export_scripts.ft.layout import ft_directory
 from export_scripts.synthesize import synthesize, synthetic_config
 
-_LLAMA_POSITIONS = 16384
+_LLAMA_POSITIONS = 32768
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,14 @@ class Size:
     The Qwen2 models of these sizes use one table for embedding and head.
     """
 
-    family: Literal["gpt", "gptj", "llama", "qwen2", "qwen3"]
+    family: Literal["gpt", "gptj", "llama", "mistral", "gemma2", "qwen2", "qwen3"]
     hidden: int
     layers: int
     heads: int
     kv_heads: int = 0
     inter_size: int = 0
     vocab_size: int = 0
+    more: Mapping[str, object] = field(default_factory=dict)  # keys of config.ini
 
     @property
     def vocab(self) -> int:
@@ -71,16 +73,35 @@ class Size:
         return self.vocab_size or (50400 if self.family == "gptj" else 50304)
 
 
-# Those of FasterTransformer's tables, of Llama 3 8B, of Qwen2.5 1.5B and 0.5B, and of Qwen3 8B.
+_GEMMA2 = {
+    "size_per_head": 256,
+    "rotary_embedding": 256,
+    "norm_one_plus": 1,
+    "has_output_norms": 1,
+    "activation_type": "gated-gelu",
+    "attention_scale": 256**-0.5,
+    "attention_softcap": 50.0,
+    "logit_softcap": 30.0,
+    "embedding_scale": 3584**0.5,
+    "sliding_window": 4096,
+    "sliding_layers": ",".join(map(str, range(0, 42, 2))),
+    "tie_word_embeddings": 1,
+}
+# Those of FasterTransformer's tables, of Llama 3 8B and 3.2 3B, of Mistral 7B 0.1 with its window,
+# of Gemma 2 9B, of Qwen2.5 1.5B and 0.5B, and of Qwen3 8B and 14B.
 SIZES = {
     "gpt-350m": Size("gpt", 1024, 24, 16),
     "gpt-1.3b": Size("gpt", 2048, 24, 16),
     "gpt-6.7b": Size("gpt", 4096, 32, 32),
     "gptj-6b": Size("gptj", 4096, 28, 16),
     "llama-8b": Size("llama", 4096, 32, 32, 8, 14336, 128256),
+    "llama-3b": Size("llama", 3072, 28, 24, 8, 8192, 128256, {"tie_word_embeddings": 1}),
+    "mistral-7b": Size("mistral", 4096, 32, 32, 8, 14336, 32768, {"sliding_window": 4096}),
+    "gemma2-9b": Size("gemma2", 3584, 42, 16, 8, 14336, 256000, _GEMMA2),
     "qwen-1.5b": Size("qwen2", 1536, 28, 12, 2, 8960, 151936),
     "qwen-0.5b": Size("qwen2", 896, 24, 14, 2, 4864, 151936),
     "qwen3-8b": Size("qwen3", 4096, 36, 32, 8, 12288, 151936),
+    "qwen3-14b": Size("qwen3", 5120, 40, 40, 8, 17408, 151936),
 }
 
 
@@ -97,6 +118,7 @@ def sized_model(size: Size, work_dir: Path, *, tp_size: int = 1) -> Model:
             given["kv_head_num"] = size.kv_heads
         if size.family == "qwen3":
             given["query_key_norm"] = "head"
+        given |= size.more
         config = synthetic_config(
             family,
             hidden=size.hidden,
