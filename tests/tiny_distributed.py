@@ -1,4 +1,4 @@
-"""Distributed checkpoints written in this process: torch_dist by torch itself, zarr by hand."""
+"""Distributed checkpoints written in this process by torch itself."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 # A tensor's name -> on how many ranks which axis was cut.
 Cuts = Mapping[str, tuple[int, int]]
 
-_ZARR_TYPES = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "bfloat16"}
-
 
 def write_distributed(
     folder: Path,
@@ -30,28 +28,24 @@ def write_distributed(
     *,
     common: Mapping[str, Any],
     cuts: Cuts | None = None,
-    backend: str = "torch_dist",
+    threads: int = 2,
 ) -> Path:
     """Write a checkpoint whose tensors lie in equal chunks along one axis; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    write = {"torch_dist": _write_torch_dist, "zarr": _write_zarr}[backend]
-    write(folder, tensors, cuts or {})
+    cuts = cuts or {}
+    state = {
+        name: sharded(name, _chunks(tensor, cuts.get(name))) for name, tensor in tensors.items()
+    }
+    write_state(folder, state, threads)
     torch.save(dict(common), folder / "common.pt")
-    metadata = {"sharded_backend": backend, "sharded_backend_version": 1}
+    metadata = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(metadata))
     return folder
 
 
-def _write_torch_dist(folder: Path, tensors: Mapping[str, torch.Tensor], cuts: Cuts) -> None:
-    state = {
-        name: sharded(name, _chunks(tensor, cuts.get(name))) for name, tensor in tensors.items()
-    }
-    write_state(folder, state)
-
-
-def write_state(folder: Path, state: dict[str, Any]) -> None:
+def write_state(folder: Path, state: dict[str, Any], threads: int = 2) -> None:
     """Write tensors and objects by torch.distributed.checkpoint, without any process group."""
-    writer = FileSystemWriter(folder, thread_count=2)
+    writer = FileSystemWriter(folder, thread_count=threads)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     save(state, storage_writer=writer, planner=planner, no_dist=True)
 
@@ -95,33 +89,6 @@ def _chunks(
         begin += part.shape[axis]
         chunks.append((part, tuple(offset)))
     return chunks
-
-
-def _write_zarr(folder: Path, tensors: Mapping[str, torch.Tensor], cuts: Cuts) -> None:
-    """Write zarr's version 2 with the settings that megatron-core gives it."""
-    for name, tensor in tensors.items():
-        array = folder / name
-        array.mkdir()
-        axis, count = cuts.get(name, (0, 1))
-        size = -(-tensor.shape[axis] // count)
-        chunk = [size if i == axis else n for i, n in enumerate(tensor.shape)]
-        header = {
-            "chunks": chunk,
-            "compressor": None,
-            "dtype": _ZARR_TYPES[tensor.dtype],
-            "fill_value": None,
-            "filters": None,
-            "order": "C",
-            "shape": list(tensor.shape),
-            "zarr_format": 2,
-        }
-        (array / ".zarray").write_text(json.dumps(header))
-        for i in range(count):
-            full = torch.zeros(chunk, dtype=tensor.dtype)
-            part = tensor.narrow(axis, i * size, min(size, tensor.shape[axis] - i * size))
-            full.narrow(axis, 0, part.shape[axis]).copy_(part)
-            place = ".".join(str(i if each == axis else 0) for each in range(tensor.ndim))
-            (array / place).write_bytes(full.view(torch.uint8).numpy().tobytes())
 
 
 def megatron_common(**args: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from export_scripts.checkpoints.huggingface import (
     foreign_weights,
     is_huggingface,
     open_huggingface,
+    open_sharded,
     snapshot_folder,
     snapshots,
 )
@@ -23,6 +24,7 @@ from export_scripts.checkpoints.megatron_layers import as_gpt_model
 from export_scripts.checkpoints.nemo import is_nemo, open_nemo
 from export_scripts.checkpoints.nemo2 import is_bridge, open_bridge
 from export_scripts.checkpoints.partitioned import parse_rank_folder
+from export_scripts.checkpoints.sharded_huggingface import is_sharded
 from export_scripts.errors import CheckpointMismatchError
 
 LATEST = "latest"  # of the NeMo launcher's configurations
@@ -34,6 +36,7 @@ FORMATS: dict[str, tuple[Callable[[Path], object], Callable[..., CheckpointReade
     "eleuther": (layer_directory, open_eleuther),
     "bridge": (is_bridge, open_bridge),
     "nemo": (is_nemo, open_nemo),
+    "torch_dcp": (is_sharded, open_sharded),
     "megatron": (is_megatron, open_megatron),
 }
 
@@ -61,7 +64,7 @@ def recognise_format(path: Path) -> str:
     raise ValueError(
         f"{path} is not a checkpoint of a known format ({', '.join(FORMATS)}); expected a .nemo "
         "archive, a folder with config.json and weights, one with mp_rank_* folders, or one with "
-        "the metadata.json of a distributed checkpoint"
+        "the .metadata of a distributed checkpoint"
         + (f" ({foreign})" if (foreign := foreign_weights(path)) else "")
     )
 

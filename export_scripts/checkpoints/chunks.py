@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from export_scripts.checkpoints.base import FileMaps, Piece, StoredTensor
+from export_scripts.errors import listed, refuse
 from export_scripts.numeric.dtypes import SOURCE_TYPES
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
-# Every pair of chunks is compared, which a damaged index could make endless.
+# Pairs of chunks are compared, which a damaged index could make endless.
 _MOST_CHUNKS = 4096
 
 
@@ -41,6 +42,11 @@ class ChunkedTensor(Piece):
         In this order, chunks that fill a shape lie at the same places if they have the same sizes.
         """
         return tuple(self.chunks[begin] for begin in sorted(self.chunks))
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The tensor as one piece: itself, or its only chunk."""
+        return self.stored if len(self.chunks) == 1 else (self,)
 
     def load(self, maps: FileMaps) -> Array:
         """Return the tensor gathered in memory."""
@@ -77,9 +83,21 @@ class ChunkedTensor(Piece):
             for begin, end, sizes in boxes
             if any(map(operator.gt, end, self.shape))
         ]
+        cut = {
+            axis
+            for begin, end, _ in boxes
+            for axis, bounds in enumerate(zip(begin, end, strict=True))
+            if bounds != (0, self.shape[axis])
+        }
+        # Cut along one axis, as fully sharded training leaves them, only neighbours can overlap.
+        pairs = (
+            itertools.pairwise(sorted(boxes))
+            if len(cut) < 2
+            else (itertools.combinations(boxes, 2))
+        )
         overlapping = [
             f"chunks of {a[2]} at {list(a[0])} and of {b[2]} at {list(b[0])} overlap"
-            for a, b in itertools.combinations(boxes, 2)
+            for a, b in pairs
             if all(map(operator.lt, map(max, a[0], b[0]), map(min, a[1], b[1])))
         ]
         if outside or overlapping:
@@ -97,6 +115,16 @@ class ChunkedTensor(Piece):
             if 0 <= index - begin[0] < values.shape[0]
         }
         return ChunkedTensor(self.dtype, self.shape[1:], chunks)
+
+
+def refuse_holes(tensors: Mapping[str, ChunkedTensor], where: object) -> None:
+    """Check that the chunks of tensors make the wholes.
+
+    Raises:
+        CheckpointMismatchError: Chunks overlap, reach beyond a whole, or leave holes.
+    """
+    problems = [f"{name}: {each}" for name, tensor in tensors.items() for each in tensor.problems()]
+    refuse(listed(problems, f"{where}: "))
 
 
 def concatenated(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:

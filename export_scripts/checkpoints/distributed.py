@@ -1,28 +1,39 @@
-"""Distributed checkpoints of megatron-core: whole tensors in chunks, independent of ranks.
+"""Distributed checkpoints of Megatron-style models: whole tensors in chunks, independent of ranks.
 
-Shared by NeMo and Megatron-LM, whose readers handle the files around it. Layout:
-megatron-core, dist_checkpointing/serialization.py.
+Shared by NeMo and Megatron-LM, whose readers handle the files around it. Layout: megatron-core,
+dist_checkpointing/serialization.py, and transformer/fsdp_dtensor_checkpoint.py for those that
+torch saves of Megatron-FSDP.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.backends import INDEX_NAME, torch_dist_tensors, zarr_tensors
-from export_scripts.checkpoints.base import CheckpointReader, json_file
-from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
+from export_scripts.checkpoints.base import FLOATING_TYPES, CheckpointReader, json_file
+from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated, refuse_holes
 from export_scripts.checkpoints.containers import Container
+from export_scripts.checkpoints.dcp import INDEX_NAME, ShardedIndex, read_index
+from export_scripts.checkpoints.partitioned import without_wrappers
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 
 METADATA_NAME = "metadata.json"
 _COMMON_NAME = "common.pt"
-_BACKENDS = {"torch_dist": torch_dist_tensors, "zarr": zarr_tensors}
+# Newer versions of megatron-core keep the contents of common.pt here.
+_COMMON_KEY = "common_state/shard_0_1"
+# What torch saves of Megatron-LM's state, one by one, with fsdp_dtensor and torch_dcp.
+_COMMON_OBJECTS = ("args", "checkpoint_version")
+_BACKEND = "torch_dist"
 
-# Prefixes of a wrapped model's tensors; the optimizer repeats the names after its own prefix.
-_WRAPPERS = re.compile(r"^(?:(?:model|module)\.)+")
-_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
+# What is not the model's. The optimizer repeats the names after its own prefix.
+_TRAINING = re.compile(
+    r"^(?:app\.)?(?:chained_\d+\.)?(?:optimizers?|optim)(?:_\w+)?\."
+    r"|\._extra_state$"
+)
+# Prefixes of a model's tensors: of the state they are saved in, and of what wraps the model.
+_WRAPPERS = re.compile(r"^(?:(?:app|model_state|state_dict|model|module)\.)+")
 
 # Layers of equal shapes are stacked into one tensor along its first axis.
 _STACKED = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
@@ -52,25 +63,20 @@ def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
         CheckpointMismatchError: It is damaged, incomplete or unsafe.
     """
     where = str(container)
-    found, common = _BACKENDS[_backend(container)](container, _is_of_model)
-    if common is None:
-        region = container.needed(_COMMON_NAME, "the description of what was saved")
-        common = read_torch_file(region)
+    _check_backend(container)
+    index = read_index(container)
+    common = _common(index)
     if not isinstance(common, Mapping):
         raise CheckpointMismatchError(f"{where}: {_COMMON_NAME} does not hold a checkpoint")
-    tensors = _with_joined_halves(_layers(found, where))
-    problems = [f"{name}: {each}" for name, tensor in tensors.items() for each in tensor.problems()]
-    refuse(listed(problems, f"{where}: "))
+    tensors = _with_joined_halves(_layers(model_tensors(index), where))
+    refuse_holes(tensors, where)
     own = {METADATA_NAME, INDEX_NAME, _COMMON_NAME} & container.members.keys()
     files = {container.members[name].path for name in own}
     files |= {values.path for tensor in tensors.values() for values in tensor.stored}
     return CheckpointReader(
         path=container.path,
         config=common,
-        tensors={
-            name: tensor.stored if len(tensor.chunks) == 1 else (tensor,)
-            for name, tensor in tensors.items()
-        },
+        tensors={name: tensor.pieces for name, tensor in tensors.items()},
         files=(container.path,) if container.path.is_file() else tuple(sorted(files)),
         kept=container.kept,
         is_distributed=True,
@@ -78,26 +84,72 @@ def read_distributed(container: Container, **facts: Any) -> CheckpointReader:
     )
 
 
+def model_tensors(index: ShardedIndex) -> dict[str, ChunkedTensor]:
+    """Return the tensors of an index by their names in the model, without those of training.
+
+    Chunks are not compared with each other.
+
+    Raises:
+        CheckpointMismatchError: Some are missing or damaged, or two have the same name.
+    """
+    found = {
+        name: tensor
+        for name, tensor in index.tensors(_is_of_model).items()
+        if tensor.shape or tensor.dtype in FLOATING_TYPES  # others count steps
+    }
+    names = {name: _WRAPPERS.sub("", name) for name in found}
+    bare = without_wrappers({names[name]: tensor for name, tensor in found.items()})
+    twice = sorted(name for name, count in Counter(names.values()).items() if count > 1)
+    refuse(
+        listed(
+            [f"{name} is there twice, once behind a prefix" for name in twice],
+            f"{index.container}: ",
+        )
+    )
+    return bare
+
+
 def _is_of_model(name: str) -> bool:
-    return not _OPTIMIZER.match(name) and not name.endswith("._extra_state")
+    """Return whether a tensor belongs to the model, not to its training."""
+    return not _TRAINING.search(name)
 
 
-def _backend(container: Container) -> str:
-    """Return the backend that `metadata.json` names."""
-    name = container.folder + METADATA_NAME
+def states_settings(container: Container) -> bool:
+    """Return whether a distributed checkpoint holds Megatron-LM's arguments."""
+    if _COMMON_NAME in container.members:
+        return True
+    return not {_COMMON_KEY, *_COMMON_OBJECTS}.isdisjoint(read_index(container).objects)
+
+
+def _common(index: ShardedIndex) -> Any:
+    """Return what a checkpoint holds other than tensors."""
+    container = index.container
+    found = index.object(_COMMON_KEY)
+    if found is not None:
+        return found[0] if isinstance(found, list) and len(found) == 1 else found
+    if _COMMON_NAME in container.members or METADATA_NAME in container.members:
+        region = container.needed(_COMMON_NAME, "the description of what was saved")
+        return read_torch_file(region)
+    return {name: value for name in _COMMON_OBJECTS if (value := index.object(name)) is not None}
+
+
+def _check_backend(container: Container) -> None:
+    """Check that a distributed checkpoint of megatron-core is in torch's files."""
     if METADATA_NAME not in container.members:
-        raise CheckpointMismatchError(
-            f"{container.path} has {container.folder}{INDEX_NAME} but no {name}: it was saved by "
-            "torch.distributed.checkpoint without megatron-core, or not to the end; save it with "
-            "--ckpt-format torch_dist"
-        )
+        return  # torch has saved it alone
     backend = json_file(container.members[METADATA_NAME]).get("sharded_backend")
-    if not isinstance(backend, str) or backend not in _BACKENDS:
-        raise CheckpointMismatchError(
-            f"{container.path}: {name}: sharded_backend = {backend!r}; known: "
-            f"{', '.join(_BACKENDS)}"
-        )
-    return backend
+    if backend == _BACKEND:
+        return
+    advice = (
+        "; megatron-core before 0.16 loads it, and Megatron-LM of that time saves it again with "
+        "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+        if backend == "zarr"
+        else ""
+    )
+    raise CheckpointMismatchError(
+        f"{container.path}: {container.folder}{METADATA_NAME}: sharded_backend = {backend!r}; "
+        f"expected {_BACKEND}{advice}"
+    )
 
 
 def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, ChunkedTensor]:
@@ -107,16 +159,13 @@ def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, Chunked
     """
     tensors: dict[str, ChunkedTensor] = {}
     twice: list[str] = []
-    for full_name, tensor in found.items():
-        name = _WRAPPERS.sub("", full_name)
+    for name, tensor in found.items():
         named = {
             _EXPERT.sub(r"\1.local_experts.", expert): values
             for layer, each in _apart(name, tensor, _STACKED, "")
             for expert, values in _apart(layer, each, _EXPERTS, "local_experts.")
         }
-        twice += [
-            f"{each} is there twice, once in {full_name}" for each in named if each in tensors
-        ]
+        twice += [f"{each} is there twice, once in {name}" for each in named if each in tensors]
         tensors |= named
     refuse(listed(twice, f"{where}: "))
     return tensors

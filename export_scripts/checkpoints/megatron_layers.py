@@ -32,6 +32,8 @@ _BLOCKS = re.compile(r"(?:\*-)+|(?:\*E)+")
 _HYBRID_LAYER = re.compile(r"^((?:model\.)?decoder\.layers\.)(\d+)(\..+)$")
 _HYBRID_NORM = re.compile(r"^((?:model\.)?decoder\.)final_norm\.")
 _PREDICTION = re.compile(r"^(?:model\.)?mtp\.")
+# Transformer Engine's experts, which all have their number in one module.
+_GROUPED_EXPERT = re.compile(r"\b(mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 # Keys of what builds the layers, and megatron-core's and Megatron Bridge's own values.
 # megatron/core/models/hybrid/hybrid_layer_specs.py; bridge/models/hybrid/hybrid_provider.py
@@ -59,6 +61,12 @@ def as_gpt_model(reader: CheckpointReader) -> CheckpointReader:
     """
     if reader.format not in _FORMATS:
         return reader
+    tensors = {
+        _GROUPED_EXPERT.sub(r"\1.local_experts.\4.\2.\3", name): pieces
+        for name, pieces in reader.tensors.items()
+    }
+    if len(tensors) == len(reader.tensors):
+        reader = dataclasses.replace(reader, tensors=tensors)
     if any(_PREDICTION.match(name) for name in reader.tensors):
         reader = _without_prediction(reader)
     stated = [key for key in _PATTERNS if reader.config.get(key)]

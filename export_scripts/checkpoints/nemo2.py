@@ -13,7 +13,8 @@ from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, Region, StoredTensor
 from export_scripts.checkpoints.containers import Container, open_container, read_yaml
-from export_scripts.checkpoints.distributed import METADATA_NAME, read_distributed
+from export_scripts.checkpoints.dcp import INDEX_NAME
+from export_scripts.checkpoints.distributed import read_distributed
 from export_scripts.checkpoints.megatron import LATEST_NAME, iteration_folder
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
@@ -106,10 +107,10 @@ def open_bridge(path: Path) -> CheckpointReader:
     """
     root, remarks = _checkpoint_folder(path)
     container = open_container(root)
-    if METADATA_NAME not in container.members:
+    if INDEX_NAME not in container.members:
         raise CheckpointMismatchError(
-            f"{root} lacks {METADATA_NAME}: it was not saved to the end, or with another "
-            "checkpoint.ckpt_format than torch_dist; save it with that one"
+            f"{root} lacks {INDEX_NAME}: it was not saved to the end, or with another "
+            "checkpoint.ckpt_format than torch_dist and fsdp_dtensor; save it with one of these"
         )
     run = read_yaml(container, CONFIG_NAME)
     model, tokenizer = run.get("model"), run.get("tokenizer")

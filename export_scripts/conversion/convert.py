@@ -15,7 +15,9 @@ from export_scripts import __version__
 from export_scripts.checkpoints import LATEST, chosen_entry
 from export_scripts.checkpoints.base import fingerprint_files
 from export_scripts.checkpoints.containers import is_gzip
-from export_scripts.checkpoints.huggingface import is_huggingface
+from export_scripts.checkpoints.dcp import INDEX_NAME
+from export_scripts.checkpoints.huggingface import CONFIG_NAME, is_huggingface
+from export_scripts.checkpoints.sharded_huggingface import is_sharded, settings_folder
 from export_scripts.conversion.huggingface import plan_huggingface
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import ConversionRequest, request_problems
@@ -155,10 +157,13 @@ def _identity(request: ConversionRequest) -> str:
 def _source_print(path: Path) -> str:
     if not path.is_dir():
         return fingerprint_files([path])
-    # Hidden files belong to version control or an editor.
+    # Other hidden files belong to version control or an editor.
     names = (file.relative_to(path) for file in files_below(path))
-    visible = [n for n in names if not any(part.startswith(".") for part in n.parts)]
-    return fingerprint_files([path / name for name in visible])
+    visible = [
+        n for n in names if not any(each.startswith(".") and each != INDEX_NAME for each in n.parts)
+    ]
+    settings = [settings_folder(path) / CONFIG_NAME] if is_sharded(path) else []
+    return fingerprint_files([*(path / name for name in visible), *settings])
 
 
 def _is_finished(paths: WorkPaths, identity: str) -> bool:

@@ -259,9 +259,9 @@ def test_nothing_that_the_settings_name_is_run(state: Tensors, tmp_path: Path) -
 def test_unfinished_runs_are_refused(state: Tensors, tmp_path: Path) -> None:
     run = tmp_path / "run"
     source = write_bridge(run, state)
-    (source / "metadata.json").rename(source / "kept")
-    assert "lacks metadata.json" in refusal(source, tmp_path)
-    (source / "kept").rename(source / "metadata.json")
+    (source / ".metadata").rename(source / "kept")
+    assert "lacks .metadata" in refusal(source, tmp_path)
+    (source / "kept").rename(source / ".metadata")
     (source / "run_config.yaml").write_text("model: 3\n")
     assert "has no model" in refusal(source, tmp_path)
     (source / "run_config.yaml").unlink()

@@ -1,0 +1,245 @@
+"""torch's distributed checkpoints of Hugging Face models, with a config.json near by.
+
+accelerate and transformers' Trainer (FSDP), AutoModel, NeMo-RL, verl and torchtitan save them, each
+in a folder of its own form. Layout: pytorch, torch/distributed/checkpoint (dcp, and hf_storage.py
+for shards of safetensors); pytorch/torchtitan, torchtitan/models/*/state_dict_adapter.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    FileMaps,
+    Piece,
+    StoredTensor,
+    json_table,
+)
+from export_scripts.checkpoints.chunks import ChunkedTensor, Place, refuse_holes
+from export_scripts.checkpoints.containers import open_container
+from export_scripts.checkpoints.dcp import INDEX_NAME, read_index
+from export_scripts.checkpoints.distributed import (
+    METADATA_NAME,
+    model_tensors,
+    states_settings,
+)
+from export_scripts.checkpoints.megatron import LATEST_NAME
+from export_scripts.checkpoints.partitioned import without_wrappers
+from export_scripts.checkpoints.safetensors_file import read_safetensors
+from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
+
+if TYPE_CHECKING:
+    from export_scripts.numeric.arrays import Array
+
+# Shards that torch writes of each rank's parts, and the key of where in the whole these begin.
+_SHARDS = "shard-*.safetensors"
+_OFFSETS_KEY = "DCP_SHARDING_INFO"
+# How deep below a folder its checkpoint may lie: policy/weights/model of NeMo-RL.
+_DEPTH = 3
+# Where the settings lie, from the checkpoint's folder: of AutoModel, of accelerate's, of verl.
+_SETTINGS = (".", ".hf_metadata", "..", "../huggingface")
+_CONFIG_NAME = "config.json"
+
+
+def sharded_folders(path: Path) -> list[Path]:
+    """Return the folders at or below a path in which torch alone has saved a checkpoint."""
+    levels = ("", *("*/" * depth for depth in range(1, _DEPTH + 1)))
+    found = {
+        file.parent
+        for level in levels
+        for name in (INDEX_NAME, _SHARDS)
+        for file in path.glob(level + name)
+        if file.is_file()
+    }
+    return sorted(folder for folder in found if not (folder / METADATA_NAME).exists())
+
+
+def is_sharded(path: Path) -> bool:
+    """Return whether a folder looks like a Hugging Face model in torch's distributed files.
+
+    Megatron-LM's states its own arguments.
+    """
+    if not path.is_dir() or (path / LATEST_NAME).is_file():
+        return False
+    found = sharded_folders(path)
+    if found[:1] == [path] and (path / INDEX_NAME).is_file():
+        return not states_settings(open_container(path))
+    return bool(found)
+
+
+def settings_folder(path: Path) -> Path:
+    """Return the folder of a distributed checkpoint's config.json.
+
+    Raises:
+        CheckpointMismatchError: There is none.
+    """
+    places = [path, *(each / name for each in sharded_folders(path) for name in _SETTINGS)]
+    for place in places:
+        if (place / _CONFIG_NAME).is_file():
+            return place.resolve()
+    raise CheckpointMismatchError(
+        f"{path} does not state its model's sizes: copy the {_CONFIG_NAME} of the Hugging Face "
+        f"model that training began with (and its tokenizer's files) into {path}"
+    )
+
+
+def with_sharded_weights(configuration: CheckpointReader, path: Path) -> CheckpointReader:
+    """Return a model with the tensors of the distributed checkpoint at or below a path.
+
+    Raises:
+        CheckpointMismatchError: There is none, or several; it is damaged, or its names are of
+            another model.
+    """
+    models = {folder: found for folder in sharded_folders(path) if (found := _tensors(folder))}
+    if len(models) != 1:
+        raise CheckpointMismatchError(
+            f"{path} holds several distributed checkpoints of models: "
+            f"{first_names([str(folder) for folder in models])}; name one"
+            if models
+            else f"{path} holds no distributed checkpoint of a model, only of its training"
+        )
+    ((folder, found),) = models.items()
+    refuse_holes(found, folder)
+    tensors = {name: tensor.pieces for name, tensor in found.items()}
+    if _TITAN_TABLE in tensors:
+        tensors = _renamed(tensors, configuration)
+    stored = {each.path for tensor in found.values() for each in tensor.stored}
+    index = {folder / INDEX_NAME} if (folder / INDEX_NAME).is_file() else set()
+    return dataclasses.replace(
+        configuration,
+        tensors=tensors,
+        files=(*configuration.files, *sorted(stored | index)),
+        remarks=(
+            *configuration.remarks,
+            f"took the weights in {folder}, and the settings in {configuration.path}",
+        ),
+    )
+
+
+def _tensors(folder: Path) -> dict[str, ChunkedTensor]:
+    """Return a model's tensors in a folder; chunks are not compared with each other."""
+    if (folder / INDEX_NAME).is_file():
+        return model_tensors(read_index(open_container(folder)))
+    chunks: dict[str, dict[Place, StoredTensor]] = {}
+    problems = []
+    for file in sorted(folder.glob(_SHARDS)):
+        found, facts = read_safetensors(file)
+        begins = json_table(facts.get(_OFFSETS_KEY, "{}"), f"{file}: {_OFFSETS_KEY}")
+        for name, tensor in found.items():
+            stated = begins.get(name)
+            begin = stated.get("saved_offsets") if isinstance(stated, dict) else None
+            others = chunks.setdefault(name, {})
+            if not _is_place(begin, tensor.shape):
+                problems.append(f"{file}: {_OFFSETS_KEY} does not say where {name} begins")
+            elif tuple(begin) in others or any(tensor.dtype != o.dtype for o in others.values()):
+                problems.append(f"{file}: {name} at {begin} contradicts another shard")
+            else:
+                others[tuple(begin)] = tensor
+    refuse(listed(problems))
+    return without_wrappers({name: _whole(places) for name, places in chunks.items()})
+
+
+def _is_place(begin: Any, shape: tuple[int, ...]) -> TypeGuard[list[int]]:
+    return (
+        isinstance(begin, list)
+        and len(begin) == len(shape)
+        and all(type(each) is int and each >= 0 for each in begin)
+    )
+
+
+def _whole(chunks: Mapping[Place, StoredTensor]) -> ChunkedTensor:
+    """Return a tensor of chunks that reach as far as the whole does."""
+    ends = [map(operator.add, begin, values.shape) for begin, values in chunks.items()]
+    dtype = next(iter(chunks.values())).dtype
+    return ChunkedTensor(dtype, tuple(map(max, zip(*ends, strict=True))), chunks)
+
+
+_TITAN_TABLE = "tok_embeddings.weight"
+_TITAN_BUFFER = "freqs_cis"  # computed from the settings
+# Names of torchtitan, the older ones too -> of transformers' Llama and Qwen3.
+_TITAN_NAMES = (
+    (re.compile(r"^tok_embeddings\."), "model.embed_tokens."),
+    (re.compile(r"^norm\."), "model.norm."),
+    (re.compile(r"^output\."), "lm_head."),
+    (re.compile(r"^layers\."), "model.layers."),
+    (re.compile(r"\.attention_norm\."), ".input_layernorm."),
+    (re.compile(r"\.ffn_norm\."), ".post_attention_layernorm."),
+    (re.compile(r"\.attention\.(?:qkv_linear\.)?w([qkvo])\."), r".self_attn.\1_proj."),
+    (re.compile(r"\.attention\.([qk])_norm\."), r".self_attn.\1_norm."),
+    (re.compile(r"\.feed_forward\.w1\."), ".mlp.gate_proj."),
+    (re.compile(r"\.feed_forward\.w2\."), ".mlp.down_proj."),
+    (re.compile(r"\.feed_forward\.w3\."), ".mlp.up_proj."),
+)
+_TURNED = re.compile(r"\.self_attn\.([qk])_proj\.")
+# Types of models that torchtitan has -> the number of heads of queries and of keys, where it
+# rotates neighbouring dimensions of a head together and transformers its halves.
+_TITAN_MODELS: Mapping[str, Mapping[str, str]] = {
+    "llama": {"q": "num_attention_heads", "k": "num_key_value_heads"},
+    "qwen3": {},
+}
+
+
+def _renamed(
+    tensors: Mapping[str, tuple[Piece, ...]], configuration: CheckpointReader
+) -> dict[str, tuple[Piece, ...]]:
+    """Return torchtitan's tensors under transformers' names, in its order of dimensions."""
+    kind = str(configuration.config.get("model_type"))
+    if kind not in _TITAN_MODELS:
+        raise CheckpointMismatchError(
+            f"{configuration.path}: torchtitan's names with model_type = {kind!r:.100}: known are "
+            f"{', '.join(_TITAN_MODELS)}"
+        )
+    renamed: dict[str, tuple[Piece, ...]] = {}
+    for name, (piece,) in tensors.items():
+        if name == _TITAN_BUFFER:
+            continue
+        for theirs, ours in _TITAN_NAMES:
+            name = theirs.sub(ours, name)
+        if (match := _TURNED.search(name)) and (key := _TITAN_MODELS[kind].get(match[1])):
+            piece = HalvedHeads.of(name, piece, configuration.config.get(key))
+        renamed[name] = (piece,)
+    return renamed
+
+
+@dataclass(frozen=True)
+class HalvedHeads(Piece):
+    """Rows of heads whose neighbouring dimensions are rotated together, as halves that are.
+
+    Row 2 i + j of a head becomes row j * size / 2 + i, as transformers' conversion of Llama does.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    source: Piece
+    heads: int
+
+    @classmethod
+    def of(cls, name: str, source: Piece, heads: Any) -> HalvedHeads:
+        """Return a projection (heads x size, hidden) in the other order.
+
+        Raises:
+            CheckpointMismatchError: Its rows are not those of as many heads of an even size.
+        """
+        if type(heads) is not int or heads < 1 or not source.shape or source.shape[0] % (2 * heads):
+            raise CheckpointMismatchError(
+                f"{name} is {list(source.shape)}, which {heads!r:.100} heads do not divide"
+            )
+        return cls(source.dtype, source.shape, source, heads)
+
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors it consists of."""
+        return self.source.stored
+
+    def load(self, maps: FileMaps) -> Array:
+        """Return the values in their new order, gathered in memory."""
+        rows = self.source.load(maps)
+        pairs = rows.reshape(self.heads, -1, 2, *self.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(self.shape)

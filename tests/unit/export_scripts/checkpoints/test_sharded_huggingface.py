@@ -1,0 +1,234 @@
+"""Hugging Face models in torch's distributed checkpoints, as trainers save them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from export_scripts.checkpoints import open_checkpoint, recognise_format
+from export_scripts.inspect import describe
+from tests.tiny_distributed import sharded, write_state
+from tests.tiny_huggingface import read_tensors
+from tests.tiny_transformers import write_model
+from tests.unit.export_scripts.checkpoints.test_distributed import Tensors, contents, refusal
+from tests.unit.export_scripts.checkpoints.test_distributed import converted as converted_to
+
+GIVEN = (("start_id", "1"), ("end_id", "2"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Return the folder of a small Llama."""
+    return write_model("llama", tmp_path / "model")
+
+
+def converted(source: Path, out: Path) -> dict[str, bytes]:
+    return contents(converted_to(source, out, 2, given=GIVEN))
+
+
+def copy_settings(model: Path, folder: Path) -> None:
+    for file in model.glob("*.json"):
+        shutil.copy(file, folder)
+
+
+def save_alone(folder: Path, state: dict[str, Any]) -> None:
+    save(state, checkpoint_id=folder, no_dist=True)
+
+
+def optimizer(tensors: Tensors) -> dict[str, Any]:
+    return {"state": {name: {"exp_avg": torch.ones(2)} for name in tensors}}
+
+
+def accelerate(folder: Path, tensors: Tensors, model: Path) -> Path:
+    save_alone(folder / "pytorch_model_fsdp_0", {"model": tensors})
+    save_alone(folder / "optimizer_0", {"optimizer": optimizer(tensors)})
+    copy_settings(model, folder)
+    return folder
+
+
+def accelerate_weights(folder: Path, tensors: Tensors, model: Path) -> Path:
+    return accelerate(folder, tensors, model) / "pytorch_model_fsdp_0"
+
+
+def app_state(folder: Path, tensors: Tensors, model: Path) -> Path:
+    """As torch's own tutorial has it, with a counter of steps."""
+    compiled = {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}
+    state = {"model": compiled, "optim": optimizer(tensors)}
+    save_alone(folder, {"app": state, "step": torch.tensor(3), "epoch": 1})
+    copy_settings(model, folder)
+    return folder
+
+
+def nemo_rl(folder: Path, tensors: Tensors, model: Path) -> Path:
+    """Settings that no trainer leaves are put where the message says."""
+    save_alone(folder / "policy" / "weights" / "model", {"model": tensors})
+    save_alone(folder / "policy" / "optimizer" / "optim", {"optim": optimizer(tensors)})
+    with pytest.raises(ValueError, match=r"copy the config\.json .* into .*"):
+        open_checkpoint(folder)
+    copy_settings(model, folder)
+    return folder
+
+
+def automodel(folder: Path, tensors: Tensors, model: Path) -> Path:
+    """Shards of safetensors with their places, written by hand as torch's writer does."""
+    weights = folder / "model"
+    (weights / ".hf_metadata").mkdir(parents=True)
+    copy_settings(model, weights / ".hf_metadata")
+    for rank in range(2):
+        parts, places = {}, {}
+        for name, tensor in tensors.items():
+            half = -(-len(tensor) // 2)
+            parts[name] = tensor[:half].clone() if rank == 0 else tensor[half:].clone()
+            places[name] = {"saved_offsets": [rank * half, *[0] * (tensor.ndim - 1)]}
+        metadata = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+        file = weights / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
+        safetensors.torch.save_file(parts, file, metadata)
+    save_alone(folder / "optim", {"optim": optimizer(tensors)})
+    return folder
+
+
+def chunks(folder: Path, tensors: Tensors, model: Path) -> Path:
+    """Parts of unequal size, the last of them empty, as fully sharded training leaves them."""
+    pieces = {}
+    for name, tensor in tensors.items():
+        third, rest = len(tensor) // 3, (0,) * (tensor.ndim - 1)
+        parts = [(tensor[:third], (0, *rest)), (tensor[third:], (third, *rest))]
+        pieces[f"model.{name}"] = sharded(f"model.{name}", parts)
+    write_state(folder, pieces)
+    copy_settings(model, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "trainer", [accelerate, accelerate_weights, app_state, nemo_rl, automodel, chunks]
+)
+def test_every_trainer_s_folder_becomes_the_model_s(
+    model: Path, tmp_path: Path, trainer: Callable[[Path, Tensors, Path], Path]
+) -> None:
+    source = trainer(tmp_path / "run", read_tensors(model), model)
+    expected = converted(model, tmp_path / "expected")
+    assert converted(source, tmp_path / "out") == expected
+    notes = " ".join(describe(source)["notes"])
+    assert "took the weights in" in notes
+
+
+# torchtitan, models/llama3/state_dict_adapter.py, and what its names were before.
+TITAN = {
+    "model.embed_tokens.": "tok_embeddings.", "model.norm.": "norm.",
+    "model.layers.": "layers.", "self_attn.o_proj": "attention.wo",
+    "self_attn.q_proj": "attention.qkv_linear.wq", "self_attn.k_proj": "attention.qkv_linear.wk",
+    "self_attn.v_proj": "attention.qkv_linear.wv", "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+    "post_attention_layernorm": "ffn_norm", "input_layernorm": "attention_norm",
+}  # fmt: skip
+OLDER = {"qkv_linear.": "", "lm_head.": "output."}
+
+
+def titan(tensors: Tensors, heads: dict[str, int], *, older: bool) -> Tensors:
+    """Return a Llama's tensors as torchtitan keeps them: neighbours are rotated together."""
+    out = {}
+    for name, tensor in tensors.items():
+        for part, count in heads.items():
+            if f"self_attn.{part}_proj" in name:
+                halves = tensor.view(count, 2, -1, tensor.shape[1])
+                tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        for theirs, ours in (TITAN | (OLDER if older else {})).items():
+            name = name.replace(theirs, ours)
+        out[name] = tensor
+    return out
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_names_and_rows_of_torchtitan_become_the_model_s(
+    tmp_path: Path, kind: str, older: bool
+) -> None:
+    model = write_model(kind, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    tensors = titan(read_tensors(model), heads if kind == "llama" else {}, older=older)
+    folder = tmp_path / "step-1000"
+    save_alone(folder, {**tensors, "optimizer": optimizer(tensors), "freqs_cis": torch.ones(4)})
+    copy_settings(model, folder)
+    assert converted(folder, tmp_path / "out") == converted(model, tmp_path / "expected")
+
+
+def test_torchtitan_s_names_of_other_models_are_refused(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step-1000"
+    save_alone(folder, dict(titan(read_tensors(model), {}, older=False)))
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    assert "model_type = 'mistral'" in refusal(folder, tmp_path)
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 5}))
+    assert "which 5 heads do not divide" in refusal(folder, tmp_path)
+
+
+def test_several_models_are_named(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for name in ("checkpoint-1", "checkpoint-2"):
+        accelerate(run / name, {"a": torch.ones(2)}, model)
+    copy_settings(model, run)
+    text = refusal(run, tmp_path)
+    assert "several distributed checkpoints" in text
+    assert "checkpoint-1/pytorch_model_fsdp_0" in text
+    assert "checkpoint-2/pytorch_model_fsdp_0" in text
+
+
+def test_a_checkpoint_of_training_alone_is_refused(model: Path, tmp_path: Path) -> None:
+    save_alone(tmp_path / "run" / "optim", {"optim": optimizer({"a": torch.ones(2)})})
+    copy_settings(model, tmp_path / "run")
+    assert "no distributed checkpoint of a model" in refusal(tmp_path / "run", tmp_path)
+
+
+def lose_a_shard(weights: Path) -> None:
+    (weights / "shard-00002-model-00001-of-00001.safetensors").unlink()
+
+
+def lose_the_first_shard(weights: Path) -> None:
+    (weights / "shard-00001-model-00001-of-00001.safetensors").unlink()
+
+
+def save_a_shard_twice(weights: Path) -> None:
+    first = weights / "shard-00001-model-00001-of-00001.safetensors"
+    shutil.copy(first, weights / "shard-00003-model-00001-of-00001.safetensors")
+
+
+def lose_the_places(weights: Path) -> None:
+    first = weights / "shard-00001-model-00001-of-00001.safetensors"
+    safetensors.torch.save_file(safetensors.torch.load_file(first), first)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lose_a_shard, "does not make"),
+        (lose_the_first_shard, "some are missing"),
+        (save_a_shard_twice, "contradicts another shard"),
+        (lose_the_places, "does not say where"),
+    ],
+)
+def test_shards_that_do_not_make_the_model_are_refused(
+    model: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    source = automodel(tmp_path / "run", read_tensors(model), model)
+    damage(source / "model")
+    assert words in refusal(source, tmp_path)
+
+
+def test_the_settings_belong_to_what_was_converted(model: Path, tmp_path: Path) -> None:
+    """A folder is not taken for done when the config.json above the weights has changed."""
+    source = accelerate_weights(tmp_path / "run", read_tensors(model), model)
+    assert recognise_format(source) == "torch_dcp"
+    converted(source, tmp_path / "out")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 5e5}))
+    with pytest.raises(ValueError, match="holds another conversion"):
+        converted(source, tmp_path / "out")
