@@ -3,10 +3,10 @@
 Groups are made directly on a store, which allows several engines in one process.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.distributed_c10d import (
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 # second one.
 _PACKET = 4096
 _LENGTH_BYTES = 4
-# Rows of a part of a product whose sum runs next to the following part, and the most parts.
-_LEAST_PART, _MOST_PARTS = 1024, 4
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ def _nccl(store: Store, place: int, size: int, timeout: timedelta) -> ProcessGro
     # Builds of torch without CUDA have no such class to import.
     from torch.distributed import ProcessGroupNCCL
 
-    # Sums come first: a product that runs next to one would else leave it no room.
-    options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     return cast(ProcessGroup, ProcessGroupNCCL(store, place, size, options))
 
@@ -148,42 +145,17 @@ class RankGroups:
         *,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-        product: Callable[[Any], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return the sum of `x` (N, E) over the ranks of this stage, + bias + residual.
 
-        `x` and `residual` may be overwritten. With `product` it is the sum of that of `x`; on GPUs
-        those of many rows are computed in parts, each of which is summed during the next one.
+        `x` may be overwritten.
         """
         assert self._stage is not None, "a single rank has no sums"
-        if product is not None:
-            parts = min(len(x) // _LEAST_PART, _MOST_PARTS)
-            if parts > 1 and isinstance(x, torch.Tensor) and x.is_cuda and residual is not None:
-                return self._overlapped(product, x.chunk(parts), bias=bias, residual=residual)
-            x = product(x)
         x = x.contiguous()
         if self._peers is not None and self._peers.takes(x):
             return self._peers.sum(x, bias=bias, residual=residual)
         self._stage.allreduce([x]).wait()
         return added(x, bias=bias, residual=residual)
-
-    def _overlapped(
-        self,
-        product: Callable[[torch.Tensor], torch.Tensor],
-        parts: Sequence[torch.Tensor],
-        *,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor,
-    ) -> torch.Tensor:
-        assert self._stage is not None
-        under_way = []
-        for part in parts:
-            y = product(part)
-            under_way.append((y, self._stage.allreduce([y])))  # on a stream of its own
-        for place, (y, work) in zip(residual.chunk(len(parts)), under_way, strict=True):
-            work.wait()
-            place.add_(y if bias is None else y.add_(bias))
-        return residual
 
     def gather_stage(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensors of this stage's ranks on a GPU, in rank order (T, ...)."""

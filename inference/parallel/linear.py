@@ -13,8 +13,8 @@ import torch
 from inference.parallel.epilogue import PLAIN_GEMM, GemmOptions
 from inference.parallel.gemm import Gemm, make_gemm
 
-# The sum over the ranks of a stage of x (N, E), which may be overwritten, + bias + residual; with
-# `product`, a `Gemm`, of its results for x. All but x are keywords.
+# The sum over the ranks of a stage of x (N, E), which may be overwritten, + bias + residual: these
+# two are keywords.
 AllReduce = Callable[..., torch.Tensor]
 
 
@@ -37,7 +37,7 @@ def make_row_gemm(
     gemm = make_gemm(weight, options=options)
 
     def summed(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return reduce(x, bias=bias, residual=residual, product=gemm)
+        return reduce(gemm(x), bias=bias, residual=residual)
 
     return summed
 

@@ -215,12 +215,10 @@ class RankBase(ABC):
         *,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-        product: Callable[[Any], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        if not self._in_rank_order:
-            return self.groups.all_reduce(x, bias=bias, residual=residual, product=product)
-        x = x if product is None else product(x)
-        return ordered_sum(self.groups.gather_stage(x), bias=bias, residual=residual)
+        if self._in_rank_order:
+            return ordered_sum(self.groups.gather_stage(x), bias=bias, residual=residual)
+        return self.groups.all_reduce(x, bias=bias, residual=residual)
 
     def _first_rank_copy(
         self, output: torch.Tensor | None, room: torch.Tensor

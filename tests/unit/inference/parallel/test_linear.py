@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from inference.model.layers import Embedding
@@ -27,9 +25,7 @@ class Sum:
         *,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-        product: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        x = x if product is None else product(x)
         self.total = x if self.total is None else self.total + x
         return added(self.total.clone(), bias=bias, residual=residual)
 
