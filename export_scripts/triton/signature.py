@@ -286,6 +286,7 @@ CHOICES = ModelSignature(
             "added: 1: the token at the nucleus boundary keeps its whole mass",
         ),
         _scalar("ignore_eos", "BOOL", "added: no end token ends the sequence"),
+        _scalar("structured_output", "BYTES", "added: the form of the answer, as JSON"),
         _scalar(
             "frequency_penalty", "FP32", "added: times a token's count in the answer, off its logit"
         ),

@@ -6,14 +6,19 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.backend.engine_model import EngineModel, Exchange
+from inference.backend.tokenizer import load_tokenizer
 from inference.backend.triton_model import request_tensors, response
+from inference.decoding.grammars import Grammars, TokenTexts
 from inference.decoding.outputs import FrameStream
 from inference.decoding.request import parse_request
-from inference.decoding.rows import RequestError, SessionTurn
+from inference.decoding.rows import ModelLimits, RequestError, SessionTurn
 
 if TYPE_CHECKING:
     from inference.engine.engine import Engine
@@ -32,6 +37,17 @@ class GenerationModel(EngineModel):
     engine_class = "inference.engine.engine:Engine"
     engine: Engine
 
+    @cached_property
+    def _limits(self) -> ModelLimits:
+        """The engine's, with answers of a given form where there is a tokenizer."""
+        limits, folder = self.engine.limits, self.settings.checkpoint_path
+        if find_tokenizer(folder) is None:
+            return limits
+        grammars = Grammars(
+            partial(_token_texts, folder), vocab_size=limits.vocab_size, end_ids=limits.end_ids
+        )
+        return replace(limits, grammars=grammars)
+
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request, see `EngineModel`."""
         tensors, turn = request_tensors(exchange.request), None
@@ -41,7 +57,7 @@ class GenerationModel(EngineModel):
             # All have one more axis, of size 1, in front.
             tensors = {name: value[0] for name, value in tensors.items()}
         try:
-            request = parse_request(tensors, self.engine.limits)
+            request = parse_request(tensors, self._limits)
         except RequestError:
             self.engine.end_refused(turn)
             raise
@@ -72,6 +88,11 @@ class GenerationModel(EngineModel):
         listens = self.decoupled if exchange.stream is None else bool(exchange.stream)
         future = self.engine.submit(request, on_step=on_step if listens else None, turn=turn)
         return future, lambda result: answer.send(result, final=True)
+
+
+def _token_texts(folder: Path) -> TokenTexts:
+    tokenizer = load_tokenizer(folder)
+    return TokenTexts(tokenizer.vocabulary(), sorted(tokenizer.special_ids), tokenizer.encode)
 
 
 @dataclass(frozen=True)

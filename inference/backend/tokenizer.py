@@ -112,6 +112,14 @@ class Tokenizer:
         byte = self._bytes.get(index)
         return None if byte is None else bytes([byte])
 
+    def vocabulary(self) -> list[bytes]:
+        """Return the bytes of every token; those of markers are their names."""
+        own = map(self.token_bytes, range(self.vocab_size))
+        return [
+            (self._piece(index) or "").replace(_BLANK, " ").encode() if each is None else each
+            for index, each in enumerate(own)
+        ]
+
     def decode(self, ids: Sequence[int], *, partial: bool = False) -> str:
         """Return the text of `ids`; unknown ids give the replacement character.
 

@@ -175,4 +175,6 @@ def take_chosen(rows: Sequence[SamplingRow], chosen: Array) -> list[RowStep | No
 
 
 def _failed(row: DecodedRow) -> RowStep:
-    return RowStep((row.options.end_id,) * row.slots, None, finished=True, error=UNUSABLE)
+    constraint = row.request.constraint
+    problem = (constraint.problem if constraint is not None else "") or UNUSABLE
+    return RowStep((row.options.end_id,) * row.slots, None, finished=True, error=problem)

@@ -19,6 +19,9 @@ from inference.decoding.tensor_fields import Array
 # Rows start at vector boundaries, so a softmax adds up every row in the same order.
 ALIGNMENT = 64
 LOWEST = torch.finfo(torch.float32).min
+# The upper bounds of the logits of the eight tokens of each byte of a mask, lowest bit first.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_BOUNDS = torch.from_numpy(np.where(_BITS, np.inf, -np.inf).astype(np.float32))  # (256, 8)
 _TEMPERATURE_EPSILON = np.float32(1e-6)
 
 
@@ -28,13 +31,15 @@ class LogitRules:
 
     `bias` holds ids and what is added to their logits, as `join_bias` returns them. `seen` lists
     the ids that the penalties of `options` act on; an id may occur more than once. `forbidden_ids`
-    are the end ids while the minimum length is not reached.
+    are the end ids while the minimum length is not reached. `mask` has a bit for each token that
+    may come next, lowest first, (X / 8,) uint8.
     """
 
     options: RowOptions
     bias: tuple[Array, Array] | None = None
     seen: Array | None = None
     forbidden_ids: tuple[int, ...] = ()
+    mask: Array | None = None
 
 
 def process_logits(
@@ -42,6 +47,7 @@ def process_logits(
 ) -> torch.Tensor:
     """Return the processed logits (n, X) of the slots, padded with -inf; `logits` is kept."""
     x = pad_vocabulary(pick_slots(logits[:, :vocab_size], slots))
+    apply_masks(x, rules)
     given = [(i, *r.bias) for i, r in enumerate(rules) if r.bias is not None]
     if given:
         rows, ids, bias = zip(*given, strict=True)
@@ -114,6 +120,18 @@ def apply_penalty(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
     r, a = _to(x, np.repeat(repetition, sizes)), _to(x, np.repeat(presence, sizes))
     old = x[rows, ids]  # an id that occurs twice is read twice before it is written
     x[rows, ids] = torch.where(old < 0, old * r, old / r) - a
+
+
+def apply_masks(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
+    """Exclude the tokens that the mask of a row does not have."""
+    masked = [(i, rule.mask) for i, rule in enumerate(rules) if rule.mask is not None]
+    if not masked:
+        return
+    rows, masks = zip(*masked, strict=True)
+    places = _to(x, np.stack(masks).astype(np.int32)).view(-1)
+    bounds = _BOUNDS.to(x.device).index_select(0, places).view(len(rows), -1)  # (count, X or less)
+    for row, bound in zip(rows, bounds, strict=True):
+        x[row, : len(bound)].clamp_(max=bound)
 
 
 def apply_min_p(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:

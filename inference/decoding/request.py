@@ -7,9 +7,11 @@ All problems of a request are reported together; each message starts with the te
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from inference.decoding.grammars import MOST_GRAMMAR_BYTES, Constraint
 from inference.decoding.options import BIAS, BIAS_IDS, read_options
 from inference.decoding.rows import (
     NO_PROMPT,
@@ -24,6 +26,7 @@ from inference.decoding.rows import (
 )
 from inference.decoding.tensor_fields import Array, TensorFields
 
+STRUCTURE = "structured_output"
 # A request's virtual prompts: the tasks of loaded tables, or tables and soft prompts sent along.
 TASK_IDS = "prompt_learning_task_name_ids"
 EMBEDDING, LENGTHS, TYPE = (
@@ -38,7 +41,7 @@ _COMMON = f"""
     repetition_penalty presence_penalty frequency_penalty {BIAS_IDS} {BIAS} min_length random_seed
     is_return_log_probs beam_width start_id end_id bad_words_list stop_words_list {TASK_IDS}
     top_p_decay top_p_min top_p_reset_ids {EMBEDDING} {LENGTHS} ia3_tasks
-    min_p nucleus_include_boundary ignore_eos
+    min_p nucleus_include_boundary ignore_eos {STRUCTURE}
 """.split()
 _OF_DECODERS = f"""
     {TYPE} session_len memory_len is_return_context_cum_log_probs is_return_context_embeddings
@@ -115,10 +118,14 @@ class _Parser:
         self._check_room()
         for b, (ids, prompt) in enumerate(zip(self.inputs, self.prompts, strict=True)):
             self._check_ids(b, ids, prompt)
+        constraints = self._constraints()
         if self.problems:
             raise RequestError(self.problems)
         return GenerationRequest(
-            rows=tuple(self._row(b, task) for b, task in enumerate(ia3_tasks)),
+            rows=tuple(
+                replace(self._row(b, task), constraint=constraints[b])
+                for b, task in enumerate(ia3_tasks)
+            ),
             padded_len=self.width,
             encoder_decoder=self.limits.encoder_decoder,
             session_len=session_len,
@@ -147,6 +154,27 @@ class _Parser:
                 f"memory_len: Memory size too low ({memory_len}): prompt ({prompt_len}) must fit"
             )
         return session_len, memory_len
+
+    def _constraints(self) -> list[Constraint | None]:
+        """Return the form that each row's answer must have; other problems come first."""
+        value, grammars = self.fields.tensors.get(STRUCTURE), self.limits.grammars
+        found: list[Constraint | None] = [None] * self.fields.batch
+        if value is None or self.problems:
+            return found
+        if grammars is None or self.options[0].beam_width > 1:
+            reason = "needs beam_width=1" if grammars else "this model has no tokenizer"
+            self.problems.append(f"{STRUCTURE}: {reason}")
+        elif value.dtype.kind not in "OS" or value.size != len(found):
+            self.problems.append(f"{STRUCTURE}: expected BYTES of shape [{len(found)},1]")
+        elif max(map(len, value.reshape(-1))) > MOST_GRAMMAR_BYTES:
+            self.problems.append(f"{STRUCTURE}: {MOST_GRAMMAR_BYTES} bytes at most")
+        else:
+            for b, text in enumerate(value.reshape(-1)):
+                try:
+                    found[b] = grammars.constraint(bytes(text).decode()) if text else None
+                except ValueError as error:
+                    self.problems.append(f"{STRUCTURE}[{b}]: {error}")
+        return found
 
     def _check_special_ids(self) -> None:
         """Check ids that the request states, and a model's start id where it is fed."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from inference.decoding.grammars import Constraint, Grammars
 from inference.decoding.options import RowOptions
 from inference.decoding.tensor_fields import Array
 
@@ -46,6 +47,8 @@ class PromptTable:
 class ModelLimits:
     """Limits of a request, read from the model's `config.ini`, and its other end tokens.
 
+    Without `grammars` no request can ask for an answer of a given form.
+
     `vocab_size` is the real vocabulary, without padding. `max_pos_seq_len` is None for models
     without a position table. `prompt_lengths` maps the id of each loaded prompt task to its
     number of virtual tokens. `prompt_learning_start_id` None means the first id after `end_id`
@@ -63,6 +66,7 @@ class ModelLimits:
     prompt_learning_start_id: int | None = None
     prompt_lengths: Mapping[int, int] = field(default_factory=dict)
     ia3_num_tasks: int = 0
+    grammars: Grammars | None = field(default=None, compare=False)
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -93,6 +97,7 @@ class RowRequest:
     returned_ids: tuple[int, ...] = ()
     prompt: PromptTable | None = None
     ia3_task: int | None = None
+    constraint: Constraint | None = field(default=None, compare=False)
 
     @property
     def context_len(self) -> int:

@@ -68,6 +68,7 @@ class SamplingRow:
         stated = o.whole_boundary
         self.include_boundary = include_boundary if stated is None else stated
         self._end_ids = o.end_ids
+        self._constraint = request.constraint
         self._history = array("q", request.context_ids)
         self._full_len = len(self._history) + request.output_len
         self._log_probs: list[float] = []
@@ -80,10 +81,11 @@ class SamplingRow:
         self._bias = RowBias(o, request.output_len) if o.is_biased else None
         is_scored = o.return_log_probs or o.num_log_probs
         # Whether a step takes the arg-max of the raw logits, the forbidden id aside.
-        self.is_plain = o.is_greedy and not (o.has_marks or is_scored)
+        is_free = self._constraint is None
+        self.is_plain = o.is_greedy and is_free and not (o.has_marks or is_scored)
         nucleus_stays = o.top_p_decay == 1 and o.top_p_min <= o.top_p
-        # A rank forbids one token of a row, and knows no min_p.
-        is_simple = not o.min_p and (not o.min_length or len(self._end_ids) <= 1)
+        # A rank forbids one token of a row, and knows neither min_p nor grammars.
+        is_simple = is_free and not o.min_p and (not o.min_length or len(self._end_ids) <= 1)
         self.rank_chooses = (
             not is_scored
             and is_simple
@@ -133,7 +135,8 @@ class SamplingRow:
         """Return what to do to the row's logits in this step."""
         seen = self._seen() if self._penalises(self.generated) else None
         bias = self._biases(self._history)
-        return [LogitRules(self.options, bias, seen, self.forbidden_ids)]
+        mask = None if self._constraint is None else self._constraint.mask()
+        return [LogitRules(self.options, bias, seen, self.forbidden_ids, mask)]
 
     def draw(self) -> Draw:
         """Return the draw of the next step, which a rank makes; each step has one."""
@@ -193,6 +196,8 @@ class SamplingRow:
             self.reason = "stop"
         elif len(history) == self._full_len:
             self.reason = "length"
+        elif self._constraint is not None:
+            self.reason = "stop" if self._constraint.take(token) else None
         return self.reason is not None
 
     def result(self) -> RowResult:

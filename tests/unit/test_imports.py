@@ -154,6 +154,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.ft",
         "inference",
         "inference.backend",
+        "inference.decoding",
         "inference.front",
     ),
     "inference.front.__main__": ("inference.front", "inference.front.openai"),

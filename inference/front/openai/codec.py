@@ -139,7 +139,7 @@ class CodecFiles:
     kind: str | None = None  # of the tokenizer; None finds it out
     end_ids: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
-    template: Path | None = None  # in place of the folder's
+    own_template: Path | None = None  # in place of the folder's
     template_values: str = "{}"  # JSON
     uses_defaults: bool = True  # those of the folder's generation_config.json
     changed_ns: int = 0  # the last change of a file; later files make another codec
@@ -157,7 +157,7 @@ class CodecFiles:
 def _codec(files: CodecFiles) -> Codec:
     tokenizer = load_tokenizer(files.folder, kind=files.kind)
     values = json.loads(files.template_values)
-    template = load_chat_template(files.folder, own=files.template, values=values)
+    template = load_chat_template(files.folder, own=files.own_template, values=values)
     defaults = load_defaults(files.folder) if files.uses_defaults else {}
     return Codec(tokenizer, template, end_ids=files.end_ids, suffix=files.suffix, defaults=defaults)
 

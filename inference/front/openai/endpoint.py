@@ -301,7 +301,7 @@ async def open_endpoint(
         end_ids=tuple(dict.fromkeys((*end_ids, *others))),
         suffix=end_ids if parameters.get("append_end_id") == "1" else (),
         uses_defaults=options.sampling_defaults == "model",
-        template=options.chat_template,
+        own_template=options.chat_template,
         template_values=json.dumps(options.chat_template_kwargs),
         changed_ns=max((path.stat().st_mtime_ns for path in tokenizer.iterdir()), default=0),
     )

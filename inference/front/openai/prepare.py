@@ -7,6 +7,7 @@ Bodies are read, checked and encoded in a process of `Workers`.
 
 from __future__ import annotations
 
+import json
 import secrets
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -328,6 +329,9 @@ def _choices(sampling: Sampling, count: int, seed: int) -> dict[str, Array]:
         }
         if sampling.min_p:
             columns["min_p"] = _column(sampling.min_p, np.float32, count)
+    if sampling.structured_outputs:
+        text = json.dumps(sampling.structured_outputs).encode()
+        columns["structured_output"] = np.full((count, 1), text, np.object_)
     if sampling.ignore_eos:
         columns["ignore_eos"] = _column(True, np.bool_, count)
     for name, nothing in _PENALTIES.items():

@@ -3,7 +3,7 @@
 A field that is null is as good as absent. Every wrong field is reported in one error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from inference.decoding.grammars import compiled
 from inference.front.guard import RejectedError
 
 # OpenAI's own limits.
@@ -116,6 +117,39 @@ def _check_length(text: str) -> str:
     return text
 
 
+def _one_structure(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the structure that the fields of a request ask for, by their names."""
+    stated = {name: value for name, value in given.items() if value is not None}
+    found = [each for name, value in stated.items() if (each := _structure(name, value))]
+    if len(found) > 1:
+        raise ValueError(f"only one of {', '.join(stated)} is possible")
+    if found:
+        compiled(found[0])
+    return found[0] if found else {}
+
+
+def _structure(name: str, value: Any) -> dict[str, Any]:
+    """Return a structure as `grammars.compiled` takes it, nothing for a text of any form."""
+    if name.startswith("guided_"):
+        if not isinstance(value, dict | list | str):
+            raise ValueError("must be a text, a list or an object")
+        return {name.removeprefix("guided_"): value}
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    if name == "structured_outputs":
+        return {key: each for key, each in value.items() if each not in (None, False)}
+    kind = value.get("type")
+    if kind == "json_schema":
+        schema = value.get("json_schema")
+        schema = schema.get("schema") if isinstance(schema, dict) else None
+        if not isinstance(schema, dict):
+            raise ValueError("json_schema must be an object with a schema")
+        return {"json": schema}
+    if kind not in ("text", "json_object"):
+        raise ValueError("its type must be text, json_object or json_schema")
+    return {"json_object": True} if kind == "json_object" else {}
+
+
 def _stop_token_ids(value: Any) -> Any:
     if isinstance(value, list) and len(value) <= MOST_STOP_IDS:
         ids = list(map(_whole_number, value))
@@ -164,8 +198,13 @@ _NEVER_SUPPORTED: _Fields = {
     "truncate_prompt_tokens": ((), "is not supported: a prompt is never cut"),
     "priority": ((), "must be 0: requests are answered in their order"),
 }
-# Other servers' names of max_tokens, the first of which counts.
+# Names of max_tokens, the first of which counts.
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+# Names of an answer's form: OpenAI's, vLLM's former ones and its present one.
+_STRUCTURES = (
+    *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    "structured_outputs",
+)
 
 
 class _Record(BaseModel):
@@ -181,8 +220,8 @@ class _Record(BaseModel):
         return {name: _whole_number(each) for name, each in value.items() if each is not None}
 
 
-def _length_name(body: Mapping[str, Any]) -> str | None:
-    return next((name for name in _LENGTHS if body.get(name) is not None), None)
+def _given(names: Sequence[str], body: Mapping[str, Any]) -> str | None:
+    return next((name for name in names if body.get(name) is not None), None)
 
 
 def _whole_number(value: Any) -> Any:
@@ -222,15 +261,22 @@ class Sampling(_Record):
     skip_special_tokens: bool = _flag(default=True)
     prompt_logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
     return_token_ids: bool = _flag()
+    # One of the keys of `grammars.STRUCTURES`, and its value; empty for any text.
+    structured_outputs: Annotated[dict[str, Any], BeforeValidator(_one_structure)] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _with_one_length(cls, value: Any) -> Any:
+    def _with_one_name(cls, value: Any) -> Any:
+        """Gather what several names stand for."""
         if not isinstance(value, dict):
             return value
-        rest = {name: each for name, each in value.items() if name not in _LENGTHS}
-        given = _length_name(value)
-        return rest if given is None else {**rest, "max_tokens": value[given]}
+        several = {*_LENGTHS, *_STRUCTURES}
+        rest = {name: each for name, each in value.items() if name not in several}
+        if (length := _given(_LENGTHS, value)) is not None:
+            rest["max_tokens"] = value[length]
+        if _given(_STRUCTURES, value) is not None:
+            rest["structured_outputs"] = {name: value.get(name) for name in _STRUCTURES}
+        return rest
 
     @property
     def banned(self) -> list[int]:
@@ -261,7 +307,6 @@ class CompletionRequest(Sampling):
     unsupported: ClassVar[_Fields] = {
         **_NEVER_SUPPORTED,
         "suffix": ((), "is not supported: the model continues a text at its end"),
-        "response_format": (({"type": "text"},), 'must be {"type": "text"}'),
     }
     prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
     max_tokens: int | None = _whole(16, 0, _INT32)
@@ -296,7 +341,6 @@ class ChatRequest(Sampling):
                         ((), _TEXT_ONLY)),
         **dict.fromkeys(("tool_choice", "function_call"), (("none", "auto"), _TEXT_ONLY)),
         "modalities": ((["text"],), 'must be ["text"]'),
-        "response_format": (({"type": "text"},), 'must be {"type": "text"}'),
         "best_of": ((1,), "must be 1"),
         "echo": ((), "must be false"),
         "chat_template": ((), "is this server's own: deploy.openai.chat_template"),
@@ -381,8 +425,9 @@ def read_request(
     for name, (allowed, reason) in kind.unsupported.items():
         if body.get(name) and body[name] not in allowed:
             problems[name] = reason
-    if "max_tokens" in problems:
-        problems[_length_name(body) or "max_tokens"] = problems.pop("max_tokens")
+    for name, names in (("max_tokens", _LENGTHS), ("structured_outputs", _STRUCTURES)):
+        if name in problems:  # the client may have called it something else
+            problems[_given(names, body) or name] = problems.pop(name)
     if problems:
         text = "; ".join(f"{name}: {words}" for name, words in problems.items())
         raise RejectedError(text, param=next(iter(problems)), code=code)

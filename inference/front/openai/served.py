@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2 as schema
-from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
+from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor, triton_to_np_dtype
 
 from export_scripts.ft.config_ini import read_config
 from inference.backend.text_models import pad_rows
@@ -144,7 +144,9 @@ def infer_request(model: str, tensors: Mapping[str, Array], wanted: Sequence[str
     for name, value in tensors.items():
         datatype = np_to_triton_dtype(value.dtype)
         request.inputs.add(name=name, datatype=datatype, shape=value.shape)
-        request.raw_input_contents.append(value.tobytes())
+        is_text = datatype == "BYTES"
+        raw = serialize_byte_tensor(value).item() if is_text else value.tobytes()
+        request.raw_input_contents.append(raw)
     for name in wanted:
         request.outputs.add(name=name)
     return request

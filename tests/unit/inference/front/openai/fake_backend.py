@@ -31,6 +31,7 @@ INPUTS = frozenset(
         *("input_ids", "input_lengths", "request_output_len", "runtime_top_k", "runtime_top_p"),
         *("temperature", "random_seed", "stop_words_list", "bad_words_list", "min_length"),
         *("presence_penalty", "repetition_penalty", "is_return_log_probs", "min_p", "ignore_eos"),
+        "structured_output",
     }
 )
 FACTS = ModelFacts("letters", INPUTS, max_rows=4, context_len=64, streams=True)

@@ -36,6 +36,8 @@ TEMPLATE = (
 
 @pytest.mark.parametrize("record", RECORDED, ids=lambda each: each["client"])
 def test_a_recorded_body_is_taken(record: dict[str, Any]) -> None:
+    if "response_format" in record["body"]:
+        pytest.importorskip("llguidance")
     kind = ChatRequest if "messages" in record["body"] else CompletionRequest
     request = read_request(kind, record["body"])
     for name, value in record.get("read", {}).items():
@@ -82,6 +84,58 @@ def test_what_has_no_equivalent_is_refused_by_name(body: dict[str, Any], param: 
         assert (await refused(client, 400, fields, path))["param"] == param
 
     run(check, template=ChatTemplate(TEMPLATE, {}))
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            {"json": SCHEMA},
+        ),
+        ({"response_format": {"type": "text"}}, None),
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, {"regex": "a+"}),
+        ({"guided_regex": "a+", "response_format": {"type": "text"}}, {"regex": "a+"}),
+    ],
+)
+def test_the_form_of_an_answer_reaches_the_model(
+    fields: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    pytest.importorskip("llguidance")
+
+    async def check(client: aiohttp.ClientSession) -> None:
+        await ask(client, n=2, **fields)
+        (job,) = model.jobs
+        sent = job.get("structured_output")
+        found = None if sent is None else [json.loads(each) for (each,) in sent]
+        assert found == (None if expected is None else [expected] * 2)
+
+    model = FakeModel()
+    run(check, model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"guided_regex": "(", "n": 1}, "guided_regex"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused(fields: dict[str, Any], param: str) -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        assert (await refused(client, 400, {"prompt": "a", **fields}))["param"] == param
+
+    run(check)
 
 
 def test_an_answer_ends_at_each_end_token_and_at_a_requests_own() -> None:
@@ -198,7 +252,7 @@ def test_a_template_of_the_servers_own_takes_the_place_of_the_tokenizers(tmp_pat
     own = tmp_path / "own.jinja"
     own.write_text("a a {{ more }}")
     request = read_request(ChatRequest, {"messages": TALK})
-    codec = CodecFiles(tmp_path, template=own, template_values='{"more": "a"}').codec()
+    codec = CodecFiles(tmp_path, own_template=own, template_values='{"more": "a"}').codec()
     assert codec.encode_chat(request) == (3, 3, 3)
     assert CodecFiles(tmp_path).codec().encode_chat(request) == (3,)
     missing = OpenAIOptions(chat_template=tmp_path / "none")

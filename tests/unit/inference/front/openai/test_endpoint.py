@@ -424,7 +424,7 @@ def test_a_body_that_is_not_compressed_as_it_says_is_refused() -> None:
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         {"messages": [{"role": "user"}]},
         {"tools": [{"type": "function"}]},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "xml"}},
         {"top_logprobs": 3},
         {"max_completion_tokens": 0},
     ],

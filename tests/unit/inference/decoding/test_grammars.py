@@ -1,0 +1,127 @@
+"""Answers of a given form: what is chosen obeys it, whatever the logits say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inference.decoding.generate import BatchDecoder
+from inference.decoding.grammars import MOST_GRAMMAR_BYTES, Grammars, TokenTexts, compiled
+from inference.decoding.options import RowOptions
+from inference.decoding.request import STRUCTURE, parse_request
+from inference.decoding.rows import ModelLimits, RowRequest
+from tests.unit.inference.decoding.contract_tensors import column, gpt, options, problems
+
+SIZE, END = 300, 256  # bytes, the end token, and ids that the tokenizer lacks
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"type": "integer"}, "kind": {"enum": ["a", "bb"]}},
+    "required": ["age", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    pytest.importorskip("llguidance")
+    pieces = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+    texts = TokenTexts(pieces, [END], lambda text: list(text.encode()))
+    return Grammars(lambda: texts, vocab_size=SIZE, end_ids=(END,))
+
+
+def said(grammars: Grammars, structure: dict[str, Any], *, seed: int = 0, **choice: Any) -> Any:
+    """Return the text, and the reason of its end, that random logits give."""
+    given = RowOptions(end_id=END, random_seed=seed, **choice)
+    made = grammars.constraint(json.dumps(structure))
+    decoder = BatchDecoder(SIZE)
+    row = decoder.make_row(RowRequest((1,), 80, given, (1,), constraint=made))
+    generator = torch.Generator().manual_seed(seed)
+    while not row.is_finished:
+        (step,) = decoder.step([row], torch.randn(1, SIZE, generator=generator) * 3)
+        assert step.error is None
+    result = row.result()
+    ids = [token for token in result.output_ids[0] if token != END]
+    return bytes(ids).decode(), result.finish_reasons[0]
+
+
+@pytest.mark.parametrize("choice", [{}, {"top_k": 0}, {"top_k": 5}, {"num_log_probs": 2}])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_has_its_form(grammars: Grammars, choice: dict[str, Any], seed: int) -> None:
+    text, _ = said(grammars, {"regex": "[0-9]{2,4}-[a-f]+x"}, seed=seed, **choice)
+    assert set(text) <= set("0123456789-abcdefx")
+    picked, reason = said(grammars, {"choice": ["yes", "no"]}, seed=seed, **choice)
+    assert (picked in ("yes", "no"), reason) == (True, "stop")
+    chosen, _ = said(grammars, {"grammar": 'start: "a" "b"+ "."'}, seed=seed, **choice)
+    assert chosen.rstrip(".").strip("b") == "a"
+
+
+def test_json_of_a_schema_is_json_of_that_schema(grammars: Grammars) -> None:
+    whole = 0
+    for seed in range(8):
+        text, reason = said(grammars, {"json": SCHEMA}, seed=seed, logit_bias=((32, -60.0),))
+        assert text.startswith("{")
+        if reason != "length":
+            whole += 1
+            value = json.loads(text)
+            assert (type(value["age"]), value["kind"] in ("a", "bb")) == (int, True)
+    assert whole
+
+
+def test_rows_with_and_without_a_form_are_chosen_together(grammars: Grammars) -> None:
+    decoder = BatchDecoder(SIZE)
+    made = grammars.constraint('{"choice": ["yes"]}')
+    options_ = RowOptions(end_id=END)
+    rows = [
+        decoder.make_row(RowRequest((1,), 3, options_, (1,), constraint=each))
+        for each in (None, made)
+    ]
+    logits = torch.zeros(2, SIZE)
+    logits[:, 7] = 9.0
+    steps = decoder.step(rows, logits)
+    assert [step.tokens for step in steps] == [(7,), (ord("y"),)]
+    assert [row.rank_chooses for row in rows] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {},
+        {"jsn": {}},
+        {"json": {}, "regex": "a"},
+        {"json": [1]},
+        {"json": {"type": "frob"}},
+        {"regex": "("},
+        {"regex": 3},
+        {"choice": []},
+        {"choice": [1]},
+        {"grammar": "start: nowhere"},
+    ],
+)
+def test_what_is_not_a_form_is_refused(structure: dict[str, Any], grammars: Grammars) -> None:
+    with pytest.raises(ValueError, match=r"expected|json|regex|grammar"):
+        compiled(structure)
+
+
+def test_a_request_states_the_form_of_each_row(grammars: Grammars) -> None:
+    limits = ModelLimits(vocab_size=SIZE, start_id=1, end_id=END, grammars=grammars)
+    text = column(b'{"choice": ["a"]}', b"", dtype=np.object_)
+    request = parse_request(gpt(**{STRUCTURE: text}), limits)
+    assert [row.constraint is None for row in request.rows] == [False, True]
+    wide = gpt(**{STRUCTURE: text, "beam_width": column(2, 2)})
+    assert problems(wide, limits) == [f"{STRUCTURE}: needs beam_width=1"]
+    for wrong in (b"[]", b"{", b"\xff", b" " * (MOST_GRAMMAR_BYTES + 1)):
+        sent = {STRUCTURE: column(wrong, b"", dtype=np.object_)}
+        (problem,) = problems(gpt(**sent), limits)
+        assert problem.startswith(STRUCTURE)
+    assert options(parse_request(gpt(), limits), "end_id") == [END, END]
+
+
+def test_without_the_package_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match="pip install llguidance"):
+        compiled({"regex": "a"})
