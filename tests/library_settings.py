@@ -22,7 +22,7 @@ from typing import Any
 import export_scripts.families.mapping.known_settings as known
 
 FOLDER = Path(known.__file__).parent
-MEGATRON = FOLDER / "megatron_settings.tsv"
+MEGATRON, HUGGINGFACE = (FOLDER / f"{name}_settings.tsv" for name in ("megatron", "huggingface"))
 UNKNOWN_USE = "?"
 
 # Files of a release, and the classes whose fields are settings in each.
@@ -95,6 +95,25 @@ def _constant(node: ast.expr | None) -> Any:
         return ...
 
 
+def huggingface_settings() -> dict[tuple[str, ...], list[Any]]:
+    """Return the settings that the installed transformers has of each model type in the table.
+
+    Those that all configurations have are of type *.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    common = known.huggingface_table()["*"]
+    found: dict[tuple[str, ...], list[Any]] = {}
+    for kind in known.huggingface_table().keys() - {"*"}:
+        config = CONFIG_MAPPING[kind]()
+        public = {name: each for name, each in vars(config).items() if not name.startswith("_")}
+        for name, default in {**config.to_dict(), **public}.items():
+            is_own = name in known.huggingface_table()[kind] or name not in common
+            is_plain = isinstance(default, str | int | float | None)
+            found[kind if is_own else "*", name] = [default] if is_own and is_plain else []
+    return found
+
+
 def add_settings(table: Path, found: dict[tuple[str, ...], list[Any]]) -> list[str]:
     """Add names and defaults to a table; return the lines that are new."""
     rows = {tuple(keys): (list(each.values), each) for keys, each in known.table_of_settings(table)}
@@ -116,8 +135,9 @@ def add_settings(table: Path, found: dict[tuple[str, ...], list[Any]]) -> list[s
 
 def main() -> None:
     """Update a table, and print what is new in it."""
-    roots = map(Path, sys.argv[2:])
-    for root in roots:
+    if sys.argv[1] == "huggingface":
+        print(*add_settings(HUGGINGFACE, huggingface_settings()), sep="\n")
+    for root in map(Path, sys.argv[2:]):
         found: dict[tuple[str, ...], list[Any]] = {
             (name,): values for name, values in megatron_settings(root).items()
         }

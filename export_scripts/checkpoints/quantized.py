@@ -38,6 +38,39 @@ _AS_IT_IS = "serve the folder as it is with deploy.engine=vllm, or convert the u
 
 _WORDS = ("int32",)
 
+# Settings of each method that are read here, and those by which the values stay the same. Any other
+# that is set may change what is computed, as transforms of activations do.
+# compressed_tensors, quantization/quant_config.py and quant_args.py; modelopt,
+# torch/export/convert_hf_config.py; transformers, utils/quantization_config.py; gptqmodel,
+# quantization/config.py
+_KNOWN: Mapping[str, frozenset[str]] = {
+    method: frozenset(f"quant_method {names}".split())
+    for method, names in {
+        "fp8": "fmt weight_block_size activation_scheme modules_to_not_convert ignored_layers "
+        "scale_fmt dequantize kv_cache_scheme",
+        "compressed-tensors": "format config_groups sparsity_config ignore kv_cache_scheme version "
+        "quantization_status global_compression_ratio run_compressed",
+        "modelopt": "quant_algo kv_cache_quant_algo kv_cache_scheme exclude_modules ignore "
+        "group_size producer config_groups quantized_layers",
+        "awq": "bits w_bit version zero_point group_size q_group_size modules_to_not_convert "
+        "backend do_fuse modules_to_fuse fuse_max_seq_len exllama_config",
+        "gptq": "bits checkpoint_format group_size sym desc_act static_groups true_sequential "
+        "damp_percent damp_auto_increment dataset tokenizer model_name_or_path lm_head quantizer "
+        "model_file_base_name pack_dtype meta is_marlin_format backend use_cuda_fp16 batch_size "
+        "model_seqlen block_name_to_quantize module_name_preceding_first_block pad_token_id "
+        "use_exllama disable_exllama max_input_length exllama_config cache_block_outputs "
+        "modules_in_block_to_quantize modules_to_not_convert act_group_aware",
+    }.items()
+}
+# Of a group of compressed-tensors, and of its weights.
+_KNOWN_IN_GROUP = frozenset({
+    "targets", "weights", "input_activations", "output_activations", "format",
+})  # fmt: skip
+_KNOWN_OF_WEIGHTS = frozenset({
+    "num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic",
+    "actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
+})  # fmt: skip
+
 Shape = tuple[int, ...]
 Pair = tuple[int, int]
 # The tensors of a matrix by the ends of their names.
@@ -70,8 +103,12 @@ def quantization(reader: CheckpointReader) -> Mapping[str, Any] | None:
     return {"quant_method": "modelopt", **table} if isinstance(table, Mapping) else None
 
 
-def with_plain_weights(reader: CheckpointReader) -> CheckpointReader:
+def with_plain_weights(
+    reader: CheckpointReader, is_passed: Callable[[str], bool] = lambda _: False
+) -> CheckpointReader:
     """Return a checkpoint with plain weights in place of quantised ones; others as they are.
+
+    `is_passed` says whether the user passes a setting that is not known.
 
     Raises:
         CheckpointMismatchError: They are quantised in another form, or do not fit together; each
@@ -84,6 +121,12 @@ def with_plain_weights(reader: CheckpointReader) -> CheckpointReader:
     try:
         if method not in _FORMS:
             raise ValueError(f"quant_method = {method}: known are {', '.join(_FORMS)}")
+        unknown = _unknown_settings(method, settings)
+        if named := [text for name, text in unknown.items() if not is_passed(name)]:
+            raise ValueError(
+                f"{', '.join(named)}: not known, and may change what is computed "
+                "(--allow-setting passes a setting by name)"
+            )
         form = _FORMS[method](settings)
         if form.value == ".qweight" and reader.config.get("model_type") == "gpt2":
             raise ValueError("GPT-2's matrices lie the other way round")
@@ -97,6 +140,20 @@ def with_plain_weights(reader: CheckpointReader) -> CheckpointReader:
         tensors=_wide_tensors(reader, form),
         remarks=(*reader.remarks, f"weights quantised by {method} are widened"),
     )
+
+
+def _unknown_settings(method: str, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings that are set and not known, by name."""
+    groups = (settings.get("config_groups") or {}).values() if method != "modelopt" else ()
+    tables = [(settings, _KNOWN[method])]
+    for group in groups:
+        tables += [(group, _KNOWN_IN_GROUP), (group["weights"], _KNOWN_OF_WEIGHTS)]
+    return {
+        name: f"{name} = {value!r:.100}"
+        for table, known in tables
+        for name, value in table.items()
+        if name not in known and value not in (None, "", [], {})
+    }
 
 
 def _wide_tensors(reader: CheckpointReader, form: _Form) -> dict[str, tuple[Piece, ...]]:

@@ -94,10 +94,10 @@ def plan_conversion(
     facts = _open(request, scratch_dir, reader)
     mapping, facts = find_mapping(facts, request.model_type)
     stated, problems = _stated_values(mapping.family.config, request)
-    passed, in_the_way = _obstacles(request, facts, mapping)
-    problems = [*_refused(request, facts, mapping), *in_the_way, *problems]
-    refuse(problems)
-    config = dataclasses.replace(mapping.checked_config(facts), **stated)
+    passed, in_the_way = mapping.in_the_way(facts, request.allows_setting)
+    if problems := [*_refused(request, facts, mapping), *problems]:
+        refuse([*problems, *facts.with_paths(in_the_way)])
+    config = dataclasses.replace(mapping.checked_config(facts, request.allows_setting), **stated)
     problems = _divisibility_problems(mapping, config, request)
     # A size that does not divide is reported once, not again for every tensor.
     tensors, tensor_problems = plan_tensors(
@@ -146,7 +146,7 @@ def source_config(path: Path, given: Sequence[tuple[str, str]] = ()) -> FTConfig
     request = ConversionRequest(path, path.parent, 1, "fp32", given=tuple(given))
     mapping, facts = find_mapping(_open(request, None))
     refuse(mapping.reasons(facts))
-    return mapping.checked_config(facts)
+    return mapping.checked_config(facts, lambda _: True)
 
 
 def _special_token_warnings(config: FTConfig, request: ConversionRequest) -> list[str]:
@@ -189,7 +189,8 @@ def _open(
         reader = reader or open_checkpoint(
             path, scratch_dir=scratch_dir, name=request.checkpoint_name
         )
-        reader = with_adapters(with_plain_weights(reader), request.lora_checkpoints, scratch_dir)
+        reader = with_plain_weights(reader, request.allows_setting)
+        reader = with_adapters(reader, request.lora_checkpoints, scratch_dir)
 
     def opened(paths: Sequence[Path]) -> tuple[Any, ...]:
         return tuple(open_checkpoint(path, base=reader, scratch_dir=scratch_dir) for path in paths)
@@ -268,29 +269,6 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> tuple[SourceMap
         f"(model type {kind}; tensors such as {', '.join(names) or 'none'}); known: "
         + "; ".join(mapping.title for mapping in candidates)
     )
-
-
-def _obstacles(
-    request: ConversionRequest, facts: Facts, mapping: SourceMapping
-) -> tuple[list[str], list[str]]:
-    """Return remarks on settings that the user passes, and the problems of others."""
-    option = request.names["allow_setting"]
-    try:
-        found = mapping.obstacles(facts)
-    except CheckpointMismatchError:  # `_refused` names malformed settings
-        return [], []
-    passed = [
-        f"{reason}; passed by {option}"
-        for name, reason in found.items()
-        if request.allows_setting(name)
-    ]
-    problems = [
-        f"{reason}; if you know that the model computes the same without it, pass it: {option} "
-        f"{name}"
-        for name, reason in found.items()
-        if not request.allows_setting(name)
-    ]
-    return passed, facts.with_paths(problems)
 
 
 def _refused(request: ConversionRequest, facts: Facts, mapping: SourceMapping) -> list[str]:

@@ -12,8 +12,9 @@ from export_scripts.families.layout.architecture import EncoderArchitecture, act
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.huggingface import key, read_keys, written_keys
+from export_scripts.families.mapping.known_settings import huggingface_obstacles
 from export_scripts.families.mapping.names import named_sources
-from export_scripts.families.mapping.settings import huggingface_settings, model_name
+from export_scripts.families.mapping.settings import Settings, model_name
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource
 
@@ -90,9 +91,7 @@ _KEYS = (
 
 def _config(facts: Facts) -> BertConfig:
     source = facts.config
-    settings = huggingface_settings(source)
-    settings.expect("is_decoder", False, why="FT's BERT attends both ways")
-    settings.expect("position_embedding_type", "absolute", why="FT's BERT has no position bias")
+    settings = Settings(source)
     values = read_keys(settings, _KEYS)
     hidden = values.pop("hidden")
     return settings.built(
@@ -127,6 +126,7 @@ BERT_HUGGINGFACE = SourceMapping(
     format="huggingface",
     matches=lambda facts: facts.config.get("model_type") == "bert",
     config=_config,
+    obstacles=huggingface_obstacles,
     written=lambda config, _: [{"model_type": "bert", **written_keys(_KEYS, config)}],
     weights=_weights,
     ignored=_IGNORED,

@@ -7,7 +7,7 @@ nor FasterTransformer serves them: they are written as Hugging Face folders alon
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from export_scripts.families.dense import core
 from export_scripts.families.dense.huggingface import (
@@ -65,12 +65,6 @@ MIXTURE = ModelFamily(
     has_shards=False,
 )
 
-_EVERY_LAYER = "every layer has experts in this mapping"
-_EXPECTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "decoder_sparse_step": ((1,), _EVERY_LAYER),
-    "mlp_only_layers": (([], None), _EVERY_LAYER),
-}
-
 
 def _keys(inter_size: str, *experts: str) -> tuple[Setting, ...]:
     return llama_keys(
@@ -98,7 +92,6 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
         family=MIXTURE,
         keys=_keys("intermediate_size", "num_local_experts"),
         names=_names("block_sparse_moe", "w1", "w3", "w2"),
-        expected=_EXPECTED,
         window=Window(),
         bos=1,
         eos=2,
@@ -116,7 +109,6 @@ MIXTURE_HUGGINGFACE: tuple[SourceMapping, ...] = (
         ),
         fixed={"query_key_norm": "head"},
         names=_names("mlp", "gate_proj", "up_proj", "down_proj"),
-        expected=_EXPECTED,
         window=Window(has_switch=True),
         written=lambda config: {
             "intermediate_size": config.inter_size,  # of layers without experts: there is none
@@ -198,7 +190,7 @@ MIXTURE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         weights=_core_weights,
         unsupported=_core_reasons,
         obstacles=lambda facts: megatron_obstacles(
-            core_traits(facts).source, is_dense=True, has_experts=True
+            core_traits(facts).source, "dense", has_experts=True
         ),
         ignored=(*dense.ignored, "*.router.local_tokens_per_expert"),
         warnings=_core_warnings,

@@ -210,6 +210,10 @@ def _core_windows(traits: MegatronTraits) -> dict[str, Any]:
     if type(window) is not int and not _are(int, window, 2):
         traits.settings.note(f"window_size = {window!r:.100}: expected a number, or two")
         return {}
+    if not isinstance(window, int) and window[1] != 0:
+        traits.settings.note(
+            f"window_size = {list(window)}: expected 0 as the second, as attention is causal"
+        )
     size = window if isinstance(window, int) else window[0] + 1
     if size < 1 or layers == ():
         return {}
@@ -275,7 +279,7 @@ DENSE_CORE_MAPPINGS: tuple[SourceMapping, ...] = tuple(
         config=core_config,
         weights=lambda facts, _: core_sources(facts, core_names(facts)),
         unsupported=core_reasons,
-        obstacles=lambda facts: megatron_obstacles(core_traits(facts).source, is_dense=True),
+        obstacles=lambda facts: megatron_obstacles(core_traits(facts).source, "dense"),
         accepts=(),
     )
     for gpt in GPT_CORE_MAPPINGS

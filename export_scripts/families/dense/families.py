@@ -44,7 +44,6 @@ _QWEN_WINDOW = Window(4096, has_switch=True, slides=_from_max_window_layers)
 # Gemma, Gemma 2 and the text models of Gemma 3; the later two normalise what attention and MLP add.
 _GELU = "gelu_pytorch_tanh"
 _GEMMA: dict[str, Any] = {
-    "expected": {"use_bidirectional_attention": ((None, False), "attention is causal")},
     "head_dim": 256,
     "is_tied": True,
     "bos": 2,
@@ -62,13 +61,13 @@ _GEMMA_NAMES = {
 }
 
 
-def _gemma_keys(logit_cap: float | None, attention_cap: float | None) -> tuple[Setting, ...]:
+def _gemma_keys(*own: Setting, logit_cap: float | None) -> tuple[Setting, ...]:
     scalar = "query_pre_attn_scalar"
     return llama_keys(
         *ATTENTION_BIAS_KEYS,
         key("attention_scale", scalar, kind="number", default=256, inverse=inverse_root),
         key("logit_softcap", "final_logit_softcapping", kind="optional", default=logit_cap),
-        key("attention_softcap", "attn_logit_softcapping", kind="optional", default=attention_cap),
+        *own,
         activation=("hidden_activation", _GELU),
     )
 
@@ -233,7 +232,10 @@ DENSE_HUGGINGFACE = (
         model_type="gemma2",
         model="Gemma2ForCausalLM",
         title="Gemma 2",
-        keys=_gemma_keys(30.0, 50.0),
+        keys=_gemma_keys(
+            key("attention_softcap", "attn_logit_softcapping", kind="optional", default=50.0),
+            logit_cap=30.0,
+        ),
         names=_GEMMA_NAMES,
         fixed={**_GEMMA_FIXED, "has_output_norms": True},
         window=Window(4096, slides=lambda _, values: _all_but_every(2, values["num_layer"])),
@@ -243,7 +245,7 @@ DENSE_HUGGINGFACE = (
         model_type="gemma3_text",
         model="Gemma3ForCausalLM",
         title="Gemma 3 text",
-        keys=_gemma_keys(None, None),
+        keys=_gemma_keys(logit_cap=None),
         names=_GEMMA_NAMES,
         fixed={**_GEMMA_FIXED, "has_output_norms": True, "query_key_norm": "head"},
         window=Window(
@@ -346,12 +348,6 @@ DENSE_HUGGINGFACE = (
             key("activation_type", "activation", kind="activation", default="gelu"),
         ),
         fixed={"norm_type": "layernorm"},
-        expected={
-            "alibi": (
-                (False, None),
-                "its scores are rounded to bf16 and scaled, unlike other ALiBi",
-            )
-        },
         layer=_FALCON_LAYER,
         names={
             "model.wte": "transformer.word_embeddings",

@@ -59,10 +59,6 @@ GPT2_HUGGINGFACE = HuggingFaceDecoder(
         "model.lm_head": "lm_head",
     },
     in_out=True,  # matrices are Conv1D's
-    expected={
-        "scale_attn_weights": ((True,), "FT scales attention scores"),
-        "scale_attn_by_inverse_layer_idx": ((False,), "FT scales every layer's scores alike"),
-    },
     is_tied=True,
     bos=50256,
     eos=50256,

@@ -11,12 +11,12 @@ from export_scripts.families.layout.architecture import activation_choice
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import HEAD
 from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.families.mapping.known_settings import huggingface_obstacles
 from export_scripts.families.mapping.names import Names, named_sources, whole_names
 from export_scripts.families.mapping.settings import (
     ALL_ACTIVATIONS,
     REQUIRED,
     Settings,
-    huggingface_settings,
     model_name,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
@@ -113,8 +113,6 @@ class HuggingFaceDecoder:
     in_out: bool = False  # whether matrices are (in, out)
     # Of tensors that have none by their names, or another one.
     sources: Callable[[Facts, Any], Mapping[str, TensorSource]] = lambda *_: {}
-    # Values that the layout holds, the library's default first, and why only these.
-    expected: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
     # Further fields, from the settings and the values read before, and the way back.
     read: Callable[[Settings, dict[str, Any]], Mapping[str, Any]] = lambda *_: {}
     written: Callable[[Any], Mapping[str, Any]] = lambda _: {}
@@ -140,9 +138,7 @@ class HuggingFaceDecoder:
         Raises:
             CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
         """
-        settings = huggingface_settings(facts.config)
-        for name, (allowed, why) in self.expected.items():
-            settings.expect(name, *allowed, why=why)
+        settings = Settings(facts.config)
         values = read_keys(settings, self.keys)
         values |= self.derived(settings, values)
         values |= {
@@ -213,6 +209,7 @@ class HuggingFaceDecoder:
             format="huggingface",
             matches=lambda facts: facts.config.get("model_type") == self.model_type,
             config=self.config,
+            obstacles=huggingface_obstacles,
             written=self.settings,
             weights=self.weights,
             ignored=self.ignored,

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from export_scripts.families.mapping.source_mapping import Facts
+
 _FOLDER = Path(__file__).parent
 # What states nothing, in any of the libraries.
 _EMPTY: tuple[Any, ...] = (None, "", [], (), {})
@@ -28,6 +30,7 @@ class KnownSetting:
         none: without effect on what is computed
         off: not expressible
         dense: computed with in decoders with rotary positions, elsewhere not expressible
+        t5: computed with in T5, elsewhere not expressible
         experts: computed with in mixtures, without effect elsewhere
         experts-off: not expressible in mixtures, without effect elsewhere
     """
@@ -51,17 +54,33 @@ def megatron_table() -> Mapping[str, KnownSetting]:
     return {name: known for (name,), known in table_of_settings(_FOLDER / "megatron_settings.tsv")}
 
 
+@functools.cache
+def huggingface_table() -> Mapping[str, Mapping[str, KnownSetting]]:
+    """Return the settings of each model type of transformers by name; those of all as type *."""
+    found: dict[str, dict[str, KnownSetting]] = {}
+    for (kind, name), known in table_of_settings(_FOLDER / "huggingface_settings.tsv"):
+        found.setdefault(kind, {})[name] = known
+    return found
+
+
+def huggingface_obstacles(facts: Facts) -> dict[str, str]:
+    """Return a reason for each setting of a config.json that may make the model another one.
+
+    One that only models of other types have is none of this type: transformers passes over it.
+    """
+    table, kind = huggingface_table(), facts.config["model_type"]
+    others = {name: KnownSetting("none", ()) for settings in table.values() for name in settings}
+    return obstacles(facts.config, {**others, **table["*"], **table[kind]}, {"read", "none"})
+
+
 def megatron_obstacles(
-    source: Mapping[str, Any], *, is_dense: bool = False, has_experts: bool = False
+    source: Mapping[str, Any], layout: str = "", *, has_experts: bool = False
 ) -> dict[str, str]:
     """Return a reason for each setting by which a model may compute what its layout does not.
 
-    `is_dense` is true of the layouts of decoders with rotary positions.
+    `layout` is the use of the settings that it alone computes with: dense, t5, or neither.
     """
-    free = {"read", "none"}
-    free |= {"dense"} if is_dense else set()
-    free |= {"experts"} if is_dense or not has_experts else set()
-    free |= set() if has_experts else {"experts-off"}
+    free = {"read", "none", layout, "experts"} | (set() if has_experts else {"experts-off"})
     return obstacles(source, megatron_table(), free)
 
 

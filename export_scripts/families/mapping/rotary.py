@@ -50,6 +50,11 @@ def rotary_fields(
         local_base = local.number("rope_theta", default=local_base)
         given = given.get("full_attention") or {}
     stated = given.get("rope_type") or given.get("type")
+    if local_base is not None and not given.get("rope_type") and stated not in (None, "default"):
+        settings.note(
+            f"rotary scaling of type = {stated!r} without rope_type: transformers 4 applies it and "
+            "5 does not; write rope_type in its place if it belongs to the model"
+        )
     kind = _RENAMED.get(stated, stated) if isinstance(stated, str) else stated
     if kind is not None and (not isinstance(kind, str) or kind not in ROTARY_SCALINGS):
         settings.note(

@@ -268,14 +268,6 @@ def generation_file(facts: Facts, config: FTConfig) -> dict[str, bytes]:
     return {GENERATION_FILE: json.dumps({**own, "eos_token_id": list(ends)}, indent=2).encode()}
 
 
-def huggingface_settings(source: Mapping[str, Any]) -> Settings:
-    """Return the settings of a config.json, after checks common to all families."""
-    settings = Settings(source)
-    settings.expect("is_encoder_decoder", False, why="expected a decoder alone")
-    settings.expect("add_cross_attention", False, why="cross attention is not supported")
-    return settings
-
-
 def model_name(source: Mapping[str, Any], family: str) -> str:
     """Return the name for config.ini: the source's own without folders, or the family's."""
     name = str(source.get("_name_or_path") or source.get("name_or_path") or "")

@@ -7,7 +7,7 @@ from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader, FileMaps, Piece, Region, same_values
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, refuse
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import ModelFamily
@@ -171,15 +171,43 @@ class SourceMapping:
         except CheckpointMismatchError as error:
             return facts.with_paths(error.problems)
 
-    def checked_config(self, facts: Facts) -> FTConfig:
-        """Return the config of a model.
+    def checked_config(
+        self, facts: Facts, is_passed: Callable[[str], bool] = lambda _: False
+    ) -> FTConfig:
+        """Return the config of a model; `is_passed` as for `in_the_way`.
 
         Raises:
             CheckpointMismatchError: Settings are missing or cannot be represented; all are listed,
                 each with a checkpoint's path.
             ValueError: A value that the user states is wrong.
         """
+        _, problems = self.in_the_way(facts, is_passed)
         try:
-            return self.config(facts)
+            config = self.config(facts)
         except CheckpointMismatchError as error:
-            raise CheckpointMismatchError(facts.with_paths(error.problems)) from error
+            problems = [*error.problems, *problems]
+            raise CheckpointMismatchError(facts.with_paths(problems)) from error
+        refuse(facts.with_paths(problems))
+        return config
+
+    def in_the_way(
+        self, facts: Facts, is_passed: Callable[[str], bool]
+    ) -> tuple[list[str], list[str]]:
+        """Return remarks on the settings in the way that the user passes, and the other problems.
+
+        `is_passed` says of a name whether the user passes it.
+        """
+        try:
+            found = self.obstacles(facts)
+        except CheckpointMismatchError:  # `config` names malformed settings
+            return [], []
+        passed = [
+            f"{why}; passed by --allow-setting" for name, why in found.items() if is_passed(name)
+        ]
+        problems = [
+            f"{why}; if you know that the model computes the same without it, pass it: "
+            f"--allow-setting {name}"
+            for name, why in found.items()
+            if not is_passed(name)
+        ]
+        return passed, problems

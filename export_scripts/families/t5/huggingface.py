@@ -13,6 +13,7 @@ from export_scripts.families.mapping.huggingface import (
     read_keys,
     written_keys,
 )
+from export_scripts.families.mapping.known_settings import huggingface_obstacles
 from export_scripts.families.mapping.names import named_sources
 from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings, model_name
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
@@ -207,6 +208,7 @@ T5_HUGGINGFACE = SourceMapping(
     written=_written,
     weights=_weights,
     unsupported=_reasons,
+    obstacles=huggingface_obstacles,
     ignored=_SHARED_IGNORED,
     warnings=t5_warnings,
 )

@@ -351,7 +351,9 @@ def _scale_queries(table: dict[str, TensorSource], factor: float) -> None:
 
 def _obstacles(facts: Facts) -> dict[str, str]:
     traits = _Traits(facts.config)
-    return megatron_obstacles(traits.encoder.source) | megatron_obstacles(traits.decoder.source)
+    return megatron_obstacles(traits.encoder.source, "t5") | megatron_obstacles(
+        traits.decoder.source, "t5"
+    )
 
 
 T5_NEMO = SourceMapping(

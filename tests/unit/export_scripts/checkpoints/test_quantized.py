@@ -254,6 +254,13 @@ def test_shards_are_made_of_quantised_folders(original: Path, tmp_path: Path) ->
         (compressed("nvfp4-pack-quantized", type="float", num_bits=4), "nvfp4-pack-quantized"),
         (compressed("pack-quantized", type="int", num_bits=4, symmetric=False), "zero points"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
+        (
+            compressed("int-quantized") | {"transform_config": {"config_groups": {"u": {}}}},
+            "transform_config = {'config_groups': {'u': {}}}",
+        ),
+        (compressed("int-quantized", of_next_year=2), "of_next_year = 2"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*q_proj": {"bits": 8}}}, "dynamic ="),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "pre_quant_scale": True}, "pre_quant"),
         ("mine", "quant_method = mine"),
     ],
 )

@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
+from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.mapping.known_settings import megatron_obstacles, megatron_table
+from export_scripts.families.mapping.known_settings import (
+    huggingface_obstacles,
+    huggingface_table,
+    megatron_obstacles,
+    megatron_table,
+)
+from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.ft.validation import read_manifest
-from tests.library_settings import UNKNOWN_USE, megatron_settings
+from tests.library_settings import huggingface_settings, megatron_settings
 from tests.tiny_megatron_core import core_state, write_core
 
 
@@ -26,19 +33,40 @@ def test_every_setting_of_the_installed_megatron_core_is_known() -> None:
     changed = {
         name: values
         for name, values in found.items()
-        if table[name].use in ("off", "dense", "experts-off")
+        if table[name].use in ("off", "dense", "t5", "experts-off")
         and not any(each in table[name].values for each in (None, *values))
     }
     assert not changed, "a default of the library would be refused"
 
 
+def test_every_setting_of_the_installed_transformers_is_known() -> None:
+    table = huggingface_table()
+    elsewhere = [
+        f"{kind}: {name}"
+        for kind, name in huggingface_settings()
+        if name not in table[kind] and name not in table["*"]
+    ]
+    assert not elsewhere, "run python -m tests.library_settings huggingface"
+
+
 def test_each_setting_has_a_use() -> None:
-    uses = {known.use for known in megatron_table().values()}
-    assert UNKNOWN_USE not in uses
-    assert uses == {"read", "none", "off", "dense", "experts", "experts-off"}
+    core = list(megatron_table().values())
+    uses = {known.use for known in core}
+    assert uses == {"read", "none", "off", "dense", "t5", "experts", "experts-off"}
+    theirs = [known for settings in huggingface_table().values() for known in settings.values()]
+    assert {known.use for known in theirs} == {"read", "none", "off"}
     assert all(
-        known.why for known in megatron_table().values() if known.use.endswith(("off", "dense"))
+        known.why for known in (*core, *theirs) if known.use.endswith(("off", "dense", "t5"))
     )
+
+
+@pytest.mark.parametrize("kind", sorted(huggingface_table().keys() - {"*"}))
+def test_a_model_of_each_type_is_refused_for_one_setting_alone(kind: str) -> None:
+    found = huggingface_settings().items()
+    own = {name: values[0] for (each, name), values in found if each == kind and values}
+    config = {**own, "model_type": kind, "is_causal": False, "of_next_year": 1, "use_cache": False}
+    reader = CheckpointReader("huggingface", Path("x"), config, {}, ())
+    assert huggingface_obstacles(Facts(reader, 1, "fp32")).keys() == {"is_causal", "of_next_year"}
 
 
 @pytest.mark.parametrize(
@@ -58,10 +86,8 @@ def test_a_setting_is_known_or_refused(settings: dict[str, Any], refused: set[st
 def test_what_stands_in_the_way_depends_on_the_layout() -> None:
     settings = {"window_size": [4, 0], "moe_latent_size": 8, "moe_router_topk": 4}
     assert megatron_obstacles(settings).keys() == {"window_size"}
-    assert megatron_obstacles(settings, is_dense=True) == {}
-    assert megatron_obstacles(settings, is_dense=True, has_experts=True).keys() == {
-        "moe_latent_size"
-    }
+    assert megatron_obstacles(settings, "dense") == {}
+    assert megatron_obstacles(settings, "dense", has_experts=True).keys() == {"moe_latent_size"}
 
 
 def test_a_setting_that_the_user_passes_is_remembered(tmp_path: Path) -> None:
