@@ -24,6 +24,7 @@ from export_scripts.values import (
 )
 from inference.front.access import OPEN_ACCESS, Access, OpenAIOptions, access_of
 from inference.ports import DEFAULT_PORTS, ports_problems
+from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, has_triton
 from inference.server.openai_server import HOST_FIELD, PORT_FIELD
 from stages.engines import OWN_VLLM_OPTIONS, VLLM_TYPES, vllm_command
 
@@ -36,7 +37,8 @@ PORT_KEYS = {
 }
 PYTORCH, FASTERTRANSFORMER = "pytorch", "fastertransformer"
 VLLM, OPENAI = "vllm", "openai"  # other engines, which serve Hugging Face folders
-TRITON, PYTRITON = "triton", "pytriton"
+PYTRITON = "pytriton"
+DEFAULT_SERVER = AUTO
 NEMO = "nemo"  # an interface of PyTriton
 
 
@@ -84,9 +86,11 @@ class DeploySection(Access):
         "command line of deploy.engine=openai; {host}, {port} and {model} are filled in", []
     )
     server: str = option(
-        "triton (tritonserver and the repository) or pytriton (PyTriton: text in, text out)",
-        TRITON,
-        choices=(TRITON, PYTRITON),
+        "slipway (this project's own server), tritonserver (the one that TRITON_SERVER names, that "
+        "is on PATH, or that of nvidia-pytriton), auto (tritonserver if one is named or on PATH, "
+        "else slipway), or pytriton (PyTriton's interface: text in, text out)",
+        DEFAULT_SERVER,
+        choices=(*SERVERS, PYTRITON),
     )
     interface: str = option(
         "tensors of pytriton's model: text, nemo (of PyTriton's NeMo example) or nemo-deploy (of "
@@ -212,6 +216,15 @@ class DeployConfig(DeploySection):
         return access_of(vars(self))
 
     @property
+    def hosts(self) -> str:
+        """The server of the repository on this machine: slipway or tritonserver."""
+        if self.engine == FASTERTRANSFORMER or self.server == TRITONSERVER:
+            return TRITONSERVER
+        needs_triton = self.store is not None or self.client_shared_memory
+        is_at_hand = self.server == AUTO and (needs_triton or has_triton())
+        return TRITONSERVER if is_at_hand else SLIPWAY
+
+    @property
     def is_other_engine(self) -> bool:
         """Return whether the server is another engine's."""
         return self.engine in (VLLM, OPENAI)
@@ -278,10 +291,11 @@ def is_store_url(text: str | None) -> bool:
 
 def check_deploy(config: DeployConfig) -> list[str]:
     """Return the problems of a server's configuration."""
-    if config.uptime_s is not None and (config.engine, config.server) != (PYTORCH, TRITON):
+    if config.uptime_s is not None and (config.engine != PYTORCH or config.server == PYTRITON):
         return [
-            f"deploy.uptime={config.uptime} needs deploy.engine=pytorch and deploy.server=triton: "
-            "no other server knows when its last client has gone; set deploy.uptime=null."
+            f"deploy.uptime={config.uptime} needs deploy.engine=pytorch, and deploy.server=slipway "
+            "or tritonserver: no other server knows when its last client has gone; set "
+            "deploy.uptime=null."
         ]
     problems = ports_problems(config.host, config.ports, keys=PORT_KEYS, is_here=config.serves_here)
     if config.is_other_engine:
@@ -303,6 +317,8 @@ def check_deploy(config: DeployConfig) -> list[str]:
     problems += _openai_problems(config)
     if config.server == PYTRITON:
         problems += _pytriton_problems(config)
+    if config.server == SLIPWAY:
+        problems += _slipway_problems(config)
     world_size = config.tp_size * config.pp_size
     if config.local_gpus is not None and config.local_gpus < world_size:
         problems.append(_too_few_gpus(config, world_size))
@@ -322,7 +338,7 @@ def _other_engine_problems(config: DeployConfig) -> list[str]:
     without_effect = {
         "deploy.max_request_mb and deploy.client_shared_memory": limits != OPEN_ACCESS,
         "deploy.openai.enabled": config.openai.enabled,
-        "deploy.server=pytriton": config.server == PYTRITON,
+        f"deploy.server={config.server}": config.server != AUTO,
         "deploy.gemm_tuning.enabled": config.gemm_tuning.enabled,
         "deploy.tls_cert and deploy.token_file": config.engine == OPENAI and has_credentials,
     }
@@ -367,13 +383,25 @@ def _other_engine_problems(config: DeployConfig) -> list[str]:
     return found
 
 
+def _slipway_problems(config: DeployConfig) -> Iterator[str]:
+    """Yield what this project's own server cannot do."""
+    needs = {
+        "deploy.engine=fastertransformer": config.engine == FASTERTRANSFORMER,
+        f"deploy.repository={config.repository}": config.store is not None,
+        "deploy.client_shared_memory=true": config.client_shared_memory,
+    }
+    for key, is_set in needs.items():
+        if is_set:
+            yield f"{key} needs deploy.server=tritonserver, and deploy.server=slipway is set."
+
+
 def _pytriton_problems(config: DeployConfig) -> Iterator[str]:
     """Yield what PyTriton's server cannot do."""
     if config.engine != PYTORCH:
         yield f"deploy.engine={config.engine} cannot be served by deploy.server=pytriton."
     if config.is_from_elsewhere:
         yield (
-            "deploy.repository is served by deploy.server=triton; with pytriton set it to null: "
+            "deploy.repository is not served by deploy.server=pytriton; set it to null: "
             "the exported model's weights are served."
         )
     if config.nodes > 1:
@@ -384,10 +412,13 @@ def _pytriton_problems(config: DeployConfig) -> Iterator[str]:
     if config.instance_count > 1:
         yield (
             f"export.triton_deployment.instance_count={config.instance_count} needs "
-            "deploy.server=triton; PyTriton serves one."
+            "deploy.server=slipway or tritonserver; PyTriton serves one."
         )
     if config.openai.enabled:
-        yield "deploy.openai.enabled=true needs deploy.server=triton; PyTriton serves no tokens."
+        yield (
+            "deploy.openai.enabled=true needs deploy.server=slipway or tritonserver; PyTriton "
+            "serves no tokens."
+        )
 
 
 def _too_few_gpus(config: DeployConfig, world_size: int) -> str:

@@ -16,10 +16,11 @@ from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, ServerEndpoin
 from stages.job_process import cause_of, job_id_here, log_line
 from stages.progress import PROGRESS_NAME, Progress
 from stages.server_starts import ServerStart, losses
-from stages.serving import serving
+from stages.serving import endpoint_of, is_own, serving
 
 if TYPE_CHECKING:
     from inference.server.server import TritonServer
+    from inference.server.slipway import SlipwayServer
     from stages.serving import AnyServer
 
 _POLL_S = 0.25
@@ -175,6 +176,8 @@ class Service:
         if self.config.nodes > 1:
             log_line("a server on several nodes cannot be reloaded; restart the stage")
             return old
+        if is_own(old):
+            return self._reloaded_in_place(old)
         if not old.can_have_a_successor():
             log_line(
                 "another engine's server, NVIDIA's, or one with sessions, cannot be reloaded; "
@@ -190,6 +193,17 @@ class Service:
             return old
         old.stop(drain_s=self.config.drain_s)
         return new
+
+    def _reloaded_in_place(self, server: SlipwayServer) -> SlipwayServer:
+        """Have a server load its repository anew; it answers meanwhile, and if that fails."""
+        self.progress.update("loading the new repository")
+        try:
+            server.reload(timeout_s=self.config.ready_timeout_s, check=self._check_needed)
+            self._serves = endpoint_of(self.config, server, self.restarts)
+            self._publish(self._serves)
+        except (StageError, ValueError) as error:
+            log_line(f"not reloaded; the server goes on as it was: {error}")
+        return server
 
     def _check_needed(self) -> None:
         """Raise if a server that is still loading should end."""

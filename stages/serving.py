@@ -1,4 +1,4 @@
-"""One start of a tritonserver for the configured engine, until it is ready, with its address."""
+"""One start of a server for the configured engine, until it is ready, with its address."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from export_scripts.triton.repository import ENSEMBLE, TEXT_ENCODER, TEXT_MODELS
 from inference.server.installation import mpi_start
+from inference.server.kinds import OWN_NAME, SLIPWAY, TRITONSERVER
 from inference.server.openai_server import OpenAIServer
 from inference.server.server_log import put_aside
 from inference.supervision import RESTARTS_VARIABLE
 from stages.base import StageError
-from stages.deploy_config import FASTERTRANSFORMER, NEMO, PORT_KEYS, PYTRITON, VLLM, DeployConfig
+from stages.deploy_config import (
+    FASTERTRANSFORMER,
+    NEMO,
+    PORT_KEYS,
+    PYTRITON,
+    VLLM,
+    DeployConfig,
+)
 from stages.endpoint import ServerEndpoint, server_log
 from stages.engines import TOKEN_VARIABLE
 from stages.gemm_tuning import tune
@@ -26,8 +34,9 @@ from stages.server_starts import announce_start
 
 if TYPE_CHECKING:
     from inference.server.server import TritonServer
+    from inference.server.slipway import SlipwayServer
 
-    AnyServer: TypeAlias = TritonServer | OpenAIServer
+    AnyServer: TypeAlias = TritonServer | SlipwayServer | OpenAIServer
 
 _LEAST_PROBE_S = 60.0  # also for a server that took all its time to load
 
@@ -83,25 +92,40 @@ def serving(
     with _server(config, folder, former, options) as server:
         progress.update("starting the server")
         began = time.monotonic()
+        # Further nodes take part in a start that the service announces.
+        retries = {"crash_retries": 1 if config.nodes == 1 else 0} if is_triton(server) else {}
         server.start(
-            timeout_s=config.ready_timeout_s,
-            progress=progress.update,
-            check=check,
-            # Further nodes take part in a start that the service announces.
-            crash_retries=1 if config.nodes == 1 else 0,
+            timeout_s=config.ready_timeout_s, progress=progress.update, check=check, **retries
         )
         model = _model_name(config, server)
         endpoint = _endpoint(config, server, job_id, restarts, model=model)
-        progress.update("sending a first request")
-        left_s = config.ready_timeout_s - (time.monotonic() - began)
-        outermost = TEXT_ENCODER if TEXT_ENCODER in server.models else model
-        server.await_answer(
-            endpoint.ensemble or outermost, timeout_s=max(left_s, _LEAST_PROBE_S), check=check
-        )
-        if former is not None:
-            server.take_over()
+        if is_triton(server):  # our own has asked each of its models
+            progress.update("sending a first request")
+            left_s = config.ready_timeout_s - (time.monotonic() - began)
+            outermost = TEXT_ENCODER if TEXT_ENCODER in server.models else model
+            server.await_answer(
+                endpoint.ensemble or outermost, timeout_s=max(left_s, _LEAST_PROBE_S), check=check
+            )
+            if former is not None:
+                server.take_over()
         server.watch_answers()
         yield server, endpoint
+
+
+def is_triton(server: AnyServer) -> TypeGuard[TritonServer]:
+    """Return whether a server is a tritonserver behind this project's front."""
+    return server.name == TRITONSERVER
+
+
+def is_own(server: AnyServer) -> TypeGuard[SlipwayServer]:
+    """Return whether a server is this project's own, front and engine in one process."""
+    return server.name == OWN_NAME
+
+
+def endpoint_of(config: DeployConfig, server: SlipwayServer, restarts: int) -> ServerEndpoint:
+    """Return the address of a server that has loaded another repository."""
+    model = _model_name(config, server)
+    return _endpoint(config, server, job_id_here(), restarts, model=model)
 
 
 def _hidden_size(weights_dir: Path) -> int | None:
@@ -132,9 +156,7 @@ def server_prefix(config: DeployConfig) -> tuple[str, ...]:
 
 def _server(
     config: DeployConfig, folder: Path, former: TritonServer | None, options: dict[str, Any]
-) -> TritonServer:
-    from inference.server.server import TritonServer
-
+) -> TritonServer | SlipwayServer:
     source = config.source
     if config.server == PYTRITON:
         from inference.pytriton.repository import NEMO_NAME, write_text_repository
@@ -150,11 +172,19 @@ def _server(
             pp_size=config.pp_size,
         )
         source = str(repository)
+    options |= {
+        "openai": config.openai if config.openai.enabled else None,
+        "hidden": _hidden_size(config.weights_dir),
+    }
+    if config.hosts == SLIPWAY:
+        from inference.server.slipway import SlipwayServer
+
+        return SlipwayServer(source, **options)
+    from inference.server.server import TritonServer
+
     return TritonServer(
         source,
         prefix=server_prefix(config),
-        openai=config.openai if config.openai.enabled else None,
-        hidden=_hidden_size(config.weights_dir),
         former=former,
         is_old=config.engine == FASTERTRANSFORMER,
         work_dir=folder / "gemm" if config.gemm_tuning.enabled else None,
@@ -185,7 +215,7 @@ def _endpoint(
     )
 
 
-def _model_name(config: DeployConfig, server: TritonServer) -> str:
+def _model_name(config: DeployConfig, server: TritonServer | SlipwayServer) -> str:
     """Return the served model that takes token ids: as configured, or the only one there is."""
     if config.model_name in server.models:
         return config.model_name

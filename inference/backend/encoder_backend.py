@@ -1,4 +1,4 @@
-"""Encoders in Triton's Python backend, which answer with hidden states; models of NVIDIA's own."""
+"""Encoders, which answer with hidden states; models of NVIDIA's own backend."""
 
 # Shapes: B rows, S padded length, E hidden, L layers
 
@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES, torch_dtype
 from export_scripts.triton.signature import hidden_states
-from inference.backend.engine_model import EngineModel, Exchange
+from inference.backend.arguments import config_parameters
+from inference.backend.engine_model import EngineModel
+from inference.backend.exchange import Exchange
 from inference.backend.python_backend import GenerationModel
-from inference.backend.triton_model import (
-    ModelArguments,
-    config_parameters,
-    request_tensors,
-    response,
-)
+from inference.backend.triton_model import triton_arguments
 
 if TYPE_CHECKING:
     from inference.engine.encoder_engine import EncoderEngine
@@ -35,17 +32,36 @@ class EncoderModel(EngineModel):
         """Queue a request, see `EngineModel`."""
         from inference.engine.encoding import parse_encoding
 
-        tensors = request_tensors(exchange.request, bf16=self.bf16_inputs)
-        request = parse_encoding(tensors, self.engine.architecture)
+        request = parse_encoding(exchange.tensors, self.engine.architecture)
         kind = torch_dtype(self.settings.placement.data_type)
 
         def send(result: EncodingResult) -> None:
             outputs = {"output_hidden_state": result.hidden.to(kind)}  # (B, S, E)
             if result.attentions is not None:  # (B, L, heads, S, S)
                 outputs["output_attentions"] = result.attentions.to(kind)
-            exchange.send(response(outputs, exchange.wanted), final=True)
+            exchange.send(outputs, final=True)
 
         return self.engine.submit(request), send
+
+
+def fastertransformer_model(parameters: Mapping[str, str]) -> EngineModel:
+    """Return the model, to be loaded, that a config.pbtxt for NVIDIA's backend describes."""
+    kind = parameters.get("model_type", "GPT")
+    return EncoderModel() if kind in EncoderModel.served_by else GenerationModel()
+
+
+def complete_hidden_states(config: dict[str, Any]) -> None:
+    """Give an encoder's hidden states the type that it computes in, in a configuration in JSON.
+
+    NVIDIA's templates of BERT leave the type out, and those of T5-Encoder say FP32 whatever the
+    model computes in; its backend sets both in the same place (libfastertransformer.cc,
+    ModelState::AutoCompleteConfig).
+    """
+    parameters = config_parameters(config)
+    names, kind = hidden_states(parameters.get("model_type", "")), parameters.get("data_type")
+    for tensor in (*config["input"], *config["output"]):
+        if tensor["name"] in names and kind in WEIGHT_DATA_TYPES:
+            tensor["data_type"] = f"TYPE_{kind.upper()}"
 
 
 class FasterTransformerModel:
@@ -57,23 +73,13 @@ class FasterTransformerModel:
 
     @staticmethod
     def auto_complete_config(config: Any) -> Any:
-        """Give an encoder's hidden states the type that it computes in (called by Triton).
-
-        NVIDIA's templates of BERT leave the type out, and those of T5-Encoder say FP32 whatever the
-        model computes in; its backend sets both in the same place (libfastertransformer.cc,
-        ModelState::AutoCompleteConfig).
-        """
+        """Complete the types of hidden states (called by Triton)."""
         content = config.as_dict()
-        parameters = config_parameters(content)
-        names, kind = hidden_states(parameters.get("model_type", "")), parameters.get("data_type")
-        for tensor in (*content["input"], *content["output"]):
-            if tensor["name"] in names and kind in WEIGHT_DATA_TYPES:
-                tensor["data_type"] = f"TYPE_{kind.upper()}"
+        complete_hidden_states(content)
         return config
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the engine (called by Triton), see `EngineModel`, whose methods come next."""
-        kind = ModelArguments(args).read("model_type", default="GPT")
-        model = EncoderModel() if kind in EncoderModel.served_by else GenerationModel()
+        model = fastertransformer_model(triton_arguments(args).parameters)
         model.initialize(args)
         self.execute, self.finalize = model.execute, model.finalize

@@ -1,19 +1,17 @@
-"""Asynchronous base class of the models with an engine in Triton's Python backend.
+"""Asynchronous base class of the models with an engine.
 
-`execute` never waits, which lets one instance hold any number of requests. A failing request gets
+`take` never waits, which lets one instance hold any number of requests. A failing request gets
 an error, the others their answers; when its engine fails, a model leaves service.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pkgutil
-import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,24 +21,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.validation import validate_directory
+from inference.backend.arguments import ModelArguments
+from inference.backend.exchange import INVALID, Exchange, ModelHost
 from inference.backend.instances import Instance, occupy
 from inference.backend.metrics import ModelMetrics
 from inference.backend.model_settings import read_settings
-from inference.backend.triton_model import ModelArguments, error_response, with_readable_errors
+from inference.backend.triton_model import TritonEngineModel
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.launch_environment import RENDEZVOUS_VARIABLE
 from inference.process_memory import keep_loaded
 from inference.ranks.launched_rank import open_rendezvous, started_place
 from inference.ranks.processes import early_workers
-from inference.streams import STREAM_PARAMETER, StreamSender
-from inference.supervision import BUSY, CANARY_PARAMETER, REPORTS_VARIABLE, report_end
+from inference.supervision import BUSY
 
 if TYPE_CHECKING:
     from inference.engine.base import EngineBase
 
 _WATCH_S = 0.1
-_FLUSH_S = 2.0  # for handing the answers of a failed engine to the server
-_SEND_S = 0.4  # for the server to send them
 # Of Python's lock among threads. With Python's own 5 ms new tokens wait while the engine's thread
 # plans the next step.
 _SWITCH_S = 0.0005
@@ -48,64 +45,13 @@ _SWITCH_S = 0.0005
 _ASKED_AT_ONCE = 64
 # Triton's code for an error, and the reason in the metrics.
 _FAILURES: dict[type[Exception], tuple[str, str]] = {
-    ValueError: ("INVALID_ARG", "invalid"),
+    ValueError: (INVALID, "invalid"),
     EngineBusyError: ("UNAVAILABLE", "busy"),
     EngineFailedError: ("UNAVAILABLE", "unavailable"),
 }
 
 
-class Exchange:
-    """A Triton request in progress, the outputs it wants, and its response sender.
-
-    Where `stream` is a name, the front takes new tokens from there; "" asks for the whole answer.
-    """
-
-    def __init__(self, request: Any, *, streams: bool = False) -> None:
-        self.request = request
-        self._streams = streams
-        self.sender = request.get_response_sender()
-        self.wanted = tuple(request.requested_output_names())
-        self.began = time.perf_counter()
-        parameters = json.loads(request.parameters() or "{}")
-        self.is_canary = CANARY_PARAMETER in parameters
-        has_front = bool(os.environ.get(REPORTS_VARIABLE))
-        self.stream = parameters.get(STREAM_PARAMETER) if has_front else None
-        self._closed = False
-        self._lock = threading.Lock()
-
-    def is_cancelled(self) -> bool:
-        """Return whether the client left.
-
-        After the final response the server (2.51) has dropped the request: to ask it would end it.
-        """
-        with self._lock:
-            return not self._closed and bool(self.sender.is_cancelled())
-
-    def send(self, message: Any, *, final: bool) -> None:
-        """Send one response; nothing is sent after the final one."""
-        import triton_python_backend_utils as pb_utils
-
-        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = final
-            try:
-                self.sender.send(message, flags=flags)
-            except pb_utils.TritonModelException as error:
-                pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
-
-    def fail(self, message: str, code: str) -> None:
-        """Answer with an error, which ends the exchange; `code` is one of TritonError's.
-
-        Streams carry no code: the text names it unless the request itself is wrong.
-        """
-        if self._streams and code != "INVALID_ARG":
-            message = f"{code}: {message}"
-        self.send(error_response(message, code), final=True)
-
-
-class EngineModel:
+class EngineModel(TritonEngineModel):
     """Base of the models with an engine; they add `engine_class` and `submit`.
 
     `engine_class` is `module:class`; the module imports torch. `served_by` has the types of weights
@@ -116,51 +62,36 @@ class EngineModel:
     served_by: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     engine: EngineBase[Any]
 
-    @with_readable_errors
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Start the engine (called by Triton), and before it the other ranks of this node.
+    def load(self, arguments: ModelArguments, host: ModelHost) -> None:
+        """Start the engine, and before it the other ranks of this node.
 
         The modules of this package import torch inside functions only, so that all ranks import it
-        at once. Of a ValueError, for weights that are invalid or do not match config.pbtxt, Triton
-        reports the message, and the model stays unavailable.
+        at once. Raises ValueError for weights that are invalid or do not match config.pbtxt.
         """
         sys.setswitchinterval(_SWITCH_S)
-        arguments = ModelArguments(args)
-        self.name = args["model_name"]
+        self.host, self.name = host, arguments.name
         self.settings = read_settings(arguments)
         self.decoupled = arguments.decoupled
         self.interactive = arguments.session_idle_s is not None
         self.bf16_inputs = arguments.bf16_inputs
         for key in self.settings.unknown:
-            self.warn(f"parameter {key} is unknown and has no effect")
+            host.warn(f"parameter {key} is unknown and has no effect")
         for key in self.settings.without_effect:
-            self.warn(f"parameter {key} has no effect in this engine")
+            host.warn(f"parameter {key} has no effect in this engine")
         self._check_weights()
         self._take_place(arguments.instance)
         self.engine = self._started_engine()
         keep_loaded()
-        self.metrics = ModelMetrics(self.name, arguments.instance, self.engine.load)
+        self.metrics = ModelMetrics(
+            host.metric_family, self.name, arguments.instance, self.engine.load
+        )
         self._running: dict[Exchange, Future[Any]] = {}
         self._next_check = 0  # index of the running request to check next
         self._canary_steps = -1  # of the engine, at the last canary that was answered BUSY
         self._lock = threading.Lock()
-        self.streams = StreamSender()
-        self.engine.after_step = self.streams.flush
-        # Of what sends responses; the thread of these calls it, in order.
-        self.outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._deliver, name="responses", daemon=True),
-            threading.Thread(target=self._watch, name="watch", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def warn(self, message: str) -> None:
-        """Write to the server's log."""
-        import triton_python_backend_utils as pb_utils
-
-        pb_utils.Logger.log_warn(f"{self.name}: {message}")
+        self._watcher = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._watcher.start()
 
     def _take_place(self, instance: Instance) -> None:
         """Keep to the devices of one instance. Raises ValueError over several nodes."""
@@ -170,9 +101,12 @@ class EngineModel:
                 f"{self.name}: instance_group asks for {instance.count} instances, and the ranks "
                 "of one are spread over nodes; set count to 1, and start a server for each."
             )
-        sharing = occupy(instance, world_size=placement.world_size, device=placement.device)
-        engine = replace(self.settings.engine, sharing_engines=sharing)
-        self.settings = replace(self.settings, engine=engine)
+        first, sharing = occupy(instance, world_size=placement.world_size, device=placement.device)
+        self.settings = replace(
+            self.settings,
+            engine=replace(self.settings.engine, sharing_engines=sharing),
+            placement=replace(placement, first_device=first),
+        )
 
     def _check_weights(self) -> None:
         """Check that the model can serve the folder of weights, and that it matches its config.ini.
@@ -210,32 +144,28 @@ class EngineModel:
         """
         raise NotImplementedError
 
-    def execute(self, requests: Sequence[Any]) -> None:
-        """Queue requests (called by Triton); None means that the answers follow later."""
-        for request in requests:
-            exchange = Exchange(request, streams=self.decoupled)
-            if exchange.is_canary:
-                steps, before = self.engine.steps, self._canary_steps
-                self._canary_steps = steps
-                if self._running and steps != before:  # the engine makes progress
-                    exchange.fail(BUSY, "UNAVAILABLE")
-                    continue
-            try:
-                future, answer = self.submit(exchange)
-            except Exception as error:
-                self._fail(exchange, error, note=self.metrics.refused)
-            else:
-                self._follow(exchange, future, answer)
+    def take(self, exchange: Exchange) -> None:
+        """Queue a request; it is answered later."""
+        if exchange.is_canary:
+            steps, before = self.engine.steps, self._canary_steps
+            self._canary_steps = steps
+            if self._running and steps != before:  # the engine makes progress
+                exchange.fail(BUSY, "UNAVAILABLE")
+                return
+        try:
+            future, answer = self.submit(exchange)
+        except Exception as error:
+            self._fail(exchange, error, note=self.metrics.refused)
+        else:
+            self._follow(exchange, future, answer)
 
-    def finalize(self) -> None:
-        """Stop the engine (called by Triton)."""
+    def close(self) -> None:
+        """Stop the engine."""
         self._stopping.set()
         self.metrics.stop()
         self.engine.stop()
-        self.streams.stop()
-        self.outbox.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._watcher.join()
+        self.host.close()
 
     def _follow(
         self, exchange: Exchange, future: Future[Any], answer: Callable[[Any], None]
@@ -246,9 +176,8 @@ class EngineModel:
         def finished(done: Future[Any]) -> None:
             with self._lock:
                 self._running.pop(exchange, None)
-            send = partial(self._send_result, exchange, done, answer)
-            # An answer follows the tokens that it consists of.
-            self.streams.after(partial(self.outbox.put, send))
+            # After the tokens that it consists of, which were posted before.
+            self.host.post(partial(self._send_result, exchange, done, answer))
 
         future.add_done_callback(finished)
 
@@ -277,20 +206,13 @@ class EngineModel:
         exchange.fail(str(error) or type(error).__name__, "INTERNAL")
         self.metrics.ended("failed")
 
-    def _deliver(self) -> None:
-        """Send responses in order; the engine never waits for a client."""
-        for send in iter(self.outbox.get, None):
-            send()
-
     def _watch(self) -> None:
-        """Watch for clients that left, a failed engine, and the end of the server."""
-        parent = os.getppid()
+        """Watch for clients that left, and for a failed engine."""
         while not self._stopping.wait(_WATCH_S):
             self._drop_cancelled()
-            if os.getppid() != parent:
-                os._exit(1)  # the server is gone; the workers follow this process
+            self.host.check()
             if (reason := self.engine.healthy()) is not None:
-                self._leave_service(reason)
+                self.host.leave(reason)
                 return
 
     def _drop_cancelled(self) -> None:
@@ -302,25 +224,3 @@ class EngineModel:
         for exchange, future in running[first : self._next_check]:
             if exchange.is_cancelled():
                 future.cancel()
-
-    def _leave_service(self, reason: str) -> None:
-        """End this process, and thereby the server, once every request has its answer.
-
-        The supervisor ends a server that has lost a model, and the deploy stage restarts it. A
-        server without a supervisor unloads the model, which is then listed as not ready.
-        """
-        import triton_python_backend_utils as pb_utils
-
-        text = f"{self.name} is out of service: {reason}"
-        pb_utils.Logger.log_error(text)
-        if report_end(text):
-            flushed = threading.Event()
-            self.streams.after(partial(self.outbox.put, flushed.set))
-            flushed.wait(_FLUSH_S)
-            time.sleep(_SEND_S)
-            os._exit(1)
-        try:
-            pb_utils.unload_model(self.name)
-        except pb_utils.TritonModelException as error:
-            # The server's own options reserve the unloading of models to itself.
-            pb_utils.Logger.log_warn(f"{self.name} stays listed as ready: {error}")

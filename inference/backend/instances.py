@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.launch_environment import VISIBLE_VARIABLE, visible_gpus
+from inference.launch_environment import visible_gpus
 
 _CPUS = Path("/sys/devices/system/cpu")
 
@@ -40,15 +40,14 @@ class Instance:
             return cls(0, max(sum(counts), 1))
         return cls(sum(counts[: names.index(group_name)]) + int(number), sum(counts))
 
-    def gpus(self, visible: Sequence[str], world_size: int) -> tuple[list[str], int]:
-        """Return the GPUs of this instance, and how many instances share them.
+    def gpus(self, visible: int, world_size: int) -> tuple[int, int]:
+        """Return the first GPU of this instance, and how many instances share its GPUs.
 
-        Fewer GPUs than ranks are all of them: the engine refuses them with its own words.
+        Of fewer GPUs than ranks it is the first: the engine refuses them with its own words.
         """
-        groups = max(len(visible) // world_size, 1)
-        first = self.index % groups * world_size
-        sharing = len(range(self.index % groups, self.count, groups))
-        return list(visible[first : first + world_size]), sharing
+        groups = max(visible // world_size, 1)
+        group = self.index % groups
+        return group * world_size, len(range(group, self.count, groups))
 
     def cores(self, ordered: Sequence[int]) -> list[int]:
         """Return the cores of this instance; all where there are fewer than instances."""
@@ -56,21 +55,18 @@ class Instance:
         return list(ordered[self.index * each :][:each]) or list(ordered)
 
 
-def occupy(instance: Instance, *, world_size: int, device: str) -> int:
-    """Confine this process, and those it starts, to an instance's GPUs, or else CPU cores.
+def occupy(instance: Instance, *, world_size: int, device: str) -> tuple[int, int]:
+    """Return the first GPU of an instance, and among how many its memory is to be divided.
 
-    It has to precede the loading of CUDA and the start of threads. An instance has `world_size`
-    ranks; `device` is cpu, cuda or auto. Returns the number of instances among which the memory of
-    these devices has to be divided.
+    Without GPUs this thread, and those and the processes that it starts, are confined to the cores
+    of the instance. An instance has `world_size` ranks; `device` is cpu, cuda or auto.
     """
     if instance.count == 1:
-        return 1
-    if device != "cpu" and (visible := visible_gpus()):
-        own, sharing = instance.gpus(visible, world_size)
-        os.environ[VISIBLE_VARIABLE] = ",".join(own)
-        return sharing
+        return 0, 1
+    if device != "cpu" and (count := len(visible_gpus())):
+        return instance.gpus(count, world_size)
     os.sched_setaffinity(0, instance.cores(by_socket(os.sched_getaffinity(0))))
-    return instance.count
+    return 0, instance.count
 
 
 def by_socket(cores: Iterable[int], *, folder: Path = _CPUS) -> list[int]:

@@ -65,13 +65,13 @@ class ModelMetrics:
     second, and requests are noted here to be reported later.
     """
 
-    def __init__(self, model: str, instance: Instance, load: Callable[[], EngineLoad]) -> None:
-        """Declare the metrics and begin to report; the thread calls `load`.
+    def __init__(
+        self, family: Any, model: str, instance: Instance, load: Callable[[], EngineLoad]
+    ) -> None:
+        """Declare the metrics with a MetricFamily and begin to report; the thread calls `load`.
 
         Those of one of several instances have its number as the label `engine`.
         """
-        import triton_python_backend_utils as pb_utils
-
         self._load = load
         self._labels = {"model": model}
         if instance.count > 1:
@@ -79,7 +79,6 @@ class ModelMetrics:
         self._ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._last = dict.fromkeys((*GAUGES, *TOKENS), 0.0)
-        family = pb_utils.MetricFamily
         kinds: dict[str, Mapping[str, tuple[Any, ...]]] = {
             "GAUGE": GAUGES, "COUNTER": {**TOKENS, **COUNTERS}, "HISTOGRAM": HISTOGRAMS
         }  # fmt: skip

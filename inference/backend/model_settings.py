@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.triton.parameters import FIELDS, PARAMETERS, REQUIRED
-from inference.backend.triton_model import ModelArguments
+from inference.backend.arguments import ModelArguments
 from inference.engine.options import EngineOptions
 from inference.ranks.settings import Placement
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from inference.backend.exchange import Tensors
 from inference.backend.text_generation import RowRead, TextModel, column
 from inference.backend.text_models import row_texts, word_list_tensor
-from inference.backend.triton_model import Tensors
 from inference.decoding.request import TASK_IDS
 from inference.decoding.rows import P_TUNING, RequestError
 

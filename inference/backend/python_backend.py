@@ -1,4 +1,4 @@
-"""The generation model in Triton's Python backend: whole answers, or one response per token."""
+"""The generation model: whole answers, or one response per token."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from export_scripts.ft.tokenizer_files import find_tokenizer
-from inference.backend.engine_model import EngineModel, Exchange
+from inference.backend.engine_model import EngineModel
+from inference.backend.exchange import Exchange
 from inference.backend.tokenizer import load_tokenizer
-from inference.backend.triton_model import request_tensors, response
 from inference.decoding.grammars import Grammars, TokenTexts
 from inference.decoding.outputs import FrameStream
 from inference.decoding.request import parse_request
-from inference.decoding.rows import ModelLimits, RequestError, SessionTurn
+from inference.decoding.rows import ModelLimits, RequestError
 
 if TYPE_CHECKING:
     from inference.engine.engine import Engine
     from inference.engine.running import GenerationResult, GenerationStep
 
-# Inputs that the server adds to the requests of a sequence.
-_CONTROLS = ("START", "END")
-# Responses that wait: from then on newer frames replace older ones. Triton takes about 0.3 ms for
-# each.
+# Responses that wait: from then on newer frames replace older ones.
 _BACKLOG = 128
 
 
@@ -50,10 +47,8 @@ class GenerationModel(EngineModel):
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request, see `EngineModel`."""
-        tensors, turn = request_tensors(exchange.request), None
+        tensors, turn = exchange.tensors, exchange.turn
         if self.interactive:
-            starts, ends = (n in tensors and bool(tensors.pop(n).any()) for n in _CONTROLS)
-            turn = SessionTurn(exchange.request.correlation_id(), starts=starts, ends=ends)
             # All have one more axis, of size 1, in front.
             tensors = {name: value[0] for name, value in tensors.items()}
         try:
@@ -62,7 +57,7 @@ class GenerationModel(EngineModel):
             self.engine.end_refused(turn)
             raise
         for warning in request.warnings:
-            self.warn(warning)
+            self.host.warn(warning)
         answer = StreamedAnswer(
             exchange,
             FrameStream(
@@ -73,19 +68,19 @@ class GenerationModel(EngineModel):
             leading_axis=self.interactive,
         )
 
-        counts = [0] * len(request.rows)  # tokens that the front knows
+        counts = [0] * len(request.rows)  # tokens that were handed on
 
         def on_step(step: GenerationStep) -> None:
-            if exchange.stream:
+            if exchange.steps is not None:
                 rows = [() if row is None else row.output_ids[0] for row in step.rows]
-                news = [ids[count:] for ids, count in zip(rows, counts, strict=True)]
+                new = [ids[count:] for ids, count in zip(rows, counts, strict=True)]
                 counts[:] = map(len, rows)
-                self.streams.send(exchange.stream, news)
-            elif self.outbox.qsize() <= _BACKLOG or not answer.replace_newest(step):
+                self.host.post(partial(exchange.steps, new))
+            elif self.host.waiting() <= _BACKLOG or not answer.replace_newest(step):
                 answer.waiting.append(step)
-                self.outbox.put(answer.send_oldest)
+                self.host.post(answer.send_oldest)
 
-        listens = self.decoupled if exchange.stream is None else bool(exchange.stream)
+        listens = self.decoupled or exchange.steps is not None
         future = self.engine.submit(request, on_step=on_step if listens else None, turn=turn)
         return future, lambda result: answer.send(result, final=True)
 
@@ -132,5 +127,4 @@ class StreamedAnswer:
         assert frame is not None, "the last step is never reported on its own"
         if self.leading_axis:
             frame = {name: value[None] for name, value in frame.items()}
-        exchange = self.exchange
-        exchange.send(response(frame, exchange.wanted), final=final)
+        self.exchange.send(frame, final=final)

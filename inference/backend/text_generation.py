@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from export_scripts.ft.config_ini import read_config
-from inference.backend.engine_model import Exchange
+from inference.backend.arguments import RequestInputs
+from inference.backend.exchange import Exchange, Tensors
 from inference.backend.python_backend import GenerationModel
 from inference.backend.text_models import row_texts
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
-from inference.backend.triton_model import RequestInputs, Tensors, request_tensors, response
 from inference.decoding.request import parse_request
 from inference.decoding.rows import RequestError, RowRequest
 
@@ -45,10 +45,10 @@ class TextModel(GenerationModel):
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request, see `EngineModel`."""
-        future = self.begin(RequestInputs(request_tensors(exchange.request)))
+        future = self.begin(RequestInputs(exchange.tensors))
 
         def send(result: GenerationResult) -> None:
-            exchange.send(response(self.answer(result), exchange.wanted), final=True)
+            exchange.send(self.answer(result), final=True)
 
         return future, send
 

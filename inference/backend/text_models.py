@@ -1,4 +1,4 @@
-"""The text models of a repository: preprocessing and postprocessing for Triton's Python backend.
+"""The text models of a repository: preprocessing and postprocessing.
 
 The tokenizer is loaded once, from the files next to the model. A bad request gets an error, the
 other requests of its batch their answers.
@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from export_scripts.triton.parameters import FLAG, TOKEN_ID, TOKEN_IDS
+from inference.backend.arguments import ModelArguments
+from inference.backend.exchange import Tensors
+from inference.backend.tensor_model import TensorModel
 from inference.backend.tokenizer import MOST_TEXT_BYTES, Tokenizer, load_tokenizer
-from inference.backend.triton_model import ModelArguments, TensorModel, Tensors
 
 _MOST_WORDS_BYTES = 64 << 10
 _MOST_SHOWN = 80  # characters of a wrong record

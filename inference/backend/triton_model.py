@@ -1,90 +1,79 @@
-"""Arguments, tensors and responses of the models in Triton's Python backend.
+"""The models in Triton's Python backend: its arguments, requests, responses and log.
 
 `triton_python_backend_utils` exists only inside the server's stub process; it is imported where it
 is used.
 """
 
+from __future__ import annotations
+
 import functools
 import json
+import os
+import queue
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from export_scripts.triton.parameters import FLAG, TEXT, Kind
-from inference.backend.instances import Instance
+from inference.backend.arguments import ModelArguments
+from inference.backend.exchange import INVALID, Array, Exchange, ModelHost
+from inference.decoding.rows import SessionTurn
+from inference.supervision import CANARY_PARAMETER, report_end
 
 Args = Mapping[str, str]
-Tensors = Mapping[str, "np.ndarray[Any, Any]"]
+_FLUSH_S = 2.0  # for handing the answers of a failed engine to the server
+_SEND_S = 0.4  # for the server to send them
+# Inputs that the server adds to the requests of a sequence.
+_CONTROLS = ("START", "END")
 
 
-def config_parameters(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parameters of a model's configuration, as Triton gives it in JSON."""
-    return {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+def triton_arguments(args: Args) -> ModelArguments:
+    """Return the arguments with which Triton loads a model."""
+    return ModelArguments(
+        json.loads(args["model_config"]),
+        args["model_repository"],
+        version=args["model_version"],
+        instance_name=args.get("model_instance_name", ""),
+    )
 
 
-class ModelArguments:
-    """The arguments with which Triton loads a model.
-
-    Attributes:
-        instance: the place of this process among the model's instances.
-        decoupled: whether the model answers a request with more than one response.
-        session_idle_s: longest pause of a session, None for a model without sessions.
-        bf16_inputs: names of the inputs that arrive as BF16.
-    """
-
-    def __init__(self, args: Mapping[str, str]) -> None:
-        self.config: dict[str, Any] = json.loads(args["model_config"])
-        self.model_folder = Path(args["model_repository"])
-        self.version_folder = self.model_folder / args["model_version"]
-        self.parameters = config_parameters(self.config)
-        self.instance = Instance.of(self.config, args.get("model_instance_name", ""))
-        policy = self.config.get("model_transaction_policy", {})
-        self.decoupled = bool(policy.get("decoupled", False))
-        batching = self.config.get("sequence_batching")
-        idle_us = None if batching is None else batching["max_sequence_idle_microseconds"]
-        self.session_idle_s = None if idle_us is None else idle_us / 1e6
-        inputs = self.config.get("input", [])
-        self.bf16_inputs = frozenset(e["name"] for e in inputs if e["data_type"] == "TYPE_BF16")
-
-    def read(self, key: str, kind: Kind = TEXT, *, default: str | None = None) -> Any:
-        """Return a parameter. Raises ValueError if it is not of its kind, or needed and absent."""
-        text = self.parameters.get(key, default)
-        try:
-            if text is None:
-                raise ValueError("is missing")
-            return kind.read(text)
-        except ValueError as error:
-            shown = key if text is None else f"{key}={text!r}"
-            raise ValueError(
-                f"config.pbtxt of {self.model_folder.name}: parameter {shown} {error}"
-            ) from None
-
-    def flag(self, key: str) -> bool:
-        """Return a 0/1 parameter, False if absent. Raises ValueError for anything else."""
-        return bool(self.read(key, FLAG, default="0"))
-
-
-def request_tensors(request: Any, *, bf16: Collection[str] = ()) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the inputs of a Triton request by name; `bf16` ones, which numpy lacks, as FP32."""
+def _request_tensors(request: Any, bf16: Collection[str]) -> dict[str, Array]:
     return {
         tensor.name(): _from_bf16(tensor) if tensor.name() in bf16 else tensor.as_numpy()
         for tensor in request.inputs()
     }
 
 
-def _from_bf16(tensor: Any) -> np.ndarray[Any, Any]:
+def _from_bf16(tensor: Any) -> Array:
     from torch.utils.dlpack import from_dlpack
 
     return np.asarray(from_dlpack(tensor.to_dlpack()).float().numpy())
 
 
-def response(outputs: Mapping[str, Any], wanted: Collection[str]) -> Any:
-    """Return a Triton response with those of `outputs` that the client wants.
+def _turn(request: Any, tensors: dict[str, Array]) -> SessionTurn | None:
+    """Return the session of a request; its control inputs, if it has some, are taken out."""
+    import triton_python_backend_utils as pb_utils
 
-    They are arrays, or torch tensors.
-    """
+    flags = request.flags()
+    starts, ends = (
+        bool(tensors.pop(name).any()) if name in tensors else bool(flags & flag)
+        for name, flag in zip(
+            _CONTROLS,
+            (
+                pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
+                pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
+            ),
+            strict=True,
+        )
+    )
+    session_id = request.correlation_id()
+    return SessionTurn(session_id, starts=starts, ends=ends) if session_id else None
+
+
+def response(outputs: Mapping[str, Any], wanted: Collection[str]) -> Any:
+    """Return a Triton response with those of `outputs` that the client wants."""
     import triton_python_backend_utils as pb_utils
 
     tensors = [
@@ -97,13 +86,135 @@ def response(outputs: Mapping[str, Any], wanted: Collection[str]) -> Any:
     return pb_utils.InferenceResponse(tensors)
 
 
-def error_response(message: str, code: str = "INVALID_ARG") -> Any:
+def error_response(message: str, code: str = INVALID) -> Any:
     """Return a Triton response that carries an error; `code` names one of TritonError's codes."""
     import triton_python_backend_utils as pb_utils
 
     return pb_utils.InferenceResponse(
         error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
     )
+
+
+class TritonExchange(Exchange):
+    """A request of Triton and its response sender."""
+
+    def __init__(
+        self,
+        request: Any,
+        *,
+        streams: bool = False,
+        interactive: bool = False,
+        bf16: Collection[str] = (),
+    ) -> None:
+        tensors = _request_tensors(request, bf16)
+        super().__init__(
+            tensors,
+            tuple(request.requested_output_names()),
+            turn=_turn(request, tensors) if interactive else None,
+            is_canary=CANARY_PARAMETER in json.loads(request.parameters() or "{}"),
+        )
+        self._streams = streams
+        self._sender = request.get_response_sender()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def is_cancelled(self) -> bool:
+        """Return whether the client left.
+
+        After the final response the server (2.51) has dropped the request: to ask it would end it.
+        """
+        with self._lock:
+            return not self._closed and bool(self._sender.is_cancelled())
+
+    def send(self, outputs: Mapping[str, Any], *, final: bool) -> None:
+        """Send one response; nothing is sent after the final one."""
+        self._send(response(outputs, self.wanted), final=final)
+
+    def fail(self, message: str, code: str) -> None:
+        """Answer with an error, which ends the exchange.
+
+        Streams carry no code: the text names it unless the request itself is wrong.
+        """
+        if self._streams and code != INVALID:
+            message = f"{code}: {message}"
+        self._send(error_response(message, code), final=True)
+
+    def _send(self, message: Any, *, final: bool) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = final
+            try:
+                self._sender.send(message, flags=flags)
+            except pb_utils.TritonModelException as error:
+                pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
+
+
+class TritonHost(ModelHost):
+    """The server around the process of one model."""
+
+    def __init__(self, name: str) -> None:
+        import triton_python_backend_utils as pb_utils
+
+        self.metric_family = pb_utils.MetricFamily
+        self._name = name
+        self._parent = os.getppid()
+        self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._deliver, name="responses", daemon=True)
+        self._thread.start()
+
+    def warn(self, message: str) -> None:
+        """Write to the server's log."""
+        import triton_python_backend_utils as pb_utils
+
+        pb_utils.Logger.log_warn(f"{self._name}: {message}")
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Call a function in the thread that sends responses."""
+        self._outbox.put(call)
+
+    def waiting(self) -> int:
+        """Return the number of calls that wait; Triton takes about 0.3 ms for each response."""
+        return self._outbox.qsize()
+
+    def check(self) -> None:
+        """End this process with the server; the workers follow it."""
+        if os.getppid() != self._parent:
+            os._exit(1)
+
+    def leave(self, reason: str) -> None:
+        """End this process, and thereby the server, once every request has its answer.
+
+        The supervisor ends a server that has lost a model, and the deploy stage restarts it. A
+        server without a supervisor unloads the model, which is then listed as not ready.
+        """
+        import triton_python_backend_utils as pb_utils
+
+        text = f"{self._name} is out of service: {reason}"
+        pb_utils.Logger.log_error(text)
+        if report_end(text):
+            flushed = threading.Event()
+            self.post(flushed.set)
+            flushed.wait(_FLUSH_S)
+            time.sleep(_SEND_S)
+            os._exit(1)
+        try:
+            pb_utils.unload_model(self._name)
+        except pb_utils.TritonModelException as error:
+            # The server's own options reserve the unloading of models to itself.
+            pb_utils.Logger.log_warn(f"{self._name} stays listed as ready: {error}")
+
+    def close(self) -> None:
+        """End the thread that sends responses."""
+        self._outbox.put(None)
+        self._thread.join()
+
+    def _deliver(self) -> None:
+        for call in iter(self._outbox.get, None):
+            call()
 
 
 def with_readable_errors(load: Callable[[Any, Args], None]) -> Callable[[Any, Args], None]:
@@ -123,57 +234,48 @@ def with_readable_errors(load: Callable[[Any, Args], None]) -> Callable[[Any, Ar
     return initialize
 
 
-class RequestInputs(dict[str, "np.ndarray[Any, Any]"]):
-    """The inputs of one request by name. Raises ValueError for one that is missing."""
-
-    def __missing__(self, name: str) -> NoReturn:
-        raise ValueError(f"{name}: required input is missing")
-
-
-class TensorModel:
-    """A model that answers each request at once; subclasses add `setup` and `run`."""
+class TritonTensorModel:
+    """What Triton calls of a model that answers each request at once."""
 
     @with_readable_errors
-    def initialize(self, args: Args) -> None:
+    def initialize(self: Any, args: Args) -> None:
         """Load the model (called by Triton)."""
-        arguments = ModelArguments(args)
-        self.interactive = arguments.flag("interactive")
-        self.setup(arguments)
+        self.load(triton_arguments(args))
 
-    def setup(self, arguments: ModelArguments) -> None:
-        """Prepare for `run`. Raises ValueError if the model cannot be loaded."""
-        raise NotImplementedError
-
-    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the outputs of one request. Raises ValueError for a bad request."""
-        raise NotImplementedError
-
-    def turn(self, tensors: Tensors, *, continues: bool) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the outputs of a turn, which starts a session or `continues` it; see `run`."""
-        del continues
-        return self.run(tensors)
-
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
+    def execute(self: Any, requests: Sequence[Any]) -> list[Any]:
         """Answer requests (called by Triton)."""
-        return [self._answer(request) for request in requests]
+        found = []
+        for request in requests:
+            tensors = _request_tensors(request, ())
+            turn = _turn(request, tensors) if self.interactive else None
+            try:
+                outputs = self.answer(tensors, turn)
+            except ValueError as error:
+                found.append(error_response(str(error)))
+            except Exception as error:  # any failure is this request's, not its neighbours'
+                found.append(error_response(str(error) or type(error).__name__, "INTERNAL"))
+            else:
+                found.append(response(outputs, request.requested_output_names()))
+        return found
 
-    def _answer(self, request: Any) -> Any:
-        tensors = RequestInputs(request_tensors(request))
-        try:
-            outputs = self._run_turn(request, tensors) if self.interactive else self.run(tensors)
-        except ValueError as error:
-            return error_response(str(error))
-        except Exception as error:  # any failure is this request's answer, not its neighbours'
-            return error_response(str(error) or type(error).__name__, "INTERNAL")
-        return response(outputs, request.requested_output_names())
 
-    def _run_turn(self, request: Any, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
-        """Answer one turn of a session, whose tensors have one more axis, of size 1, in front."""
-        import triton_python_backend_utils as pb_utils
+class TritonEngineModel:
+    """What Triton calls of a model with an engine."""
 
-        starts = bool(request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
-        outputs = self.turn(
-            RequestInputs((name, value[0]) for name, value in tensors.items()),
-            continues=bool(request.correlation_id()) and not starts,
-        )
-        return {name: value[None] for name, value in outputs.items()}
+    @with_readable_errors
+    def initialize(self: Any, args: Args) -> None:
+        """Start the engine (called by Triton).
+
+        Of a ValueError Triton reports the message, and the model stays unavailable.
+        """
+        self.load(triton_arguments(args), TritonHost(args["model_name"]))
+
+    def execute(self: Any, requests: Sequence[Any]) -> None:
+        """Queue requests (called by Triton); None means that the answers follow later."""
+        how = {"streams": self.decoupled, "interactive": self.interactive, "bf16": self.bf16_inputs}
+        for request in requests:
+            self.take(TritonExchange(request, **how))
+
+    def finalize(self: Any) -> None:
+        """Stop the engine (called by Triton)."""
+        self.close()

@@ -10,13 +10,23 @@ import contextlib
 import os
 import resource
 import sys
+from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 
 from aiohttp import web
 
 from inference.front.kserve_grpc import KServeGrpc, grpc_server
-from inference.front.kserve_http import Handler, KServeHttp, http_server
-from inference.front.link import LEFT, LONGEST_REQUEST_S, SERVES, FrontSettings, OwnerLink, Served
+from inference.front.kserve_http import Handler, PassingHttp, http_server
+from inference.front.link import (
+    LEFT,
+    LONGEST_REQUEST_S,
+    SERVES,
+    FrontSettings,
+    HostSettings,
+    OwnerLink,
+    Served,
+)
 from inference.front.upstream import FrontContext, Upstream
 
 _OPENING_S = 30.0  # for the tokenizer of a server that takes over
@@ -25,11 +35,15 @@ _OPENING_S = 30.0  # for the tokenizer of a server that takes over
 def main(descriptor: str) -> int:
     """Serve until a signal or the owner's end; return 0, or 1 if that is impossible."""
     connection = Connection(int(descriptor))
-    settings: FrontSettings = connection.recv()
+    settings: FrontSettings | HostSettings = connection.recv()
     os.chdir(settings.folder)
     # Idle connections are cheap, as long as there are descriptors for them.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if isinstance(settings, HostSettings):
+        from inference.host.process import serve_host  # it needs the whole project
+
+        serve_host(settings, connection)
     try:
         asyncio.run(_Front(settings).serve(connection))
     except (OSError, ValueError) as error:
@@ -48,12 +62,16 @@ class _Front:
         settings, ports = self._settings, self._settings.ports
         self._link = link = OwnerLink(connection)
         self._context = context = FrontContext(
-            settings.access, Upstream(settings.served), host=settings.host, ready=link.ready
+            settings.access,
+            Upstream(settings.served),
+            host=settings.host,
+            is_ready=lambda: self._context.current.sockets.folder in link.ready,
+            note_use=lambda: self._context.current.sockets.note_use(),
         )
         handler = KServeGrpc(context, port=ports["grpc"])
         server = grpc_server(settings.access, handler, host=settings.host, port=ports["grpc"])
         try:
-            http = KServeHttp(context)
+            http = PassingHttp(context)
             await self._listen(http.answer, ports["http"])
             await self._listen(http.answer_metrics, ports["metrics"])
             await server.start()
@@ -102,10 +120,24 @@ class _Front:
         await former.close()
 
     async def _open_endpoint(self, upstream: Upstream) -> None:
-        if self._settings.openai is not None:
-            from inference.front.openai.endpoint import open_endpoint  # takes time to import
+        if self._settings.openai is None:
+            return
+        from inference.front.openai.endpoint import open_endpoint  # takes time to import
+        from inference.front.openai.served import TritonModel, await_ready, is_ready, triton_configs
 
-            upstream.endpoint = await open_endpoint(self._context, upstream, self._settings.openai)
+        await await_ready(upstream.channel)
+
+        async def answers(models: Sequence[str]) -> bool:
+            return self._context.is_ready() and await is_ready(upstream.channel, models)
+
+        upstream.endpoint = await open_endpoint(
+            self._context,
+            self._settings.openai,
+            configs=await triton_configs(upstream),
+            repository=upstream.repository,
+            make=partial(TritonModel, upstream),
+            answers=answers,
+        )
 
     async def _answer_openai(self, request: web.BaseRequest) -> web.StreamResponse:
         with self._context.use() as upstream:

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import json
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
@@ -185,7 +186,10 @@ def decompressed(body: bytes, coding: str, limit: int) -> bytes:
 
 def refusal(error: RejectedError, body: object) -> web.Response:
     """Return the answer to a request that is refused."""
-    response = web.json_response(body, status=error.status)
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    response = web.Response(
+        body=text.encode(errors="replace"), content_type="application/json", status=error.status
+    )
     if error.status == HTTPStatus.UNAUTHORIZED:
         response.headers["WWW-Authenticate"] = "Bearer"
     if error.status == HTTPStatus.SERVICE_UNAVAILABLE:

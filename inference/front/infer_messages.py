@@ -6,7 +6,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from export_scripts.wire_format import WireFormatError, wire_fields
+from export_scripts.wire_format import WireField, WireFormatError, wire_fields
 from inference.front import validation
 from inference.front.guard import RejectedError
 from inference.front.sessions import Namespace
@@ -25,19 +25,19 @@ def parsed(kind: Any, data: bytes) -> Any:
         raise RejectedError(f"the message is not a {kind.DESCRIPTOR.name}") from None
 
 
-def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
-    """Return a ModelInferRequest of gRPC without its raw tensors, and the places of these.
+def without_raw_tensors(data: bytes) -> tuple[bytes, list[WireField]]:
+    """Return a ModelInferRequest of gRPC without its raw tensors, and the fields of these.
 
     No field is parsed: two bytes of a message can take a hundred bytes of memory. One with more
     fields, or more bytes outside of raw tensors, than a request needs is refused.
     """
-    kept, raw = bytearray(), []
+    kept, raw = bytearray(), list[WireField]()
     try:
         for count, field in enumerate(wire_fields(data), start=1):
             if count > _MOST_FIELDS:
                 raise RejectedError(f"the request has more than {_MOST_FIELDS} fields")
-            if field.number == _RAW_INPUT_CONTENTS:
-                raw.append(field.place)
+            if field.number == _RAW_INPUT_CONTENTS and field.content is not None:
+                raw.append(field)
             else:
                 kept += data[field.place]
             if len(kept) > MOST_JSON_BYTES:
@@ -48,6 +48,27 @@ def without_raw_tensors(data: bytes) -> tuple[bytes, list[slice]]:
     except WireFormatError:
         raise RejectedError("the message is not a ModelInferRequest") from None
     return bytes(kept), raw
+
+
+def message_fields(data: bytes) -> tuple[Any, dict[str, Any]]:
+    """Return a ModelInferRequest `without_raw_tensors`, and its fields in the form of JSON.
+
+    Raises RejectedError.
+    """
+    message = parsed(service_pb2.ModelInferRequest, data)
+    fields = {key: getattr(message, key) for key in validation.MODEL_FIELDS}
+    validation.check_fields("the request:", fields, validation.MODEL_FIELDS)
+    for each in message.inputs:
+        validation.check_texts(repr(each.name)[:40], len(each.contents.bytes_contents))
+    return message, {
+        "id": message.id,
+        "parameters": _parameters(message),
+        "inputs": [
+            {**_tensor(each), "datatype": each.datatype, "shape": list(each.shape)}
+            for each in message.inputs
+        ],
+        "outputs": [_tensor(each) for each in message.outputs],
+    }
 
 
 def check_infer_message(
@@ -62,22 +83,8 @@ def check_infer_message(
     Returns it with the server's own id of its session, None if it has no session. `sessions` may be
     None where SEQUENCE_KEY is not in the data.
     """
-    message = parsed(service_pb2.ModelInferRequest, data)
-    fields = {key: getattr(message, key) for key in validation.MODEL_FIELDS}
-    validation.check_fields("the request:", fields, validation.MODEL_FIELDS)
-    request = {
-        "id": message.id,
-        "parameters": _parameters(message),
-        "inputs": [
-            {**_tensor(each), "datatype": each.datatype, "shape": list(each.shape)}
-            for each in message.inputs
-        ],
-        "outputs": [_tensor(each) for each in message.outputs],
-    }
-    model = models.get(message.model_name)
-    validation.check_form(request, size_bytes, limit=limit, model=model)
-    for each in message.inputs:
-        validation.check_texts(repr(each.name)[:40], len(each.contents.bytes_contents))
+    message, request = message_fields(data)
+    validation.check_form(request, size_bytes, limit=limit, model=models.get(message.model_name))
     name = SEQUENCE_KEY.decode()
     if name not in message.parameters:
         return None

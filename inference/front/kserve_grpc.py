@@ -4,11 +4,12 @@ Messages are passed on as they are, if they have the form of a request; gRPC its
 that are too large. Of a call that is refused, no message is read.
 """
 
+import contextlib
 import urllib.parse
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2
@@ -22,6 +23,7 @@ from inference.front.infer_messages import (
     parsed,
     without_raw_tensors,
 )
+from inference.front.kserve_http import most_connections
 from inference.front.sessions import Namespace
 from inference.front.upstream import FrontContext, Upstream
 from inference.ports import host_and_port
@@ -40,6 +42,7 @@ SERVER_OPTIONS = [
 ]
 # Of an error: clients refuse more than 8 KiB of metadata, in which a byte may take three.
 _MOST_REASON_BYTES = 2 << 10
+Refusal = tuple[grpc.StatusCode, str]
 _CODES = {
     HTTPStatus.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -47,9 +50,12 @@ _CODES = {
 
 
 class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
-    """Answers calls of gRPC from a server that listens on a Unix socket."""
+    """Answers calls of gRPC from a server that listens on a Unix socket.
 
-    def __init__(self, context: FrontContext, *, port: int) -> None:
+    A subclass has another server to answer from.
+    """
+
+    def __init__(self, context: FrontContext[Any], *, port: int) -> None:
         self._context = context
         self._port = port
 
@@ -77,24 +83,60 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
                 yield rules.UNREADY_ANSWERS[call]
             else:
                 with self._context.use() as upstream:
-                    yield await _reply(upstream, call, b"", context)
+                    yield await self._healthy(upstream, call, context)
 
         return grpc.stream_stream_rpc_method_handler(answer)
 
     async def _unary(self, call: str, owner: str | None, request: bytes, context: Any) -> bytes:
-        with self._context.use() as upstream:
-            try:
-                if call == rules.INFER_CALL:
-                    sessions = partial(self._namespace, owner, context)
-                    request = await self._checked(upstream, request, sessions)
-                else:
-                    request = await self._context.guard.message(request)
-                if call == rules.REGISTER_CALL:
-                    kind = service_pb2.SystemSharedMemoryRegisterRequest
-                    rules.check_shared_memory(parsed(kind, request).key)
-            except RejectedError as error:
-                await _refuse(context, error)
-            reply = await _reply(upstream, call, request, context)
+        # The call is ended outside of the block that caught the error: an error that is raised
+        # there refers to the other, whose frames hold the request, and itself.
+        refused: Refusal | None = None
+        try:
+            with self._context.use() as upstream:
+                return await self._answered(upstream, call, owner, request, context)
+        except RejectedError as error:
+            refused = _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT), str(error)
+        except CallFailedError as error:
+            refused = error.code, str(error)
+        del request
+        await context.abort(*refused)
+        raise AssertionError("abort raises")
+
+    async def _stream(
+        self, owner: str | None, requests: AsyncIterator[bytes], context: Any
+    ) -> AsyncIterator[bytes]:
+        refused: Refusal | None = None
+        try:
+            with self._context.use() as upstream:
+                answers = self._streamed(upstream, owner, requests, context)
+                async with contextlib.aclosing(answers):
+                    async for reply in answers:
+                        yield reply
+        except RejectedError as error:
+            refused = _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT), str(error)
+        except CallFailedError as error:
+            refused = error.code, str(error)
+        if refused is not None:
+            await context.abort(*refused)
+
+    async def _healthy(self, upstream: Any, call: str, context: Any) -> bytes:
+        """Return the answer to a call for health."""
+        return await _reply(upstream, call, b"", context)
+
+    async def _answered(
+        self, upstream: Any, call: str, owner: str | None, request: bytes, context: Any
+    ) -> bytes:
+        """Return the answer to a call. Raises RejectedError or CallFailedError."""
+        if call == rules.INFER_CALL:
+            request = await self._checked(
+                upstream, request, partial(self._namespace, owner, context)
+            )
+        else:
+            request = await self._context.guard.message(request)
+        if call == rules.REGISTER_CALL:
+            kind = service_pb2.SystemSharedMemoryRegisterRequest
+            rules.check_shared_memory(parsed(kind, request).key)
+        reply = await _reply(upstream, call, request, context)
         if call != rules.INDEX_CALL:
             return reply
         index = service_pb2.RepositoryIndexResponse.FromString(reply)
@@ -102,38 +144,38 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
             model.ClearField("reason")
         return bytes(index.SerializeToString())
 
-    async def _stream(
-        self, owner: str | None, requests: AsyncIterator[bytes], context: Any
-    ) -> AsyncIterator[bytes]:
-        refusal: RejectedError | None = None
+    async def _streamed(
+        self, upstream: Any, owner: str | None, requests: AsyncIterator[bytes], context: Any
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the answers of a stream. Raises RejectedError or CallFailedError."""
+        refusal: list[RejectedError] = []
         sessions = partial(self._namespace, owner, context)
 
-        async def checked(upstream: Upstream) -> AsyncIterator[bytes]:
-            nonlocal refusal
+        async def checked() -> AsyncIterator[bytes]:
             async for request in requests:
                 try:
                     yield await self._checked(upstream, request, sessions)
                 except RejectedError as error:
-                    refusal = error
+                    refusal.append(error.with_traceback(None))
                     return  # what was asked before is still answered
 
-        with self._context.use() as upstream:
-            stream = upstream.channel.stream_stream(rules.STREAM_CALL)
-            call = stream(checked(upstream), timeout=context.time_remaining())
-            try:
-                async for reply in call:
-                    is_error = reply.startswith(_ERROR_FIELD) or rules.has_internal_names(reply)
-                    yield _without_names(reply) if is_error else reply
-            except grpc.aio.AioRpcError as error:
-                await _fail(context, error)
-            finally:
-                if not call.done():
-                    upstream.cancellations.add(call)
-        if refusal is not None:
-            await _refuse(context, refusal)
+        call = upstream.channel.stream_stream(rules.STREAM_CALL)(
+            checked(), timeout=context.time_remaining()
+        )
+        try:
+            async for reply in call:
+                is_error = reply.startswith(_ERROR_FIELD) or rules.has_internal_names(reply)
+                yield _without_names(reply) if is_error else reply
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error) from None
+        finally:
+            if not call.done():
+                upstream.cancellations.add(call)
+        if refusal:
+            raise refusal[0]
 
     async def _checked(
-        self, upstream: Upstream, request: bytes, sessions: Callable[[], Namespace]
+        self, upstream: Any, request: bytes, sessions: Callable[[], Namespace]
     ) -> bytes:
         """Return a request as tritonserver gets it. Raises RejectedError."""
         self._context.guard.note_use()
@@ -144,7 +186,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         arguments = (data, len(request), self._context.limit, upstream.models, own_ids)
         workers = self._context.workers
         own = await workers.check(check_infer_message, *arguments, size_bytes=len(data))
-        return request if own is None else own + b"".join(request[place] for place in raw)
+        return request if own is None else own + b"".join(request[each.place] for each in raw)
 
     def _namespace(self, owner: str | None, context: Any) -> Namespace:
         _, _, peer = urllib.parse.unquote(context.peer()).partition(":")  # ipv6:[::1]:50000
@@ -152,13 +194,27 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         return self._context.sessions.namespace(owner, address.strip("[]"), int(port), self._port)
 
 
+class CallFailedError(Exception):
+    """A call ends with a status of gRPC."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        details = rules.without_internal_names(reason).encode()
+        if len(details) > _MOST_REASON_BYTES:
+            details = details[:_MOST_REASON_BYTES] + b" ..."
+        super().__init__(details.decode(errors="ignore"))
+        self.code = code
+
+
 def grpc_server(
     access: Access, handler: grpc.GenericRpcHandler, *, host: str, port: int
 ) -> grpc.aio.Server:
     """Return a gRPC server that has opened a port but does not answer yet. Raises OSError."""
     address = host_and_port(host, port)
-    limit = ("grpc.max_receive_message_length", access.max_request_bytes)
-    server = grpc.aio.server(options=[limit, *SERVER_OPTIONS])
+    limits = [
+        ("grpc.max_receive_message_length", access.max_request_bytes),
+        ("grpc.max_allowed_incoming_connections", most_connections()),
+    ]
+    server = grpc.aio.server(options=[*limits, *SERVER_OPTIONS])
     server.add_generic_rpc_handlers((handler,))
     try:
         if access.tls_cert is None or access.tls_key is None:
@@ -184,20 +240,11 @@ async def _reply(upstream: Upstream, call: str, request: bytes, context: Any) ->
     try:
         return bytes(await upstream.channel.unary_unary(call)(request, timeout=timeout_s))
     except grpc.aio.AioRpcError as error:
-        await _fail(context, error)
+        raise _failure(error) from None
 
 
-async def _fail(context: Any, error: grpc.aio.AioRpcError) -> NoReturn:
-    details = rules.without_internal_names(error.details() or "").encode()
-    if len(details) > _MOST_REASON_BYTES:
-        details = details[:_MOST_REASON_BYTES] + b" ..."
-    await context.abort(error.code(), details.decode(errors="ignore"))
-    raise AssertionError("abort raises")
-
-
-async def _refuse(context: Any, error: RejectedError) -> NoReturn:
-    await context.abort(_CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT), str(error))
-    raise AssertionError("abort raises")
+def _failure(error: grpc.aio.AioRpcError) -> CallFailedError:
+    return CallFailedError(error.code(), error.details() or "")
 
 
 def _without_names(reply: bytes) -> bytes:

@@ -1,11 +1,16 @@
-"""KServe over HTTP: check a request, pass it on to tritonserver, pass back the answer."""
+"""KServe over HTTP: admit a request, and pass it on to tritonserver where that is the host."""
 
+import asyncio
 import json
 import logging
 import re
+import resource
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
+from typing import Any, Generic, TypeVar, cast
 
 import aiohttp
 from aiohttp import web
@@ -16,21 +21,25 @@ from inference.front import rules
 from inference.front.access import Access
 from inference.front.guard import IDLE_S, RejectedError, refusal
 from inference.front.link import LONGEST_REQUEST_S
+from inference.front.sessions import Namespace
 from inference.front.strict_json import parse_json
 from inference.front.upstream import FrontContext, Upstream
 from inference.front.validation import check_generate, check_index, check_infer, length_of_json
 
 # A request that is not HTTP or cannot be decoded, and a client that has left before its end.
 _CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
+_T = TypeVar("_T")
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _MODELS_PATH = "/v2/models/"
 _METRICS_PATH = "/metrics"
 _INDEX_PATH = "/v2/repository/index"
-_JSON_LENGTH = "Inference-Header-Content-Length"
+JSON_LENGTH = "Inference-Header-Content-Length"
 # What the server looks at; a number that it cannot read in another header would end it.
 _PASSED_ON = frozenset(
-    {"accept", "content-type", "endpoint-load-metrics-format", _JSON_LENGTH.lower()}
+    {"accept", "content-type", "endpoint-load-metrics-format", JSON_LENGTH.lower()}
 )
+# Descriptors for files, ranks, workers and servers behind the front; the others are for clients.
+_OWN_DESCRIPTORS, _PORTS = 512, 4
 _MOST_NAMES_BYTES = 4096  # of a request that names shared memory
 _ACCEPT_ENCODING = "Accept-Encoding"
 _CODING = r"\s*[\w*-]+\s*(?:;\s*q=[01](?:\.[0-9]{0,3})?\s*)?"
@@ -52,10 +61,10 @@ _TRITON = re.compile(
 )
 
 
-class KServeHttp:
-    """Answers requests of HTTP from a server that listens on Unix sockets."""
+class KServeHttp(ABC, Generic[_T]):
+    """Admits requests of HTTP, which a subclass answers."""
 
-    def __init__(self, context: FrontContext) -> None:
+    def __init__(self, context: FrontContext[_T]) -> None:
         self._context = context
         self._guard = context.guard
 
@@ -72,7 +81,7 @@ class KServeHttp:
             body = None if request.method == "GET" else await self._guard.body(request)
             with self._context.use() as upstream:
                 if body is None:
-                    return await _passed_on(upstream.http, request, None, {})
+                    return await self._got(upstream, request)
                 return await self._posted(upstream, request, body, owner)
         except RejectedError as error:
             return refusal(error, {"error": str(error)})
@@ -83,13 +92,27 @@ class KServeHttp:
             is_open = request.method == "GET" and request.path == _METRICS_PATH
             self._admitted(request, is_open=is_open)
             with self._context.use() as upstream:
-                answer = await _passed_on(upstream.metrics, request, None, {})
+                answer = await self._metrics(upstream, request)
             if isinstance(answer, web.Response) and isinstance(answer.body, bytes):
                 text = answer.body.decode(errors="replace")
                 answer.body = with_engine_durations(text).encode()
             return answer
         except RejectedError as error:
             return refusal(error, {"error": str(error)})
+
+    @abstractmethod
+    async def _got(self, upstream: _T, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request without a body."""
+
+    @abstractmethod
+    async def _posted(
+        self, upstream: _T, request: web.BaseRequest, body: bytes, owner: str | None
+    ) -> web.StreamResponse:
+        """Answer a request with a body, of the holder of a token. Raises RejectedError."""
+
+    @abstractmethod
+    async def _metrics(self, upstream: _T, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request for metrics."""
 
     def _admitted(self, request: web.BaseRequest, *, is_open: bool) -> str | None:
         """Return the holder of a request's token; refuse it where its body does not matter."""
@@ -102,6 +125,30 @@ class KServeHttp:
             raise RejectedError(rules.CLOSED, HTTPStatus.FORBIDDEN)
         return owner
 
+    def _sessions(self, request: web.BaseRequest, owner: str | None) -> Namespace:
+        """Return the sessions of a client."""
+        ends = (request.get_extra_info(name) or ("", 0) for name in ("peername", "sockname"))
+        (address, port, *_), (_, own_port, *_) = ends
+        return self._context.sessions.namespace(owner, address, port, own_port)
+
+
+def json_length(request: web.BaseRequest, body: bytes) -> int:
+    """Return how much of a body is JSON. Raises RejectedError."""
+    lengths = request.headers.getall(JSON_LENGTH, [])
+    if len(lengths) > 1:
+        raise RejectedError(f"{JSON_LENGTH} is given twice")
+    return length_of_json(lengths[0] if lengths else None, len(body))
+
+
+class PassingHttp(KServeHttp[Upstream]):
+    """Passes requests of HTTP on to a server that listens on Unix sockets."""
+
+    async def _got(self, upstream: Upstream, request: web.BaseRequest) -> web.StreamResponse:
+        return await _passed_on(upstream.http, request, None, {})
+
+    async def _metrics(self, upstream: Upstream, request: web.BaseRequest) -> web.StreamResponse:
+        return await _passed_on(upstream.metrics, request, None, {})
+
     async def _posted(
         self, upstream: Upstream, request: web.BaseRequest, body: bytes, owner: str | None
     ) -> web.StreamResponse:
@@ -111,20 +158,16 @@ class KServeHttp:
         workers = self._context.workers
         model = upstream.models.get(request.path.removeprefix(_MODELS_PATH).partition("/")[0])
         if request.path.endswith("/infer"):
-            lengths = request.headers.getall(_JSON_LENGTH, [])
-            if len(lengths) > 1:
-                raise RejectedError(f"{_JSON_LENGTH} is given twice")
-            length = length_of_json(lengths[0] if lengths else None, len(body))
+            length = json_length(request, body)
             data, rest = body[:length], body[length:]
-            ends = (request.get_extra_info(name) or ("", 0) for name in ("peername", "sockname"))
-            (address, port, *_), (_, own_port, *_) = ends
-            sessions = self._context.sessions.namespace(owner, address, port, own_port)
+            sessions = self._sessions(request, owner)
             arguments = (data, len(body), self._context.limit, model, sessions)
             checked = await workers.check(check_infer, *arguments, size_bytes=len(data))
             if checked != data:  # it has a session
                 body = checked + rest
-                headers = {name: each for name, each in headers.items() if each not in lengths}
-                headers |= {_JSON_LENGTH: str(len(checked))} if lengths else {}
+                if JSON_LENGTH in request.headers:
+                    headers = {n: e for n, e in headers.items() if n.lower() != JSON_LENGTH.lower()}
+                    headers[JSON_LENGTH] = str(len(checked))
         elif request.path.endswith(("/generate", "/generate_stream")):
             await workers.check(check_generate, body, model, size_bytes=len(body))
         elif request.path.endswith("/register"):
@@ -142,18 +185,68 @@ async def http_server(
 ) -> web.ServerRunner:
     """Return a server of HTTP that listens. Raises OSError if the port is unavailable."""
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
-    # Bodies are decompressed by the guard, once the client may ask.
-    server = web.Server(
-        handler,
-        access_log=None,
-        handler_cancellation=True,
-        keepalive_timeout=IDLE_S,
-        auto_decompress=False,
-    )
+    server = BoundServer(handler, most=most_connections())
     runner = web.ServerRunner(server, shutdown_timeout=LONGEST_REQUEST_S)
     await runner.setup()
     await web.TCPSite(runner, host, port, ssl_context=access.ssl_context()).start()
     return runner
+
+
+class BoundServer(web.Server):
+    """A server of HTTP with at most so many connections.
+
+    A further one takes the place of the one that has waited longest for a whole request: strangers
+    who send nothing, or half a request, only displace each other.
+    """
+
+    def __init__(self, handler: Handler, *, most: int) -> None:
+        # Bodies are decompressed by the guard, once the client may ask.
+        super().__init__(
+            partial(self._answered, handler),
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=IDLE_S,
+            auto_decompress=False,
+        )
+        self._most = most
+        self._waiting: dict[Any, asyncio.BaseTransport] = {}  # since when they do
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        """Take a connection in (called by aiohttp)."""
+        super().connection_made(handler, transport)
+        self._waiting[handler] = transport
+        if len(self.connections) > self._most and self._waiting:
+            longest = next(iter(self._waiting))
+            cast("asyncio.Transport", self._waiting.pop(longest)).abort()
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        """Forget a connection (called by aiohttp)."""
+        self._waiting.pop(handler, None)
+        super().connection_lost(handler, exc)
+
+    async def _answered(self, handler: Handler, request: web.BaseRequest) -> web.StreamResponse:
+        protocol = request.protocol
+
+        def has_come() -> None:
+            self._waiting.pop(protocol, None)
+
+        request.content.on_eof(has_come)
+        try:
+            return await handler(request)
+        finally:
+            if request.transport is not None:
+                self._waiting.pop(protocol, None)
+                self._waiting[protocol] = request.transport
+
+
+def most_connections() -> int:
+    """Return the most connections of one of this process's ports.
+
+    All of them together leave a part of the descriptors that the process may have to its own work.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    own = min(limit // 3, _OWN_DESCRIPTORS)
+    return max((limit - own) // _PORTS, 1)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -53,6 +53,34 @@ class FrontSettings:
     folder: Path  # where relative paths begin
 
 
+@dataclass(frozen=True)
+class HostSettings:
+    """The first record of the owner of a server of this project's own."""
+
+    repository: Path
+    hidden: int | None  # width of the hidden states that an encoder takes, if it is known
+    host: str  # to listen at
+    ports: Mapping[str, int]  # http, grpc, metrics and, with `openai`, openai
+    access: Access
+    openai: OpenAIOptions | None
+    folder: Path  # where relative paths begin
+
+
+@dataclass(frozen=True)
+class Question:
+    """Whether a server of this project's own answers: `model` a canary, "" the server itself."""
+
+    number: int
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class Reload:
+    """Serve a repository as it is now in the place of the one that was loaded."""
+
+    repository: Path
+
+
 class Stop:
     """The end of the process, by SIGTERM or Ctrl-C: `stopped` is set.
 
@@ -77,12 +105,13 @@ class Stop:
 class OwnerLink(Stop):
     """The front's end of the connection; without its owner the process ends after a moment.
 
-    `orders` has servers that are to take over, `ready` folders of sockets of those that are ready.
+    `orders` has servers that are to take over and other records, `ready` folders of sockets of the
+    servers that are ready.
     """
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
-        self.orders: asyncio.Queue[Served] = asyncio.Queue()
+        self.orders: asyncio.Queue[Any] = asyncio.Queue()
         self.ready: set[Path] = set()
         self._connection = connection
         asyncio.get_running_loop().add_reader(connection.fileno(), self._read)
@@ -100,10 +129,10 @@ class OwnerLink(Stop):
         else:
             self.orders.put_nowait(order)
 
-    def tell(self, event: str, sockets: Path) -> None:
-        """Send an event to the owner, if there still is one."""
+    def tell(self, event: str, about: object = "") -> None:
+        """Send an event to the owner, if there still is one: a word, and what it is about."""
         with contextlib.suppress(OSError):
-            self._connection.send_bytes(f"{event} {sockets}".encode())
+            self._connection.send_bytes(f"{event} {about}".encode(errors="replace"))
 
 
 class FrontProcess(LinkedProcess):

@@ -2,10 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import aiohttp
@@ -18,7 +17,6 @@ from inference.front.sessions import ClientSessions
 from inference.front.sockets import CHANNEL_OPTIONS, ServerSockets
 from inference.front.validation import read_declared_inputs
 from inference.front.workers import Workers
-from inference.streams import StreamReceiver
 
 _CANCEL_PAUSE_S = 0.02
 _POLL_S = 0.05
@@ -37,7 +35,6 @@ class Upstream:
         self.sockets = ServerSockets(served.sockets)
         self.models = read_declared_inputs(served.repository)
         self.endpoint: Any = None
-        self.streams = StreamReceiver()
         self.cancellations = Cancellations()
         self.channel = grpc.aio.insecure_channel(f"unix:{self.sockets.grpc}", CHANNEL_OPTIONS)
         self.http, self.metrics = (
@@ -47,7 +44,6 @@ class Upstream:
 
     async def close(self) -> None:
         """Close the connections."""
-        self.streams.close()
         await asyncio.gather(self.channel.close(), self.http.close(), self.metrics.close())
 
 
@@ -101,6 +97,10 @@ class Exchangeable(Generic[_T]):
         finally:
             self._users[value] -= 1
 
+    def users(self) -> int:
+        """Return the number of blocks that use a value, current or former."""
+        return self._users.total()
+
     async def exchange(self, value: _T) -> _T:
         """Use another value from now on; return the former one once its use has ended."""
         former, self.current = self.current, value
@@ -110,27 +110,28 @@ class Exchangeable(Generic[_T]):
         return former
 
 
-class FrontContext(Exchangeable[Upstream]):
+class FrontContext(Exchangeable[_T]):
     """The server of one front, and the parts that its protocols share.
 
-    `ready` has folders of sockets of the servers that are ready, by the word of their owner;
-    `limit` bytes the largest request. `guard_of` makes a guard that lets in web pages of `origins`.
+    `is_ready` returns whether that server would answer; `limit` has the bytes of the largest
+    request. `guard_of` makes a guard that lets in web pages of `origins`, and calls `note_use` for
+    each request for a model.
     """
 
-    def __init__(self, access: Access, upstream: Upstream, *, host: str, ready: set[Path]) -> None:
+    def __init__(
+        self,
+        access: Access,
+        upstream: _T,
+        *,
+        host: str,
+        is_ready: Callable[[], bool],
+        note_use: Callable[[], None],
+    ) -> None:
         super().__init__(upstream)
-        self.ready = ready
-        self.guard_of = partial(Guard, access, listens_at=host, note_use=self.note_use)
+        self.is_ready = is_ready
+        self.guard_of = partial(Guard, access, listens_at=host, note_use=note_use)
         self.guard = self.guard_of()
         self.shared_memory = access.client_shared_memory
         self.sessions = ClientSessions(host)
         self.workers = Workers()
         self.limit = access.max_request_bytes
-
-    def note_use(self) -> None:
-        """Note a request for a model."""
-        self.current.sockets.note_use()
-
-    def is_ready(self) -> bool:
-        """Return whether the server's models answer its owner."""
-        return self.current.sockets.folder in self.ready

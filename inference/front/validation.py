@@ -26,7 +26,7 @@ from export_scripts.triton.signature import ENCODERS
 from inference.front.guard import RejectedError
 from inference.front.sessions import Namespace
 from inference.front.strict_json import parse_json
-from inference.supervision import CANARY_PARAMETER
+from inference.supervision import OWN_PREFIX
 
 MOST_ENTRIES = 256  # inputs, outputs or parameters of a request
 _MOST_DIMENSIONS = 16
@@ -73,17 +73,12 @@ _MEMORY: Checks = {
     "shared_memory_offset": _NUMBER,
     "shared_memory_byte_size": _NUMBER,
 }
-# A model answers its owner's canaries out of turn, and does not count them.
-_OWN_PARAMETERS: Checks = {
-    CANARY_PARAMETER: (lambda _: False, "none, which is for the server's owner"),
-}
 _REQUEST_FIELDS: Checks = {"id": _TEXT}
 MODEL_FIELDS: Checks = dict.fromkeys(("model_name", "model_version"), _TEXT)  # gRPC
 _REQUEST_PARAMETERS: Checks = {
     "sequence_id": _SEQUENCE_ID,
     **dict.fromkeys(("sequence_start", "sequence_end", "binary_data_output"), _FLAG),
     **dict.fromkeys(("priority", "timeout"), _NUMBER),
-    **_OWN_PARAMETERS,
 }
 _INPUT_FIELDS: Checks = {"name": _TEXT, "datatype": _TEXT}
 _INPUT_PARAMETERS: Checks = {"binary_data_size": _NUMBER, **_MEMORY}
@@ -169,7 +164,7 @@ def check_infer(
     check_form(request, size_bytes, limit=limit, model=model)
     for each in request.get("inputs", ()):
         if "data" in each:
-            _check_data(each)
+            check_data(each)
     asked = request.get("parameters", {})
     if not asked.get("sequence_id"):
         return data
@@ -230,16 +225,20 @@ def _check_parameters(of: str, parameters: dict[str, Any], checks: Checks) -> No
     _check_count("parameters", parameters)
     if any("\0" in key for key in parameters):
         raise RejectedError(f"{of} the name of a parameter has a null character")
+    if own := next((key for key in parameters if key.startswith(OWN_PREFIX)), None):
+        raise RejectedError(
+            f"{of} parameter {own[:_MOST_SHOWN]}: {OWN_PREFIX} begins names of the server's owner"
+        )
     check_fields(f"{of} parameter", parameters, checks)
 
 
-def _check_data(tensor: dict[str, Any]) -> None:
+def check_data(tensor: dict[str, Any]) -> None:
     """Check that the values of a tensor are as many as its shape says, and fit its type.
 
     Of an integer that does not fit, tritonserver would keep the low bits.
     """
     name, datatype, shape = repr(tensor["name"])[:_MOST_SHOWN], tensor["datatype"], tensor["shape"]
-    values = list(_leaves(_entry(tensor, "data", list)))
+    values = list(leaves(_entry(tensor, "data", list)))
     if len(values) != math.prod(shape):
         raise RejectedError(
             f"input {name} has the shape {str(shape)[:100]}, {math.prod(shape)} elements, and "
@@ -249,14 +248,13 @@ def _check_data(tensor: dict[str, Any]) -> None:
         _check_values(name, values, datatype)
 
 
-def _leaves(data: list[Any]) -> Iterator[Any]:
-    pending = [data]
-    while pending:
-        for value in pending.pop():
-            if isinstance(value, list):
-                pending.append(value)
-            else:
-                yield value
+def leaves(data: list[Any]) -> Iterator[Any]:
+    """Yield the values in nested lists of a few levels, in order."""
+    for value in data:
+        if isinstance(value, list):
+            yield from leaves(value)
+        else:
+            yield value
 
 
 def _check_required(model: DeclaredInputs | None, given: Collection[Any]) -> None:
@@ -279,17 +277,18 @@ def check_generate(data: bytes, model: DeclaredInputs | None) -> None:
     which is None if its inputs are unknown.
     """
     request = parse_json(data)
-    check_fields("the request:", request, {**_REQUEST_FIELDS, **_OWN_PARAMETERS})
+    check_fields("the request:", request, _REQUEST_FIELDS)
     parameters = _entry(request, "parameters", dict)
     _check_count("inputs", request)
-    _check_parameters("the request:", parameters, _OWN_PARAMETERS)
+    for given in (request, parameters):
+        _check_parameters("the request:", given, {})
     if model is None:
         return
     _check_required(model, request.keys() | parameters.keys())
     for name, row in (*request.items(), *parameters.items()):
         if name not in model.datatypes:
             continue
-        shown, values = repr(name)[:_MOST_SHOWN], list(_leaves([row]))
+        shown, values = repr(name)[:_MOST_SHOWN], list(leaves([row]))
         if isinstance(row, list) and len(values) != len(row):
             raise RejectedError(
                 f"input {shown} is a list of lists; generate takes one row as a flat list, infer "

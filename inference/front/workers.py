@@ -48,7 +48,10 @@ class Workers:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="worker")
 
     async def start(self, warm_up: Callable[[], None]) -> None:
-        """Start every process now, and each that takes its place, with such as loading files."""
+        """Start every process now, and each that takes its place, with such as loading files.
+
+        Raises what the warm-up raises.
+        """
         self._warm_up = warm_up
         await asyncio.gather(*(self.run(_nothing, size_bytes=0) for _ in self._workers))
 
@@ -103,8 +106,10 @@ class _Worker:
             self._process = context.Process(target=_work, args=(other,), daemon=True)
             self._process.start()
             other.close()
-            if not self._answer((warm_up, ()), _START_S)[0]:
-                return False, RejectedError("the front cannot start a process; its log says why")
+            is_warm, reason = self._answer((warm_up, ()), _START_S)
+            if not is_warm:
+                self.end()
+                return False, reason
         return self._answer(call, limit_s)
 
     def _answer(self, call: tuple[Callable[..., Any], Any], limit_s: float) -> tuple[bool, Any]:

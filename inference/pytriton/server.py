@@ -30,7 +30,13 @@ from inference.private_folder import PrivateFolder
 from inference.pytriton.model_source import parse_model_name, prepare_weights
 from inference.pytriton.repository import INTERFACES, NEMO_NAME, write_text_repository
 from inference.ranks.launched_rank import main as serve_rank
-from inference.server.__main__ import add_server_options, serve_until_signal, server_of
+from inference.server.__main__ import (
+    add_server_options,
+    chosen_server,
+    serve_until_signal,
+    server_of,
+)
+from inference.server.kinds import AUTO
 
 _EPILOG = f"""
 On several nodes the ranks meet at MASTER_ADDR:MASTER_PORT (srun: the first node by default);
@@ -102,7 +108,10 @@ def _lead(arguments: argparse.Namespace) -> int:
     folder = PrivateFolder("pytriton")
     try:
         server = server_of(
-            arguments, folder.path / "repository", log_path=folder.path / "tritonserver.log"
+            arguments,
+            folder.path / "repository",
+            kind=chosen_server(AUTO),
+            log_path=folder.path / "server.log",
         )
         if problems := server.port_problems():
             raise ValueError("\n".join(problems))

@@ -28,7 +28,7 @@ def rank_device(settings: RankSettings) -> torch.device:
             "CUDA_VISIBLE_DEVICES and the driver there, or set device=cpu"
         )
     place = settings.rank if settings.device_index is None else settings.device_index
-    return torch.device("cuda", place % visible)
+    return torch.device("cuda", (settings.first_device + place) % visible)
 
 
 def gemm_options(settings: RankSettings) -> GemmOptions:

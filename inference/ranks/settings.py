@@ -24,6 +24,7 @@ class Placement:
     fp8: bool = False  # matrices and activations are rounded to FP8 (E4M3)
     batch_invariant: bool = False  # answers are the same to the bit whatever runs next to them
     device: str = "auto"  # cpu, cuda, or auto: CUDA if a device is visible
+    first_device: int = 0  # of the visible GPUs, that of the first rank
 
     @property
     def world_size(self) -> int:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from inference.front.access import (
     access_of,
@@ -25,12 +25,15 @@ from inference.front.access import (
 from inference.parent_process import StopRequested, stop_signals
 from inference.ports import DEFAULT_PORTS, TRITON_PORTS
 from inference.server.installation import mpi_start
+from inference.server.kinds import AUTO, SERVERS, SLIPWAY, TRITONSERVER, has_triton
 from inference.server.server import TritonServer
 from inference.server.server_log import ServerStartError, forwarded_log
+from inference.server.slipway import SlipwayServer
 
 _POLL_S = 0.25
 _PATIENCE_S = 30.0
 _FASTERTRANSFORMER = "fastertransformer"
+AnyOwnServer: TypeAlias = TritonServer | SlipwayServer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,16 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error("--openai-port needs --engine=pytorch")
     with tempfile.TemporaryDirectory(prefix="slipway-server-") as folder:
         try:
-            prefix, variables = mpi_start() if is_old else ((), {})
-            server = server_of(
-                arguments,
-                repository,
-                log_path=Path(folder) / "tritonserver.log",
-                env=variables,
-                prefix=prefix,
-                is_old=is_old,
-                openai=openai,
-            )
+            more: dict[str, Any] = {"log_path": Path(folder) / "server.log", "openai": openai}
+            kind = chosen_server(arguments.server, is_old=is_old)
+            if kind == TRITONSERVER:
+                prefix, variables = mpi_start() if is_old else ((), {})
+                more |= {"env": variables, "prefix": prefix, "is_old": is_old}
+            server = server_of(arguments, repository, kind=kind, **more)
         except ValueError as error:
             parser.error(str(error))
         return serve_until_signal(
@@ -79,14 +78,27 @@ def add_server_options(parser: argparse.ArgumentParser, *, host: str = "127.0.0.
     add_access_options(parser)
 
 
+def chosen_server(wanted: str, *, is_old: bool = False) -> str:
+    """Return the kind of server: as wanted, or for "auto" tritonserver where one is at hand."""
+    if is_old or wanted == TRITONSERVER:
+        return TRITONSERVER
+    return TRITONSERVER if wanted == AUTO and has_triton() else SLIPWAY
+
+
 def server_of(
-    arguments: argparse.Namespace, repository: Path | str, *, log_path: Path, **more: Any
-) -> TritonServer:
+    arguments: argparse.Namespace,
+    repository: Path | str,
+    *,
+    kind: str = TRITONSERVER,
+    log_path: Path,
+    **more: Any,
+) -> AnyOwnServer:
     """Return the server that parsed options ask for. Raises ValueError with their problems."""
     access = access_of(vars(arguments))
     if problems := access.problems(prefix="--", joiner="-"):
         raise ValueError("\n".join(problems))
-    return TritonServer(
+    made = TritonServer if kind == TRITONSERVER else SlipwayServer
+    return made(
         repository,
         ports={name: getattr(arguments, f"{name}_port") for name in TRITON_PORTS},
         host=arguments.host,
@@ -97,7 +109,7 @@ def server_of(
     )
 
 
-def serve_until_signal(server: TritonServer, *, ready_timeout_s: float, drain_s: float) -> int:
+def serve_until_signal(server: AnyOwnServer, *, ready_timeout_s: float, drain_s: float) -> int:
     """Serve until SIGTERM or SIGINT, and return 0; return 1 once the server has failed."""
     with stop_signals(signal.SIGTERM, signal.SIGINT), forwarded_log(server.log_path):
         try:
@@ -130,6 +142,10 @@ def _parser() -> argparse.ArgumentParser:
     add_openai_options(parser)
     add("--engine", choices=("pytorch", _FASTERTRANSFORMER), default="pytorch",
         help="fastertransformer: NVIDIA's server, through mpirun (%(default)s)")  # fmt: skip
+    add("--server", choices=SERVERS, default=AUTO,
+        help="slipway: this project's own; tritonserver: the one that TRITON_SERVER names, that is "
+        "on PATH, or that of nvidia-pytriton; auto: tritonserver if one is named or on PATH "
+        "(%(default)s)")  # fmt: skip
     add("--ready-timeout-s", type=_seconds, default=1800.0, help="limit for loading (%(default)g)")
     add("--drain-s", type=_seconds, default=60.0,
         help="for running requests at the end (%(default)g)")  # fmt: skip

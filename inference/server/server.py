@@ -193,14 +193,15 @@ class TritonServer(ServedProcess):
                 for name in ("http", "openai")
                 if name in self.ports
             ]
-        self._health = Health(targets, tell=self._tell_front, **times)
+        self._health = Health(targets, tell=self.tell_ready, **times)
 
     def last_used(self) -> float:
         """Return the Unix time of the last request of a client through the front."""
         assert self._sockets is not None, "NVIDIA's server has no front"
         return self._sockets.last_used()
 
-    def _tell_front(self, is_ready: bool) -> None:
+    def tell_ready(self, is_ready: bool) -> None:
+        """Have the front say whether the server is ready."""
         if self._front is not None and self._sockets is not None:
             self._front.send(Readiness(self._sockets.folder, is_ready))
 
@@ -392,7 +393,7 @@ class TritonServer(ServedProcess):
         """
         if self._front is None:
             return True
-        self._tell_front(True)
+        self.tell_ready(True)
         try:
             status, _ = self.ask(READY_PATH, timeout_s=1.0)
         except OSError:

@@ -51,7 +51,7 @@ def evaluation_stage(config: Config, job: JobSettings, context: Context) -> Eval
     if server.server == PYTRITON and evaluate.server is None:
         raise ValueError(
             "deploy.server=pytriton takes texts alone, and the evaluation sends tokens; evaluate "
-            "with deploy.server=triton."
+            "with deploy.server=auto."
         )
     endpoint_path = config.results_dir / "deploy" / ENDPOINT_NAME
     model, triton = config.export.model, config.export.triton_deployment

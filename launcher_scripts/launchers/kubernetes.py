@@ -19,7 +19,7 @@ from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import SLURM_ALONE, Job, Launcher
 from stages.base import Stage
 from stages.deploy import DeployStage
-from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
+from stages.deploy_config import DEFAULT_SERVER, FASTERTRANSFORMER, PYTRITON, DeployConfig
 
 _DATA, _SECRETS, _PRIVATE = "/data", "/run/slipway-secrets", "/run/slipway"
 _USER, _NVIDIAS_USER = 10001, 1000  # of docker/Dockerfile and docker/Dockerfile.fastertransformer
@@ -130,7 +130,7 @@ def _problems_of_server(config: Config, server: DeployConfig) -> Iterator[str]:
             "engine's publisher, and name its server in evaluate.server."
         )
     if server.server == PYTRITON:
-        yield "deploy.server=pytriton: pods run tritonserver; use deploy.server=triton."
+        yield "deploy.server=pytriton: pods serve a repository; use deploy.server=auto."
     if server.nodes > 1 and server.engine == FASTERTRANSFORMER:
         yield (
             "deploy.engine=fastertransformer needs MPI over several nodes, which pods do not have; "
@@ -173,6 +173,8 @@ def _server_options(config: Config, server: DeployConfig) -> list[str]:
     ]
     if server.engine != FASTERTRANSFORMER:
         options.append(f"--max-request-mb={server.max_request_mb}")
+    if server.server != DEFAULT_SERVER:
+        options.append(f"--server={server.server}")
     if server.openai.enabled:
         options += server.openai.arguments()
     if settings.token_secret:

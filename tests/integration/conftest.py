@@ -16,10 +16,19 @@ import pytest
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.ports import pick_free_ports
+from inference.server.kinds import SLIPWAY, TRITONSERVER
 from tests.conftest import ROOT
 from tests.waiting import until
 
 SampleRepository = Callable[..., Path]
+
+
+@pytest.fixture(
+    scope="module", params=[SLIPWAY, pytest.param(TRITONSERVER, marks=pytest.mark.triton)]
+)
+def host(request: pytest.FixtureRequest) -> str:
+    """Return the server that serves a repository: each test runs with both."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

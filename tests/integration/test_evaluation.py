@@ -19,11 +19,9 @@ from inference.evaluation.options import (
 from inference.evaluation.record import Report, RunFacts, TaskReport
 from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.task import EvaluationError
-from inference.server.server import TritonServer
+from inference.server.kinds import SLIPWAY
 from tests.conftest import ROOT, material, present
-from tests.integration.triton_process import new_server
-
-pytestmark = pytest.mark.triton
+from tests.integration.triton_process import AnyServer, hosted
 
 START_LIMIT_S = 120
 PASSAGES = ROOT / "examples" / "passages.jsonl"
@@ -36,15 +34,15 @@ LOG_PROB_TOLERANCE = 5e-4
 @pytest.fixture(scope="module")
 def server(
     sample_repository: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TritonServer]:
+) -> Iterator[AnyServer]:
     repository = sample_repository(tp_size=2)
-    with new_server(repository, tmp_path_factory.mktemp("log")) as running:
+    with hosted(SLIPWAY, repository, tmp_path_factory.mktemp("log")) as running:
         running.start(timeout_s=START_LIMIT_S)
         yield running
 
 
 @pytest.fixture
-def options(server: TritonServer, tmp_path: Path) -> EvaluationOptions:
+def options(server: AnyServer, tmp_path: Path) -> EvaluationOptions:
     """Return options that ask for the bundled passages through the ensemble over gRPC."""
     return EvaluationOptions(
         output_dir=str(tmp_path / "out"),
@@ -166,7 +164,7 @@ def test_a_damaged_shard_trips_the_gate(
     shard = repository / "fastertransformer" / "1" / "1-gpu" / name
     weights = np.fromfile(shard, np.float32)
     np.random.default_rng(0).permutation(weights).tofile(shard)
-    with new_server(repository, tmp_path) as damaged:
+    with hosted(SLIPWAY, repository, tmp_path) as damaged:
         damaged.start(timeout_s=START_LIMIT_S)
         found = evaluate(replace(gated, baseline="compare", url=damaged.address("grpc")), FACTS)
     assert found.gate.exit_code == 3

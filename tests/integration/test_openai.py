@@ -23,20 +23,17 @@ from tritonclient.grpc import model_config_pb2
 
 from inference.backend.tokenizer import load_tokenizer
 from inference.front.access import Access, Credentials, OpenAIOptions
-from inference.front.link import Readiness
-from inference.ports import FREE_PORTS
 from inference.server.client import TritonClient
-from inference.server.server import TritonServer
 from tests.conftest import ROOT
+from tests.integration.triton_process import AnyServer, hosted
 from tests.waiting import until
-
-pytestmark = pytest.mark.triton
 
 WHOLE, STREAMING = "fastertransformer", "streaming"
 BOTH = pytest.mark.parametrize("model", [WHOLE, STREAMING])
 NEW_TOKENS = 32
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 Cases = list[dict[str, Any]]
+IS_FRONT = re.compile(rb"inference\.front")
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +46,11 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(
+    host: str,
     sample_repository: Callable[..., Path],
     token_file: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[TritonServer]:
+) -> Iterator[AnyServer]:
     repository = sample_repository(tp_size=1, parameters={"device": "cpu"})
     shutil.copytree(repository / WHOLE, repository / STREAMING)
     config = repository / STREAMING / "config.pbtxt"
@@ -61,10 +59,10 @@ def server(
     config.write_text(text_format.MessageToString(described))
     settings = {"chat_template": TEMPLATE}
     (repository / "preprocessing" / "1" / "tokenizer_config.json").write_text(json.dumps(settings))
-    running = TritonServer(
+    running = hosted(
+        host,
         repository,
-        ports=FREE_PORTS,
-        log_path=tmp_path_factory.mktemp("log") / "triton.log",
+        tmp_path_factory.mktemp("log"),
         access=Access(token_file=token_file),
         openai=OpenAIOptions(port=0),
     )
@@ -74,7 +72,7 @@ def server(
 
 
 @pytest.fixture(scope="module")
-def client(server: TritonServer, token_file: Path) -> Iterator[openai.OpenAI]:
+def client(server: AnyServer, token_file: Path) -> Iterator[openai.OpenAI]:
     assert server.openai_url is not None
     key = token_file.read_text().strip()
     with openai.OpenAI(
@@ -113,7 +111,7 @@ def test_answers_are_the_recorded_ones_whole_and_streamed(
 
 
 def test_the_scores_of_an_echoed_prompt_add_up_to_the_servers_own(
-    client: openai.OpenAI, server: TritonServer, token_file: Path, greedy_cases: Cases
+    client: openai.OpenAI, server: AnyServer, token_file: Path, greedy_cases: Cases
 ) -> None:
     prompt = greedy_cases[0]["input_ids"]
     flag = np.array([[True]])
@@ -192,9 +190,7 @@ def test_a_chat_is_the_completion_of_its_template(client: openai.OpenAI, model: 
 
 
 @BOTH
-def test_a_banned_token_does_not_come(
-    client: openai.OpenAI, server: TritonServer, model: str
-) -> None:
+def test_a_banned_token_does_not_come(client: openai.OpenAI, server: AnyServer, model: str) -> None:
     asked: dict[str, Any] = {"model": model, "prompt": "It was the best", "temperature": 0}
     (choice,) = client.completions.create(max_tokens=1, **asked).choices
     (banned,) = load_tokenizer(Path(server.model_repository) / "preprocessing" / "1").encode(
@@ -223,7 +219,7 @@ def test_refusals_are_the_clients_own_errors(client: openai.OpenAI) -> None:
 
 
 def test_the_documents_example_runs(
-    server: TritonServer, token_file: Path, capsys: pytest.CaptureFixture[str]
+    server: AnyServer, token_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (ROOT / "docs" / "openai.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -233,12 +229,9 @@ def test_the_documents_example_runs(
     assert len(capsys.readouterr().out.split()) > 8
 
 
-def test_health_is_the_servers(server: TritonServer) -> None:
+def test_health_is_the_servers(server: AnyServer) -> None:
     assert server.openai_url is not None
     url = server.openai_url.replace("/v1", "/health")
-    assert server._front is not None
-    assert server._sockets is not None
-    folder = server._sockets.folder
 
     def status() -> int:
         try:
@@ -250,18 +243,18 @@ def test_health_is_the_servers(server: TritonServer) -> None:
         return status() == expected
 
     for is_ready in (False, True):
-        server._front.send(Readiness(folder, is_ready))
+        server.tell_ready(is_ready)
         expected = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
         until(partial(answers, expected), f"{expected}")
 
 
-def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server: TritonServer) -> None:
+def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server: AnyServer) -> None:
     assert server.failure() is None
-    own = [pid for pid in children(os.getpid()) if b"inference.front" in command_line(pid)]
+    own = [pid for pid in children(os.getpid()) if IS_FRONT.search(command_line(pid))]
     (pid,) = own
     os.kill(pid, signal.SIGKILL)
     until(lambda: server.failure() is not None, "the loss of the front")
-    assert "the front, which clients reach, ended with status -9" in (server.failure() or "")
+    assert "ended with status -9" in (server.failure() or "")
 
 
 def children(pid: int) -> list[int]:

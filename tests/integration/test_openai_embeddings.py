@@ -18,11 +18,8 @@ from tokenizers.processors import TemplateProcessing
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.front.access import OpenAIOptions
-from inference.ports import FREE_PORTS
-from inference.server.server import TritonServer
+from tests.integration.triton_process import hosted
 from tests.tiny_transformers import write_model
-
-pytestmark = pytest.mark.triton
 
 MODEL = "encoder"
 ROWS = 4  # of one request of the model
@@ -43,7 +40,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def served(
-    request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    host: str,
+    source: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[openai.OpenAI, str]]:
     root = tmp_path_factory.mktemp("repository")
     weights = convert(ConversionRequest(source, root / MODEL / "1", 1, "fp32")).ft_dir
@@ -58,10 +58,10 @@ def served(
             parameters={"device": "cpu"},
         )
     )
-    server = TritonServer(
+    server = hosted(
+        host,
         root,
-        ports=FREE_PORTS,
-        log_path=tmp_path_factory.mktemp("log") / "triton.log",
+        tmp_path_factory.mktemp("log"),
         openai=OpenAIOptions(port=0),
     )
     with server:

@@ -15,13 +15,10 @@ from tritonclient.utils import InferenceServerException
 
 from inference.client import main
 from inference.server.client import TritonClient
-from inference.server.server import TritonServer
 from inference.server.server_log import ServerStartError
 from tests.conftest import ROOT
-from tests.integration.triton_process import new_server, processes
+from tests.integration.triton_process import AnyServer, hosted, processes
 from tests.waiting import lives, until
-
-pytestmark = pytest.mark.triton
 
 MODEL = "fastertransformer"
 START_LIMIT_S = 120
@@ -31,16 +28,18 @@ Cases = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def server(
-    sample_repository: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TritonServer]:
+    host: str,
+    sample_repository: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[AnyServer]:
     repository = sample_repository(tp_size=2)
-    with new_server(repository, tmp_path_factory.mktemp("log")) as running:
+    with hosted(host, repository, tmp_path_factory.mktemp("log")) as running:
         running.start(timeout_s=START_LIMIT_S)
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(server: TritonServer) -> Iterator[TritonClient]:
+def client(server: AnyServer) -> Iterator[TritonClient]:
     with TritonClient(server.address("grpc"), timeout_s=240) as connected:
         yield connected
 
@@ -91,7 +90,7 @@ def test_ensemble_turns_text_into_the_recorded_text(
 
 
 def test_http_and_grpc_give_the_same_answers(
-    server: TritonServer, client: TritonClient, greedy_cases: Cases
+    server: AnyServer, client: TritonClient, greedy_cases: Cases
 ) -> None:
     request = _request(greedy_cases[0]["input_ids"])
     with TritonClient(server.address("http"), protocol="http", timeout_s=240) as http:
@@ -231,7 +230,7 @@ def test_unknown_option_is_answered_with_the_ones_the_ensemble_takes(client: Tri
 
 
 def test_client_commands_work_against_the_server(
-    server: TritonServer,
+    server: AnyServer,
     greedy_cases: Cases,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -262,9 +261,9 @@ def test_client_commands_work_against_the_server(
 
 
 def test_dead_worker_fails_requests_with_the_reason_and_ends_the_server(
-    sample_repository: Callable[..., Path], tmp_path: Path
+    host: str, sample_repository: Callable[..., Path], tmp_path: Path
 ) -> None:
-    with new_server(sample_repository(tp_size=2, ensemble=False), tmp_path) as server:
+    with hosted(host, sample_repository(tp_size=2, ensemble=False), tmp_path) as server:
         server.start(timeout_s=START_LIMIT_S)
         with TritonClient(server.address("grpc"), timeout_s=30) as client:
             running = processes(server)
@@ -283,14 +282,14 @@ def _command(pid: int) -> bytes:
 
 
 def test_missing_and_short_weight_files_keep_the_server_from_starting(
-    sample_repository: Callable[..., Path], tmp_path: Path
+    host: str, sample_repository: Callable[..., Path], tmp_path: Path
 ) -> None:
     repository = sample_repository(tp_size=2)
     weights = repository / MODEL / "1" / "2-gpu"
     (weights / "model.wpe.bin").unlink()
     short = weights / "model.layers.2.mlp.dense_h_to_4h.weight.1.bin"
     short.write_bytes(short.read_bytes()[:-4])
-    server = new_server(repository, tmp_path)
+    server = hosted(host, repository, tmp_path)
     with pytest.raises(ServerStartError) as caught:
         server.start(timeout_s=START_LIMIT_S)
     (reason,) = caught.value.reasons
@@ -300,13 +299,13 @@ def test_missing_and_short_weight_files_keep_the_server_from_starting(
 
 
 def test_model_of_another_type_than_its_weights_keeps_the_server_from_starting(
-    sample_repository: Callable[..., Path], tmp_path: Path
+    host: str, sample_repository: Callable[..., Path], tmp_path: Path
 ) -> None:
     repository = sample_repository(tp_size=1, ensemble=False)
     path = repository / "fastertransformer" / "config.pbtxt"
     unknown = 'parameters { key: "is_horse" value { string_value: "1" } }'
     path.write_text(f"{path.read_text().replace('GPT', 'GPT-J')}\n{unknown}\n")
-    server = new_server(repository, tmp_path)
+    server = hosted(host, repository, tmp_path)
     with pytest.raises(ServerStartError, match=r"model_type=GPT-J, but .* holds a GPT model"):
         server.start(timeout_s=START_LIMIT_S)
     assert "parameter is_horse is unknown and has no effect" in server.log_path.read_text()
@@ -314,7 +313,7 @@ def test_model_of_another_type_than_its_weights_keeps_the_server_from_starting(
 
 @pytest.mark.parametrize("kind", ["", "_runtime_top_k", "_single", "_ensemble"])
 def test_shipped_request_files_are_answered(
-    server: TritonServer, capsys: pytest.CaptureFixture[str], kind: str
+    server: AnyServer, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     file = ROOT / "examples" / "requests" / f"sample_request{kind}.json"
     params = json.dumps({"config": {"url": server.address("http")}})

@@ -20,11 +20,8 @@ from tritonclient.utils import InferenceServerException
 
 from inference.client import main
 from inference.server.client import TritonClient
-from inference.server.server import TritonServer
-from tests.integration.triton_process import new_server
+from tests.integration.triton_process import AnyServer, hosted
 from tests.waiting import until
-
-pytestmark = pytest.mark.triton
 
 MODEL = "fastertransformer"
 NEW_TOKENS = 32
@@ -38,17 +35,19 @@ _METRIC = re.compile(
 
 @pytest.fixture(scope="module")
 def server(
-    sample_repository: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TritonServer]:
+    host: str,
+    sample_repository: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[AnyServer]:
     # One slot: a second request waits until the first has ended or was cancelled.
     repository = sample_repository(tp_size=1, decoupled=True, parameters={"max_lanes": "1"})
-    with new_server(repository, tmp_path_factory.mktemp("log")) as running:
+    with hosted(host, repository, tmp_path_factory.mktemp("log")) as running:
         running.start(timeout_s=120)
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(server: TritonServer) -> Iterator[TritonClient]:
+def client(server: AnyServer) -> Iterator[TritonClient]:
     with TritonClient(server.address("grpc"), timeout_s=240) as connected:
         yield connected
 
@@ -117,7 +116,7 @@ def test_whole_answers_come_from_a_streaming_model_too(
 
 
 def test_a_request_without_a_required_input_is_refused_by_name(
-    server: TritonServer, client: TritonClient
+    server: AnyServer, client: TritonClient
 ) -> None:
     text = {"INPUT_0": np.array([[b"It was"]], np.object_)}
     for ask in (client.infer, lambda *request: list(client.stream(*request))):
@@ -137,7 +136,7 @@ def test_a_request_without_a_required_input_is_refused_by_name(
 
 
 def test_leaving_a_stream_frees_its_place_before_its_end(
-    server: TritonServer, client: TritonClient
+    server: AnyServer, client: TritonClient
 ) -> None:
     def cancelled() -> float:
         return metrics(server).get("slipway_requests_total cancelled", 0.0)
@@ -152,7 +151,7 @@ def test_leaving_a_stream_frees_its_place_before_its_end(
 
 
 def test_the_metrics_agree_with_what_a_client_measures(
-    server: TritonServer, client: TritonClient
+    server: AnyServer, client: TritonClient
 ) -> None:
     before = settled_metrics(server)
     rounds, walls, firsts = 3, 0.0, 0.0
@@ -187,7 +186,7 @@ def test_the_metrics_agree_with_what_a_client_measures(
 
 
 def test_the_metrics_show_what_waits_what_runs_and_what_was_given_up(
-    server: TritonServer, client: TritonClient
+    server: AnyServer, client: TritonClient
 ) -> None:
     cancelled = metrics(server)["slipway_requests_total cancelled"]
     assert metrics(server)["slipway_slots"] == 1
@@ -217,7 +216,7 @@ def test_the_metrics_show_what_waits_what_runs_and_what_was_given_up(
     )
 
 
-def settled_metrics(server: TritonServer) -> dict[str, float]:
+def settled_metrics(server: AnyServer) -> dict[str, float]:
     """Return the metrics once they no longer change: what came before is reported."""
     last: dict[str, float] = {}
     while last != (found := metrics(server)):
@@ -226,7 +225,7 @@ def settled_metrics(server: TritonServer) -> dict[str, float]:
     return found
 
 
-def metrics(server: TritonServer) -> dict[str, float]:
+def metrics(server: AnyServer) -> dict[str, float]:
     """Return the model's metrics by name and, where they have one, by a further label."""
     with urllib.request.urlopen(
         f"http://{server.address('metrics')}/metrics", timeout=10
@@ -249,7 +248,7 @@ def test_bad_request_ends_its_stream_with_an_error(client: TritonClient) -> None
 
 
 def test_streaming_commands_work_against_the_server(
-    server: TritonServer,
+    server: AnyServer,
     greedy_cases: Cases,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from inference.ports import FREE_PORTS
+from inference.server.kinds import SLIPWAY, TRITONSERVER
 from inference.server.server import TritonServer
+from inference.server.slipway import SlipwayServer
 from inference.server.supervisor import descendants
 
 CONFIG = """
@@ -35,11 +38,21 @@ def add_model(repository: Path, name: str, script: str) -> Path:
     return repository
 
 
+AnyServer: TypeAlias = TritonServer | SlipwayServer
+HOSTS: dict[str, type[AnyServer]] = {SLIPWAY: SlipwayServer, TRITONSERVER: TritonServer}
+
+
 def new_server(repository: Path | str, log_folder: Path) -> TritonServer:
     return TritonServer(repository, ports=FREE_PORTS, log_path=log_folder / "triton.log")
 
 
-def processes(server: TritonServer) -> list[int]:
+def hosted(host: str, repository: Path, log_folder: Path, **options: Any) -> AnyServer:
+    """Return a server of one of HOSTS, not started."""
+    options = {"ports": FREE_PORTS, "log_path": log_folder / "server.log", **options}
+    return HOSTS[host](repository, **options)
+
+
+def processes(server: AnyServer) -> list[int]:
     """Return the ids of everything a running server consists of."""
     assert server.pid is not None
     return [server.pid, *descendants(server.pid)]

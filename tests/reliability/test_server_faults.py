@@ -361,6 +361,7 @@ def served_alone(
     names = ("http", "grpc", "metrics")
     words = [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
     words = ["-m", "inference.server", f"--model-repository={repository}", *words, *options]
+    words.append("--server=tritonserver")  # for models that are programs of their own
     command = subprocess.Popen(
         [sys.executable, *words],
         cwd=ROOT,

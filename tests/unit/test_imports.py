@@ -152,18 +152,26 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "inference.front.openai": (
         "export_scripts.ft",
-        "inference",
         "inference.backend",
         "inference.decoding",
         "inference.front",
     ),
-    "inference.front.__main__": ("inference.front", "inference.front.openai"),
     "inference.server": (
         "export_scripts.triton",
         "inference",
         "inference.decoding",
         "inference.front",
     ),
+    "inference.host": (
+        "export_scripts.triton",
+        "inference",
+        "inference.backend",
+        "inference.decoding",
+        "inference.front",
+        "inference.front.openai",
+        "inference.server",
+    ),
+    "inference.front.__main__": ("inference.front", "inference.front.openai", "inference.host"),
     "inference.client": (
         "export_scripts",
         "export_scripts.files",

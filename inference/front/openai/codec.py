@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -61,6 +61,13 @@ class Codec:
         ids = tokenizer.encode(template.end_token) if template and template.end_token else []
         own = ids if len(ids) == 1 else ()
         self.end_ids = tuple(dict.fromkeys((*end_ids, *own)))
+
+    def check_template(self) -> None:
+        """Compile the chat template, if there is one. Raises ValueError if it is none."""
+        try:
+            _ = self._template and self._template.compiled
+        except (TemplateError, RecursionError, ValueError) as error:
+            raise ValueError(f"the chat template of the tokenizer is not one: {error}") from error
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Return the tokens of a prompt, with the markers that the model expects around it."""
@@ -149,8 +156,11 @@ class CodecFiles:
         return _codec(self)
 
     def load(self) -> None:
-        """Read the files before the first request."""
-        self.codec()
+        """Read the files, and compile the template, in a process of `Workers`.
+
+        Raises ValueError if that is impossible.
+        """
+        self.codec().check_template()
 
 
 @functools.lru_cache(maxsize=2)  # that of a server that ends, and of its successor
@@ -187,14 +197,22 @@ class ChatTemplate:
     def __init__(
         self, source: str, tokens: Mapping[str, str], values: Mapping[str, Any] | None = None
     ) -> None:
-        """Compile a template; a request may give other `values` to its variables.
+        """Take a template, which is compiled when it is first needed.
 
-        Raises TemplateError, RecursionError or ValueError for others.
+        A request may give other `values` to its variables.
         """
         self._values = dict(values or {})
         self.source = source
         self.end_token = tokens.get("eos_token", "")
         self._tokens = dict(tokens)
+
+    @functools.cached_property
+    def compiled(self) -> Template:
+        """The compiled template. Raises TemplateError, RecursionError or ValueError for others.
+
+        Jinja computes some constants while it compiles: only a process of `Workers`, whose time
+        and memory are bounded, may ask.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -206,7 +224,7 @@ class ChatTemplate:
             "raise_exception": _raise,
             "strftime_now": lambda pattern: datetime.now().strftime(pattern),
         }
-        self._template = environment.from_string(source)
+        return environment.from_string(self.source)
 
     def render(
         self,
@@ -225,7 +243,7 @@ class ChatTemplate:
         own = {"messages": [dict(message) for message in messages],
                "add_generation_prompt": answers, **self._tokens}  # fmt: skip
         try:
-            rendered = self._template.render(variables | own)
+            rendered = self.compiled.render(variables | own)
             return _up_to(rendered, str(messages[-1]["content"])) if continues else rendered
         # Whatever a template does, from an addition of text to a number to endless recursion.
         except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError,
@@ -265,10 +283,7 @@ def load_chat_template(
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str) and text:
             tokens[name] = text
-    try:
-        return ChatTemplate(source, tokens, values)
-    except (TemplateError, RecursionError, ValueError) as error:
-        raise ValueError(f"the chat template in {folder} is not one: {error}") from error
+    return ChatTemplate(source, tokens, values)
 
 
 class _Generation(Extension):

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from inference.front.openai.answers import (
     Answer,
@@ -18,11 +18,24 @@ from inference.front.openai.answers import (
     scored_tokens,
 )
 from inference.front.openai.codec import Codec
-from inference.front.openai.prepare import PreparedRequest, Prompt, generation_jobs
-from inference.front.openai.served import TritonModel
+from inference.front.openai.prepare import ModelFacts, PreparedRequest, Prompt, generation_jobs
 
 _MOST_JOBS = 64  # of one request that run at a time
 _MOST_SCORED = 64  # tokens that are scored without leaving the event loop
+
+
+class TokenModel(Protocol):
+    """A model that completes or encodes token ids, see `served.TritonModel`."""
+
+    facts: ModelFacts
+
+    def generate(
+        self, job: Mapping[str, Array], *, streams: bool
+    ) -> AsyncGenerator[Sequence[Candidate], None]:
+        """Yield the candidates as they grow, and whole."""
+
+    async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
+        """Return a vector for each row."""
 
 
 @dataclass
@@ -44,7 +57,7 @@ class PromptRun:
 class CompletionRun:
     """A prepared request on its way through a model."""
 
-    def __init__(self, model: TritonModel, codec: Codec, request: PreparedRequest) -> None:
+    def __init__(self, model: TokenModel, codec: Codec, request: PreparedRequest) -> None:
         self._model, self._codec, self._request = model, codec, request
         self._runs: list[PromptRun] = []
         for number, prompt in enumerate(request.prompts):

@@ -6,9 +6,10 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -17,8 +18,9 @@ from export_scripts.ft.generation_file import all_end_tokens
 from inference.front.access import OpenAIOptions
 from inference.front.guard import Guard, RejectedError, refusal
 from inference.front.openai.codec import CodecFiles
-from inference.front.openai.completion import CompletionRun
+from inference.front.openai.completion import CompletionRun, TokenModel
 from inference.front.openai.prepare import (
+    ModelFacts,
     detokenize,
     model_facts,
     prepare_chat,
@@ -27,14 +29,13 @@ from inference.front.openai.prepare import (
     tokenize,
 )
 from inference.front.openai.requests import StreamOptions
-from inference.front.openai.served import TritonModel, is_ready, served_models
+from inference.front.openai.served import text_model, token_models
 from inference.front.strict_json import MOST_JSON_BYTES
-from inference.front.upstream import FrontContext, Upstream
+from inference.front.upstream import FrontContext
 from inference.front.workers import Workers
 
 HEALTH_PATH = "/health"
 _MODELS_PATH = "/v1/models"
-_POLL_S = 0.2
 _EVENTS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -58,7 +59,7 @@ class OpenAIEndpoint:
 
     def __init__(
         self,
-        models: Mapping[str, TritonModel],
+        models: Mapping[str, TokenModel],
         texts: CodecFiles,
         guard: Guard,
         workers: Workers,
@@ -268,24 +269,28 @@ async def _streamed(
 
 
 async def open_endpoint(
-    context: FrontContext, upstream: Upstream, options: OpenAIOptions
+    context: FrontContext[Any],
+    options: OpenAIOptions,
+    *,
+    configs: Mapping[str, Any],
+    repository: Path | None,
+    make: Callable[[ModelFacts], TokenModel],
+    answers: Callable[[Sequence[str]], Awaitable[bool]],
 ) -> OpenAIEndpoint:
-    """Return the endpoint of a server once that is ready.
+    """Return the endpoint of a server that is ready.
 
-    Raises ValueError if it has no text model, or no tokenizer that can be read here.
+    `configs` are those of its models, `make` returns one of them, and `answers` whether some would
+    answer now. Raises ValueError if it has no text model, or no tokenizer that can be read here.
     """
-    channel, repository = upstream.channel, upstream.repository
-    while not await is_ready(channel, ()):
-        await asyncio.sleep(_POLL_S)
-    await upstream.streams.open(upstream.sockets.folder)
-    models, text_model, parameters = await served_models(upstream)
+    models = {facts.name: make(facts) for facts in token_models(configs, repository)}
     if not models:
         raise ValueError(
             "the repository has no model that completes or encodes token ids without sessions"
         )
+    name, parameters = text_model(configs)
     tokenizer = options.tokenizer
-    if tokenizer is None and repository is not None and text_model:
-        tokenizer = repository / text_model / "1" / parameters.get("tokenizer_path", ".")
+    if tokenizer is None and repository is not None and name:
+        tokenizer = repository / name / "1" / parameters.get("tokenizer_path", ".")
     if tokenizer is None or not tokenizer.is_dir():
         raise ValueError(
             "the repository has no folder with a tokenizer that could be read here; export it with "
@@ -305,14 +310,11 @@ async def open_endpoint(
         template_values=json.dumps(options.chat_template_kwargs),
         changed_ns=max((path.stat().st_mtime_ns for path in tokenizer.iterdir()), default=0),
     )
-    texts.load()
     await context.workers.start(texts.load)
-
-    async def answers() -> bool:
-        return context.is_ready() and await is_ready(channel, tuple(models))
-
     guard = context.guard_of(origins=options.origins)
-    return OpenAIEndpoint(models, texts, guard, context.workers, is_ready=answers)
+    return OpenAIEndpoint(
+        models, texts, guard, context.workers, is_ready=lambda: answers(tuple(models))
+    )
 
 
 def _token_ids(text: str) -> tuple[int, ...]:

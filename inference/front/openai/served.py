@@ -20,11 +20,10 @@ from inference.front.openai.answers import Array, Candidate
 from inference.front.openai.prepare import ModelFacts
 from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL, without_internal_names
 from inference.front.upstream import Upstream
-from inference.streams import STREAM_PARAMETER
 
 _TEXT_MODELS = ("preprocessing", "tokenizer")  # of models that generate, and of encoders
-_HIDDEN = "output_hidden_state"
-_READY_TIMEOUT_S = 2.0
+HIDDEN = "output_hidden_state"
+_READY_TIMEOUT_S, _POLL_S = 2.0, 0.2
 _OPENING_S = 30.0  # a machine that has just loaded models may be slow
 _DEFAULT_CONTEXT = 4096  # of the engine, where neither model nor parameters say
 # Refusals of a request by the server; of others the cause is the server itself.
@@ -45,7 +44,6 @@ class TritonModel:
         self.facts = facts
         self._infer = upstream.channel.unary_unary(INFER_CALL)
         self._stream = upstream.channel.stream_stream(STREAM_CALL)
-        self._streams = upstream.streams
         self._cancellations = upstream.cancellations
 
     async def generate(
@@ -56,33 +54,29 @@ class TritonModel:
         `job` holds the inputs. Without `streams` candidates that still grow need not come. Raises
         RejectedError if the model refuses the request, or cannot answer.
         """
-        wanted = ["output_ids", "sequence_length"]
-        wanted += _SCORES if "num_log_probs" in job else ()
-        wanted += ["cum_log_probs"] if "is_return_log_probs" in job else ()
-        request = infer_request(self.facts.name, job, wanted)
+        del streams  # a model that streams always does
+        request = infer_request(self.facts.name, job, wanted_outputs(job)).SerializeToString()
         prompt_len = 0 if self.facts.encoder_decoder else job["input_ids"].shape[1]
-        with self._streams.stream() as (name, came):
-            if len(wanted) == 2:  # scores come with the server's answers alone
-                request.parameters[STREAM_PARAMETER].string_param = name if streams else ""
-            data = request.SerializeToString()
-            call = self._stream([data]) if self.facts.streams else self._infer(data)
-            reading = asyncio.ensure_future(pass_on(call, came, streams=self.facts.streams))
-            rows: list[list[int]] | None = [[] for _ in job["input_ids"]]
-            try:
-                while (each := await came.get()) is not None:
-                    if isinstance(each, Exception):
-                        raise each
-                    if not isinstance(each, list):
-                        rows = None  # it has everything
-                        yield _candidates(each, prompt_len)
-                    elif rows is not None:
-                        for row, new in zip(rows, each, strict=True):
-                            row += new
-                        if came.empty() or not self._streams.is_behind:
-                            yield [Candidate(row) for row in rows]
-            finally:
-                if not reading.done():  # the client has left, or has what it wanted
-                    self._cancellations.add(call)
+        call = self._stream([request]) if self.facts.streams else self._infer(request)
+        try:
+            if not self.facts.streams:
+                answer = schema.ModelInferResponse.FromString(await call)
+                yield candidates_of(output_arrays(answer), prompt_len)
+                return
+            async for reply in call:
+                frame = schema.ModelStreamInferResponse.FromString(reply)
+                if frame.error_message:
+                    raise stream_error(frame.error_message)
+                yield candidates_of(output_arrays(frame.infer_response), prompt_len)
+        except grpc.aio.AioRpcError as error:
+            raise api_error(error) from None
+        except asyncio.CancelledError:  # of this task, or of the call: the server is leaving
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise _error("", "UNAVAILABLE") from None
+        finally:
+            if not call.done():  # the client has left, or has what it wanted
+                self._cancellations.add(call)
 
     async def embed(self, rows: Sequence[Sequence[int]]) -> Array:
         """Return each row's mean hidden state, scaled to length 1, (B, E). Raises RejectedError."""
@@ -90,44 +84,30 @@ class TritonModel:
         for first in range(0, len(rows), self.facts.max_rows):
             ids, lengths = pad_rows(rows[first : first + self.facts.max_rows], pad_id=0)
             tensors = {"input_ids": ids, "sequence_length": lengths}
-            request = infer_request(self.facts.name, tensors, [_HIDDEN]).SerializeToString()
+            request = infer_request(self.facts.name, tensors, [HIDDEN]).SerializeToString()
             try:
                 reply = await self._infer(request)
             except grpc.aio.AioRpcError as error:
                 raise api_error(error) from error
             found.append(await asyncio.to_thread(_means, reply, lengths))
-        means = np.concatenate(found)
-        norms = np.linalg.norm(means, axis=1, keepdims=True)
-        return np.asarray(means / np.maximum(norms, np.finfo(np.float32).tiny))
+        return unit_vectors(np.concatenate(found))
 
 
-async def pass_on(call: Any, into: asyncio.Queue[Any], *, streams: bool) -> None:
-    """Put the answers of a call into a queue, then the error for the client, or None.
-
-    They are the server's, one or, where it `streams`, any number.
-    """
-    try:
-        if not streams:
-            into.put_nowait(schema.ModelInferResponse.FromString(await call))
-        else:
-            async for reply in call:
-                answer = schema.ModelStreamInferResponse.FromString(reply)
-                if answer.error_message:
-                    raise stream_error(answer.error_message)
-                into.put_nowait(answer.infer_response)
-    except grpc.aio.AioRpcError as error:
-        into.put_nowait(api_error(error))
-    except asyncio.CancelledError:  # of the call: its reader has left, or the server is leaving
-        into.put_nowait(_error("", "UNAVAILABLE"))
-    except Exception as error:  # its reader raises it
-        into.put_nowait(error)
-    else:
-        into.put_nowait(None)
+def unit_vectors(rows: Array) -> Array:
+    """Return rows, (B, E), scaled to length 1."""
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.asarray(rows / np.maximum(norms, np.finfo(np.float32).tiny))
 
 
-def _candidates(answer: Any, prompt_len: int) -> list[Candidate]:
-    """Return the candidates of a ModelInferResponse, which returns so many tokens of the prompt."""
-    outputs = output_arrays(answer)
+def wanted_outputs(job: Mapping[str, Array]) -> list[str]:
+    """Return the names of the outputs that a job needs."""
+    wanted = ["output_ids", "sequence_length"]
+    wanted += _SCORES if "num_log_probs" in job else ()
+    return wanted + (["cum_log_probs"] if "is_return_log_probs" in job else [])
+
+
+def candidates_of(outputs: Mapping[str, Array], prompt_len: int) -> list[Candidate]:
+    """Return the candidates in a model's outputs, which return so many tokens of the prompt."""
     ids, lengths = outputs["output_ids"], outputs["sequence_length"]  # (n, 1, L), (n, 1)
     found = []
     for row in range(len(ids)):
@@ -166,7 +146,7 @@ def output_arrays(answer: Any) -> dict[str, Array]:
 
 def _means(reply: bytes, lengths: Array) -> Array:
     """Return the mean hidden states of rows, (B, E); the answer has zeros beyond their tokens."""
-    hidden = output_arrays(schema.ModelInferResponse.FromString(reply))[_HIDDEN]  # (B, S, E)
+    hidden = output_arrays(schema.ModelInferResponse.FromString(reply))[HIDDEN]  # (B, S, E)
     return np.asarray(hidden.sum(1, dtype=np.float32) / lengths)
 
 
@@ -188,30 +168,34 @@ async def is_ready(channel: grpc.aio.Channel, models: Sequence[str]) -> bool:
     return all(each.ready for each in answers)
 
 
-async def served_models(
-    upstream: Upstream,
-) -> tuple[dict[str, TritonModel], str, dict[str, str]]:
-    """Return the models that complete or encode token ids, without sessions, and a text model.
+async def await_ready(channel: grpc.aio.Channel) -> None:
+    """Return once a server is ready."""
+    while not await is_ready(channel, ()):
+        await asyncio.sleep(_POLL_S)
 
-    The server is ready. Of the model that encodes texts the name, or "", and the parameters are
-    returned.
-    """
+
+async def triton_configs(upstream: Upstream) -> dict[str, Any]:
+    """Return the configurations of the models of a server that is ready, by name."""
     channel = upstream.channel
     index = await _ask(channel, "RepositoryIndex", timeout_s=_OPENING_S)
-    found: dict[str, TritonModel] = {}
-    texts: dict[str, dict[str, str]] = {}
+    found = {}
     for name in sorted({model.name for model in index.models}):
         reply = await _ask(channel, "ModelConfig", timeout_s=_OPENING_S, name=name)
-        config = reply.config
-        if name in _TEXT_MODELS:
-            texts[name] = {key: value.string_value for key, value in config.parameters.items()}
+        found[name] = reply.config
+    return found
+
+
+def token_models(configs: Mapping[str, Any], repository: Path | None) -> list[ModelFacts]:
+    """Return the models that complete or encode token ids, without sessions."""
+    found = []
+    for name, config in configs.items():
         inputs = frozenset(tensor.name for tensor in config.input)
         lengths = {"request_output_len", "max_output_len"} & inputs
-        encodes = _HIDDEN in (tensor.name for tensor in config.output)
+        encodes = HIDDEN in (tensor.name for tensor in config.output)
         is_known = "input_ids" in inputs and (lengths or encodes)
         if not is_known or config.HasField("sequence_batching"):
             continue
-        context_len, vocab_size = _model_limits(config, upstream.repository)
+        context_len, vocab_size = _model_limits(config, repository)
         facts = ModelFacts(
             name=name,
             inputs=inputs,
@@ -222,9 +206,17 @@ async def served_models(
             streams=config.model_transaction_policy.decoupled,
             encodes=encodes,
         )
-        found[name] = TritonModel(upstream, facts)
-    text_model = next((name for name in _TEXT_MODELS if name in texts), "")
-    return found, text_model, texts.get(text_model, {})
+        found.append(facts)
+    return found
+
+
+def text_model(configs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Return the name of the model that encodes texts, or "", and its parameters."""
+    name = next((each for each in _TEXT_MODELS if each in configs), "")
+    if not name:
+        return "", {}
+    parameters = configs[name].parameters
+    return name, {key: value.string_value for key, value in parameters.items()}
 
 
 def _model_limits(config: Any, repository: Path | None) -> tuple[int, int | None]:

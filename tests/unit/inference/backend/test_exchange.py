@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from inference.backend.engine_model import EngineModel, Exchange
+from inference.backend.engine_model import EngineModel
+from inference.backend.exchange import Exchange
+from inference.backend.triton_model import TritonExchange
 from inference.engine.errors import EngineBusyError
 
 
@@ -37,38 +39,41 @@ class _Error:
 
 
 @pytest.fixture
-def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
+def exchange(monkeypatch: pytest.MonkeyPatch) -> TritonExchange:
     """Return an exchange; the module of the backend exists only inside the server."""
     backend = SimpleNamespace(
         TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
         TritonModelException=RuntimeError,
         TritonError=_Error,
-        InferenceResponse=lambda *, error: (error.text, error.code),
+        InferenceResponse=lambda outputs=None, *, error=None: (
+            outputs if error is None else (error.text, error.code)
+        ),
     )
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
     sender = Sender()
     request = SimpleNamespace(
+        inputs=list,
         get_response_sender=lambda: sender,
         requested_output_names=lambda: ["y"],
         parameters=lambda: "",
     )
-    return Exchange(request)
+    return TritonExchange(request)
 
 
-def test_a_client_that_left_is_noticed(exchange: Exchange) -> None:
-    exchange.send("first", final=False)
+def test_a_client_that_left_is_noticed(exchange: TritonExchange) -> None:
+    exchange.send({}, final=False)
     assert exchange.is_cancelled()
 
 
-def test_the_server_is_not_asked_about_a_finished_request(exchange: Exchange) -> None:
-    exchange.send("last", final=True)
+def test_the_server_is_not_asked_about_a_finished_request(exchange: TritonExchange) -> None:
+    exchange.send({}, final=True)
     assert not exchange.is_cancelled()
 
 
-def test_nothing_is_sent_after_the_final_response(exchange: Exchange) -> None:
-    exchange.send("last", final=True)
-    exchange.send("more", final=True)
-    assert exchange.sender.sent == ["last"]
+def test_nothing_is_sent_after_the_final_response(exchange: TritonExchange) -> None:
+    exchange.send({}, final=True)
+    exchange.send({}, final=True)
+    assert exchange._sender.sent == [[]]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +85,7 @@ def test_nothing_is_sent_after_the_final_response(exchange: Exchange) -> None:
     ],
 )
 def test_each_request_that_is_not_taken_has_its_answer(
-    exchange: Exchange, error: Exception, answer: tuple[str, int], noted: str
+    exchange: TritonExchange, error: Exception, answer: tuple[str, int], noted: str
 ) -> None:
     class Model(EngineModel):
         def submit(self, exchange: Exchange) -> Any:
@@ -89,8 +94,7 @@ def test_each_request_that_is_not_taken_has_its_answer(
 
     model = Model()
     reasons: list[str] = []
-    model.decoupled = False
     model.metrics = SimpleNamespace(refused=reasons.append, ended=reasons.append)  # type: ignore[assignment]
-    model.execute([exchange.request])
-    assert exchange.sender.sent == [answer]
+    model.take(exchange)
+    assert exchange._sender.sent == [answer]
     assert reasons == [noted]

@@ -10,8 +10,6 @@ import pytest
 from inference.backend.instances import Instance, by_socket, occupy
 from inference.launch_environment import VISIBLE_VARIABLE
 
-EIGHT = [str(number) for number in range(8)]
-
 
 def test_an_instance_is_known_by_its_name() -> None:
     one = {"instance_group": [{"name": "gpt_0", "count": 2}]}
@@ -24,15 +22,9 @@ def test_an_instance_is_known_by_its_name() -> None:
 
 def test_instances_take_groups_of_gpus_in_turn_as_nvidias_do() -> None:
     # "8 GPUs, 8 model instances (T = 2, P = 1)" of the backend's README.
-    found = [Instance(i, 8).gpus(EIGHT, 2) for i in range(8)]
-    assert [",".join(gpus) for gpus, _ in found] == ["0,1", "2,3", "4,5", "6,7"] * 2
-    assert {sharing for _, sharing in found} == {2}
-    assert [Instance(i, 3).gpus(EIGHT, 4) for i in range(3)] == [
-        (EIGHT[:4], 2),
-        (EIGHT[4:], 1),
-        (EIGHT[:4], 2),
-    ]
-    assert Instance(1, 2).gpus(["5"], 4) == (["5"], 2)
+    assert [Instance(i, 8).gpus(8, 2) for i in range(8)] == [(0, 2), (2, 2), (4, 2), (6, 2)] * 2
+    assert [Instance(i, 3).gpus(8, 4) for i in range(3)] == [(0, 2), (4, 1), (0, 2)]
+    assert Instance(1, 2).gpus(1, 4) == (0, 2)
 
 
 def test_cores_are_divided_by_socket_with_both_threads_of_a_core(tmp_path: Path) -> None:
@@ -51,15 +43,14 @@ def test_cores_are_divided_by_socket_with_both_threads_of_a_core(tmp_path: Path)
     assert by_socket([3, 1], folder=tmp_path / "absent") == [1, 3]
 
 
-def test_an_instance_confines_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instance_has_devices_or_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[object] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: taken.append(len(cores)))
     monkeypatch.setenv(VISIBLE_VARIABLE, "4,5,6,7")
-    assert occupy(Instance(1, 2), world_size=2, device="auto") == 1
-    assert os.environ[VISIBLE_VARIABLE] == "6,7"
+    assert occupy(Instance(1, 2), world_size=2, device="auto") == (2, 1)
     assert not taken
-    assert occupy(Instance(1, 2), world_size=2, device="cpu") == 2
+    assert occupy(Instance(1, 2), world_size=2, device="cpu") == (0, 2)
     assert taken == [2]
-    assert occupy(Instance(0, 1), world_size=2, device="cpu") == 1
+    assert occupy(Instance(0, 1), world_size=2, device="cpu") == (0, 1)
     assert taken == [2]

@@ -12,7 +12,7 @@ import pytest
 from export_scripts.tables import markdown_table
 from export_scripts.triton.parameters import PARAMETERS
 from inference.backend.model_settings import ModelSettings, read_settings
-from inference.backend.triton_model import ModelArguments
+from inference.backend.triton_model import triton_arguments
 from inference.engine.options import EngineOptions
 from tests.conftest import ROOT
 
@@ -22,7 +22,7 @@ REQUIRED = {"tensor_para_size": "2", "pipeline_para_size": "1", "data_type": "fp
 def _settings(parameters: dict[str, str], **config: Any) -> ModelSettings:
     entries = {key: {"string_value": value} for key, value in parameters.items()}
     return read_settings(
-        ModelArguments(
+        triton_arguments(
             {
                 "model_config": json.dumps({"parameters": entries, **config}),
                 "model_repository": "/repo/gpt",

@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inference.backend.arguments import RequestInputs
+from inference.backend.exchange import Tensors
+from inference.backend.tensor_model import TensorModel
 from inference.backend.text_models import Postprocessing, Preprocessing, QueryTokenizer
-from inference.backend.triton_model import (
-    ModelArguments,
-    RequestInputs,
-    TensorModel,
-    Tensors,
-)
+from inference.backend.triton_model import triton_arguments
 
 END = 256  # the first id after the 256 bytes
 
@@ -45,7 +43,7 @@ def arguments(tmp_path: Path) -> dict[str, str]:
 def _loaded(model: Any, arguments: dict[str, str], **parameters: str) -> Any:
     values = {"tokenizer_type": "bpe", "end_id": str(END)} | parameters
     config = {"parameters": {key: {"string_value": text} for key, text in values.items()}}
-    model.setup(ModelArguments(arguments | {"model_config": json.dumps(config)}))
+    model.setup(triton_arguments(arguments | {"model_config": json.dumps(config)}))
     return model
 
 

@@ -11,7 +11,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import RawTestServer
 
 from inference.front.access import OPEN_ACCESS
-from inference.front.kserve_http import KServeHttp, http_server
+from inference.front.kserve_http import PassingHttp, http_server
 from inference.front.link import Served
 from inference.front.rules import UNREACHABLE
 from inference.front.sockets import ServerSockets
@@ -42,8 +42,10 @@ async def _relayed(
     await runner.setup()
     await web.UnixSite(runner, str(sockets.http)).start()
     upstream = Upstream(Served(sockets.folder, None))
-    context = FrontContext(OPEN_ACCESS, upstream, host="127.0.0.1", ready=set())
-    http = KServeHttp(context)
+    context = FrontContext(
+        OPEN_ACCESS, upstream, host="127.0.0.1", is_ready=lambda: True, note_use=lambda: None
+    )
+    http = PassingHttp(context)
     async with RawTestServer(http.answer) as front, ClientSession() as client:
         url = front.make_url("/v2/models/m/generate_stream")
         async with client.post(url, json={"x": 1}) as answer:

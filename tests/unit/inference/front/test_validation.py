@@ -355,7 +355,8 @@ def test_what_is_left_without_raw_tensors_is_the_same_request(
     message.inputs.add(name="x", shape=shape, datatype="UINT32")
     message.parameters["a"].int64_param = value
     data = message.SerializeToString()
-    rest, places = without_raw_tensors(data)
+    rest, fields = without_raw_tensors(data)
+    places = [each.place for each in fields]
     joined = rest + b"".join(data[place] for place in places)
     assert service_pb2.ModelInferRequest.FromString(joined) == message
     message.ClearField("raw_input_contents")
@@ -445,18 +446,19 @@ def test_no_name_of_a_message_has_a_second_reading() -> None:
             check_message(message, 100)
 
 
-def test_canaries_are_the_servers_own() -> None:
-    """A model answers them out of turn; strangers' ones would make it seem to stand still."""
-    parameters = {CANARY_PARAMETER: True}
+@pytest.mark.parametrize("name", [CANARY_PARAMETER, "slipway_stream"])
+def test_parameters_of_the_owner_are_taken_from_no_client(name: str) -> None:
+    """A model answers canaries out of turn; strangers' ones would make it seem to stand still."""
+    parameters = {name: True}
     message = service_pb2.ModelInferRequest(model_name="m")
-    message.parameters[CANARY_PARAMETER].MergeFrom(FLAG)
+    message.parameters[name].MergeFrom(FLAG)
     for check in (
         lambda: check_body(json.dumps({"inputs": [X], "parameters": parameters}).encode()),
         lambda: check_generate(json.dumps(parameters).encode(), model=None),
         lambda: check_generate(json.dumps({"parameters": parameters}).encode(), model=None),
         lambda: check_message(message, 100),
     ):
-        with pytest.raises(RejectedError, match="slipway_canary is true; expected none"):
+        with pytest.raises(RejectedError, match=f"parameter {name}"):
             check()
 
 

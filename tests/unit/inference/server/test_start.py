@@ -183,7 +183,7 @@ def test_host_of_another_machine_is_refused_by_name(
     words = [f"--model-repository={tmp_path}", f"--host={host}", f"--http-port={port}"]
     assert main(words) == 1
     said = capsys.readouterr().err
-    assert said.startswith("tritonserver was not started:")
+    assert said.startswith("the server was not started:")
     assert problem in said
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from inference.front.guard import RejectedError
-from inference.front.openai.codec import ChatTemplate, load_chat_template
+from inference.front.openai.codec import ChatTemplate, Codec, load_chat_template
+from tests.unit.inference.front.openai.fake_backend import Letters
 
 TALK = [{"role": "user", "content": "Hi <b>"}]
 
@@ -57,10 +58,20 @@ def test_what_a_template_may_not_do_is_an_error_of_the_request(source: str) -> N
         ChatTemplate(source, {}).render(TALK)
 
 
-def test_what_is_not_a_template_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+def test_what_is_not_a_template_is_refused_by_the_process_that_compiles_it(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    template = load_chat_template(tmp_path)
     with pytest.raises(ValueError, match="is not one: Expected an expression"):
-        load_chat_template(tmp_path)
+        Codec(Letters(), template).check_template()
+
+
+def test_a_template_is_not_compiled_where_it_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ 'ab' * 3 }}")
+    codec = Codec(Letters(), template := load_chat_template(tmp_path))
+    assert codec.description()["chat_template"] == "{{ 'ab' * 3 }}"
+    assert "compiled" not in vars(template)
+    codec.check_template()
+    assert "compiled" in vars(template)
 
 
 def test_templates_are_found_where_transformers_keeps_them(tmp_path: Path) -> None:

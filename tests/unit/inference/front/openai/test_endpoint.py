@@ -8,18 +8,21 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from inference.front.access import Access, OpenAIOptions
 from inference.front.guard import RejectedError
 from inference.front.openai.answers import Answer, Candidate
 from inference.front.openai.codec import ChatTemplate, Codec, CodecFiles
-from inference.front.openai.served import pass_on
+from inference.front.openai.served import TritonModel
 from inference.front.workers import Workers
 from tests.unit.inference.front.openai.fake_backend import (
     END,
@@ -715,13 +718,22 @@ def test_whatever_ends_a_call_reaches_its_reader() -> None:
             raise self._failure
             yield
 
+        def done(self) -> bool:
+            return True
+
     async def main() -> None:
+        job = {"input_ids": np.ones((1, 2), np.uint32)}
         for failure, kind in (
             (asyncio.CancelledError(), RejectedError),
             (ValueError("a reply that is none"), ValueError),
         ):
-            came: asyncio.Queue[Any] = asyncio.Queue()
-            await pass_on(Broken(failure), came, streams=False)
-            assert isinstance(came.get_nowait(), kind)
+            call = partial(lambda error, _: Broken(error), failure)
+            channel = SimpleNamespace(
+                unary_unary=partial(lambda made, _: made, call), stream_stream=lambda _: None
+            )
+            upstream: Any = SimpleNamespace(channel=channel, cancellations=None)
+            model = TritonModel(upstream, with_facts(streams=False))
+            with pytest.raises(kind):
+                await anext(model.generate(job, streams=False))
 
     asyncio.run(main())

@@ -1,0 +1,73 @@
+"""The arguments with which a model is loaded: its configuration and its place in a repository."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from export_scripts.triton.parameters import FLAG, TEXT, Kind
+from inference.backend.exchange import Array
+from inference.backend.instances import Instance
+
+
+def config_parameters(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the parameters of a model's configuration in JSON."""
+    return {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+
+
+class ModelArguments:
+    """The arguments of one instance of a model.
+
+    Attributes:
+        config: configuration in JSON, in the spelling of config.pbtxt.
+        instance: the place of this one among the model's instances.
+        decoupled: whether the model answers a request with more than one response.
+        session_idle_s: longest pause of a session, None for a model without sessions.
+        bf16_inputs: names of the inputs that arrive as BF16.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        model_folder: Path | str,
+        *,
+        version: str = "1",
+        instance_name: str = "",
+    ) -> None:
+        self.config = config
+        self.model_folder = Path(model_folder)
+        self.version_folder = self.model_folder / version
+        self.name = str(config.get("name") or self.model_folder.name)
+        self.parameters = config_parameters(config)
+        self.instance = Instance.of(config, instance_name)
+        policy = config.get("model_transaction_policy", {})
+        self.decoupled = bool(policy.get("decoupled", False))
+        batching = config.get("sequence_batching")
+        # In JSON made from a message a number of 64 bits is a text.
+        idle_us = None if batching is None else batching["max_sequence_idle_microseconds"]
+        self.session_idle_s = None if idle_us is None else int(idle_us) / 1e6
+        inputs = config.get("input", [])
+        self.bf16_inputs = frozenset(e["name"] for e in inputs if e["data_type"] == "TYPE_BF16")
+
+    def read(self, key: str, kind: Kind = TEXT, *, default: str | None = None) -> Any:
+        """Return a parameter. Raises ValueError if it is not of its kind, or needed and absent."""
+        text = self.parameters.get(key, default)
+        try:
+            if text is None:
+                raise ValueError("is missing")
+            return kind.read(text)
+        except ValueError as error:
+            shown = key if text is None else f"{key}={text!r}"
+            raise ValueError(
+                f"config.pbtxt of {self.model_folder.name}: parameter {shown} {error}"
+            ) from None
+
+    def flag(self, key: str) -> bool:
+        """Return a 0/1 parameter, False if absent. Raises ValueError for anything else."""
+        return bool(self.read(key, FLAG, default="0"))
+
+
+class RequestInputs(dict[str, Array]):
+    """The inputs of one request by name. Raises ValueError for one that is missing."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise ValueError(f"{name}: required input is missing")

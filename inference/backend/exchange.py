@@ -1,0 +1,94 @@
+"""A request on its way through a model, and what a model needs of its host.
+
+The host is this project's own server, or tritonserver with its Python backend.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from inference.decoding.rows import SessionTurn
+
+Array = np.ndarray[Any, Any]
+Tensors = Mapping[str, Array]
+# Of a host's codes for an error: the request itself is wrong.
+INVALID = "INVALID_ARG"
+
+
+class Exchange(ABC):
+    """One request in progress; it is answered from any thread.
+
+    Attributes:
+        tensors: Inputs by name; those of type BF16, which numpy lacks, as FP32.
+        wanted: Names of the outputs that the client wants.
+        turn: Place of the request in a session, None without one.
+        is_canary: Sent by the server's owner, to see whether the model answers.
+        began: On the clock `time.perf_counter`.
+        steps: Takes, after each step of a generation, the new tokens of each row in place of
+            whole responses; None for responses.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, Array],
+        wanted: Collection[str],
+        *,
+        turn: SessionTurn | None = None,
+        is_canary: bool = False,
+    ) -> None:
+        self.tensors, self.wanted = tensors, wanted
+        self.turn, self.is_canary = turn, is_canary
+        self.began = time.perf_counter()
+        self.steps: Callable[[Sequence[Sequence[int]]], None] | None = None
+
+    @abstractmethod
+    def is_cancelled(self) -> bool:
+        """Return whether the client left."""
+
+    @abstractmethod
+    def send(self, outputs: Mapping[str, Any], *, final: bool) -> None:
+        """Send one response, of arrays or torch tensors; nothing is sent after the final one."""
+
+    @abstractmethod
+    def fail(self, message: str, code: str) -> None:
+        """Answer with an error, which ends the exchange; `code` is one of TritonError's."""
+
+
+class ModelHost(ABC):
+    """The server around a model.
+
+    Attributes:
+        metric_family: Declares metrics, as Triton's class MetricFamily does.
+    """
+
+    metric_family: Any
+
+    @abstractmethod
+    def warn(self, message: str) -> None:
+        """Write to the server's log."""
+
+    @abstractmethod
+    def post(self, call: Callable[[], None]) -> None:
+        """Call a function soon, in order, and in another thread: an engine waits for no client."""
+
+    @abstractmethod
+    def waiting(self) -> int:
+        """Return the number of calls that were posted and have not begun."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Look after the server itself; called ten times a second."""
+
+    @abstractmethod
+    def leave(self, reason: str) -> None:
+        """Take a model whose engine has failed out of service, after the posted calls."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what the host has started for the model, after the posted calls."""

@@ -1,0 +1,91 @@
+"""Facts about a server and its models, in the form of JSON that KServe's protocol has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from inspect import signature
+from typing import Any
+
+from google.protobuf import json_format
+
+from inference.host.calls import InferError
+from inference.host.models import HostedModel
+
+_EXTENSIONS = (
+    *("sequence", "model_repository", "model_configuration", "binary_tensor_data", "parameters"),
+    *("statistics", "generate"),
+)
+# Protobuf 5.26 has renamed the option.
+_EVERY_FIELD = next(
+    name
+    for name in ("always_print_fields_with_no_presence", "including_default_value_fields")
+    if name in signature(json_format.MessageToDict).parameters
+)
+
+
+def server_metadata() -> dict[str, Any]:
+    """Return name and version of this server."""
+    return {
+        "name": "slipway",
+        "version": metadata.version("slipway-serving"),
+        "extensions": list(_EXTENSIONS),
+    }
+
+
+def found_model(models: Mapping[str, HostedModel], name: str, version: str) -> HostedModel:
+    """Return a model of a name, and of a version unless that is "". Raises InferError."""
+    model = models.get(name)
+    if model is None or version not in ("", model.version):
+        of_version = f" version {version}" if version else ""
+        raise InferError(
+            f"Request for unknown model: '{name}'{of_version} is not found", "NOT_FOUND"
+        )
+    return model
+
+
+def model_metadata(model: HostedModel) -> dict[str, Any]:
+    """Return the inputs and outputs of a model."""
+
+    def described(tensors: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"name": each.name, "datatype": each.datatype, "shape": model.shape(each)}
+            for each in tensors.values()
+        ]
+
+    return {
+        "name": model.name,
+        "versions": [model.version],
+        "platform": model.config.platform or model.config.backend,
+        "inputs": described(model.inputs),
+        "outputs": described(model.outputs),
+    }
+
+
+def config_json(model: HostedModel) -> Mapping[str, Any]:
+    """Return the configuration of a model."""
+    options: dict[str, Any] = {"preserving_proto_field_name": True, _EVERY_FIELD: True}
+    found = json_format.MessageToDict(model.config, **options)
+    for tensor in (*found["input"], *found["output"]):  # numbers of 64 bits are texts there
+        tensor["dims"] = [int(size) for size in tensor["dims"]]
+    return found
+
+
+def statistics_json(
+    models: Mapping[str, HostedModel], name: str = "", version: str = ""
+) -> dict[str, Any]:
+    """Return the statistics of all models, or of one. Raises InferError."""
+    if not name:
+        return {"model_stats": [each.statistics.as_json() for each in models.values()]}
+    try:
+        model = found_model(models, name, version)
+    except InferError:
+        raise InferError(f"requested model '{name}' is not available") from None
+    return {"model_stats": [model.statistics.as_json()]}
+
+
+def index_json(models: Mapping[str, HostedModel]) -> list[dict[str, str]]:
+    """Return the list of the models, all of which are ready."""
+    return [
+        {"name": each.name, "version": each.version, "state": "READY"} for each in models.values()
+    ]

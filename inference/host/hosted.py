@@ -1,0 +1,85 @@
+"""A loaded repository behind the front of its own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from inference.front.validation import DeclaredInputs
+from inference.host.calls import InferError, InferRequest, Mailbox
+from inference.host.models import HostedModel, engines_of
+from inference.host.repository import Repository, UnservedError
+from inference.server.admin import is_interactive, probe_tensors
+
+
+class Hosted:
+    """The models of a repository, none before it is loaded.
+
+    Attributes:
+        repository: where they come from.
+        models: by name.
+        declared: the inputs of those that have to be checked in requests.
+        endpoint: answers OpenAI's requests, once it is opened.
+    """
+
+    def __init__(self, repository: Repository, *, hidden: int | None = None) -> None:
+        """Take a repository; `hidden` is the width of the hidden states that an encoder takes."""
+        self.repository = repository
+        self.models: dict[str, HostedModel] = {}
+        self.declared: dict[str, DeclaredInputs] = {}
+        self.endpoint: Any = None
+        self._hidden = hidden
+
+    async def load(self, mailbox: Mailbox, say: Callable[[str], None]) -> None:
+        """Load every model, and send each a small request. Raises UnservedError."""
+        await asyncio.to_thread(self.repository.load, mailbox, say)
+        models = self.repository.models
+        say("sending first requests")
+        problems = [await self._problem(model) for model in models.values()]
+        if any(problems):
+            raise UnservedError([*filter(None, problems)])
+        self.declared = {
+            name: DeclaredInputs(
+                {each.name: each.datatype for each in model.inputs.values()},
+                required=tuple(e.name for e in model.inputs.values() if not e.is_optional),
+            )
+            for name, model in models.items()
+        }
+        self.models = models
+
+    async def _problem(self, model: HostedModel) -> str:
+        """Return why a model does not answer, "" where it does."""
+        try:
+            await self.ask(model)
+        except InferError as error:
+            return f"model {model.name} did not answer a first small request: {error}"
+        return ""
+
+    async def ask(self, model: HostedModel, *, is_canary: bool = False) -> None:
+        """Send a model a small request, if there is one. Raises InferError.
+
+        A model of sessions gets none as a canary: it would wait behind those that users hold.
+        """
+        tensors = probe_tensors(model.config, hidden=self._hidden)
+        if tensors is None or is_interactive(model.config):
+            return
+        request = InferRequest(dict(tensors), is_canary=is_canary)
+        async for _ in model.infer(request):
+            pass
+
+    def has(self, name: str, version: str) -> bool:
+        """Return whether a version of a model, "" for any, is served."""
+        model = self.models.get(name)
+        return model is not None and version in ("", model.version)
+
+    def advanced(self) -> int:
+        """Return a number that grows with the work that is finished: requests and steps."""
+        models = self.repository.models
+        steps = sum(each.engine.steps for each in engines_of(models))
+        return steps + sum(model.statistics.successes for model in models.values())
+
+    async def close(self) -> None:
+        """End the engines."""
+        self.models = {}
+        await asyncio.to_thread(self.repository.close)

@@ -1,0 +1,305 @@
+"""The models of a repository as they are served: what they take, and how they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import Any
+
+from tritonclient.grpc import model_config_pb2 as schema
+
+from inference.backend.engine_model import EngineModel
+from inference.backend.exchange import Array
+from inference.backend.tensor_model import TensorModel
+from inference.host.calls import HostedExchange, InferError, InferRequest, Mailbox, Responses
+from inference.host.statistics import ModelStatistics
+
+_SHAPE_NOTE = (
+    "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
+    "prepended to each input shape. If you want to specify the full shape including the batch dim "
+    "in your input dims config, try setting max_batch_size to zero. See the model configuration "
+    "docs for more info on max_batch_size."
+)
+_REASONS = {"CANCELLED": "CANCELED", "UNAVAILABLE": "REJECTED", "INVALID_ARGUMENT": "BACKEND"}
+# Requests to text models larger than this are read in a thread, which a tokenizer leaves to others.
+_INLINE_BYTES = 4 << 10
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """One input or output of a model; sizes of -1 in `dims` stand for any."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+    is_optional: bool = False
+    reshape: tuple[int, ...] | None = None  # what the model itself gets, without the batch
+
+
+def _facts(tensor: Any) -> TensorFacts:
+    kind = schema.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+    return TensorFacts(
+        tensor.name,
+        kind.replace("STRING", "BYTES"),
+        tuple(tensor.dims),
+        is_optional=getattr(tensor, "optional", False),
+        reshape=tuple(tensor.reshape.shape) if tensor.HasField("reshape") else None,
+    )
+
+
+class HostedModel:
+    """A model by its name; subclasses answer.
+
+    Attributes:
+        config: its configuration, the message of Triton's schema.
+        decoupled: whether it answers with any number of responses.
+        statistics: of its requests.
+    """
+
+    def __init__(self, config: Any, version: str) -> None:
+        self.config, self.name, self.version = config, config.name, version
+        self.decoupled = bool(config.model_transaction_policy.decoupled)
+        self.keeps_sessions = config.HasField("sequence_batching")
+        self.statistics = ModelStatistics(config.name, version)
+        self.inputs = {each.name: _facts(each) for each in config.input}
+        self.outputs = {each.name: _facts(each) for each in config.output}
+        self._is_batched = config.max_batch_size > 0
+
+    def shape(self, tensor: TensorFacts) -> list[int]:
+        """Return the shape of a tensor in requests."""
+        return [*([-1] if self._is_batched else []), *tensor.dims]
+
+    async def infer(self, request: InferRequest) -> Responses:
+        """Yield the responses, each with whether it is the last. Raises InferError.
+
+        Closing it gives the request up.
+        """
+        began, statistics, reason = time.perf_counter_ns(), self.statistics, "CANCELED"
+        statistics.pending += 1
+        rows = 0
+        try:
+            rows = self._checked_rows(request)
+            async with contextlib.aclosing(self._answer(self._reshaped(request))) as responses:
+                async for response in responses:
+                    if response[1]:
+                        reason = ""
+                    yield response
+        except InferError as error:
+            reason = _REASONS.get(error.code, "OTHER")
+            raise
+        finally:
+            statistics.pending -= 1
+            taken_ns = time.perf_counter_ns() - began
+            if reason:
+                statistics.failed(reason, taken_ns)
+            else:
+                statistics.succeeded(rows, taken_ns)
+
+    def _answer(self, request: InferRequest) -> Responses:
+        raise NotImplementedError
+
+    def wanted(self, request: InferRequest) -> Collection[str]:
+        """Return the names of the outputs that a request wants."""
+        return request.wanted or self.outputs
+
+    def _checked_rows(self, request: InferRequest) -> int:
+        """Return the number of rows of a request. Raises InferError, in Triton's words."""
+        for name in request.wanted:
+            if name not in self.outputs:
+                raise InferError(f"unexpected inference output '{name}' for model '{self.name}'")
+        about = f"[request id: {request.id or '<id_unknown>'}] "
+        rows: int | None = None
+        for name, value in request.tensors.items():
+            if name not in self.inputs:
+                raise InferError(f"unexpected inference input '{name}' for model '{self.name}'")
+            rows = self._check_shape(about, name, value, rows)
+        missing = [
+            name
+            for name, each in self.inputs.items()
+            if not each.is_optional and name not in request.tensors
+        ]
+        if missing:
+            names = ", ".join(map(repr, missing))
+            raise InferError(f"the request lacks {names}, which the model requires")
+        if self.keeps_sessions and request.turn is None:
+            raise InferError(
+                f"{about}inference request to model '{self.name}' must specify a non-zero or "
+                "non-empty correlation ID"
+            )
+        return rows or 1
+
+    def _check_shape(self, about: str, name: str, value: Array, rows: int | None) -> int | None:
+        shape, most = list(value.shape), self.config.max_batch_size
+        expected = self.shape(self.inputs[name])
+        if self._is_batched:
+            given = shape[0] if shape else 1
+            if rows is not None and given != rows:
+                raise InferError(
+                    f"{about}input '{name}' batch size does not match other inputs for "
+                    f"'{self.name}'"
+                )
+            if given > most:
+                raise InferError(
+                    f"{about}inference request batch-size must be <= {most} for '{self.name}'"
+                )
+            rows = given
+        fits = len(shape) == len(expected) and all(
+            size in (-1, own) for size, own in zip(expected, shape, strict=True)
+        )
+        if not fits:
+            texts = ["[" + ",".join(map(str, each)) + "]" for each in (expected, shape)]
+            raise InferError(
+                f"{about}unexpected shape for input '{name}' for model '{self.name}'. Expected "
+                f"{texts[0]}, got {texts[1]}. {_SHAPE_NOTE if self._is_batched else ''}".rstrip()
+            )
+        return rows
+
+    def _reshaped(self, request: InferRequest) -> InferRequest:
+        """Return a request with its tensors in the shapes that the model itself takes."""
+        changed = {
+            name: value.reshape((*value.shape[: self._is_batched], *own))
+            for name, value in request.tensors.items()
+            if (own := self.inputs[name].reshape) is not None and -1 not in own
+        }
+        return replace(request, tensors=request.tensors | changed) if changed else request
+
+
+class HostedEngine(HostedModel):
+    """A model with an engine, or several instances, which take requests in turn."""
+
+    def __init__(
+        self, config: Any, version: str, instances: Sequence[EngineModel], mailbox: Mailbox
+    ) -> None:
+        super().__init__(config, version)
+        self.instances = tuple(instances)
+        self._mailbox = mailbox
+        self._turns = cycle(self.instances)
+        self._sessions: dict[int | str, EngineModel] = {}  # by id, in the order of their beginning
+
+    async def _answer(self, request: InferRequest) -> Responses:
+        if not self.keeps_sessions:
+            request = replace(request, turn=None)
+        exchange = HostedExchange(request, self.wanted(request), self._mailbox)
+        if sum(each.nbytes for each in request.tensors.values()) > _INLINE_BYTES:
+            await asyncio.to_thread(self._instance(request).take, exchange)
+        else:
+            self._instance(request).take(exchange)
+        async with contextlib.aclosing(exchange.responses()) as responses:
+            async for response in responses:
+                yield response
+
+    def _instance(self, request: InferRequest) -> EngineModel:
+        """Return an instance: of a session the one that has it."""
+        if len(self.instances) == 1:
+            return self.instances[0]
+        if (turn := request.turn) is None:
+            return next(self._turns)
+        found = self._sessions.pop(turn.session_id, None) or next(self._turns)
+        if not turn.ends:
+            self._sessions[turn.session_id] = found
+            if len(self._sessions) > self.config.sequence_batching.oldest.max_candidate_sequences:
+                del self._sessions[next(iter(self._sessions))]
+        return found
+
+
+class HostedTexts(HostedModel):
+    """A model that answers at once, such as one that encodes texts."""
+
+    def __init__(self, config: Any, version: str, model: TensorModel) -> None:
+        super().__init__(config, version)
+        self._model = model
+
+    async def _answer(self, request: InferRequest) -> Responses:
+        try:
+            if _size_bytes(request.tensors) > _INLINE_BYTES:
+                # A tokenizer leaves Python's lock to other threads.
+                answer = asyncio.to_thread(self._model.answer, request.tensors, request.turn)
+                outputs = await answer
+            else:
+                outputs = self._model.answer(request.tensors, request.turn)
+        except ValueError as error:
+            raise InferError(str(error)) from None
+        except Exception as error:  # whatever it is, it is this request's answer alone
+            raise InferError(str(error) or type(error).__name__, "INTERNAL") from None
+        wanted = self.wanted(request)
+        yield {name: value for name, value in outputs.items() if name in wanted}, True
+
+
+def _size_bytes(tensors: Mapping[str, Array]) -> int:
+    return sum(
+        sum(map(len, each.reshape(-1))) if each.dtype == object else each.nbytes
+        for each in tensors.values()
+    )
+
+
+class HostedEnsemble(HostedModel):
+    """Models in a row, each of which takes tensors of the request or of those before it."""
+
+    def __init__(self, config: Any, version: str, models: Mapping[str, HostedModel]) -> None:
+        """Take the models of the steps by name. Raises ValueError for steps that cannot run."""
+        super().__init__(config, version)
+        self._steps = tuple(
+            (models[step.model_name], dict(step.input_map), dict(step.output_map))
+            for step in config.ensemble_scheduling.step
+        )
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        known = set(self.inputs)
+        for model, takes, gives in self._steps:
+            if unknown := {*takes} - {*model.inputs} or {*gives} - {*model.outputs}:
+                raise ValueError(
+                    f"config.pbtxt of {self.name}: {model.name} has no {', '.join(sorted(unknown))}"
+                )
+            if absent := set(takes.values()) - known:
+                raise ValueError(
+                    f"config.pbtxt of {self.name}: no step before {model.name} makes "
+                    f"{', '.join(sorted(absent))}, which it takes"
+                )
+            known |= set(gives.values())
+        if absent := set(self.outputs) - known:
+            raise ValueError(
+                f"config.pbtxt of {self.name}: no step makes {', '.join(sorted(absent))}"
+            )
+        self.keeps_sessions = any(model.keeps_sessions for model, _, _ in self._steps)
+
+    async def _answer(self, request: InferRequest) -> Responses:
+        async with contextlib.aclosing(self._run(0, request, request.tensors)) as responses:
+            async for values, final in responses:
+                wanted = self.wanted(request)
+                yield {name: each for name, each in values.items() if name in wanted}, final
+
+    async def _run(
+        self, number: int, request: InferRequest, values: Mapping[str, Any]
+    ) -> Responses:
+        """Run the steps from one on, for each response of those before it."""
+        if number == len(self._steps):
+            yield values, True
+            return
+        model, takes, gives = self._steps[number]
+        tensors = {own: values[name] for own, name in takes.items() if name in values}
+        step = InferRequest(
+            tensors,
+            wanted=tuple(gives),
+            turn=request.turn,
+            id=request.id,
+            is_canary=request.is_canary,
+        )
+        async with contextlib.aclosing(model.infer(step)) as responses:
+            async for outputs, final in responses:
+                made = {name: outputs[own] for own, name in gives.items() if own in outputs}
+                rest = self._run(number + 1, request, {**values, **made})
+                async with contextlib.aclosing(rest) as frames:
+                    async for each, is_last in frames:
+                        yield each, final and is_last
+
+
+def engines_of(models: Mapping[str, HostedModel]) -> Iterator[EngineModel]:
+    """Yield the models with an engine, every instance."""
+    for each in models.values():
+        if isinstance(each, HostedEngine):
+            yield from each.instances

@@ -1,0 +1,225 @@
+"""The process of this project's own server: it listens, loads a repository, and serves it.
+
+`python -m inference.front` runs it where its owner's first record is `link.HostSettings`. At
+SIGTERM it is not ready any more, answers the requests that it has, refuses others with a time after
+which to try again, and ends.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from http import HTTPStatus
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
+
+from aiohttp import web
+
+from inference.front.guard import RejectedError
+from inference.front.kserve_grpc import grpc_server
+from inference.front.kserve_http import Handler, http_server
+from inference.front.link import HostSettings, OwnerLink, Question, Reload
+from inference.front.upstream import FrontContext
+from inference.front.workers import Workers
+from inference.host.calls import InferError, Mailbox
+from inference.host.grpc_calls import HostedGrpc
+from inference.host.hosted import Hosted
+from inference.host.http import HostedHttp
+from inference.host.repository import Repository, UnservedError, try_texts
+from inference.parent_process import end_with_parent
+
+_POLL_S = 0.02
+_END_S = 0.5  # for the last answers to be sent, and for engines to stop
+_SEND_S = 0.3  # for the answers of a failed engine
+_USED_S = 1.0  # between two notes that clients ask
+_TRY_S = 120.0  # for the text models of a new repository to load
+_LEAVING = "the server is ending; send the request to another, or again later"
+_STARTING = "the server is starting; send the request again later"
+# Events for the owner.
+LISTENS, SAYS, READY, FAILED, LOST, USED, ANSWERED, KEPT = (
+    "listens", "says", "ready", "failed", "lost", "used", "answered", "kept",
+)  # fmt: skip
+
+
+def serve_host(settings: HostSettings, connection: Connection) -> NoReturn:
+    """Serve until a signal or the owner's end; the process then ends, with 1 after a failure."""
+    end_with_parent()
+    status = asyncio.run(_Host(settings, connection).serve())
+    sys.stderr.flush()
+    os._exit(status)  # threads of libraries need not be waited for
+
+
+class _Host:
+    def __init__(self, settings: HostSettings, connection: Connection) -> None:
+        self._settings, self._connection = settings, connection
+        self._runners: list[web.ServerRunner] = []
+        self._noted_s = 0.0
+
+    async def serve(self) -> int:
+        """Listen, load, follow the owner's orders, and finish what has begun at the end."""
+        settings = self._settings
+        self._link = OwnerLink(self._connection)
+        self._link.ready.add(Path())  # until its owner says otherwise
+        self._mailbox = Mailbox(asyncio.get_running_loop())
+        try:
+            repository = self._repository(settings.repository)
+        except ValueError as error:
+            return self._fail(error)
+        self._context = FrontContext[Hosted](
+            settings.access,
+            Hosted(repository, hidden=settings.hidden),
+            host=settings.host,
+            is_ready=self._is_ready,
+            note_use=self._note_use,
+        )
+        try:
+            await self._serve(self._link)
+        except (OSError, ValueError) as error:
+            return self._fail(error)
+        finally:
+            self._context.workers.close()
+        return 0
+
+    async def _serve(self, link: OwnerLink) -> None:
+        settings = self._settings
+        grpc_port = settings.ports["grpc"]
+        self._grpc = HostedGrpc(self._context, port=grpc_port)
+        server = grpc_server(settings.access, self._grpc, host=settings.host, port=grpc_port)
+        http = HostedHttp(self._context)
+        await self._listen(http.answer, settings.ports["http"])
+        await self._listen(http.answer_metrics, settings.ports["metrics"])
+        await server.start()
+        link.tell(LISTENS)
+        following = asyncio.ensure_future(self._follow())
+        stopping = asyncio.ensure_future(link.stopped.wait())
+        await asyncio.wait([following, stopping], return_when=asyncio.FIRST_COMPLETED)
+        following.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await following
+        await link.finish(self._answered())
+        ends = [runner.cleanup() for runner in self._runners]
+        for end in (asyncio.gather(server.stop(_END_S), *ends), self._context.current.close()):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(end, _END_S)
+
+    async def _follow(self) -> None:
+        """Load the repository, and open OpenAI's protocol, if wanted; then follow orders."""
+        hosted, settings = self._context.current, self._settings
+        try:
+            await self._load(hosted)
+            if settings.openai is not None:
+                await self._listen(self._answer_openai, settings.ports["openai"])
+        except (OSError, ValueError) as error:
+            sys.stderr.flush()
+            os._exit(self._fail(error))  # engines that have loaded need no time to end
+        self._link.tell(READY, " ".join(hosted.models))
+        asked: set[asyncio.Task[None]] = set()
+        while True:
+            order = await self._link.orders.get()
+            if isinstance(order, Question):
+                task = asyncio.create_task(self._reply(order))
+                asked.add(task)
+                task.add_done_callback(asked.discard)
+            elif isinstance(order, Reload):
+                await self._reload(order.repository)
+
+    async def _load(self, hosted: Hosted) -> None:
+        await hosted.load(self._mailbox, partial(self._link.tell, SAYS))
+        if self._settings.openai is None:
+            return
+        from inference.front.openai.endpoint import open_endpoint  # takes time to import
+        from inference.host.openai import HostedGenerator
+
+        async def answers(_: Sequence[str]) -> bool:
+            return self._is_ready()
+
+        hosted.endpoint = await open_endpoint(
+            self._context,
+            self._settings.openai,
+            configs={name: each.config for name, each in hosted.models.items()},
+            repository=hosted.repository.folder,
+            make=lambda facts: HostedGenerator(hosted.models[facts.name], facts),
+            answers=answers,
+        )
+
+    async def _reload(self, folder: Path) -> None:
+        """Serve another repository; requests under way end where they began.
+
+        What its files hold is read in a process of its own before this one reads it.
+        """
+        new: Hosted | None = None
+        trial = Workers(1, work_s=_TRY_S)
+        try:
+            await trial.run(try_texts, folder, size_bytes=0)
+            new = Hosted(self._repository(folder), hidden=self._settings.hidden)
+            await self._load(new)
+        except Exception as error:  # whatever it was, the one that is there goes on
+            self._link.tell(KEPT, f"{error}")
+            if new is not None:
+                await new.close()
+            return
+        finally:
+            trial.close()
+        leaving = asyncio.create_task(self._context.exchange(new))
+        self._link.tell(READY, " ".join(new.models))
+        await (await leaving).close()
+
+    def _repository(self, folder: Path) -> Repository:
+        return Repository(folder, leave=self._leave)
+
+    async def _reply(self, question: Question) -> None:
+        """Answer whether a model does, and how much it has answered."""
+        hosted, problem = self._context.current, ""
+        try:
+            if question.model in hosted.models:
+                await hosted.ask(hosted.models[question.model], is_canary=True)
+        except InferError as error:
+            problem = f"{error.code} {error}"
+        self._link.tell(ANSWERED, f"{question.number} {hosted.advanced()} {problem}")
+
+    def _is_ready(self) -> bool:
+        hosted = self._context.current
+        is_healthy = Path() in self._link.ready and not self._link.stopped.is_set()
+        return bool(hosted.models) and is_healthy
+
+    def _note_use(self) -> None:
+        if (now := time.monotonic()) - self._noted_s > _USED_S:
+            self._noted_s = now
+            self._link.tell(USED)
+        if self._link.stopped.is_set():
+            raise RejectedError(_LEAVING, HTTPStatus.SERVICE_UNAVAILABLE)
+        if not self._context.current.models:
+            raise RejectedError(_STARTING, HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _answered(self) -> None:
+        """Return once no request is being answered."""
+        while self._context.users() > self._grpc.idle_streams:
+            await asyncio.sleep(_POLL_S)
+
+    async def _listen(self, handler: Handler, port: int) -> None:
+        access, host = self._settings.access, self._settings.host
+        self._runners.append(await http_server(access, handler, host=host, port=port))
+
+    async def _answer_openai(self, request: web.BaseRequest) -> web.StreamResponse:
+        with self._context.use() as hosted:
+            response: web.StreamResponse = await hosted.endpoint.answer(request)
+        return response
+
+    def _leave(self, reason: str) -> None:
+        """End the process once what the failed engine has answered is sent."""
+        self._link.ready.clear()
+        sys.stderr.write(f"error: {reason}\n")
+        self._link.tell(LOST, reason)
+        sys.stderr.flush()
+        asyncio.get_running_loop().call_later(_SEND_S, os._exit, 1)
+
+    def _fail(self, error: Exception) -> int:
+        sys.stderr.write(f"error: {error}\n")
+        reasons = error.problems if isinstance(error, UnservedError) else (f"{error}",)
+        self._link.tell(FAILED, json.dumps(reasons))
+        return 1

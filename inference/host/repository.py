@@ -1,0 +1,341 @@
+"""A repository's models, read and loaded for this project's own server.
+
+Nothing of a repository is run: a model's script only names which of this project's models it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format
+
+from export_scripts.triton.model_config import parse_config
+from inference.backend.arguments import ModelArguments
+from inference.backend.encoder_backend import complete_hidden_states, fastertransformer_model
+from inference.backend.engine_model import EngineModel
+from inference.backend.exchange import ModelHost
+from inference.backend.tensor_model import TensorModel
+from inference.host.calls import Mailbox
+from inference.host.models import (
+    HostedEngine,
+    HostedEnsemble,
+    HostedModel,
+    HostedTexts,
+    engines_of,
+)
+from inference.host.statistics import MetricRegistry
+
+_MODULES = "inference.backend."
+_ELSEWHERE = "serve this repository with deploy.server=tritonserver"
+# This project's models, as scripts of repositories import them.
+_SCRIPTS = {
+    ("python_backend", "GenerationModel"),
+    ("encoder_backend", "EncoderModel"),
+    ("text_generation", "TextModel"),
+    ("nemo_generation", "NemoModel"),
+    ("nemo_generation", "NemoDeployModel"),
+    ("text_models", "Preprocessing"),
+    ("text_models", "Postprocessing"),
+    ("text_models", "QueryTokenizer"),
+}
+# Fields of a configuration that this server follows, or that say how tritonserver batches and
+# copies: engines batch by themselves.
+_FIELDS = {
+    *("name", "platform", "backend", "version_policy", "max_batch_size", "input", "output"),
+    *("batch_input", "instance_group", "default_model_filename", "parameters"),
+    *("model_transaction_policy", "dynamic_batching", "sequence_batching"),
+    *("ensemble_scheduling", "optimization"),
+}
+_ENSEMBLE, _NVIDIA = "ensemble", "fastertransformer"
+
+
+class UnservedError(ValueError):
+    """A repository cannot be served; `problems` has the reason of each model."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+class Repository:
+    """The models of a folder, by name.
+
+    Attributes:
+        configs: the configuration of each, and the version that is served.
+        registry: the metrics that the models declare.
+    """
+
+    def __init__(self, folder: Path, *, leave: Callable[[str], None]) -> None:
+        """Read what a folder of models says; `leave` is called once one of them has failed.
+
+        Raises UnservedError for models that cannot be served here.
+        """
+        self.folder = folder
+        self.registry = MetricRegistry()
+        self.models: dict[str, HostedModel] = {}
+        self._leave = leave
+        self._threads: list[ThreadPoolExecutor] = []
+        self.configs: dict[str, tuple[Any, str]] = {}
+        if not folder.is_dir():
+            raise UnservedError([f"{folder} is not a folder"])
+        problems = [
+            problem
+            for path in sorted(folder.glob("*/config.pbtxt"))
+            if (problem := self._problem_of(path))
+        ]
+        if problems:
+            raise UnservedError(problems)
+        if not self.configs:
+            raise UnservedError([f"{folder} holds no model"])
+
+    def load(self, mailbox: Mailbox, say: Callable[[str], None]) -> None:
+        """Load every model; `say` gets a line for each. Raises UnservedError.
+
+        Nothing stays loaded then.
+        """
+        problems = []
+        simple = [n for n, (config, _) in self.configs.items() if not _is_ensemble(config)]
+        # Engines first: text models load while their ranks start.
+        simple.sort(key=lambda name: not _is_engine(self.folder / name, self.configs[name][0]))
+        with ThreadPoolExecutor(max(len(simple), 1), thread_name_prefix="load") as pool:
+            loading = {name: pool.submit(self._loaded, name, mailbox, say) for name in simple}
+        for name, future in loading.items():
+            if (error := future.exception()) is None:
+                self.models[name] = future.result()
+            else:  # whatever a model's files hold
+                problems.append(f"model {name}: {_readable(error)}")
+        if not problems:
+            problems += [self._ensemble_problem(name) for name in self._in_order()]
+        if problems := list(filter(None, problems)):
+            self.close()
+            raise UnservedError(problems)
+        self.models = dict(sorted(self.models.items()))
+
+    def close(self) -> None:
+        """End the engines."""
+        for each in engines_of(self.models):
+            each.close()
+        for thread in self._threads:
+            thread.shutdown()
+
+    def _problem_of(self, path: Path) -> str:
+        """Read a configuration; return why it cannot be served here, "" for one that can."""
+        try:
+            config = _read_config(path)
+            self.configs[path.parent.name] = config, _version(path.parent, config)
+        except (OSError, ValueError) as error:
+            return f"model {path.parent.name}: {error}"
+        return ""
+
+    def _ensemble_problem(self, name: str) -> str:
+        """Add an ensemble to the models; return why that is impossible, "" if it is not."""
+        config, version = self.configs[name]
+        steps = [step.model_name for step in config.ensemble_scheduling.step]
+        if absent := [each for each in steps if each not in self.models]:
+            return f"model {name}: the repository has no model {', '.join(absent)}"
+        try:
+            self.models[name] = HostedEnsemble(config, version, self.models)
+        except ValueError as error:
+            return f"model {name}: {error}"
+        return ""
+
+    def _in_order(self) -> Iterator[str]:
+        """Yield the ensembles, each after those that it contains."""
+        pending = {n: config for n, (config, _) in self.configs.items() if _is_ensemble(config)}
+        while pending:
+            ready = [
+                name
+                for name, config in pending.items()
+                if pending.keys().isdisjoint(s.model_name for s in config.ensemble_scheduling.step)
+            ]
+            if not ready:
+                raise ValueError(f"the ensembles {', '.join(pending)} contain each other")
+            for name in ready:
+                del pending[name]
+                yield name
+
+    def _loaded(self, name: str, mailbox: Mailbox, say: Callable[[str], None]) -> HostedModel:
+        config, version = self.configs[name]
+        say(f"loading {name}")
+        kind = _kind(self.folder / name, config)
+        arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
+        if isinstance(kind, TensorModel):
+            kind.load(ModelArguments(arguments, self.folder / name, version=version))
+            found: HostedModel = HostedTexts(config, version, kind)
+        else:
+            host = EngineHost(name, self.registry, mailbox, self._leave)
+            engines = []
+            for instance, place in _instances(arguments):
+                own = ModelArguments(
+                    place, self.folder / name, version=version, instance_name=instance
+                )
+                engine = _kind(self.folder / name, config)
+                assert isinstance(engine, EngineModel)
+                # A thread of its own, which may be confined to some cores. The kernel ends the
+                # processes that it starts when it ends.
+                thread = ThreadPoolExecutor(1, thread_name_prefix=instance)
+                self._threads.append(thread)
+                thread.submit(engine.load, own, host).result()
+                engines.append(engine)
+            found = HostedEngine(config, version, engines, mailbox)
+        say(f"loaded {name}")
+        return found
+
+
+def try_texts(folder: Path) -> None:
+    """Read a repository, and load its text models. Raises ValueError if one cannot be served."""
+    found = Repository(folder, leave=lambda _: None)
+    for name, (config, version) in found.configs.items():
+        if not _is_ensemble(config) and isinstance(
+            kind := _kind(folder / name, config), TensorModel
+        ):
+            arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
+            kind.load(ModelArguments(arguments, folder / name, version=version))
+
+
+class EngineHost(ModelHost):
+    """This server, as a model with an engine sees it."""
+
+    def __init__(
+        self,
+        name: str,
+        registry: MetricRegistry,
+        mailbox: Mailbox,
+        leave: Callable[[str], None],
+    ) -> None:
+        self.metric_family = registry
+        self._name, self._mailbox, self._leave = name, mailbox, leave
+
+    def warn(self, message: str) -> None:
+        """Write to the log."""
+        sys.stderr.write(f"warning: {self._name}: {message}\n")
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Call a function in the event loop's thread."""
+        self._mailbox.post(call)
+
+    def waiting(self) -> int:
+        """Return the number of calls that wait for the event loop."""
+        return self._mailbox.waiting()
+
+    def check(self) -> None:
+        """Do nothing: the kernel ends this process with its owner."""
+
+    def leave(self, reason: str) -> None:
+        """Have the server end, once every request has its answer."""
+        text = f"{self._name} is out of service: {reason}"
+        self._mailbox.post(lambda: self._leave(text))
+
+    def close(self) -> None:
+        """Do nothing: the event loop goes on."""
+
+
+def _read_config(path: Path) -> Any:
+    config = parse_config(path.read_text(encoding="utf-8"))
+    folder = path.parent
+    config.name = config.name or folder.name
+    if config.name != folder.name:
+        raise ValueError(f"config.pbtxt names it {config.name}; a model has the name of its folder")
+    unknown = sorted(each.name for each, _ in config.ListFields() if each.name not in _FIELDS)
+    if unknown:
+        raise ValueError(
+            f"config.pbtxt sets {', '.join(unknown)}, which this server does not follow; remove "
+            f"that, or {_ELSEWHERE}"
+        )
+    if config.backend == _NVIDIA:
+        completed = json_format.MessageToDict(config, preserving_proto_field_name=True)
+        completed.setdefault("input", [])
+        completed.setdefault("output", [])
+        complete_hidden_states(completed)
+        config = json_format.ParseDict(completed, config.__class__())
+    if not _is_ensemble(config):
+        _kind(folder, config)  # refuses one that is not of this project
+    return config
+
+
+def _version(folder: Path, config: Any) -> str:
+    """Return the version that is served: the latest, or the one that the configuration names."""
+    found = sorted(int(e.name) for e in folder.iterdir() if e.is_dir() and e.name.isdigit())
+    if not found:
+        raise ValueError(f"{folder} has no version, a folder such as {folder}/1")
+    policy = config.version_policy
+    chosen = found[-max(policy.latest.num_versions, 1) :]
+    if policy.HasField("all"):
+        chosen = found
+    elif policy.HasField("specific"):
+        chosen = sorted(policy.specific.versions)
+    if len(chosen) != 1 or chosen[0] not in found:
+        raise ValueError(
+            f"its version_policy asks for the versions {', '.join(map(str, chosen)) or 'none'} of "
+            f"{', '.join(map(str, found))}; this server serves one of each model: name that, or "
+            f"{_ELSEWHERE}"
+        )
+    return str(chosen[0])
+
+
+def _is_ensemble(config: Any) -> bool:
+    return bool(config.platform == _ENSEMBLE or config.HasField("ensemble_scheduling"))
+
+
+def _is_engine(folder: Path, config: Any) -> bool:
+    return isinstance(_kind(folder, config), EngineModel)
+
+
+def _kind(folder: Path, config: Any) -> EngineModel | TensorModel:
+    """Return a new model of the kind that a folder holds. Raises ValueError for another's."""
+    if config.backend == _NVIDIA:
+        parameters = {key: value.string_value for key, value in config.parameters.items()}
+        return fastertransformer_model(parameters)
+    if config.backend != "python":
+        raise ValueError(
+            f"backend {config.backend or config.platform!r} is not one of this server; {_ELSEWHERE}"
+        )
+    name = config.default_model_filename or "model.py"
+    for script in sorted(folder.glob(f"*/{name}")):
+        if found := _imported_model(script.read_text(encoding="utf-8")):
+            made = pkgutil.resolve_name(f"{_MODULES}{found[0]}:{found[1]}")()
+            assert isinstance(made, (EngineModel, TensorModel))
+            return made
+    raise ValueError(
+        f"{name} is a program of its own, which this server does not run; {_ELSEWHERE}"
+    )
+
+
+def _imported_model(text: str) -> tuple[str, str] | None:
+    """Return module and class of a script that only imports one of this project's models."""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]
+    if len(body) != 1 or not isinstance(body[0], ast.ImportFrom) or len(body[0].names) != 1:
+        return None
+    module, (name,) = str(body[0].module), body[0].names
+    found = module.removeprefix(_MODULES), name.name
+    is_own = module.startswith(_MODULES) and name.asname == "TritonPythonModel"
+    return found if is_own and found in _SCRIPTS else None
+
+
+def _instances(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of each instance, and the configuration with the names of all groups."""
+    groups = [
+        {**group, "name": group.get("name") or f"{config['name']}_{number}"}
+        for number, group in enumerate(config.get("instance_group") or [{}])
+    ]
+    named = {**config, "instance_group": groups}
+    for group in groups:
+        for number in range(int(group.get("count", 1)) or 1):
+            yield f"{group['name']}_{number}", named
+
+
+def _readable(error: BaseException) -> str:
+    """Return a reason in UTF-8: names of files may hold other bytes."""
+    text = str(error) or type(error).__name__
+    return text.encode(errors="surrogateescape").decode(errors="replace")

@@ -1,0 +1,215 @@
+"""What a server counts of its models, as Triton's statistics and its metrics name it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+_PHASES = ("compute_input", "compute_infer", "compute_output")
+_REASONS = ("BACKEND", "CANCELED", "OTHER", "REJECTED")
+# Name without its prefix, text, and the count of ModelStatistics that it shows.
+_COUNTERS = (
+    ("request_success", "Number of successful inference requests, all batch sizes", "successes"),
+    ("count", "Number of inferences performed (does not include cached requests)", "rows"),
+    ("exec_count", "Number of model executions performed (does not include cached requests)",
+     "successes"),
+)  # fmt: skip
+_DURATIONS = (
+    ("request", "inference request", "success_ns"),
+    ("queue", "inference queuing", "queue_ns"),
+    ("compute_input", "compute input", ""),
+    ("compute_infer", "compute inference", "infer_ns"),
+    ("compute_output", "inference compute output", ""),
+)
+
+
+@dataclass
+class ModelStatistics:
+    """Requests to one model, answered and failed, and how long they took."""
+
+    name: str
+    version: str
+    successes: int = 0
+    rows: int = 0
+    success_ns: int = 0
+    infer_ns: int = 0
+    queue_ns: int = 0
+    failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
+    fail_ns: int = 0
+    last_ms: int = 0
+    pending: int = 0
+    batches: dict[int, list[int]] = field(default_factory=dict)  # size to count and nanoseconds
+
+    def succeeded(self, rows: int, taken_ns: int) -> None:
+        """Note a request that was answered."""
+        self.successes += 1
+        self.rows += rows
+        self.success_ns += taken_ns
+        self.infer_ns += taken_ns
+        self.last_ms = time.time_ns() // 1_000_000
+        batch = self.batches.setdefault(rows, [0, 0])
+        batch[0] += 1
+        batch[1] += taken_ns
+
+    def failed(self, reason: str, taken_ns: int) -> None:
+        """Note a request that was not, for one of the reasons that Triton counts."""
+        self.failures[reason] += 1
+        self.fail_ns += taken_ns
+
+    def as_json(self) -> dict[str, Any]:
+        """Return them in the form of Triton's extension for statistics."""
+
+        def duration(count: int, nanoseconds: int) -> dict[str, int]:
+            return {"count": count, "ns": nanoseconds}
+
+        def phases(count: int, infer_ns: int) -> dict[str, Any]:
+            each = (0, infer_ns, 0)
+            return {n: duration(count, ns) for n, ns in zip(_PHASES, each, strict=True)}
+
+        return {
+            "name": self.name,
+            "version": self.version,
+            "last_inference": self.last_ms,
+            "inference_count": self.rows,
+            "execution_count": self.successes,
+            "inference_stats": {
+                "success": duration(self.successes, self.success_ns),
+                "fail": duration(sum(self.failures.values()), self.fail_ns),
+                "queue": duration(self.successes, self.queue_ns),
+                **phases(self.successes, self.infer_ns),
+                "cache_hit": duration(0, 0),
+                "cache_miss": duration(0, 0),
+            },
+            "response_stats": {},
+            "batch_stats": [
+                {"batch_size": rows, **phases(*batch)}
+                for rows, batch in sorted(self.batches.items())
+            ],
+            "memory_usage": [],
+        }
+
+
+_Values: TypeAlias = Iterable[tuple[Mapping[str, str], ModelStatistics, int]]
+
+
+def triton_metrics(models: Sequence[ModelStatistics]) -> Iterator[str]:
+    """Yield the lines of the metrics that Triton has of each model, under its names."""
+    for name, text, count in _COUNTERS:
+        values: _Values = [({}, model, getattr(model, count)) for model in models]
+        yield from _family(f"nv_inference_{name}", text, "counter", values)
+        if name == "request_success":
+            reasons: _Values = [
+                ({"reason": reason}, model, number)
+                for model in models
+                for reason, number in model.failures.items()
+            ]
+            text = "Number of failed inference requests, all batch sizes"
+            yield from _family("nv_inference_request_failure", text, "counter", reasons)
+    for name, what, field_name in _DURATIONS:
+        text = f"Cumulative {what} duration in microseconds"
+        values = [({}, e, getattr(e, field_name, 0) // 1000) for e in models]
+        yield from _family(f"nv_inference_{name}_duration_us", text, "counter", values)
+    text = "Instantaneous number of pending requests awaiting execution per-model."
+    pending: _Values = [({}, model, model.pending) for model in models]
+    yield from _family("nv_inference_pending_request_count", text, "gauge", pending)
+
+
+def _family(
+    name: str,
+    text: str,
+    kind: str,
+    values: _Values,
+) -> Iterator[str]:
+    yield f"# HELP {name} {text}"
+    yield f"# TYPE {name} {kind}"
+    for more, model, value in values:
+        labels = {"model": model.name, **more, "version": model.version}
+        yield f"{name}{{{_labels(labels)}}} {value}"
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    def escaped(text: str) -> str:
+        return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+    return ",".join(f'{name}="{escaped(text)}"' for name, text in labels.items())
+
+
+class LabelledMetric:
+    """One metric with its labels, of any kind; safe to change from several threads."""
+
+    def __init__(self, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
+        self._labels, self._buckets = dict(labels), tuple(buckets)
+        self._lock = threading.Lock()
+        self._value = 0.0
+        self._counts = [0] * len(buckets)
+        self._observed = 0
+
+    def increment(self, change: float) -> None:
+        """Add to a counter or a gauge."""
+        with self._lock:
+            self._value += change
+
+    def set(self, value: float) -> None:
+        """Set a gauge."""
+        self._value = value
+
+    def observe(self, value: float) -> None:
+        """Add a value to a histogram."""
+        with self._lock:
+            self._value += value
+            self._observed += 1
+            for number, bound in enumerate(self._buckets):
+                self._counts[number] += value <= bound
+
+    def lines(self, name: str, *, is_histogram: bool) -> Iterator[str]:
+        """Yield the lines of the exposition of this metric of a family."""
+        labels = _labels(self._labels)
+        if not is_histogram:
+            yield f"{name}{{{labels}}} {self._value:.17g}"
+            return
+        yield f"{name}_count{{{labels}}} {self._observed}"
+        yield f"{name}_sum{{{labels}}} {self._value:.17g}"
+        for bound, count in zip(self._buckets, self._counts, strict=True):
+            yield f'{name}_bucket{{{labels},le="{bound:g}"}} {count}'
+        yield f'{name}_bucket{{{labels},le="+Inf"}} {self._observed}'
+
+
+class MetricFamily:
+    """Metrics of one name, which differ in their labels."""
+
+    def __init__(self, name: str, text: str, kind: str) -> None:
+        self._name, self._text, self._kind = name, text, kind
+        self._metrics: list[LabelledMetric] = []
+
+    def Metric(self, labels: Mapping[str, str], buckets: Sequence[float] = ()) -> LabelledMetric:  # noqa: N802 - as Triton
+        """Return a new metric of this family."""
+        self._metrics.append(LabelledMetric(labels, buckets))
+        return self._metrics[-1]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the exposition."""
+        yield f"# HELP {self._name} {self._text}"
+        yield f"# TYPE {self._name} {self._kind}"
+        for metric in self._metrics:
+            yield from metric.lines(self._name, is_histogram=self._kind == "histogram")
+
+
+class MetricRegistry:
+    """The metrics that models declare; it is called as Triton's class MetricFamily is."""
+
+    GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
+
+    def __init__(self) -> None:
+        self._families: dict[str, MetricFamily] = {}
+
+    def __call__(self, *, name: str, description: str, kind: str) -> MetricFamily:
+        """Return the family of a name, which several engines may share."""
+        return self._families.setdefault(name, MetricFamily(name, description, kind))
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the exposition."""
+        for family in self._families.values():
+            yield from family.lines()

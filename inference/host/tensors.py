@@ -1,0 +1,98 @@
+"""Tensors of requests and responses: types, bytes and shapes as KServe's protocol has them."""
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from inference.backend.exchange import Array
+from inference.host.calls import InferError
+
+# KServe's types; BF16, which numpy lacks, is held as FP32.
+DATATYPES: dict[str, Any] = {
+    "BOOL": np.bool_,
+    **{f"{sign}INT{bits}": getattr(np, f"{sign.lower()}int{bits}")
+       for sign in ("", "U") for bits in (8, 16, 32, 64)},
+    "FP16": np.float16,
+    "BF16": np.float32,
+    "FP32": np.float32,
+    "FP64": np.float64,
+    "BYTES": np.object_,
+}  # fmt: skip
+_NAMES = {np.dtype(kind): name for name, kind in DATATYPES.items() if name != "BF16"}
+_SIZES = {"BF16": 2} | {
+    name: np.dtype(kind).itemsize
+    for name, kind in DATATYPES.items()
+    if name not in ("BF16", "BYTES")
+}
+_LENGTH = struct.Struct("<I")
+
+
+def array_of(raw: bytes | memoryview, datatype: str, shape: Sequence[int], *, name: str) -> Array:
+    """Return the tensor in the bytes of a request. Raises InferError for another number of them."""
+    count = math.prod(shape)
+    if datatype == "BYTES":
+        return _texts_of(raw, count, name).reshape(shape)
+    if len(raw) != count * _SIZES[datatype]:
+        raise InferError(
+            f"input byte size mismatch for input {name}. Expected {count * _SIZES[datatype]}, got "
+            f"{len(raw)}"
+        )
+    if datatype == "BF16":  # the upper half of an FP32
+        return (
+            (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
+        )
+    return np.frombuffer(raw, DATATYPES[datatype]).reshape(shape)
+
+
+def _texts_of(raw: bytes | memoryview, count: int, name: str) -> Array:
+    """Return `count` texts, each after its length in four bytes."""
+    texts, at = np.empty(count, np.object_), 0
+    for number in range(count):
+        start = at + _LENGTH.size
+        if start > len(raw) or (at := start + _LENGTH.unpack_from(raw, at)[0]) > len(raw):
+            raise InferError(f"input {name} has {number} texts in its bytes, expected {count}")
+        texts[number] = bytes(raw[start:at])
+    if at != len(raw):
+        raise InferError(f"input {name} has more bytes than {count} texts")
+    return texts
+
+
+def datatype_of(value: Any) -> str:
+    """Return KServe's name of the type of an output, an array or a torch tensor."""
+    if isinstance(value, np.ndarray):
+        return _NAMES[value.dtype]
+    kind = str(value.dtype).removeprefix("torch.")
+    return {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64"}[kind]
+
+
+def raw_of(value: Any) -> bytes:
+    """Return the bytes of an output, an array or a torch tensor."""
+    if not isinstance(value, np.ndarray):
+        value = value.contiguous().cpu()
+        half = datatype_of(value) == "BF16"
+        return bytes((value.view(_int16()) if half else value).numpy().tobytes())
+    if value.dtype != np.object_:
+        return value.tobytes()
+    texts = [each if isinstance(each, bytes) else str(each).encode() for each in value.reshape(-1)]
+    return b"".join(part for text in texts for part in (_LENGTH.pack(len(text)), text))
+
+
+def _int16() -> Any:
+    import torch
+
+    return torch.int16
+
+
+def json_values(value: Any) -> list[Any]:
+    """Return the elements of an output as JSON has them, in one list."""
+    if not isinstance(value, np.ndarray):
+        value = value.float().cpu().numpy()
+    if value.dtype == np.object_:
+        return [
+            each.decode(errors="replace") if isinstance(each, bytes) else each
+            for each in value.reshape(-1)
+        ]
+    return list(value.reshape(-1).tolist())

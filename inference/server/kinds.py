@@ -1,0 +1,14 @@
+"""The kinds of server that can serve a repository."""
+
+import os
+import shutil
+
+SLIPWAY, TRITONSERVER, AUTO = "slipway", "tritonserver", "auto"
+SERVERS = (AUTO, SLIPWAY, TRITONSERVER)
+OWN_NAME = "the server"  # of this project's own, in messages
+SERVER_VARIABLE = "TRITON_SERVER"
+
+
+def has_triton() -> bool:
+    """Return whether a tritonserver is at hand: named in TRITON_SERVER, or on PATH."""
+    return bool(os.environ.get(SERVER_VARIABLE) or shutil.which(TRITONSERVER))

@@ -1,0 +1,326 @@
+"""A server of this project's own, front and engine in one process, as its owner sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from inference.front.access import OpenAIOptions
+from inference.front.link import HostSettings, Question, Readiness, Reload
+from inference.parent_process import LinkedProcess
+from inference.process_memory import memory_variables
+from inference.server.admin import RefusalError
+from inference.server.health import Health, Target
+from inference.server.kinds import OWN_NAME
+from inference.server.process import ServedProcess
+from inference.server.supervisor import ServerWatch, descendants
+
+_PROGRAM = (sys.executable, "-m", "inference.front")
+_POLL_S = 0.02
+_END_S = 5.0  # for a process that was killed to go
+
+
+@dataclass(eq=False)
+class SlipwayServer(ServedProcess):
+    """One process that serves a repository, and those that it starts.
+
+    Attributes:
+        openai: adds an endpoint of OpenAI's protocol.
+        hidden: width of the hidden states that an encoder takes, if it is known.
+    """
+
+    model_repository: Path | str
+    _: KW_ONLY
+    openai: OpenAIOptions | None = None
+    hidden: int | None = None
+
+    name = OWN_NAME
+
+    def __post_init__(self) -> None:
+        if self.openai is not None:
+            self.ports = {**self.ports, "openai": self.openai.port}
+        super().__post_init__()
+        self._health: Health | None = None
+        self._watch: ServerWatch | None = None
+        self._link: HostLink | None = None
+
+    @property
+    def openai_url(self) -> str | None:
+        """Base URL of OpenAI's protocol for clients on this machine, None without it."""
+        if "openai" not in self.ports:
+            return None
+        scheme = "https" if self.uses_tls else "http"
+        return f"{scheme}://{self.address('openai')}/v1"
+
+    def start(
+        self,
+        *,
+        timeout_s: float,
+        progress: Callable[[str], None] = lambda _: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the server and return once every model has answered a small request.
+
+        `check` is called repeatedly; an exception that it raises ends the start. Raises
+        ServerStartError: a port is taken, the server ended, a model failed or time ran out; no
+        process is left then.
+        """
+        self._check_ports()
+        self._choose_ports()
+        try:
+            self._launch()
+            self._await_ready(time.monotonic() + timeout_s, timeout_s, progress, check)
+        except BaseException:
+            self.stop(drain_s=0)
+            raise
+
+    def _launch(self) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path.write_bytes(b"")
+        checkout = Path(__file__).resolve().parents[2]
+        self._process = LinkedProcess(
+            _PROGRAM,
+            [str(self.model_repository)],  # for the list of processes alone
+            log_path=self.log_path,
+            env={**os.environ, **memory_variables(), **self.env},
+            cwd=checkout,
+        )
+        self._link = HostLink(self._process.link)
+        settings = HostSettings(
+            Path(self.model_repository).absolute(),
+            self.hidden,
+            self.host,
+            self.ports,
+            self.access,
+            self.openai,
+            Path.cwd(),
+        )
+        self._link.send(settings)
+
+    def _await_ready(
+        self,
+        deadline: float,
+        timeout_s: float,
+        progress: Callable[[str], None],
+        check: Callable[[], None],
+    ) -> None:
+        process, link = self._process, self._link
+        assert process is not None
+        assert link is not None
+        while not link.models:
+            check()
+            if (status := process.poll()) is not None:
+                link.read_all()
+            for said in link.said():
+                progress(said)
+            if link.failures:
+                self._fail("the server cannot serve this repository:", link.failures)
+            if status is not None:
+                self._fail(f"the server ended with status {status} before it was ready:")
+            if time.monotonic() > deadline:
+                self._fail(f"the server was not ready after {timeout_s:g} s:", link.loading())
+            link.wait(_POLL_S)
+        self.models = link.models
+        self._watch = ServerWatch(process.pid)
+        self._watch.is_ready = True
+        progress("ready")
+
+    def watch_answers(self, **times: float) -> None:
+        """Make `failure` report models that are loaded but do not answer.
+
+        Each gets a small request every few seconds; `times` are those of `Health`.
+        """
+        assert self._process is not None, "the server was not started"
+        pid, link = self._process.pid, self._link
+        assert link is not None
+
+        def processes() -> list[int]:
+            return [pid, *descendants(pid)]
+
+        targets = [
+            Target(
+                f"model {name}" if name else "the server",
+                ask=lambda timeout_s, name=name: link.ask(name, timeout_s=timeout_s),  # type: ignore[misc]
+                advanced=link.advanced,
+                processes=processes,
+            )
+            for name in ("", *self.models)
+        ]
+        self._health = Health(targets, tell=self.tell_ready, **times)
+
+    def tell_ready(self, is_ready: bool) -> None:
+        """Have the server say whether it is ready."""
+        assert self._link is not None
+        self._link.send(Readiness(Path(), is_ready))
+
+    def last_used(self) -> float:
+        """Return the Unix time of the last request of a client."""
+        assert self._link is not None
+        return self._link.used
+
+    def can_have_a_successor(self) -> bool:
+        """Return whether another repository can take the place of this one: always."""
+        return True
+
+    def reload(self, *, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+        """Serve the repository as it is now; requests under way end where they began.
+
+        Raises ValueError if it cannot be served; what was loaded is served on.
+        """
+        link = self._link
+        assert link is not None
+        link.models, link.kept = (), ""
+        link.send(Reload(Path(self.model_repository).absolute()))
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not link.models:
+                check()
+                if link.kept or self.poll() is not None or time.monotonic() > deadline:
+                    raise ValueError(link.kept or "the server did not load the new repository")
+                link.wait(_POLL_S)
+        finally:
+            link.models = link.models or self.models
+        self.models = link.models
+
+    def _fault(self) -> str | None:
+        assert self._watch is not None
+        if loss := self._watch.loss():
+            return loss
+        return self._health.failure() if self._health is not None else None
+
+    def _lost(self) -> str:
+        if self._link is None:
+            return ""
+        if self.poll() is not None:
+            self._link.read_all()
+        return self._link.lost
+
+    def stop(self, *, drain_s: float = 30.0) -> None:
+        """End the server and everything it started; running requests get `drain_s` to finish."""
+        if self._health is not None:
+            self._health.stop()
+        process = self._process
+        if process is None:
+            return
+        below = descendants(process.pid)
+        if self.poll() is None and drain_s > 0:
+            process.terminate()
+            self._ended_within(drain_s)
+        below += descendants(process.pid)
+        for pid in (process.pid, *below):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._ended_within(_END_S)
+        process.link.close()
+
+
+class HostLink:
+    """The owner's end of the connection to a server: orders there, events back.
+
+    Attributes:
+        models: those that are served, none before they are ready.
+        failures: why it cannot serve.
+        lost: why it is about to end.
+        kept: why it has not loaded another repository.
+        used: Unix time of the last request.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.models: tuple[str, ...] = ()
+        self.failures: tuple[str, ...] = ()
+        self.lost = self.kept = ""
+        self.used = time.time()
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._said: list[str] = []
+        self._loading: list[str] = []
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, str] = {}
+        self._advanced = 0.0
+        self._reader = threading.Thread(target=self._read, name="host", daemon=True)
+        self._reader.start()
+
+    def send(self, record: object) -> None:
+        """Send an order."""
+        with self._sending, contextlib.suppress(OSError):  # its exit status reports its end
+            self._connection.send(record)
+
+    def read_all(self) -> None:
+        """Read what a server that has ended has sent."""
+        self._reader.join(_END_S)
+
+    def wait(self, limit_s: float) -> None:
+        """Wait for an event."""
+        with self._changed:
+            self._changed.wait(limit_s)
+
+    def said(self) -> list[str]:
+        """Return what the server has said since the last time."""
+        said, self._said = self._said, []
+        return said
+
+    def loading(self) -> list[str]:
+        """Return which models are loading, for a start that takes too long."""
+        return [f"still loading {', '.join(self._loading)}"] if self._loading else []
+
+    def ask(self, model: str, *, timeout_s: float) -> None:
+        """Have a model answer a small request; "" asks the server itself.
+
+        Raises ConnectionError for silence, RefusalError for an error.
+        """
+        number = next(self._numbers)
+        self.send(Question(number, model))
+        with self._changed:
+            answered = self._changed.wait_for(lambda: number in self._answers, timeout_s)
+        if not answered:
+            raise ConnectionError(f"no answer within {timeout_s:g} s")
+        code, _, words = self._answers.pop(number).partition(" ")
+        if code and code not in ("UNAVAILABLE", "INVALID_ARGUMENT"):
+            raise RefusalError(code, words)
+
+    def advanced(self) -> float:
+        """Return a number that grows with what the server has finished."""
+        with contextlib.suppress(ConnectionError):
+            self.ask("", timeout_s=1.0)
+        return self._advanced
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                event, _, about = self._connection.recv_bytes().decode().partition(" ")
+                with self._changed:
+                    self._take(event, about)
+                    self._changed.notify_all()
+
+    def _take(self, event: str, about: str) -> None:
+        if event == "says":
+            self._said.append(about)
+            does, _, model = about.partition(" ")
+            if does == "loading":
+                self._loading.append(model)
+            elif model in self._loading:
+                self._loading.remove(model)
+        elif event == "ready":
+            self.models = tuple(sorted(about.split(" ")))
+        elif event == "used":
+            self.used = time.time()
+        elif event == "answered":
+            number, advanced, answer = about.split(" ", 2)
+            self._answers[int(number)], self._advanced = answer, float(advanced)
+        elif event == "failed":
+            self.failures = tuple(json.loads(about))
+        elif event == "lost":
+            self.lost = about
+        elif event == "kept":
+            self.kept = about
