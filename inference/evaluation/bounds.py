@@ -1,4 +1,4 @@
-"""Bounds as they are written: a sentence about paired samples, and limits of a metric."""
+"""Bounds as they are written: sentences about paired samples, and limits of a metric."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from inference.evaluation.statistics import is_number
 from inference.evaluation.task import Metric
 
 _SENTENCE = re.compile(
-    r"no (?P<word>drop|rise)(?: of more than (?P<amount>\d+(?:\.\d+)?) ?(?P<unit>points?|%)?)?"
-    r" at (?P<confidence>\d+(?:\.\d+)?) ?%"
+    r"no (?P<word>drop|rise|change)"
+    r"(?: of more than (?P<amount>\d+(?:\.\d+)?) ?(?P<unit>points?|%)?)?"
+    r"(?: at (?P<confidence>\d+(?:\.\d+)?) ?%)?(?P<advisory>, advisory)?"
 )
+CHANGE = "change"
 EXAMPLE = "no drop of more than 1 point at 95 %"
+# The change that "no change" allows unless it says how much, of a metric's unit. Equal runs move a
+# perplexity by about 1e-6 % on one machine, and by 1e-4 % between kinds of processors.
+_EQUAL = {"fraction": (0.0, "point"), "perplexity": (0.01, "%")}
+_EQUAL_ELSEWHERE = (0.01, "%")
 
 
 @dataclass(frozen=True)
@@ -25,53 +31,71 @@ class PairedBound:
     """A bound's sentence, taken apart.
 
     Attributes:
-        amount: of the drop that is allowed, in `unit`: "point", "%" of the baseline, or "", the
-            metric's own.
-        confidence: above 0.5 and below 1.
+        word: drop, rise, or change, which is of each sample and in either direction.
+        amount: of what is allowed, in `unit`: "point", "%" of the baseline, or "", the metric's
+            own; None where the sentence names none.
+        confidence: above 0.5 and below 1; of a change, which is seen and not inferred, 1.
+        is_advisory: whether it is reported, but does not decide.
     """
 
     word: str
-    amount: float
+    amount: float | None
     unit: str
     confidence: float
+    is_advisory: bool = False
 
     @classmethod
     def parse(cls, sentence: str) -> PairedBound:
         """Return what a sentence says. Raises ValueError if it is none."""
         found = _SENTENCE.fullmatch(" ".join(sentence.split()))
-        confidence = 0.0 if found is None else float(found["confidence"]) / 100
-        if found is None or not 0.5 < confidence < 1:
+        confidence, is_change = 0.0, found is not None and found["word"] == CHANGE
+        if found is not None:
+            confidence = float(found["confidence"] or 100 * is_change) / 100
+        if found is None or is_change != (confidence == 1) or not 0.5 < confidence <= 1:
             raise ValueError(
-                f"{sentence!r} is not a bound; write {EXAMPLE!r} (or rise, a number in the "
-                "metric's unit, or % of the baseline; above 50 % and below 100 %)."
+                f"{sentence!r} is not a bound; write 'no change', or {EXAMPLE!r} (or rise, a "
+                "number in the metric's unit, or % of the baseline; above 50 % and below 100 %), "
+                "with ', advisory' behind it where it does not decide."
             )
+        amount = None if found["amount"] is None else float(found["amount"])
         unit = (found["unit"] or "").rstrip("s")
-        return cls(found["word"], float(found["amount"] or 0.0), unit, confidence)
+        return cls(found["word"], amount, unit, confidence, found["advisory"] is not None)
 
     def margin(self, baseline: Metric) -> float:
-        """Return the drop that is allowed, on the scale on which samples are averaged.
+        """Return what is allowed, on the scale on which samples are averaged.
 
         Raises:
             ValueError: the metric has no such unit or direction, or is not a mean over samples.
         """
         word = "drop" if baseline.higher_is_better else "rise"
-        if self.word != word:
+        if self.word not in (word, CHANGE):
             raise ValueError(f"{baseline.name} gets worse by a {word}; write 'no {word}'.")
-        if not baseline.scale:
-            raise ValueError(f"{baseline.name} is made of all answers together; use margin.")
+        if self.word != CHANGE and not baseline.scale:
+            raise ValueError(
+                f"{baseline.name} is made of all answers together; use 'no change', or margin."
+            )
         if self.unit == "point" and baseline.unit != "fraction":
             raise ValueError(f"{baseline.name} is not measured in points; write a number or %.")
-        amount = self.amount / 100 if self.unit else self.amount
+        number, unit = self.amount, self.unit
+        if number is None:
+            is_change = self.word == CHANGE
+            number, unit = _EQUAL.get(baseline.unit, _EQUAL_ELSEWHERE) if is_change else (0.0, "")
+        amount = number / 100 if unit else number
         if baseline.scale == "exp":
-            share = amount if self.unit == "%" else amount / baseline.value
+            share = amount if unit == "%" else amount / baseline.value
             return math.log1p(share)
-        return amount * abs(baseline.value) if self.unit == "%" else amount
+        return amount * abs(baseline.value) if unit == "%" else amount
+
+
+def sentences_of(bound: Bound) -> list[str]:
+    """Return the sentences of a bound, which stand with semicolons between them."""
+    return [each.strip() for each in (bound.paired or "").split(";") if each.strip()]
 
 
 def parse_bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
     """Return the bounds of `evaluate.gate` by metric, and what is wrong with the rest.
 
-    A bound is a sentence, or a mapping of its limits.
+    A bound is a sentence or several, or a mapping of its limits.
     """
     known = [each.name for each in fields(Bound)]
     bounds: dict[str, Bound] = {}
@@ -104,7 +128,8 @@ def _limit_problem(name: str, value: Any, known: Sequence[str]) -> str:
     if name != "paired":
         return "" if is_number(value) else f"={value}: expected a number."
     try:
-        PairedBound.parse(str(value))
+        for sentence in sentences_of(Bound(paired=str(value))) or [str(value)]:
+            PairedBound.parse(sentence)
     except ValueError as error:
         return f": {error}"
     return ""

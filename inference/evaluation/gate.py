@@ -10,16 +10,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from inference.evaluation.bounds import PairedBound
+from inference.evaluation.bounds import CHANGE, PairedBound, sentences_of
 from inference.evaluation.options import Bound
 from inference.evaluation.paired_tests import (
     ASSUMED_CHANGE,
+    MOST_LOST,
+    MOST_NATS_LOST,
     POWER,
     Pairs,
     check_drop,
     holm,
     samples_needed,
+    samples_to_hold,
     smallest_drop,
+    unseen_share,
 )
 from inference.evaluation.statistics import growth
 from inference.evaluation.task import Metric
@@ -47,6 +51,8 @@ class Verdict:
         p_value: chance of a drop like this if the bound held; of several bounds, Holm's.
         samples: pairs that were compared.
         needed: samples that would decide, where they are insufficient; None where none would.
+        unseen: where they are insufficient, the share of samples that could be hurt without one of
+            them being among those compared.
         smallest: the smallest drop that 80 % of runs would catch, as `drop` is given.
         note: what the bound cannot show.
         remedy: what to do about a breach, where that is known.
@@ -67,6 +73,7 @@ class Verdict:
     p_value: float | None = None
     samples: int | None = None
     needed: int | None = None
+    unseen: float | None = None
     smallest: float | None = None
     note: str = ""
     remedy: str = ""
@@ -79,6 +86,8 @@ class Verdict:
             parts.append("no number of samples would decide, allow more")
         elif self.status == INSUFFICIENT:
             parts.append(f"{self.needed:,} samples would decide")
+        if self.unseen is not None:
+            parts.append(f"up to {100 * self.unseen:.2g} % of all samples could be hurt unseen")
         if self.smallest is not None:
             parts.append(f"80 % of runs catch {amount_text(self.smallest, self.unit)}")
         return "; ".join(part for part in (*parts, self.note, self.remedy) if part)
@@ -183,7 +192,8 @@ def apply_gate(measured: Iterable[Measured], bounds: Mapping[str, Bound]) -> Gat
         ValueError: a bound names a metric that was not measured.
     """
     by_name = {each.metric.name: each for each in measured}
-    relative = sum(bound.paired is not None for bound in bounds.values())
+    sentences = [PairedBound.parse(each) for b in bounds.values() for each in sentences_of(b)]
+    relative = sum(each.word != CHANGE for each in sentences)
     found: list[Verdict] = []
     for name, bound in bounds.items():
         if name not in by_name:
@@ -194,8 +204,7 @@ def apply_gate(measured: Iterable[Measured], bounds: Mapping[str, Bound]) -> Gat
         found += _absolute(by_name[name], bound)
         if bound.margin is not None or bound.sigmas is not None:
             found.append(_unpaired(by_name[name], bound))
-        if bound.paired is not None:
-            found.append(_paired(by_name[name], bound.paired, relative))
+        found += [_sentence(by_name[name], each, relative) for each in sentences_of(bound)]
     decided = (
         replace(each, remedy=by_name[each.metric].remedy) if each.status == BREACHED else each
         for each in _with_holm(found)
@@ -237,26 +246,62 @@ def _unpaired(own: Measured, bound: Bound) -> Verdict:
     )
 
 
-def _paired(own: Measured, sentence: str, bounds: int) -> Verdict:
-    """Return what the samples show about a sentence; whether it is breached is left to Holm."""
-    metric, baseline, pairs, moved = own.metric, own.baseline, own.pairs, own.moved
+def _sentence(own: Measured, sentence: str, tested: int) -> Verdict:
+    """Return the verdict of one sentence, of which `tested` are tested together."""
+    bound, baseline = PairedBound.parse(sentence), own.baseline
     assert baseline is not None
-    assert pairs is not None
-    bound = PairedBound.parse(sentence)
     margin = bound.margin(baseline)
-    alpha = 1 - bound.confidence
-    bounded = metric.unit == "fraction"
-    if lost := sum(not math.isfinite(each) for each in pairs.new):
-        note = f"{lost:,} of {len(pairs.new):,} samples have no finite score"
-        return own.verdict(sentence, BREACHED, baseline=baseline.value, note=note)
-    check = partial(check_drop, pairs, confidence=bound.confidence, bounded=bounded)
+    if bound.is_advisory:
+        own, sentence = replace(own, tier=ADVISORY), sentence.rpartition(",")[0]
+    if bound.word == CHANGE:
+        return _unchanged(own, sentence, baseline, margin)
+    return _paired(own, sentence, baseline, margin, (1 - bound.confidence, tested))
+
+
+def _unchanged(own: Measured, sentence: str, baseline: Metric, margin: float) -> Verdict:
+    """Return whether the samples changed by no more than `margin` on average, in any direction.
+
+    Nothing is inferred: that is the most by which the metric itself can have moved.
+    """
+    metric, pairs = own.metric, own.pairs
+    if pairs is None:
+        change = abs(metric.value - baseline.value)
+        note = f"changed by {change:.4g} from {baseline.value:.6g}, {margin:.4g} is allowed"
+    else:
+        sizes = abs(pairs.losses())
+        change = float(sizes.mean())
+        found, allowed = (amount_text(each, metric.unit) for each in (change, margin))
+        changed = sum(new != old for new, old in zip(pairs.new, pairs.old, strict=True))
+        note = (
+            f"{changed:,} of {len(sizes):,} samples changed, on average by {found} in either "
+            f"direction; {allowed} is allowed"
+        )
+    status = HELD if change <= margin else BREACHED
+    if status == BREACHED and change <= margin + own.moved:
+        status = INSUFFICIENT
+        note += "; the load alone moves it as far"
+    return own.verdict(sentence, status, baseline=baseline.value, note=note)
+
+
+def _paired(
+    own: Measured, sentence: str, baseline: Metric, margin: float, level: tuple[float, int]
+) -> Verdict:
+    """Return what the samples show about a sentence; whether it is breached is left to Holm.
+
+    `level` is the chance of an error that is allowed, and the number of sentences that share it.
+    """
+    metric, pairs, moved = own.metric, own.pairs, own.moved
+    assert pairs is not None
+    alpha, tested = level
+    check = partial(check_drop, pairs, confidence=1 - alpha, bounded=metric.unit == "fraction")
     test = check(margin)
     p_breached, is_held = test.p_breached, test.p_held <= alpha
     if moved:
         p_breached = check(margin + moved).p_breached
         is_held = moved < margin and check(margin - moved).p_held <= alpha
     notes = [f"the load moves it by {amount_text(moved, metric.unit)}"] if moved else []
-    if test.high < -margin - moved:
+    better = check_drop(pairs.reversed, 0.0, confidence=1 - alpha)
+    if better.low > margin + moved:
         notes.append("better than the bound would let it be worse: check model, data and prompts")
     deviation = test.deviation
     if pairs.is_binary:  # what changed to the worse and to the better alike
@@ -270,9 +315,10 @@ def _paired(own: Measured, sentence: str, bounds: int) -> Verdict:
         high=test.high,
         p_value=p_breached,
         samples=test.count,
-        needed=samples_needed(test, margin, alpha=alpha, bounded=bounded),
+        needed=samples_needed(test, margin, alpha=alpha),
+        unseen=unseen_share(test.count, alpha=alpha) if test.drop < margin else None,
         smallest=smallest_drop(
-            test.count, deviation, margin + moved, alpha=alpha / bounds, binary=pairs.is_binary
+            test.count, deviation, margin + moved, alpha=alpha / tested, binary=pairs.is_binary
         ),
         note="; ".join(notes),
     )
@@ -288,20 +334,29 @@ def _with_holm(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
             p_value = next(adjusted)
             is_breached = p_value <= 1 - PairedBound.parse(each.bound).confidence
             each = replace(each, p_value=p_value, status=BREACHED if is_breached else each.status)
-        found.append(replace(each, needed=each.needed if each.status == INSUFFICIENT else None))
+        if each.status != INSUFFICIENT:
+            each = replace(each, needed=None, unseen=None)
+        found.append(each)
     return tuple(found)
 
 
 def detectable(baseline: Mapping[str, Metric], bounds: Mapping[str, Bound]) -> list[str]:
-    """Return, for each paired bound, the smallest drop that 80 % of runs would catch.
+    """Return, for each tested sentence, the smallest drop that 80 % of runs would catch.
 
-    As long as there is no run, healthy ones are assumed to change 2 % of the answers.
+    As long as there is no run, healthy ones are assumed to change 2 % of the answers. Where even a
+    run without any change could not hold, the line says how many samples could.
     """
-    sentences = {name: bound.paired for name, bound in bounds.items() if bound.paired is not None}
+    found = [
+        (name, sentence, PairedBound.parse(sentence))
+        for name, bound in bounds.items()
+        for sentence in sentences_of(bound)
+    ]
+    tested = [each for each in found if each[2].word != CHANGE]
     lines = []
-    for name, sentence in sentences.items():
-        metric, bound = baseline[name], PairedBound.parse(sentence)
-        margin, alpha = bound.margin(metric), (1 - bound.confidence) / len(sentences)
+    for name, sentence, bound in tested:
+        metric = baseline[name]
+        margin, level = bound.margin(metric), 1 - bound.confidence
+        alpha = level / len(tested)
         # A mean's standard error gives the deviation of one sample; a perplexity's is relative.
         one = metric.stderr * math.sqrt(metric.count)
         one /= metric.value if metric.scale == "exp" else 1.0
@@ -310,8 +365,13 @@ def detectable(baseline: Mapping[str, Metric], bounds: Mapping[str, Bound]) -> l
             metric.count, deviation, margin, alpha=alpha, binary=metric.is_share
         )
         caught = "no drop" if smallest is None else amount_text(smallest, metric.unit)
+        most = MOST_LOST if metric.unit == "fraction" else MOST_NATS_LOST
+        needed = samples_to_hold(margin, most, alpha=level)
+        few = f"; {needed:,.0f} samples without a change would hold it"
         lines.append(
             f"{name}: {sentence}: {100 * POWER:.0f} % of runs over {metric.count:,} samples catch "
             f"{caught}, if {100 * ASSUMED_CHANGE:.0f} % of the answers change without a cause"
+            + few
+            * (metric.count < needed < math.inf and not metric.is_share)
         )
     return lines

@@ -49,12 +49,14 @@ def compare_metric(
         return Comparison(metric.name, metric.value, reference_value, difference)
     low = high = p_value = None
     if pairs := pairs_of(metric, both):
-        test = check_drop(pairs, 0.0, confidence=_ONE_SIDED, bounded=metric.unit == "fraction")
+        worse, better = (
+            check_drop(each, 0.0, confidence=_ONE_SIDED) for each in (pairs, pairs.reversed)
+        )
         difference, *limits = (
-            _in_unit(metric, pairs, each) for each in (test.drop, test.low, test.high)
+            _in_unit(metric, pairs, each) for each in (worse.drop, worse.low, -better.low)
         )
         low, high = sorted(limits)
-        p_value = min(1.0, 2 * min(test.p_breached, test.p_held))
+        p_value = min(1.0, 2 * min(worse.p_breached, better.p_breached))
     disagreeing = [new.index for new, old in both if new.values[name] != old[name]]
     is_share = metric.unit == "fraction"
     return Comparison(

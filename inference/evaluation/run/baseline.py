@@ -8,7 +8,7 @@ from typing import Any
 
 from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replace_file
-from inference.evaluation.bounds import PairedBound
+from inference.evaluation.bounds import PairedBound, sentences_of
 from inference.evaluation.options import Bound
 from inference.evaluation.paired import pairs_of
 from inference.evaluation.paired_tests import Pairs
@@ -93,8 +93,9 @@ class Baseline:
             if metric is None:
                 known = ", ".join(self.metrics) or "none"
                 found.append(f"{key}: the baseline has no {name}; it has {known}; {_REMEDY}")
-            elif bound.paired is not None and (reason := self._not_paired(metric, bound.paired)):
-                found.append(f"{key}{reason}")
+                continue
+            reasons = (self._not_paired(metric, each) for each in sentences_of(bound))
+            found += [f"{key}{reason}" for reason in reasons if reason]
         return found
 
     def _not_paired(self, metric: Metric, sentence: str) -> str:
@@ -103,7 +104,8 @@ class Baseline:
             PairedBound.parse(sentence).margin(metric)
         except ValueError as error:
             return f"={sentence}: {error}"
-        if any(metric.sample_value in each.quantities for each in self.scores.values()):
+        stored = (each.quantities for each in self.scores.values())
+        if not metric.scale or any(metric.sample_value in each for each in stored):
             return ""
         return (
             f": the baseline ({self.source}) keeps no scores of samples, as those of earlier "
