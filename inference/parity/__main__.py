@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from inference.parity.comparison import ParityReport
 
 _MOST_LISTED = 20
+_WEIGHTS_ALONE = 3  # the exit status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=textwrap.dedent(
             """
             exit status: 0 when nothing deviates, 1 when something does, 2 when the two cannot be
-            compared.
+            compared, 3 when the weights are equal and no layer could be computed.
             """
         ).strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -101,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in str(error).split("\n"):
             complain(f"error: {line}")
         return 2
+    if report.weights_alone:
+        return _WEIGHTS_ALONE
     return 0 if report.equal else 1
 
 
@@ -134,7 +137,7 @@ def _weights(report: ParityReport) -> Iterator[str]:
     missing = [f"{name} is missing" for name in weights.missing]
     others = [f"{name} is not of this source; not compared" for name in weights.not_compared]
     settings = [f"config.ini: {setting}" for setting in weights.settings]
-    for lines in (files, missing, others, settings):
+    for lines in (files, missing, [*weights.conflicts], others, settings):
         if len(lines) > _MOST_LISTED:
             lines[_MOST_LISTED:] = [f"... and {len(lines) - _MOST_LISTED} more like these"]
         yield from (f"         {line}" for line in lines)
@@ -156,7 +159,10 @@ def _table(rows: Sequence[ActivationDifference]) -> str:
 def _verdict(report: ParityReport) -> Iterator[str]:
     place, file = report.first_place, report.first_file
     if report.equal:
-        yield "equal within the tolerance" if report.activations else "equal: every weight"
+        yield "equal within the tolerance"
+        return
+    if report.weights_alone:
+        yield "every weight is the same; no layer was compared"
         return
     if place is not None:
         yield (
@@ -170,6 +176,8 @@ def _verdict(report: ParityReport) -> Iterator[str]:
 
 def _remedy(report: ParityReport) -> str:
     weights = report.weights
+    if weights.conflicts:
+        return "the source is more than the folder, or contradicts itself, as listed above"
     if weights.differences or weights.missing:
         return "the folder was damaged or made of another checkpoint; convert it again"
     if weights.settings:

@@ -65,16 +65,23 @@ class ParityReport:
 
     @property
     def equal(self) -> bool:
-        """Return whether nothing deviates.
+        """Return whether every weight is equal and no layer deviates.
 
-        Settings decide only where no layers could be computed to see whether they matter, and
-        where nothing was added to the source that would explain them.
+        Layers that were not computed are not equal. Settings of config.ini show in the layers.
+        """
+        computed = bool(self.activations) and not self.uncomputed
+        return self.weights.equal and computed and self.first_place is None
+
+    @property
+    def weights_alone(self) -> bool:
+        """Return whether all that could be compared is equal, and no layer could be.
+
+        There settings decide, unless something was added to the source that would explain them.
         """
         weights = self.weights
-        unseen = not self.activations and not weights.not_compared and bool(weights.settings)
-        deviates = bool(weights.differences or weights.missing or self.first_place)
+        unexplained = weights.settings and not weights.not_compared
         # A folder that cannot be computed is not equal to a source that can.
-        return not deviates and not unseen and not (self.source and self.uncomputed)
+        return weights.equal and not (self.activations or self.source or unexplained)
 
     def to_json(self) -> str:
         """Return everything as JSON."""
@@ -86,7 +93,8 @@ class ParityReport:
             "place": self.first_place and str(self.first_place.place),
             "file": self.first_file and self.first_file.file,
         }
-        found = {"equal": self.equal, "first_deviation": first, **values}
+        states = {"equal": self.equal, "weights_alone": self.weights_alone}
+        found = {**states, "first_deviation": first, **values}
         return json.dumps(_plain(found), indent=1, allow_nan=False)
 
 

@@ -28,6 +28,7 @@ _ROUNDING = {"fp32": 1e-6, "fp16": 2.0**-10, "bf16": 2.0**-7}
 # are used.
 _TOKEN_IDS = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id", "pad_id")
 _UNCOMPARED_SETTINGS = ("model_name", "name_or_path", "tensor_para_size", "weight_data_type")
+_TIE, _TABLES = "tie_word_embeddings", ("model.wte", "model.lm_head.weight")
 _LAYER = re.compile(r"\.(?:layers?|block)\.(\d+)\.")
 
 
@@ -61,6 +62,7 @@ class WeightComparison:
         missing: tensors that the source makes and the folder lacks.
         not_compared: tensors of the folder that the source does not make.
         settings: differences of config.ini.
+        conflicts: what the source has and the folder cannot be equal to, one sentence each.
     """
 
     format: str
@@ -71,6 +73,12 @@ class WeightComparison:
     missing: tuple[str, ...]
     not_compared: tuple[str, ...]
     settings: tuple[str, ...]
+    conflicts: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Return whether the folder has every weight of the source, as it is there."""
+        return not (self.differences or self.missing or self.conflicts)
 
 
 def source_plan(
@@ -124,7 +132,33 @@ def compare_weights(plan: ConversionPlan, reader: FTReader) -> WeightComparison:
         missing=tuple(sorted(needed - set(reader.names()), key=_order)),
         not_compared=tuple(name for name in reader.names() if name not in planned),
         settings=settings,
+        conflicts=(*_unread(plan), *_wrong_tie(plan, reader)),
     )
+
+
+def _unread(plan: ConversionPlan) -> Iterator[str]:
+    """Yield the source's tensors of which the folder holds nothing."""
+    facts, mapping = plan.facts, plan.mapping
+    read = {key for item in plan.tensors for key, _ in item.reads}
+    used = {facts.resolve(key) for key in (*read, *mapping.copies(facts, plan.config))}
+    for key in facts.keys():  # noqa: SIM118 - not a mapping
+        if key not in used and not mapping.is_ignored(key):
+            yield f"{key} of the source is not in the folder"
+
+
+def _wrong_tie(plan: ConversionPlan, reader: FTReader) -> Iterator[str]:
+    """Yield that a source has two tables of tokens, and says that they are one."""
+    is_tied = plan.facts.reader.format == "huggingface" and plan.facts.config.get(_TIE) is True
+    read = {item.tensor.name: {key for key, _ in item.reads} for item in plan.tensors}
+    is_one = set.intersection(*(read.get(name, set()) for name in _TABLES))
+    if is_tied and not is_one and all(map(reader.has, _TABLES)):
+        table, head = (reader.read(name) for name in _TABLES)
+        count = min(len(table), len(head))  # one may be padded
+        if not torch.equal(table[:count], head[:count]):
+            yield (
+                f"the source has a head that differs from its embedding, and {_TIE}=true: which "
+                "of them a library takes depends on its version"
+            )
 
 
 def _check_sizes(items: Sequence[TensorPlan], reader: FTReader, settings: Sequence[str]) -> None:

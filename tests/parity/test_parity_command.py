@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.parity.__main__ import main
@@ -154,6 +155,25 @@ def test_a_change_that_no_layer_shows_is_found_in_the_files(tmp_path: Path) -> N
     assert report.first_file.tensor == "model.wpe"
 
 
+def test_a_tensor_that_the_folder_leaves_out_is_a_deviation(tmp_path: Path) -> None:
+    source, ft_dir = write_pair("llama", tmp_path)
+    weights = load_file(source / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.bias"
+    save_file({**weights, name: torch.ones(24)}, source / "model.safetensors", {"format": "pt"})
+    report = found(source, ft_dir)
+    assert not report.equal
+    assert report.weights.conflicts == (f"{name} of the source is not in the folder",)
+
+
+def test_a_head_of_its_own_beside_a_tie_is_a_deviation(tmp_path: Path) -> None:
+    source, ft_dir = write_pair("llama", tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    report = found(source, ft_dir)
+    assert not report.equal
+    assert "tie_word_embeddings=true" in report.weights.conflicts[0]
+
+
 def test_values_that_are_not_finite_are_a_deviation(tmp_path: Path) -> None:
     source, ft_dir = write_pair("gpt2", tmp_path)
     file = ft_dir / "model.layers.0.mlp.dense_h_to_4h.bias.0.bin"
@@ -193,8 +213,9 @@ def test_nemo_archive_is_compared_by_its_tensors(
     source = write_nemo(tmp_path / "gpt.nemo", **layout)
     ft_dir = convert_to(source, tmp_path)
     words = ["--checkpoint-path", str(source), "--ft-dir", str(ft_dir)]
-    assert main(words) == 0
+    assert main(words) == 3
     reported = capsys.readouterr().out
+    assert "every weight is the same; no layer was compared" in reported
     assert "52 tensors in 76 files, as the converter would write them" in reported
     assert "this nemo checkpoint is computed by NVIDIA's nemo_toolkit" in reported
     damage(ft_dir / "model.layers.3.mlp.dense_h_to_4h.weight.1.bin", 9)
@@ -257,7 +278,8 @@ def test_missing_library_is_named_and_the_weights_are_compared(
         pytest.skip("megatron-core is installed")
     source = shared / "golden" / "gpt_mcore" / "gpt_tp2" / "source" / "model.nemo"
     report = found(source, convert_to(source, tmp_path))
-    assert report.equal
+    assert report.weights_alone
+    assert not report.equal
     assert report.weights.tensors == 28
     assert "pip install 'megatron-core>=0.12'" in report.uncomputed
 
