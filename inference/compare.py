@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparison = compare_runs(first, second)
         print(comparison_text(comparison))  # noqa: T201 - this is the command's output
         if options.output is not None:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
             replace_file(options.output, render_comparison(comparison))
             print(f"\npage: {options.output}")  # noqa: T201 - this is the command's output
     except (ValueError, OSError) as error:

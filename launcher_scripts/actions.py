@@ -63,16 +63,15 @@ def look_after(config: Config, console: Console) -> int:
 
 
 def _compare(config: Config, console: Console) -> int:
-    """Print the differences of two evaluations and draw them in the run store."""
+    """Print the differences of two evaluations, and draw them in the run store if there is one."""
     from inference.compare import main as compare
 
-    history_dir = config.evaluate.history_dir
-    if len(config.runs) != 2 or history_dir is None:
-        console.say(
-            "action=compare needs two runs, such as action=compare latest~1 latest, and the run "
-            "store they are kept in, evaluate.history_dir."
-        )
+    if len(config.runs) != 2:
+        console.say("action=compare needs two runs, such as action=compare latest~1 latest.")
         return EXIT_USAGE
+    history_dir = config.evaluate.history_dir
+    if history_dir is None:  # two reports by their paths, without a page
+        return compare(config.runs)
     page = Path(history_dir) / "comparison.html"
     return compare([*config.runs, "--history-dir", history_dir, "--output", str(page)])
 

@@ -66,6 +66,7 @@ class Watch:
             self.options,
             Path(self.config.export.run.training_dir or ""),
             repository=made.relative_to(self.config.results_dir) if is_own else None,
+            gated=tuple(self.config.evaluate.gate),
         )
         self._news_at = time.time()
         self._trouble = ""  # the last with the folder of the run

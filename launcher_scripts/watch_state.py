@@ -3,7 +3,9 @@
 They are kept in a file that a watch started later continues from; a table and a page show them.
 """
 
+import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -66,15 +68,19 @@ class Watched:
 
 @dataclass
 class WatchState:
-    """All checkpoints that a watch has seen, by step, and the best of them by one figure.
+    """All checkpoints that a watch has seen, by step, and the best of them.
 
-    They are those of the training run `run`, and are kept in the folder that `options` name.
+    They are those of the training run `run`, and are kept in the folder that `options` name. The
+    better of two is the better by the first figure in which they differ: of `watch.metric` alone
+    where it is set, else of those in `gated`, which have bounds, then of perplexities, which see
+    more of a model than shares of right answers, then of the rest.
     `repository` is where a pipeline makes its repository, within the folder of its results.
     """
 
     options: WatchSection
     run: Path
     repository: Path | None = None
+    gated: Sequence[str] = ()
     watched: dict[int, Watched] = field(default_factory=dict)
     best: int | None = None
 
@@ -128,17 +134,20 @@ class WatchState:
 
     def judge(self, each: Watched, *, is_sound: bool) -> None:
         """Compare a checkpoint with the best before it; a sound one can become the best."""
-        name = self._metric([each])
-        if name is None or not each.metrics:
+        names, best = self._figures([each]), self.the_best
+        if not each.metrics:
             return
-        if name not in each.metrics:
+        if names[0] not in each.metrics:
             known = ", ".join(each.metrics)
-            each.verdict = f"watch.metric={name} is not one of its figures: {known}"
+            each.verdict = f"watch.metric={names[0]} is not one of its figures: {known}"
             return
-        best = self.the_best
+        name = names[0]
         if best is not None:
+            shared = [name for name in names if name in best.metrics]
+            differing = (n for n in shared if best.metrics[n].value != each.metrics[n].value)
+            name = next(differing, name)
             each.verdict = _verdict(best, each, name)
-        if is_sound and (best is None or _rank(each.metrics[name]) > _rank(best.metrics[name])):
+        if is_sound and (best is None or _rank(each, names) > _rank(best, names)):
             self.best = each.step
             write_json(self.folder / BEST_NAME, {"metric": name, **asdict(each)})
 
@@ -150,15 +159,15 @@ class WatchState:
         """
         if self.repository is None:
             return
-        name = self._metric(self.in_order)
+        names = self._figures(self.in_order)
         ended = [
             each
             for each in self.in_order
             if each.is_final and each.attempts and self._made(each.step).is_dir()
         ]
         ranked = sorted(
-            (each for each in ended if name in each.metrics),
-            key=lambda each: _rank(each.metrics[str(name)]),
+            (each for each in ended if names and names[0] in each.metrics),
+            key=lambda each: _rank(each, names),
         )
         kept = ranked[-self.options.keep :] if self.options.keep else []
         for each in ended:
@@ -223,8 +232,16 @@ class WatchState:
         return each.state + (", best" if each.step == self.best else "")
 
     def _metric(self, checkpoints: list[Watched]) -> str | None:
-        first = next((name for each in checkpoints for name in each.metrics), None)
-        return first if self.options.metric is None else self.options.metric
+        return next(iter(self._figures(checkpoints)), None)
+
+    def _figures(self, checkpoints: list[Watched]) -> list[str]:
+        """Return the figures of checkpoints in the order in which they decide."""
+        if self.options.metric is not None:
+            return [self.options.metric]
+        found = {name: metric for each in checkpoints for name, metric in each.metrics.items()}
+        gated = [name for name in self.gated if name in found]
+        sharp = [name for name, metric in found.items() if metric.unit == "perplexity"]
+        return list(dict.fromkeys([*gated, *sharp, *found]))
 
     def _value(self, each: Watched) -> str:
         found = each.metrics.get(str(self._metric(self.in_order)))
@@ -241,9 +258,13 @@ def _watched(values: dict[str, Any]) -> Watched:
     return Watched(**known)
 
 
-def _rank(metric: Metric) -> float:
-    """Return the value, larger for a better checkpoint."""
-    return metric.value if metric.higher_is_better else -metric.value
+def _rank(each: Watched, names: Sequence[str]) -> tuple[float, ...]:
+    """Return the figures in their order, each larger for a better checkpoint."""
+    found = [each.metrics.get(name) for name in names]
+    return tuple(
+        -math.inf if metric is None else metric.value if metric.higher_is_better else -metric.value
+        for metric in found
+    )
 
 
 def _verdict(best: Watched, each: Watched, metric: str) -> str:
@@ -261,6 +282,5 @@ def _verdict(best: Watched, each: Watched, metric: str) -> str:
     sign = 1 if each.metrics[metric].higher_is_better else -1
     low, high = sorted((sign * found.low, sign * found.high))
     word = "better than" if low > 0 else "worse than" if high < 0 else "not distinguished from"
-    return (
-        f"{word} step {best.step}: {found.difference:+.4g} ({found.low:+.4g} to {found.high:+.4g})"
-    )
+    limits = f"{found.low:+.4g} to {found.high:+.4g}"
+    return f"{word} step {best.step}: {metric} {found.difference:+.4g} ({limits})"

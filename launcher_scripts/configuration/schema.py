@@ -235,7 +235,11 @@ class WatchSection:
     """`watch`: how action=watch follows the training run in export.run.training_dir."""
 
     output_dir: str = option("folder of its state, its page and the results by step", path=True)
-    metric: str | None = option("figure that names the best; null: the first of the report", None)
+    metric: str | None = option(
+        "figure that names the best; null: the first in which two differ, of those that "
+        "evaluate.gate bounds, then of perplexities, then of the rest",
+        None,
+    )
     parallel: int = option("pipelines at a time", 1, within=(1, 1024))
     keep: int = option("best checkpoints whose repositories are kept", 1, within=(0, INT32))
     retries: int = option("further attempts after a pipeline that failed", 2, within=(0, 1000))

@@ -53,8 +53,23 @@ def test_runs_can_be_named(results: Path, words, capsys) -> None:
     assert ["lambada_last_word", "0.00%", "25.00%", "+25.00", "pt"] in reported
 
 
-@pytest.mark.parametrize("words", [("latest",), ("evaluate.history_dir=null",)])
-def test_two_runs_and_their_store_are_needed(results: Path, words, capsys) -> None:
+@pytest.mark.parametrize(
+    ("words", "reported"),
+    [
+        (("latest",), "action=compare needs two runs"),
+        (("evaluate.history_dir=null",), "name a report.json"),
+    ],
+)
+def test_two_runs_and_what_names_them_are_needed(results: Path, words, reported, capsys) -> None:
     assert compare(results, *words) == 2
     captured = capsys.readouterr()
-    assert "action=compare needs two runs" in captured.out + captured.err
+    assert reported in captured.out + captured.err
+
+
+def test_two_reports_are_compared_where_there_is_no_run_store(results: Path, capsys) -> None:
+    paths = [str(each) for each in sorted((results / "evaluations").glob("*/report.json"))]
+    elsewhere = results / "elsewhere"
+    assert compare(elsewhere, *paths) == 0
+    assert (elsewhere / "evaluations" / "comparison.html").is_file()
+    assert compare(elsewhere, *paths, "evaluate.history_dir=null") == 0
+    assert "lambada_last_word" in capsys.readouterr().out

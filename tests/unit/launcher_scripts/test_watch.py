@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,29 @@ def test_only_what_lies_in_the_folder_of_the_watch_is_deleted(tmp_path: Path, ru
     main(words(tmp_path, f"watch.output_dir={folder}"))
     assert victim.is_dir()
     assert not (folder / "step_0000002" / "model_repo").exists()
+
+
+@pytest.mark.parametrize(
+    ("gated", "words", "best"),
+    [
+        ((), [], 2),  # the perplexity
+        ((), ["watch.metric=acc"], 1),
+        (("acc",), [], 1),
+        (("f1", "ppl"), [], 2),  # the f1 is the same in all
+    ],
+)
+def test_the_best_is_the_better_by_the_first_figure_that_differs(
+    tmp_path: Path, gated: tuple[str, ...], words: list[str], best: int
+) -> None:
+    state = judged(tmp_path, [], *words)
+    state.gated = gated
+    for step, (acc, ppl) in enumerate([(0.1, 98.0), (0.2, 74.0), (0.1, 71.0)]):
+        figures = {"acc": acc, "f1": 0.0, "ppl": ppl}
+        metrics = {
+            name: Metric(name, name, value, 0.0, value, value, count=64)
+            for name, value in figures.items()
+        }
+        metrics["ppl"] = replace(metrics["ppl"], unit="perplexity", higher_is_better=False)
+        each = state.watched[step] = Watched(step, "", state="evaluated", metrics=metrics)
+        state.judge(each, is_sound=True)
+    assert state.best == best
