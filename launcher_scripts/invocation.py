@@ -65,6 +65,8 @@ def prepare_run(
     wanted = {each.name: each.job.folder for each in stages}
     alive = ((each, wanted[each.stage]) for each in before if each.stage in wanted)
     problems += filter(None, (problem_of_live_job(*each) for each in alive))
+    if not config.is_dry_run and not problems:
+        problems += [problem for each in stages for problem in each.unreachable()]
     if problems:
         return None
     finished = [f"{each.name}: {each.reason}" for each in plan.stages if not each.runs]

@@ -126,6 +126,10 @@ class Stage(Checkpointable):
         """Return every problem that can be found before the job starts."""
         raise NotImplementedError
 
+    def unreachable(self) -> list[str]:
+        """Return what the job would fetch and cannot reach now; a dry run does not ask."""
+        return []
+
     def forecasts(self) -> list[str]:
         """Return what can be said of the result before the job starts, for a dry run."""
         return []

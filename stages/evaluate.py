@@ -16,7 +16,7 @@ from inference.evaluation.gate import EXIT_NOT_EVALUATED
 from inference.evaluation.openai_client import base_url
 from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
-from inference.evaluation.run.checks import check_evaluation, detectable_drops
+from inference.evaluation.run.checks import check_evaluation, detectable_drops, unreachable_data
 from inference.evaluation.task import EvaluationError
 from stages.base import Stage, StageError, Summary, as_json
 from stages.deploy_config import DeployConfig, check_deploy
@@ -89,6 +89,10 @@ class EvaluateStage(Stage):
                 "name the folder of the served model's, with tokenizer.json or tokenizer.model."
             )
         return problems
+
+    def unreachable(self) -> list[str]:
+        """Return the data sets that are missing and cannot be downloaded."""
+        return unreachable_data(self.options)
 
     def forecasts(self) -> list[str]:
         """Return the smallest drops that the gate would catch."""

@@ -1,27 +1,66 @@
 """A client of OpenAI's protocol, from the standard library alone."""
 
+import contextlib
+import email.utils
 import http.client
 import json
+import math
 import ssl
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
 
-from inference.evaluation.task import RequestFailedError
+from inference.evaluation.retry import patiently
+from inference.evaluation.task import (
+    EvaluationError,
+    ImpossibleFigureError,
+    PutOffError,
+    RefusedRequestError,
+    RequestFailedError,
+    Tally,
+)
 from inference.front.access import Credentials
 
+COMPLETIONS, CHAT = "/completions", "/chat/completions"
+# How an answer ends, in OpenAI's words and in those of Text Generation Inference.
+_ENDS = {"stop": "stop", "length": "length", "eos_token": "stop", "stop_sequence": "stop"}
+# What leaves a model's answer as it is, where a server's own defaults could be those of the model's
+# folder: vLLM takes the first of these from generation_config.json, and transformers' server makes
+# it 1 plus the second.
+NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0}
+_GIVEN_UP = ("abort",)  # vLLM's and SGLang's word for requests that a server drops when it stops
+_REFUSED = (400, 404, 413, 422)  # because of what a request says
 _MOST_BYTES = 64 << 20
 _SHOWN = 300
 
 
 class OpenAIClient:
-    """Requests to one server; a connection for each, so threads may share a client."""
+    """Requests to one server; a connection for each, so threads may share a client.
 
-    def __init__(self, server: str, credentials: Credentials, *, timeout_s: float) -> None:
+    Attributes:
+        chat: whether prompts are messages of chats.
+        retry_s: for how long `patient` asks again.
+        tally: how its answers ended.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        credentials: Credentials,
+        *,
+        timeout_s: float,
+        chat: bool = False,
+        retry_s: float = 0.0,
+    ) -> None:
         self.url = base_url(server, uses_tls=credentials.uses_tls)
+        self.chat, self.retry_s, self.tally = chat, retry_s, Tally()
+        self.path = CHAT if chat else COMPLETIONS
         self._timeout_s = timeout_s
         self._credentials = credentials
         ca = credentials.ca
@@ -34,16 +73,81 @@ class OpenAIClient:
         """Return the JSON at a path below the base URL. Raises RequestFailedError."""
         return self._json(path, None)
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the server describes its tokenizer, as ours does and vLLM's may."""
+        try:
+            with self._answer("/tokenizer_info", None, base=self.url.removesuffix("/v1")):
+                return True
+        except RequestFailedError:
+            return False
+
+    def asking(self, model: str, prompt: Any, output_len: int) -> dict[str, Any]:
+        """Return a request for the greedy tokens after a prompt."""
+        asked = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {
+            "prompt": prompt
+        }  # fmt: skip
+        return {"model": model, **asked, "max_tokens": output_len, "temperature": 0, "n": 1}
+
     def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the answer to a request for completions. Raises RequestFailedError."""
-        answer = self._json("/completions", body)
-        if not isinstance(answer, dict) or not choices_of(answer):
-            raise RequestFailedError(f"{self.url}: an answer without choices")
-        return answer
+        """Return the answer to a request, one whole choice a prompt, in the order of the prompts.
+
+        Raises:
+            RequestFailedError: There is none, or not each of its choices is an answer.
+            ImpossibleFigureError: The server counts other tokens than were sent.
+        """
+        answer = self._json(self.path, body)
+        if not isinstance(answer, dict):
+            raise RequestFailedError(f"{self.url}: {str(answer)[:_SHOWN]} has no answer")
+        prompt = body.get("prompt")
+        rows = prompt if isinstance(prompt, list) and not _are_ids(prompt) else [prompt]
+        choices = dict(_placed(choices_of(answer)))
+        if [*choices] != [*range(len(rows))] or len(choices) != len(choices_of(answer)):
+            found = answer.get("error") or f"choices {[*choices]} to {len(rows)} prompts"
+            raise RequestFailedError(f"{self.url}: an answer with {str(found)[:_SHOWN]}")
+        for choice in choices.values():
+            self._end(choice)
+        counted = usage_count(answer, "prompt_tokens")
+        if counted is not None and all(map(_are_ids, rows)):
+            self.check_count(counted, sum(map(len, rows)))
+        return {**answer, "choices": [*choices.values()]}
+
+    def check_count(self, counted: int, sent: int) -> None:
+        """Raise ImpossibleFigureError if other tokens were read than sent, as by cutting them."""
+        if counted != sent:
+            raise ImpossibleFigureError(
+                f"{self.url} counts {counted} tokens in prompts of {sent} (usage.prompt_tokens): "
+                "they were cut, or read by another tokenizer than evaluate.tokenizer."
+            )
+
+    def patient(self, body: Mapping[str, Any], *, lost_too: bool = True) -> Mapping[str, Any]:
+        """Return what `complete` does, asked again for up to `retry_s` while it is put off."""
+        once = partial(self.complete, body)
+        return patiently(once, within_s=self.retry_s, tally=self.tally, lost_too=lost_too)
+
+    def taken(self, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the answer to a request; None where the server refuses or misreads it."""
+        with contextlib.suppress(RefusedRequestError, ImpossibleFigureError):
+            return self.patient(body)
+        return None
+
+    def accepted(self, body: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the parameters `more` that the server does not refuse next to `body`.
+
+        They may change the answer: that is what they are sent for.
+        """
+        if self.taken({**body, **more}):
+            return dict(more)
+        return {key: value for key, value in more.items() if self.taken({**body, key: value})}
 
     def stream(self, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """Yield the events of a streamed answer as they come. Raises RequestFailedError."""
-        with self._answer("/completions", {**body, "stream": True}) as response:
+        """Yield the events of a streamed answer to one prompt as they come.
+
+        Raises:
+            RequestFailedError: It fails, or comes to an end before the answer does.
+        """
+        last: Mapping[str, Any] = {}
+        with self._answer(self.path, {**body, "stream": True}) as response:
             left = _MOST_BYTES
             while line := response.readline(left + 1):
                 left -= len(line)
@@ -52,16 +156,41 @@ class OpenAIClient:
                     continue
                 data = line.removeprefix(b"data:").strip()
                 if data == b"[DONE]":
-                    return
+                    break
                 event = json.loads(data)
                 if not isinstance(event, dict) or "error" in event:
                     raise RequestFailedError(f"{self.url}: {str(event)[:_SHOWN]}")
+                last = next((each for each in choices_of(event) if each.get("finish_reason")), last)
                 yield event
+        if not last:
+            raise PutOffError(f"{self.url}: a stream ended before its answer did")
+        self._end(last)
+
+    def _end(self, choice: Mapping[str, Any]) -> None:
+        """Count how an answer ended.
+
+        Raises:
+            PutOffError: The server gave it up.
+            RequestFailedError: It did not end as answers do, or does not say how.
+        """
+        reason = choice.get("finish_reason")
+        if reason in _GIVEN_UP:
+            raise PutOffError(
+                f"{self.url}: the server gave the request up (finish_reason {reason})"
+            )
+        if not isinstance(reason, str) or reason not in _ENDS:
+            raise RequestFailedError(
+                f"{self.url}: finish_reason {json.dumps(reason)} is not the end of an answer; "
+                f"expected {', '.join(_ENDS)}"
+            )
+        self.tally.count(_ENDS[reason])
 
     def _json(self, path: str, body: Mapping[str, Any] | None) -> Any:
         with self._answer(path, body) as response:
             data = response.read(_MOST_BYTES + 1)
             self._check(_MOST_BYTES - len(data))
+            if response.length:  # of what was announced; read(n) does not say so itself
+                raise http.client.IncompleteRead(data, response.length)
             return json.loads(data)
 
     def _check(self, left: int) -> None:
@@ -69,19 +198,32 @@ class OpenAIClient:
             raise RequestFailedError(f"{self.url}: an answer of more than {_MOST_BYTES} bytes")
 
     @contextmanager
-    def _answer(self, path: str, body: Mapping[str, Any] | None) -> Iterator[Any]:
+    def _answer(
+        self, path: str, body: Mapping[str, Any] | None, *, base: str = ""
+    ) -> Iterator[Any]:
         """Yield an answer of status 200, open; what fails until it is read is a failed request."""
         headers = {"content-type": "application/json", **self._credentials.headers()}
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
+        request = urllib.request.Request((base or self.url) + path, data, headers)
         try:
             with self._opener.open(request, timeout=self._timeout_s) as response:
                 yield response
         except urllib.error.HTTPError as error:
-            reason = error.read(_SHOWN).decode("utf-8", "replace")
-            raise RequestFailedError(f"{self.url}{path}: {error.code}: {reason}") from error
+            with contextlib.closing(error):
+                reason = error.read(_SHOWN).decode("utf-8", "replace")
+            message = f"{self.url}{path}: {error.code}: {reason}"
+            if is_put_off(error.code):
+                after_s = seconds_of(error.headers.get("retry-after"))
+                asks = "" if after_s is None else f" (Retry-After: {after_s:g} s)"
+                raise PutOffError(message + asks, after_s=after_s) from error
+            kind = RefusedRequestError if error.code in _REFUSED else RequestFailedError
+            raise kind(message) from error
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-            raise RequestFailedError(f"{self.url}{path}: {error!r}") from error
+            message = f"{self.url}{path}: {error!r}"
+            cause = getattr(error, "reason", error)  # of urllib's own
+            if is_lost(cause):
+                raise PutOffError(message, is_lost=True) from error
+            raise RequestFailedError(message) from error
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
@@ -103,8 +245,75 @@ def base_url(server: str, *, uses_tls: bool) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
 
 
+def _are_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+
+
+def _placed(choices: Sequence[Mapping[str, Any]]) -> list[tuple[int, Mapping[str, Any]]]:
+    """Return choices behind their places among the prompts, by these."""
+    places = [each.get("index", place) for place, each in enumerate(choices)]
+    whole = [place if isinstance(place, int) else -1 for place in places]
+    return sorted(zip(whole, choices, strict=True), key=itemgetter(0))
+
+
+def is_put_off(status: int) -> bool:
+    """Return whether a status of HTTP says that the same request may succeed later.
+
+    Those are 408, 425 and 429 (RFC 6585), and what gateways say of a server that is busy or away;
+    500, 501 and 505 are about the request.
+    """
+    return status in (408, 425, 429) or (status > 501 and status != 505)
+
+
+def is_lost(error: object) -> bool:
+    """Return whether a connection was refused or broke, as when a server restarts."""
+    kinds = (ConnectionError, http.client.IncompleteRead, http.client.BadStatusLine)
+    return isinstance(error, kinds)
+
+
+def seconds_of(header: str | None) -> float | None:
+    """Return the wait that Retry-After asks for: a number, or a date (RFC 9110, section 10.2.3)."""
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            moment = email.utils.parsedate_to_datetime(header)
+        except ValueError:
+            return None
+        seconds = moment.timestamp() - time.time()
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def usage_count(answer: Mapping[str, Any], key: str) -> int | None:
+    """Return a count of the server's `usage`; None where it has none."""
+    usage = answer.get("usage")
+    value = usage.get(key) if isinstance(usage, dict) else None
+    return value if isinstance(value, int) else None
+
+
 def choices_of(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the choices of an answer or event that are objects."""
     choices = answer.get("choices")
     found = choices if isinstance(choices, list) else []
     return [each for each in found if isinstance(each, dict)]
+
+
+def listed_model(client: OpenAIClient, name: str | None = None) -> Mapping[str, Any]:
+    """Return what a server's list of models says of `name`, or of its only one.
+
+    Raises:
+        EvaluationError: There is no such model, or more than one where no name is given.
+    """
+    answer = client.get("/models")
+    data = answer.get("data") if isinstance(answer, dict) else None
+    models = [each for each in data if isinstance(each, dict)] if isinstance(data, list) else []
+    found = [each for each in models if name is None or each.get("id") == name]
+    if len(found) != 1:
+        names = ", ".join(str(each.get("id")) for each in models)
+        raise EvaluationError(
+            f"{client.url} serves {names or 'no model that it lists'}; name the one to ask in "
+            "evaluate.model."
+        )
+    return found[0]

@@ -104,6 +104,13 @@ class IdentityOptions:
 
 
 @dataclass
+class OpenAIClientOptions:
+    """`evaluate.openai`: how a server of OpenAI's protocol is asked."""
+
+    chat: bool = option("each prompt as the message of a chat, at /chat/completions", False)
+
+
+@dataclass
 class HarnessOptions:
     """`evaluate.harness`: tasks of lm-evaluation-harness, `harness:<task>` in `tasks`."""
 
@@ -114,7 +121,12 @@ class HarnessOptions:
     num_fewshot: int | None = option(
         "examples before each question; null: the task's own", None, within=(0, 1000)
     )
-    batch_size: int = option("prompts of a request", 16, within=(1, 2048))
+    batch_size: int = option("prompts of a request; 1 of a chat", 16, within=(1, 2048))
+    max_length: int | None = option(
+        "tokens of a prompt and its answer; null: the endpoint's own word, max_model_len",
+        None,
+        within=(1, TOKENS),
+    )
 
 
 @dataclass
@@ -231,6 +243,12 @@ class EvaluateSection:
     request_timeout_s: float = option(
         "seconds after which a request has failed", 120.0, within=(0.001, SECONDS)
     )
+    retry_s: float = option(
+        "seconds for which a request is sent again that a server puts off (429, 502, 503, 504) or "
+        "loses; 0: never",
+        120.0,
+        within=(0, SECONDS),
+    )
     reference: str = option(
         "what to compare with: none, huggingface (the source checkpoint), or a report.json", "none"
     )
@@ -263,6 +281,7 @@ class EvaluateSection:
     translation: TextTaskOptions = field(default_factory=TextTaskOptions)
     summarization: TextTaskOptions = field(default_factory=TextTaskOptions)
     identity: IdentityOptions = field(default_factory=IdentityOptions)
+    openai: OpenAIClientOptions = field(default_factory=OpenAIClientOptions)
     harness: HarnessOptions = field(default_factory=HarnessOptions)
     latency: LatencyOptions = field(default_factory=LatencyOptions)
 
@@ -297,6 +316,7 @@ class EvaluationOptions(EvaluateSection):
             preprocessing and postprocessing models, at the price of more requests.
         weights_dir: the served folder of shards; family and hash of the weights are added to the
             report from its manifest.
+        served_dir: the folder that another engine serves; its hash is added to the report.
         source_path: the checkpoint that was converted.
         types: the types in which weights are stored and computed, which decide how large rounding
             may make a difference; int8 where weights are served in it.
@@ -315,6 +335,7 @@ class EvaluationOptions(EvaluateSection):
     ensemble_name: str | None = "ensemble"
     tokenizer_dir: Path | None = None
     weights_dir: Path | None = None
+    served_dir: Path | None = None
     source_path: Path | None = None
     types: tuple[str, ...] = ("fp32",)
     max_seq_len: int | None = None

@@ -41,12 +41,14 @@ class StageTiming:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The served model and the command, as stated by the caller of the evaluation.
+    """The served model and the command, as far as the caller of the evaluation knows them.
 
     Attributes:
         name: the run's name, such as `gpt3_5b`.
+        server: address of a server that the caller did not start, and knows nothing else of.
         checkpoint: the source checkpoint, as configured.
         model_sha256: hash that identifies a set of weights.
+        tp_size, pp_size, max_batch_size: 0 where they are not known.
     """
 
     name: str
@@ -54,8 +56,9 @@ class RunFacts:
     checkpoint: str = ""
     model_sha256: str = ""
     engine: str = ""
-    tp_size: int = 1
-    pp_size: int = 1
+    server: str = ""
+    tp_size: int = 0
+    pp_size: int = 0
     weight_data_type: str = ""
     data_type: str = ""
     int8_mode: int = 0
@@ -64,6 +67,20 @@ class RunFacts:
     command: str = ""
     git_revision: str = ""
     stages: tuple[StageTiming, ...] = ()
+
+    @property
+    def parallelism(self) -> str:
+        """Tensor and pipeline parallelism in words; empty where they are not known."""
+        if not self.tp_size:
+            return ""
+        return f"TP {self.tp_size} x PP {self.pp_size or 1}"
+
+    @property
+    def weights(self) -> str:
+        """The type that weights are served in, in words; empty where it is not known."""
+        if self.int8_mode:
+            return f"int8, rounded from {self.weight_data_type or 'an unknown type'}"
+        return self.weight_data_type
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,9 @@ class RequestStatistics:
         latency: of all requests, under the load of the run.
         interval_s, completed: requests answered in each interval after the start.
         generated: tokens of all answers.
+        stop, length: answers that the model ended, and that were as long as was asked for.
+        failed: requests without an answer.
+        retried: requests that were sent again, as the server put them off or was lost.
     """
 
     count: int
@@ -104,6 +124,10 @@ class RequestStatistics:
     interval_s: float
     completed: tuple[int, ...]
     generated: int = 0
+    stop: int = 0
+    length: int = 0
+    failed: int = 0
+    retried: int = 0
 
     @property
     def tokens_per_s(self) -> float:

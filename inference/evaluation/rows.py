@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from inference.evaluation.task import RequestFailedError
+
 Array = np.ndarray[Any, Any]
 
 GREEDY = {
@@ -70,7 +72,12 @@ def answers(
             int(each) for each in outputs["response_input_lengths"].reshape(len(rows), -1)[:, 0]
         ]
     ends = outputs["sequence_length"].reshape(len(rows), -1)[:, 0]
+    lengths = [int(end) - max(starts) for end in ends]
+    if min(lengths) < 0 or len(outputs["output_ids"]) != len(rows):
+        raise RequestFailedError(
+            f"sequence_length={ends.tolist()} after prompts of {starts} tokens"
+        )
     return [
-        tuple(int(each) for each in ids[0, start : start + int(end) - max(starts)])
-        for ids, start, end in zip(outputs["output_ids"], starts, ends, strict=True)
+        tuple(int(each) for each in ids[0, start : start + length])
+        for ids, start, length in zip(outputs["output_ids"], starts, lengths, strict=True)
     ]

@@ -8,6 +8,8 @@ import abc
 import hashlib
 import json
 import math
+import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -155,11 +157,59 @@ class RequestFailedError(EvaluationError):
     """The model did not answer one request: refused, timed out, or the server is gone."""
 
 
+class RefusedRequestError(RequestFailedError):
+    """The server refused what a request asks; others may ask less."""
+
+
+class PutOffError(RequestFailedError):
+    """The server is too busy or not there at the moment; the request may be sent again.
+
+    Attributes:
+        after_s: seconds that the server asks to wait; None where it names none.
+        is_lost: the connection was lost, so that no server may be there.
+    """
+
+    def __init__(
+        self, message: str, *, after_s: float | None = None, is_lost: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.after_s, self.is_lost = after_s, is_lost
+
+
+class ImpossibleFigureError(EvaluationError):
+    """A server's answer cannot be true; whatever else it says is not to be trusted either."""
+
+
+class Tally:
+    """The ends of requests, counted by several threads.
+
+    `stop` and `length` are answers that the model ended, and that were as long as was asked for;
+    `failed` are requests without an answer, `retried` those that were sent again.
+    """
+
+    NAMES = ("stop", "length", "failed", "retried")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = Counter[str]()
+
+    def count(self, name: str) -> None:
+        """Count one request more under one of NAMES."""
+        with self._lock:
+            self._counts[name] += 1
+
+    def counts(self) -> Counter[str]:
+        """Return what was counted so far."""
+        with self._lock:
+            return self._counts.copy()
+
+
 class TextGenerator(Protocol):
     """A model as a task asks it; safe to call from several threads.
 
     Requests raise RequestFailedError: refused, failed, not answered in time, or not possible, which
-    those with a body here are unless a model says otherwise.
+    those with a body here are unless a model says otherwise. A model that knows how its answers
+    ended has a `tally` of them.
     """
 
     @property
@@ -266,12 +316,21 @@ class Task(abc.ABC):
     grouped = False
     only_served = False
 
+    @property
+    def tally(self) -> Tally | None:
+        """The ends of requests that it sends by itself; None where it asks the model alone."""
+        return None
+
     def __init__(self, options: EvaluationOptions) -> None:
         self.options = options
 
     @abc.abstractmethod
     def problems(self) -> list[str]:
         """Return every problem of the task's options, in the configuration's names."""
+
+    def data_problem(self) -> str:
+        """Return why its data is unavailable from here; empty where it is not."""
+        return ""
 
     @abc.abstractmethod
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:

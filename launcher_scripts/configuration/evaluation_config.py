@@ -14,6 +14,7 @@ from launcher_scripts.configuration.server_config import server_config, stated_m
 from stages.base import JobSettings
 from stages.convert import find_checkpoint
 from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
+from stages.deploy_config import OPENAI as OPENAI_ENGINE
 from stages.endpoint import ENDPOINT_NAME
 from stages.evaluate import EvaluateStage
 
@@ -54,28 +55,45 @@ def evaluation_stage(config: Config, job: JobSettings, context: Context) -> Eval
             "with deploy.server=auto."
         )
     endpoint_path = config.results_dir / "deploy" / ENDPOINT_NAME
-    model, triton = config.export.model, config.export.triton_deployment
-    facts = RunFacts(
-        name=config.export.run.model_train_name,
-        checkpoint=model.checkpoint_path,
-        engine=config.deploy.engine,
-        tp_size=model.tensor_model_parallel_size,
-        pp_size=triton.pipeline_model_parallel_size,
-        weight_data_type=model.weight_data_type,
-        data_type=triton.data_type,
-        int8_mode=int(triton.int8_mode),
-        max_batch_size=triton.max_batch_size,
-        cluster=config.cluster_type,
-        command=context.command,
-        git_revision=context.git_revision,
-    )
     return EvaluateStage(
         job,
         options=_evaluation_options(config, server),
         deploy=server,
         endpoint_path=endpoint_path if follows else None,
         stops_server=follows and not config.deploy.keep,
-        facts=facts,
+        facts=known_facts(config, server, context),
+    )
+
+
+def known_facts(config: Config, server: DeployConfig, context: Context) -> RunFacts:
+    """Return what is known of the server that will be asked; of another user's, its address."""
+    facts = RunFacts(
+        name=config.export.run.model_train_name,
+        server=config.evaluate.server or "",
+        cluster=config.cluster_type,
+        command=context.command,
+        git_revision=context.git_revision,
+    )
+    if config.evaluate.server is not None:
+        return facts
+    facts = replace(facts, engine=server.engine)
+    if server.engine == OPENAI_ENGINE:  # whatever deploy.command starts
+        return facts
+    facts = replace(facts, tp_size=server.tp_size, pp_size=server.pp_size)
+    model, triton = config.export.model, config.export.triton_deployment
+    if server.is_from_elsewhere:
+        return facts
+    facts = replace(
+        facts, checkpoint=model.checkpoint_path, weight_data_type=model.weight_data_type
+    )
+    if server.is_other_engine:
+        changed = {"dtype", "quantization"} & {key.replace("-", "_") for key in server.vllm}
+        return facts if changed else replace(facts, data_type=triton.data_type)
+    return replace(
+        facts,
+        data_type=triton.data_type,
+        int8_mode=int(triton.int8_mode),
+        max_batch_size=triton.max_batch_size,
     )
 
 
@@ -112,6 +130,7 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
             protocol=OPENAI,
             model=section.model or server.model_name,
             source_path=server.folder if server.is_from_elsewhere else options.source_path,
+            served_dir=server.folder,
             tokenizer_dir=Path(section.tokenizer or server.folder),
             weights_dir=None,
             ensemble_name=None,

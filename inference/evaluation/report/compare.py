@@ -196,9 +196,8 @@ def _tables(comparison: RunComparison) -> dict[str, Any]:
 
 def _described(report: Report) -> str:
     run = report.run
-    engine = f"{run.engine}, " if run.engine else ""
-    size = f"TP {run.tp_size} x PP {run.pp_size}"
-    return f"{report.run_id} ({engine}{size}, {run.data_type or 'type unknown'})"
+    known = (run.engine or run.server, run.parallelism, run.weights, run.data_type)
+    return f"{report.run_id} ({', '.join(filter(None, known)) or 'of an unknown model'})"
 
 
 def _metric_row(each: Comparison, unit: str) -> tuple[str, ...]:

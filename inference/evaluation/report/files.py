@@ -54,8 +54,9 @@ def metrics_text(report: Report) -> str:
             "through": task.through,
             "task_version": task.version,
             "dtype": report.run.data_type,
-            "tp": report.run.tp_size,
-            "pp": report.run.pp_size,
+            "weights": report.run.weights,
+            "tp": report.run.tp_size or None,
+            "pp": report.run.pp_size or None,
             "model_sha256": report.run.model_sha256,
             "dataset_sha256": task.dataset.sha256,
         }

@@ -14,7 +14,7 @@ from inference.evaluation.record import (
     RequestStatistics,
     TaskReport,
 )
-from inference.evaluation.task import Metric
+from inference.evaluation.task import Metric, Tally
 
 SIDE_BY_SIDE_HEAD = ("", "total", "in flight", "generated tokens/s")
 METRIC_HEAD = (
@@ -145,6 +145,14 @@ def _time_text(requests: RequestStatistics) -> str:
     return text
 
 
+def ends_text(requests: RequestStatistics) -> str:
+    """Return how the requests of a task ended; empty where that is not known."""
+    counts = [(getattr(requests, name), name) for name in Tally.NAMES]
+    return ", ".join(f"{count:,} {name}" for count, name in counts) * any(
+        each for each, _ in counts
+    )
+
+
 def interval_text(metric: Metric) -> str:
     """Return the 95% interval of a metric."""
     low, high = value_text(metric.low, metric.unit), value_text(metric.high, metric.unit)
@@ -268,10 +276,10 @@ def run_facts(report: Report) -> list[tuple[str, str]]:
         ("checkpoint", run.checkpoint),
         ("family", run.family),
         ("engine", run.engine),
-        ("parallelism", f"TP {run.tp_size} x PP {run.pp_size}"),
-        ("weights", run.weight_data_type),
+        ("server", run.server),
+        ("parallelism", run.parallelism),
+        ("weights", run.weights),
         ("computed in", run.data_type),
-        ("int8 mode", str(run.int8_mode) if run.int8_mode else ""),
         ("batch limit", str(run.max_batch_size or "")),
         ("model SHA-256", run.model_sha256),
         ("cluster", run.cluster),

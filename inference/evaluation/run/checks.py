@@ -171,6 +171,11 @@ def _check_baseline(options: EvaluationOptions, bounds: Mapping[str, Bound]) -> 
         return [f"evaluate.baseline_path: {error}"]
 
 
+def unreachable_data(options: EvaluationOptions) -> list[str]:
+    """Return a problem for each data set that is missing and cannot be downloaded from here."""
+    return [problem for task in known_tasks(options) if (problem := task.data_problem())]
+
+
 def detectable_drops(options: EvaluationOptions) -> list[str]:
     """Return what the gate of correct options could see: a line for each paired bound."""
     if options.baseline != "compare" or options.baseline_path is None:

@@ -8,6 +8,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from export_scripts.files.checksum import sha256_of
 from export_scripts.files.json_content import json_object
 from export_scripts.ft.layout import manifest_path
 
@@ -63,3 +64,11 @@ def describe_weights(weights_dir: Path) -> tuple[str, str]:
         return "", ""
     lines = (f"{sums[name]}  {name}\n" for name in sorted(sums))
     return family, hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def folder_sha256(folder: Path) -> str:
+    """Return a hash of the names and the contents of all files below a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        digest.update(f"{sha256_of(path)}  {path.relative_to(folder)}\n".encode())
+    return digest.hexdigest()

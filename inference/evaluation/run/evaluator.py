@@ -24,9 +24,14 @@ from inference.evaluation.report.files import (
 )
 from inference.evaluation.report.history import append_run, comparable_history, read_history
 from inference.evaluation.report.trackers import track
+from inference.evaluation.run.answered import forget_answered
 from inference.evaluation.run.baseline import Baseline, write_baseline
 from inference.evaluation.run.checks import check_evaluation
-from inference.evaluation.run.environment import describe_environment, describe_weights
+from inference.evaluation.run.environment import (
+    describe_environment,
+    describe_weights,
+    folder_sha256,
+)
 from inference.evaluation.run.latency import measure_latency
 from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.run.preparation import (
@@ -107,7 +112,13 @@ def _evaluate(
     progress(EvaluationProgress("connect", done=0, total=1))
     with nullcontext(model) if model is not None else connect(options) as served:
         runs = [
-            run_task(each, served, concurrency=options.concurrency, progress=progress)
+            run_task(
+                each,
+                served,
+                concurrency=options.concurrency,
+                progress=progress,
+                kept_in=output_dir,
+            )
             for each in prepared
         ]
         runs = [asked_again(run, served, bounds) for run in runs]
@@ -119,7 +130,7 @@ def _evaluate(
     letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(3))
     report = Report(
         run_id=f"{facts.name}_{started_at:%Y-%m-%d_%H-%M-%S}_{letters}",
-        run=_with_own_facts(facts, options.weights_dir, seconds),
+        run=_with_own_facts(facts, options, seconds),
         started_at=started_at.isoformat(timespec="seconds"),
         seconds=seconds,
         tasks=tuple(run.report for run in runs),
@@ -131,6 +142,7 @@ def _evaluate(
     if store is not None:
         report = replace(report, history=comparable_history(earlier, report))
     write_report(output_dir, report, [each for run in runs for each in run.predictions])
+    forget_answered(output_dir)
     if store is not None:
         append_run(store, report, output_dir)
     for tracker in options.trackers:
@@ -233,10 +245,12 @@ def _measured(options: EvaluationOptions, baseline: Baseline, run: TaskRun) -> l
     ]
 
 
-def _with_own_facts(facts: RunFacts, weights_dir: Path | None, seconds: float) -> RunFacts:
-    """Return the facts with what is not there yet of the manifest's and of this stage."""
-    if weights_dir is not None:
-        family, model_sha256 = describe_weights(weights_dir)
+def _with_own_facts(facts: RunFacts, options: EvaluationOptions, seconds: float) -> RunFacts:
+    """Return the facts with what is not there yet of the folder's and of this stage."""
+    if options.served_dir is not None:
+        facts = replace(facts, model_sha256=folder_sha256(options.served_dir))
+    if options.weights_dir is not None:
+        family, model_sha256 = describe_weights(options.weights_dir)
         facts = replace(
             facts,
             family=facts.family or family,

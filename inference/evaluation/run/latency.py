@@ -21,12 +21,14 @@ import numpy as np
 
 from inference.evaluation.options import EvaluationOptions, RequestShape, parse_shape
 from inference.evaluation.record import LatencyPoint
+from inference.evaluation.retry import patiently
 from inference.evaluation.run.task_run import EvaluationProgress, ProgressCallback
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.task import (
     EvaluationError,
     RequestFailedError,
     RequestTensors,
+    Tally,
     TextGenerator,
     generates,
 )
@@ -175,22 +177,21 @@ def _send(model: TextGenerator, options: EvaluationOptions, load: Load) -> Answe
     for ticket in range(latency.warmup):
         ask(ticket)
     tickets, lock, failed = iter(range(latency.requests)), threading.Lock(), threading.Event()
-    answered: list[tuple[float, int, list[float]]] = []  # duration, tokens, arrivals
+    answered: list[tuple[float, int, list[float]]] = []
     start = time.perf_counter()
 
     def work() -> None:
         while not failed.is_set():
             with lock:
                 ticket = next(tickets, None)
-            begin = time.perf_counter()
-            if ticket is None or (answered and begin - start > latency.max_point_s):
+            late = time.perf_counter() - start > latency.max_point_s
+            if ticket is None or (answered and late):
                 return
             try:
-                generated, arrivals_s = ask(ticket)
+                answered.append(ask(ticket))
             except BaseException:
                 failed.set()
                 raise
-            answered.append((time.perf_counter() - begin, generated, arrivals_s))
 
     with ThreadPoolExecutor(load.concurrency, thread_name_prefix="latency") as pool:
         workers = [pool.submit(work) for _ in range(load.concurrency)]
@@ -207,21 +208,20 @@ def _send(model: TextGenerator, options: EvaluationOptions, load: Load) -> Answe
 
 def _asking(
     model: TextGenerator, options: EvaluationOptions, load: Load
-) -> Callable[[int], tuple[int, list[float]]]:
-    """Return what sends one request: it gives the tokens, and when each came of a stream."""
+) -> Callable[[int], tuple[float, int, list[float]]]:
+    """Return what sends one request: it gives its duration, the tokens, and when each came.
+
+    The duration is that of the attempt that is answered.
+    """
     rows, prompts = load.batch_size, load.prompts
-    if not load.shape.output_len:
-        batch = list(itertools.islice(itertools.cycle(prompts), rows))
+
+    def encode(batch: Sequence[Sequence[int]]) -> tuple[float, int, list[float]]:
         encoded = encoder_request(batch, model.input_names(), options)
+        begin = time.perf_counter()
+        model.infer(encoded, ("output_hidden_state",))
+        return time.perf_counter() - begin, 0, []
 
-        def encode(_: int) -> tuple[int, list[float]]:
-            model.infer(encoded, ("output_hidden_state",))
-            return 0, []
-
-        return encode
-
-    def generate(ticket: int) -> tuple[int, list[float]]:
-        batch = [prompts[(ticket * rows + row) % len(prompts)] for row in range(rows)]
+    def generate(batch: Sequence[Sequence[int]]) -> tuple[float, int, list[float]]:
         begin = time.perf_counter()
         arrivals_s: list[float] = []
         answers = model.complete_rows(
@@ -229,9 +229,16 @@ def _asking(
             output_len=load.shape.output_len,
             each_frame=lambda: arrivals_s.append(time.perf_counter() - begin),
         )
-        return sum(map(len, answers)), arrivals_s
+        return time.perf_counter() - begin, sum(map(len, answers)), arrivals_s
 
-    return generate
+    once = generate if load.shape.output_len else encode
+    tally = getattr(model, "tally", None) or Tally()
+
+    def ask(ticket: int) -> tuple[float, int, list[float]]:
+        batch = [prompts[(ticket * rows + row) % len(prompts)] for row in range(rows)]
+        return patiently(lambda: once(batch), within_s=options.retry_s, tally=tally)
+
+    return ask
 
 
 def encoder_request(

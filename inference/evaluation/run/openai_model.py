@@ -1,7 +1,8 @@
 """A model at a server of OpenAI's protocol, as tasks see it.
 
 Servers differ in what they answer, and some ignore a parameter without an error. Each ability that
-a metric needs is therefore tried once, on a short text, before the first sample.
+a metric needs is therefore tried once, on a short text, before the first sample; a parameter is
+left out where the server refuses it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from inference.evaluation.openai_client import OpenAIClient, choices_of
+from inference.evaluation.openai_client import (
+    NEUTRAL,
+    OpenAIClient,
+    choices_of,
+    listed_model,
+    usage_count,
+)
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.statistics import is_number
 from inference.evaluation.task import (
@@ -20,8 +27,10 @@ from inference.evaluation.task import (
     TOKEN_IDS,
     Completion,
     EvaluationError,
+    ImpossibleFigureError,
     RequestFailedError,
     RequestTensors,
+    Tally,
     TextGenerator,
 )
 
@@ -30,21 +39,15 @@ if TYPE_CHECKING:
 
 UNKNOWN_TOKEN = -1  # of an answer that came as text; only the number of tokens is known
 _PROBE = "The old lighthouse stood at the end of the point"
-_GREEDY = {"temperature": 0, "n": 1}
-# Parameters of vLLM and others, which a server may refuse: its own defaults could be a model's.
-_EXTRAS = {"return_token_ids": True, "repetition_penalty": 1.0}
+# Parameters that a server may refuse.
+_EXTRAS = {"return_token_ids": True, **NEUTRAL}
+_MOST_LOG_PROB = 1e-3  # which rounding explains
 
 
-def _tried(client: OpenAIClient, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return an answer, or None where a parameter is refused."""
-    try:
-        return client.complete(body)
-    except RequestFailedError:
-        return None
-
-
-def _text(answer: Mapping[str, Any]) -> str:
-    text = choices_of(answer)[0].get("text")
+def _text(choice: Mapping[str, Any], message: str = "message") -> str:
+    """Return the text of a choice, which stands in a message where it is of a chat."""
+    found = choice.get(message)
+    text = found.get("content") if isinstance(found, dict) else choice.get("text")
     if not isinstance(text, str):
         raise RequestFailedError("an answer without text")
     return text
@@ -57,19 +60,20 @@ def _answer_ids(answer: Mapping[str, Any], row: int = 0) -> tuple[int, ...] | No
     return tuple(ids)
 
 
-def _count(answer: Mapping[str, Any], key: str) -> int | None:
-    usage = answer.get("usage")
-    value = usage.get(key) if isinstance(usage, dict) else None
-    return value if isinstance(value, int) else None
-
-
 def _prompt_scores(answer: Mapping[str, Any], count: int) -> list[float] | None:
-    """Return the log probabilities of a prompt's tokens but the first; None without them."""
+    """Return the log probabilities of a prompt's tokens but the first; None without them.
+
+    Raises:
+        ImpossibleFigureError: One is not a number, or that of a probability above 1.
+    """
     found = choices_of(answer)[0].get("logprobs")
     values = found.get("token_logprobs") if isinstance(found, dict) else None
     if not isinstance(values, list) or not count <= len(values) <= count + 1:
         return None
     scores = values[1:count]
+    wrong = [each for each in scores if isinstance(each, float) and not each <= _MOST_LOG_PROB]
+    if wrong:
+        raise ImpossibleFigureError(f"the server gave {wrong[0]} as a token's log probability")
     return [float(each) for each in scores] if all(map(is_number, scores)) else None
 
 
@@ -95,6 +99,11 @@ class OpenAIModel(TextGenerator):
     streams: bool = False
 
     @property
+    def tally(self) -> Tally:
+        """The ends of its answers."""
+        return self.client.tally
+
+    @property
     def lacks(self) -> dict[str, str]:
         """The abilities that metrics may need and the server lacks, with the reason."""
         found = {TENSORS: "the protocol has no tensors"}
@@ -118,10 +127,13 @@ class OpenAIModel(TextGenerator):
     ) -> Completion:
         """Return the greedy continuation as text."""
         ids = self.encode(prompt)
-        answer = self.client.complete(self._body(self._prompt(ids), output_len))
+        answer = self.client.complete(self.body(self._prompt(ids, prompt), output_len))
+        counted = usage_count(answer, "prompt_tokens")
+        if counted is not None and counted < len(ids):  # text may get special tokens
+            self.client.check_count(counted, len(ids))
         return Completion(
-            text=_text(answer),
-            generated=_count(answer, "completion_tokens") or 0,
+            text=_text(choices_of(answer)[0]),
+            generated=usage_count(answer, "completion_tokens") or 0,
             context_log_prob=self.context_log_prob(ids) if score_prompt else None,
         )
 
@@ -131,7 +143,7 @@ class OpenAIModel(TextGenerator):
         """Return the greedy tokens after `input_ids`."""
         if tensors:
             raise RequestFailedError(f"the protocol has no tensors ({', '.join(tensors)}).")
-        answer = self.client.complete(self._body(list(input_ids), output_len))
+        answer = self.client.complete(self.body(list(input_ids), output_len))
         if (ids := _answer_ids(answer)) is None:
             raise RequestFailedError("the server returned no token ids.")
         return ids
@@ -145,26 +157,28 @@ class OpenAIModel(TextGenerator):
     ) -> list[tuple[int, ...]]:
         """Return the greedy tokens after each row; UNKNOWN_TOKEN for those that came as text."""
         prompts = [self._prompt(row) for row in rows]
-        body = self._body(prompts[0] if len(prompts) == 1 else prompts, output_len)
+        if self.client.chat and len(rows) > 1:  # a chat is one row
+            return [
+                self.complete_rows([row], output_len=output_len, each_frame=each_frame)[0]
+                for row in rows
+            ]
+        body = self.body(prompts[0] if len(prompts) == 1 else prompts, output_len)
         if each_frame is not None and self.streams and len(rows) == 1:
             return [self._streamed(body, each_frame)]
         answer = self.client.complete(body)
-        count = (_count(answer, "completion_tokens") or 0) // len(rows)
-        return [
-            _answer_ids(answer, row) or (UNKNOWN_TOKEN,) * count
-            for row in range(len(choices_of(answer)))
-        ]
+        count = (usage_count(answer, "completion_tokens") or 0) // len(rows)
+        return [_answer_ids(answer, row) or (UNKNOWN_TOKEN,) * count for row in range(len(rows))]
 
     def _streamed(self, body: Mapping[str, Any], each_frame: Callable[[], None]) -> tuple[int, ...]:
         ids: list[int] = []
         frames, count = 0, None
         usage = {"stream_options": {"include_usage": True}} if self.extras else {}
         for event in self.client.stream({**body, **usage}):
-            if choices_of(event) and (_answer_ids(event) or choices_of(event)[0].get("text")):
+            if _has_text(event):
                 each_frame()
                 frames += 1
                 ids += _answer_ids(event) or ()
-            found = _count(event, "completion_tokens")
+            found = usage_count(event, "completion_tokens")
             count = count if found is None else found
         if not frames:  # text of parts of characters, or none: it arrived with the end
             each_frame()
@@ -172,23 +186,30 @@ class OpenAIModel(TextGenerator):
 
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
         """Return the natural log probability of `input_ids`, the first token given."""
-        body = self._body(list(input_ids), 1) | {"echo": True, "logprobs": 1}
+        body = self.body(list(input_ids), 1) | {"echo": True, "logprobs": 1}
         scores = _prompt_scores(self.client.complete(body), len(input_ids))
         if scores is None:
             raise RequestFailedError("the server returned no log probabilities of the prompt.")
         return math.fsum(scores)
 
-    def _prompt(self, ids: Sequence[int]) -> Any:
-        return list(ids) if self.takes_ids else self.decode(ids)
+    def _prompt(self, ids: Sequence[int], text: str | None = None) -> Any:
+        if self.takes_ids:
+            return list(ids)
+        return self.decode(ids) if text is None else text
 
-    def _body(self, prompt: Any, output_len: int) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": output_len,
-            **_GREEDY,
-            **self.extras,
-        }
+    def body(self, prompt: Any, output_len: int) -> dict[str, Any]:
+        """Return the request for the greedy tokens after a prompt."""
+        return {**self.client.asking(self.model, prompt, output_len), **self.extras}
+
+
+def _has_text(event: Mapping[str, Any]) -> bool:
+    """Return whether an event of a stream brings a part of the answer."""
+    choices = choices_of(event)
+    if not choices:
+        return False
+    delta = choices[0].get("delta")
+    text = delta.get("content") if isinstance(delta, dict) else choices[0].get("text")
+    return bool(_answer_ids(event) or text)
 
 
 def open_model(options: EvaluationOptions) -> OpenAIModel:
@@ -199,14 +220,20 @@ def open_model(options: EvaluationOptions) -> OpenAIModel:
     """
     from inference.backend.tokenizer import load_tokenizer
 
-    client = OpenAIClient(options.url, options.credentials, timeout_s=options.request_timeout_s)
+    client = OpenAIClient(
+        options.url,
+        options.credentials,
+        timeout_s=options.request_timeout_s,
+        chat=options.openai.chat,
+        retry_s=options.retry_s,
+    )
     if options.tokenizer_dir is None:
         raise EvaluationError(
             "evaluate.protocol=openai needs the model's tokenizer: set evaluate.tokenizer to its "
             "folder, such as the one that is served."
         )
     try:
-        model = options.model or _only_model(client)
+        model = options.model or str(listed_model(client)["id"])
         return _probed(OpenAIModel(client, model, load_tokenizer(options.tokenizer_dir)))
     except RequestFailedError as error:
         raise EvaluationError(
@@ -215,24 +242,21 @@ def open_model(options: EvaluationOptions) -> OpenAIModel:
 
 
 def _probed(model: OpenAIModel) -> OpenAIModel:
-    """Return a model with the abilities of its server.
+    """Return a model with what its server is found to be able to do.
 
     Raises:
-        RequestFailedError: it does not complete a plain text.
+        RequestFailedError: It does not complete a plain text.
     """
-    client = model.client
-    plain = {"model": model.model, "prompt": _PROBE, "max_tokens": 3, **_GREEDY}
-    text = _text(client.complete(plain))
-    extras: Mapping[str, Any] = _EXTRAS
-    if (given := _tried(client, {**plain, **_EXTRAS})) is None or _text(given) != text:
-        extras, given = {}, None
+    client, plain = model.client, model.body(_PROBE, 3)
+    _text(choices_of(client.patient(plain, lost_too=False))[0])
+    extras = client.accepted(plain, _EXTRAS)
+    given = client.taken(plain | extras)
     ids = list(model.encode(_PROBE))
-    taken = _tried(client, {**plain, **extras, "prompt": ids})
-    takes_ids = taken is not None and _count(taken, "prompt_tokens") in (None, len(ids))
+    takes_ids = not client.chat and client.taken({**plain, **extras, "prompt": ids}) is not None
     echo = {**plain, **extras, "prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
-    echoed = _tried(client, echo) if takes_ids else None
+    echoed = client.taken(echo) if takes_ids else None
     try:
-        streams = sum(bool(choices_of(each)) for each in client.stream({**plain, **extras})) > 1
+        streams = sum(map(_has_text, client.stream({**plain, **extras}))) > 1
     except RequestFailedError:
         streams = False
     return replace(
@@ -243,16 +267,3 @@ def _probed(model: OpenAIModel) -> OpenAIModel:
         scores=echoed is not None and _prompt_scores(echoed, len(ids)) is not None,
         streams=streams,
     )
-
-
-def _only_model(client: OpenAIClient) -> str:
-    answer = client.get("/models")
-    data = answer.get("data") if isinstance(answer, dict) else None
-    models = data if isinstance(data, list) else []
-    names = [str(each.get("id")) for each in models if isinstance(each, dict)]
-    if len(names) != 1:
-        raise EvaluationError(
-            f"{client.url} serves {', '.join(names) or 'no model that it lists'}; name the one to "
-            "ask in evaluate.model."
-        )
-    return names[0]

@@ -6,7 +6,7 @@ Requests follow the serving contract (names, types and shapes).
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -15,13 +15,16 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
+from inference.evaluation.openai_client import is_lost, is_put_off
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.rows import GREEDY, GREEDY_WITH_LOG_PROBS, answers, generation_request
 from inference.evaluation.task import (
     Completion,
     EvaluationError,
+    PutOffError,
     RequestFailedError,
     RequestTensors,
+    Tally,
     TextGenerator,
     added_text,
 )
@@ -30,6 +33,7 @@ from inference.server.client import Outputs, Tensors, TritonClient
 from inference.server.tensors import as_tensor, as_texts
 
 _REMEMBERED = 4096  # texts that were encoded lately
+_UNAVAILABLE = "StatusCode.UNAVAILABLE"  # of gRPC: a full queue, a server that stops, or none
 _LOG_PROBS = ("cum_log_probs", "output_log_probs")
 _SCORING = GREEDY_WITH_LOG_PROBS | {"is_return_context_cum_log_probs": np.array([[True]])}
 
@@ -48,16 +52,23 @@ def ask(
     Raises:
         RequestFailedError: the server refused, failed or did not answer in time.
     """
+    found: Outputs = {}
     try:
         if each_frame is None or not client.streams(model):
-            return client.infer(model, inputs, outputs=names)
-        last: Outputs = {}
-        for frame in client.stream(model, inputs, outputs=names):
-            each_frame()
-            last = frame
-        return last
+            found = client.infer(model, inputs, outputs=names)
+        else:
+            for frame in client.stream(model, inputs, outputs=names):
+                each_frame()
+                found = frame
     except (InferenceServerException, OSError) as error:
+        status = str(error.status()) if isinstance(error, InferenceServerException) else ""
+        is_busy = status == _UNAVAILABLE or (status.isdecimal() and is_put_off(int(status)))
+        if is_busy or is_lost(error):
+            raise PutOffError(f"{model}: {error}", is_lost=is_lost(error)) from error
         raise RequestFailedError(f"{model}: {error}") from error
+    if missing := [name for name in names if name not in found]:
+        raise RequestFailedError(f"{model}: an answer without {', '.join(missing)}")
+    return found
 
 
 class ServedTokenizer:
@@ -98,6 +109,7 @@ class ServedModel(TextGenerator):
     model_name: str = "fastertransformer"
     ensemble_name: str | None = "ensemble"
     end_id: int | None = None
+    tally: Tally = field(default_factory=Tally)
 
     @cached_property
     def _types(self) -> Mapping[str, str]:
@@ -161,6 +173,7 @@ class ServedModel(TextGenerator):
         outputs = ask(self.client, self.ensemble_name, inputs, *names)
         length = int(outputs["sequence_length"].reshape(-1)[0])
         prompt_len = 0 if self.is_encoder_decoder else len(self.encode(prompt))
+        self._count(length - prompt_len, output_len)
         return Completion(
             text=self._answer(as_texts(outputs["OUTPUT_0"])[0][0], prompt),
             generated=length - prompt_len,
@@ -220,7 +233,14 @@ class ServedModel(TextGenerator):
         }:
             names.append("response_input_lengths")
         outputs = ask(self.client, self.model_name, inputs, *names, each_frame=each_frame)
-        return answers(rows, outputs, has_encoder=has_encoder)
+        found = answers(rows, outputs, has_encoder=has_encoder)
+        for each in found:
+            self._count(len(each), output_len)
+        return found
+
+    def _count(self, length: int, output_len: int) -> None:
+        """Count how an answer ended: before its length, by the model's end token."""
+        self.tally.count("stop" if length < output_len else "length")
 
     def _typed(self, tensors: RequestTensors) -> Outputs:
         """Return values and arrays in the types that the model declares.

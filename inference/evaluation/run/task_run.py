@@ -4,12 +4,14 @@ A request that fails is never dropped: the samples that could not be evaluated a
 run fails, since a figure over the rest would be another figure.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from inference.evaluation.gate import amount_text
@@ -17,14 +19,18 @@ from inference.evaluation.options import Bound
 from inference.evaluation.paired import compare_metric, pairs_of
 from inference.evaluation.paired_tests import check_drop
 from inference.evaluation.record import Prediction, ReferenceComparison, TaskReport
+from inference.evaluation.run.answered import AnsweredSamples
 from inference.evaluation.run.preparation import Prepared
 from inference.evaluation.run.reference import Reference
 from inference.evaluation.run.timing import RequestTimer
 from inference.evaluation.task import (
     EvaluationError,
+    ImpossibleFigureError,
+    Metric,
     RequestFailedError,
     Sample,
     Score,
+    Tally,
     Task,
     TextGenerator,
     sample_ids,
@@ -34,6 +40,7 @@ _MAX_FAILURES = 20  # failed samples after which the server counts as gone
 _SHOWN_REASONS = 3
 _SHOWN_SAMPLES = 5
 _ASKED_AGAIN = 16
+_ROUNDING = 1e-3  # of a perplexity of 1, which a sum of log probabilities may leave
 
 
 @dataclass(frozen=True)
@@ -106,32 +113,54 @@ def run_task(
     concurrency: int,
     progress: ProgressCallback = lambda _: None,
     phase: str = "",
+    kept_in: Path | None = None,
 ) -> TaskRun:
     """Evaluate a task on its prepared data, keeping up to `concurrency` samples in flight.
 
-    `phase` is what progress is reported under, the task's name unless given.
+    `phase` is what progress is reported under, the task's name unless given. Answers are kept in
+    the folder `kept_in`, and those that an earlier run has left there are not asked for again.
 
     Raises:
-        EvaluationError: at least one sample could not be evaluated.
+        EvaluationError: at least one sample could not be evaluated, or a figure cannot be.
     """
     task, samples = prepared.task, prepared.samples
-    timer: Any = RequestTimer(model)
-    answered = _ask_all(
-        task, samples, timer, concurrency=concurrency, progress=progress, phase=phase or task.name
+    timer: Any = RequestTimer(model, retry_s=task.options.retry_s)
+    kept = None if kept_in is None or task.only_served else AnsweredSamples.of(kept_in, prepared)
+    answered = {}
+    if kept is not None:
+        by_index = {sample.index: sample for sample in samples}
+        answered = kept.read(lambda index: task.score(by_index[index], timer).values)
+    earlier = len(answered)
+    _ask_all(
+        task,
+        samples,
+        timer,
+        answered,
+        concurrency=concurrency,
+        progress=progress,
+        phase=phase or task.name,
+        keep=(lambda _: None) if kept is None else kept.add,
     )
     requests = timer.statistics(concurrency=concurrency)
+    if task.tally is not None:
+        requests = replace(requests, **{name: task.tally.counts()[name] for name in Tally.NAMES})
     predictions = tuple(
         replace(answered[sample.index], id=own_id)
         for sample, own_id in zip(samples, sample_ids(samples), strict=True)
     )
     scores = [Score(each.values, each.answer) for each in predictions]
+    metrics = task.metrics(samples, scores)
+    for metric in metrics:
+        if problem := impossible(metric):
+            raise ImpossibleFigureError(f"{metric.name} = {metric.value:g}: {problem}")
     report = TaskReport(
         name=task.name,
         version=task.version,
         dataset=prepared.dataset,
-        metrics=task.metrics(samples, scores),
+        metrics=metrics,
         seconds=requests.seconds,
         requests=requests,
+        note=f"{earlier} samples were answered in an earlier run that ended" * bool(earlier),
     )
     return TaskRun(prepared, report, predictions)
 
@@ -140,18 +169,23 @@ def _ask_all(
     task: Task,
     samples: Sequence[Sample],
     model: TextGenerator,
+    answered: dict[int, Prediction],
     *,
     concurrency: int,
     progress: ProgressCallback,
     phase: str,
-) -> dict[int, Prediction]:
-    """Return every sample as answered by its index; few samples are submitted ahead."""
-    answered: dict[int, Prediction] = {}
+    keep: Callable[[Prediction], None],
+) -> None:
+    """Add every sample as answered by its index; few samples are submitted ahead.
+
+    Raises:
+        EvaluationError: a sample could not be evaluated; the others were kept.
+    """
     failures: list[tuple[int, RequestFailedError]] = []
     right: dict[str, float] = defaultdict(float)
-    waiting = iter(samples)
+    waiting = iter([sample for sample in samples if sample.index not in answered])
     running: dict[Future[Prediction], int] = {}
-    progress(EvaluationProgress(phase, 0, len(samples)))
+    progress(EvaluationProgress(phase, len(answered), len(samples)))
     executor = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="evaluate")
     try:
         while len(failures) < _MAX_FAILURES:
@@ -165,6 +199,7 @@ def _ask_all(
                     failures.append((index, error))
                 else:
                     answered[index] = future.result()
+                    keep(answered[index])
                     for name, value in answered[index].values.items():
                         if value in (0.0, 1.0):
                             right[name] += value
@@ -177,12 +212,16 @@ def _ask_all(
         executor.shutdown(wait=True, cancel_futures=True)
     if failures:
         raise EvaluationError(_failure_message(task.name, len(samples), len(answered), failures))
-    return answered
 
 
 def _ask(task: Task, model: TextGenerator, sample: Sample) -> Prediction:
     start = time.perf_counter()
     score = task.score(sample, model)
+    for name, value in score.values.items():
+        if not math.isfinite(value):
+            raise ImpossibleFigureError(
+                f"{task.name}, sample {sample.index}: {name} is {value}: a score is a finite number"
+            )
     return Prediction(
         task=task.name,
         index=sample.index,
@@ -193,6 +232,18 @@ def _ask(task: Task, model: TextGenerator, sample: Sample) -> Prediction:
         seconds=time.perf_counter() - start,
         group=sample.group,
     )
+
+
+def impossible(metric: Metric) -> str:
+    """Return why no model can have such a figure; empty where one can."""
+    value = metric.value
+    if not math.isfinite(value):
+        return "it is not a number"
+    if metric.unit == "fraction" and not 0 <= value <= 1:
+        return "a share lies between 0 and 1"
+    if metric.unit == "perplexity" and value < 1 - _ROUNDING:
+        return "a perplexity below 1 has probabilities above 1"
+    return ""
 
 
 def _failure_message(
@@ -213,8 +264,9 @@ def _failure_message(
     if len(reasons) > _SHOWN_REASONS:
         lines.append(f"  and {len(reasons) - _SHOWN_REASONS} other reasons")
     lines.append(
-        "The server's log has more; evaluate.request_timeout_s and evaluate.concurrency set how "
-        "patient and how busy the client is."
+        "The server's log has more; evaluate.request_timeout_s, evaluate.retry_s and "
+        "evaluate.concurrency set how patient and how busy the client is. The same command goes on "
+        "with the samples that are left."
     )
     return "\n".join(lines)
 
@@ -233,8 +285,10 @@ def asked_again(run: TaskRun, model: TextGenerator, bounds: Mapping[str, Bound])
     both = [(run.predictions[index], task.score(samples[index], model).values) for index in chosen]
     asked = f"{len(both)} samples asked again, one at a time,"
     changed = sum(first.values != again for first, again in both)
+    earlier = run.report.note
     if not changed:
-        return replace(run, report=replace(run.report, note=f"{asked} gave the same digits"))
+        note = "; ".join(filter(None, (earlier, f"{asked} gave the same digits")))
+        return replace(run, report=replace(run.report, note=note))
     moved, figures = {}, []
     for metric in metrics:
         pairs = pairs_of(metric, both)
@@ -246,4 +300,5 @@ def asked_again(run: TaskRun, model: TextGenerator, bounds: Mapping[str, Bound])
         + f", which moves {', '.join(figures)}" * bool(figures)
         + "; evaluate.concurrency=1 gives the same each time"
     )
+    note = "; ".join(filter(None, (earlier, note)))
     return replace(run, moved=moved, report=replace(run.report, note=note))

@@ -4,14 +4,22 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from inference.evaluation.record import Distribution, RequestStatistics
-from inference.evaluation.task import TextGenerator
+from inference.evaluation.retry import patiently
+from inference.evaluation.task import (
+    ImpossibleFigureError,
+    RequestFailedError,
+    Tally,
+    TextGenerator,
+)
 
 _MAX_INTERVALS = 120
 _EVENTS_PER_INTERVAL = 8
 _HISTOGRAM_BINS = 40
+_MOST_LOG_PROB = 1e-2  # of a text, as a difference of two sums that rounding explains
 
 
 # The requests of a TextGenerator, and the tokens of an answer to each.
@@ -29,11 +37,14 @@ _REQUESTS: Mapping[str, Callable[[Any], int]] = {
 class RequestTimer:
     """A model in all but its type, which notes when each request began and how long it took.
 
-    Encoding and decoding are not requests to the model and are not timed.
+    Encoding and decoding are not requests to the model and are not timed. What the server puts off
+    is asked again within `retry_s`, and only the attempt that is answered is timed.
     """
 
-    def __init__(self, model: TextGenerator) -> None:
-        self._model = model
+    def __init__(self, model: TextGenerator, *, retry_s: float = 0.0) -> None:
+        self._model, self._retry_s = model, retry_s
+        self._tally: Tally = getattr(model, "tally", None) or Tally()
+        self._before = self._tally.counts()
         self._start = time.perf_counter()
         self._lock = threading.Lock()
         self._generated = 0
@@ -48,12 +59,27 @@ class RequestTimer:
             start = time.perf_counter()
             answer = request(*given, **named)
             end = time.perf_counter()
+            if isinstance(answer, float) and not answer <= _MOST_LOG_PROB:
+                raise ImpossibleFigureError(f"the server gave {answer} as a log probability")
             with self._lock:
                 self._spans.append((end, end - start))
                 self._generated += _REQUESTS[name](answer)
             return answer
 
-        return timed
+        def asked(*given: Any, **named: Any) -> Any:
+            once = partial(timed, *given, **named)
+            try:
+                return patiently(once, within_s=self._retry_s, tally=self._tally)
+            except RequestFailedError:
+                self._tally.count("failed")
+                raise
+
+        return asked
+
+    def counts(self) -> dict[str, int]:
+        """Return how requests have ended since the making of this timer."""
+        counts = self._tally.counts() - self._before
+        return {name: counts[name] for name in Tally.NAMES}
 
     def statistics(self, *, concurrency: int) -> RequestStatistics:
         """Sum up the requests of a run, from the making of this timer until now."""
@@ -71,6 +97,7 @@ class RequestTimer:
             interval_s=interval_s,
             completed=tuple(completed),
             generated=self._generated,
+            **self.counts(),
         )
 
 

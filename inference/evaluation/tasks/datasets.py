@@ -1,5 +1,7 @@
 """Data sets: fetched once with a pinned checksum, read strictly row by row, and drawn from."""
 
+from __future__ import annotations
+
 import hashlib
 import http.client
 import random
@@ -20,6 +22,7 @@ from inference.evaluation.task import Dataset, Sample
 _WORD_START = "\u2581"  # the mark that SentencePiece puts before a word
 _MOST_SHOWN = 10
 _TIMEOUT_S = 60.0
+_PROBE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -38,61 +41,91 @@ class DataSource:
     file_name: str = ""
 
 
-def data_file(task: str, given: str | None, source: DataSource | None, data_dir: Path) -> Path:
-    """Return the data of a task: the file that was given, or `source`, kept in `data_dir`.
+@dataclass(frozen=True)
+class TaskData:
+    """The data of a task: a file that was given, or a download that is kept.
 
-    Raises:
-        ValueError: `ensure_dataset` fails.
+    Attributes:
+        path: where it is, or is kept.
+        key: the configuration key with which a user names another file.
+        source: None where it was given.
     """
-    if given is not None:
-        return Path(given)
-    assert source is not None, "checked by the task"
-    path = data_dir / (source.file_name or source.url.rstrip("/").rpartition("/")[2])
-    ensure_dataset(path, source, key=f"evaluate.{task}.data_path")
-    if not source.member:
-        return path
-    member = path.with_name(f"{path.stem}_{Path(source.member).name}")
-    with zipfile.ZipFile(path) as files:
-        replace_file(member, files.read(source.member))
-    return member
 
+    path: Path
+    key: str
+    source: DataSource | None
 
-def ensure_dataset(path: Path, source: DataSource, *, key: str) -> None:
-    """Download `path` if it is missing.
+    @classmethod
+    def of(
+        cls, task: str, given: str | None, source: DataSource | None, data_dir: Path
+    ) -> TaskData | None:
+        """Return the data of a task; None where no place is known for it."""
+        key = f"evaluate.{task}.data_path"
+        if given is not None:
+            return cls(Path(given), key, None)
+        if source is None:
+            return None
+        name = source.file_name or source.url.rstrip("/").rpartition("/")[2]
+        return cls(data_dir / name, key, source)
 
-    The final name appears by one rename after the checksum was verified, so a broken transfer
-    leaves nothing behind and two runs at once do no harm.
+    def problem(self) -> str:
+        """Return why a download would fail now; empty where there is none to make."""
+        if self.source is None or self.path.is_file():
+            return ""
+        try:
+            with urllib.request.urlopen(self.source.url, timeout=_PROBE_S):
+                return ""
+        except (OSError, http.client.HTTPException) as error:
+            return self._unreachable(self.source, error)
 
-    `key` is the configuration key with which a user can name another file.
+    def file(self) -> Path:
+        """Return the file, downloaded first where it is missing.
 
-    Raises:
-        ValueError: the file cannot be fetched or its checksum differs; the message names the
-            file to place by hand.
-    """
-    url, sha256 = source.url, source.sha256
-    if path.is_file():
-        if (found := sha256_of(path)) != sha256:
-            raise ValueError(
-                f"{path} has SHA-256 {found}, expected {sha256}; delete it to download it again "
-                f"from {url}, or set {key} to use a data set of your own."
-            )
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-            content = response.read()
-        if (found := hashlib.sha256(content).hexdigest()) != sha256:
-            raise ValueError(
-                f"{url} gave a file with SHA-256 {found}, expected {sha256}; nothing was "
-                f"kept. Place the right file at {path}, or set {key}."
-            )
-        replace_file(path, content)
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        raise ValueError(
-            f"cannot download {url} ({reason}); on a machine without network place the file "
-            f"(SHA-256 {sha256}) at {path}, or set {key} to where it is."
-        ) from error
+        The final name appears by one rename after the checksum was verified, so a broken transfer
+        leaves nothing behind and two runs at once do no harm.
+
+        Raises:
+            ValueError: It cannot be fetched or its checksum differs; the message names the file to
+                place by hand.
+        """
+        if self.source is None:
+            return self.path
+        self._fetch(self.source)
+        if not self.source.member:
+            return self.path
+        member = self.path.with_name(f"{self.path.stem}_{Path(self.source.member).name}")
+        with zipfile.ZipFile(self.path) as files:
+            replace_file(member, files.read(self.source.member))
+        return member
+
+    def _fetch(self, source: DataSource) -> None:
+        if self.path.is_file():
+            if (found := sha256_of(self.path)) != source.sha256:
+                raise ValueError(
+                    f"{self.path} has SHA-256 {found}, expected {source.sha256}; delete it to "
+                    f"download it again from {source.url}, or set {self.key} to use a data set of "
+                    "your own."
+                )
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with urllib.request.urlopen(source.url, timeout=_TIMEOUT_S) as response:
+                content = response.read()
+            if (found := hashlib.sha256(content).hexdigest()) != source.sha256:
+                raise ValueError(
+                    f"{source.url} gave a file with SHA-256 {found}, expected {source.sha256}; "
+                    f"nothing was kept. Place the right file at {self.path}, or set {self.key}."
+                )
+            replace_file(self.path, content)
+        except (OSError, http.client.HTTPException) as error:
+            raise ValueError(self._unreachable(source, error)) from error
+
+    def _unreachable(self, source: DataSource, error: Exception) -> str:
+        return (
+            f"cannot download {source.url} ({getattr(error, 'reason', error)}); on a machine "
+            f"without network place the file (SHA-256 {source.sha256}) at {self.path}, or set "
+            f"{self.key} to where it is."
+        )
 
 
 def drawn(

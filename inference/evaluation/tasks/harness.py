@@ -1,30 +1,40 @@
 """Any task of lm-evaluation-harness, asked through the endpoint that speaks OpenAI's protocol.
 
-The harness sends its own requests and makes its own metrics; here they become metrics of the
-report, named `harness_<task>_<metric>`, with the filter behind it where a task has one.
+The harness words the requests and makes its own metrics; here they become metrics of the report,
+named `harness_<task>_<metric>`, with the filter behind it where a task has one. The requests are
+sent by the client of this package, so that only replies that are answers are graded.
 It is the extra `harness` of this package.
 """
 
+import asyncio
+import copy
 import hashlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from inference.evaluation.openai_client import OpenAIClient
-from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.openai_client import (
+    NEUTRAL,
+    OpenAIClient,
+    listed_model,
+)
+from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import (
     Dataset,
+    EvaluationError,
     Metric,
     RequestFailedError,
     Sample,
     Score,
+    Tally,
     Task,
     TextGenerator,
 )
@@ -32,7 +42,7 @@ from inference.evaluation.task import (
 PREFIX = "harness:"
 _PACKAGE = "lm_eval"
 _NO_FILTER = "none"
-_TIMEOUT_S = 10.0
+_PROBE = "The old lighthouse stood at the end of the point"
 _BOOTSTRAP = 1000  # draws for the standard errors of metrics other than means
 _FRACTIONS = ("acc", "exact_match", "f1")  # metrics between 0 and 1
 
@@ -89,6 +99,11 @@ class HarnessTask(Task):
         folder = self.options.harness.include_path
         if folder is not None and not Path(folder).is_dir():
             problems.append(f"evaluate.harness.include_path={folder} is not a folder.")
+        if self.options.tokenizer is not None and find_spec("transformers") is None:
+            problems.append(
+                f"evaluate.tasks has {self.name}, which reads evaluate.tokenizer by transformers; "
+                "pip install transformers, or set it to null where the endpoint has its own."
+            )
         return problems
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
@@ -138,7 +153,7 @@ class HarnessTask(Task):
             if not self._outcome.done():
                 try:
                     self._outcome.set_result(self._run())
-                except RequestFailedError as error:
+                except EvaluationError as error:
                     self._outcome.set_exception(error)
         value = self._outcome.result()[sample.index].value
         return Score(values={sample.group: value}, answer=f"{value:.6g}")
@@ -182,50 +197,156 @@ class HarnessTask(Task):
 
         return TaskManager(include_path=self.options.harness.include_path)
 
+    @cached_property
+    def _client(self) -> OpenAIClient:
+        """Sends what is tried before the harness asks."""
+        return self._new_client()
+
+    @cached_property
+    def _asked(self) -> OpenAIClient:
+        """Sends the harness's requests."""
+        return self._new_client()
+
+    def _new_client(self) -> OpenAIClient:
+        options, url = self.options, self.options.openai_url
+        assert url is not None, "checked before the start"
+        return OpenAIClient(
+            url,
+            options.credentials,
+            timeout_s=options.request_timeout_s,
+            chat=options.openai.chat,
+            retry_s=options.retry_s,
+        )
+
+    @property
+    def tally(self) -> Tally:
+        """The ends of the harness's requests."""
+        return self._asked.tally
+
     def _run(self) -> tuple[Metric, ...]:
         from lm_eval import simple_evaluate
 
-        harness, arguments = self.options.harness, self._model_arguments()
+        options, harness = self.options, self.options.harness
         try:
-            results = simple_evaluate(
-                model="local-completions",
-                model_args=arguments,
-                tasks=[self.own_name],
-                num_fewshot=harness.num_fewshot,
-                batch_size=harness.batch_size,
-                limit=self.options.limit,
-                task_manager=self._manager(),
-                bootstrap_iters=_BOOTSTRAP,
-                log_samples=False,
-                random_seed=self.options.seed,
-                numpy_random_seed=self.options.seed % (1 << 32),
-                fewshot_random_seed=self.options.seed,
-            )
+            with ThreadPoolExecutor(options.concurrency, "harness") as threads:
+                results = simple_evaluate(
+                    model=self._model(threads),
+                    tasks=[self.own_name],
+                    num_fewshot=harness.num_fewshot,
+                    limit=options.limit,
+                    task_manager=self._manager(),
+                    bootstrap_iters=_BOOTSTRAP,
+                    log_samples=False,
+                    apply_chat_template=options.openai.chat,
+                    random_seed=options.seed,
+                    numpy_random_seed=options.seed % (1 << 32),
+                    fewshot_random_seed=options.seed,
+                )
             assert results is not None, "the first process of an evaluation has the results"
             return tuple(self._metric(figure, results) for figure in self._figures)
-        except Exception as error:  # the harness and its clients raise anything
+        except EvaluationError:
+            raise
+        except Exception as error:  # the harness and its tasks raise anything
             raise RequestFailedError(f"lm_eval: {error!r}") from error
 
+    def _model(self, threads: ThreadPoolExecutor) -> Any:
+        """Return the model as the harness asks it."""
+        arguments, client = self._model_arguments(), self._client
+        neutral = client.accepted(client.asking(arguments["model"], _PROBE, 1), NEUTRAL)
+
+        def ask(body: Mapping[str, Any]) -> Any:
+            return self._asked.patient({**neutral, **body})
+
+        return _asking(ask, threads, chat=client.chat)(**arguments)
+
     def _model_arguments(self) -> dict[str, Any]:
-        options, url = self.options, self.options.openai_url
-        assert url is not None, "checked before the start"
-        token = options.credentials.headers().get("authorization", "").removeprefix("Bearer ")
-        client = OpenAIClient(url, options.credentials, timeout_s=_TIMEOUT_S)
-        model = client.get(path := f"/models/{options.model_name}")
-        longest = model.get("max_model_len") if isinstance(model, dict) else None
+        """Return what the harness must know of the endpoint.
+
+        Raises:
+            EvaluationError: it does not answer, or does not say how long its context is.
+        """
+        options, chat = self.options, self.options.openai.chat
+        # The name in the pipeline is that of its own endpoint.
+        given = options.model if options.protocol == OPENAI else options.model_name
+        model = listed_model(self._client, given)
+        longest = options.harness.max_length or model.get("max_model_len")
         if not isinstance(longest, int):
-            raise RequestFailedError(f"{client.url}{path} states no number as max_model_len")
-        arguments = {
-            "model": options.model_name,
-            "base_url": f"{url}/completions",
-            "num_concurrent": options.concurrency,
+            raise RequestFailedError(
+                f"{self._client.url}/models states no number as max_model_len of {model['id']}; "
+                "set evaluate.harness.max_length"
+            )
+        token = options.credentials.headers().get("authorization", "").removeprefix("Bearer ")
+        return {
+            "model": model["id"],
+            "base_url": self._client.url + self._client.path,
+            "num_concurrent": max(2, options.concurrency),  # by which it asks as _asking expects
+            "batch_size": self._batch_size(str(model["id"])),
             "timeout": int(options.request_timeout_s),
             "max_length": longest,  # of a prompt and its answer
-            "tokenizer_backend": "remote",
+            "max_retries": 1,  # the client's own are enough
             "seed": options.seed,
+            "auth_token": token or None,  # of the endpoint's tokenizer
+            "ca_cert_path": options.ca,
+            **({} if chat else self._tokenizer(str(model["id"]))),
         }
-        if token:
-            arguments |= {"header": {"Authorization": f"Bearer {token}"}, "auth_token": token}
-        if options.ca is not None:
-            arguments["ca_cert_path"] = options.ca
-        return arguments
+
+    def _batch_size(self, model: str) -> int:
+        """Return the prompts of a request, which some servers take one at a time."""
+        several = self._client.asking(model, [_PROBE, _PROBE], 1)
+        if self._client.chat or self._client.taken(several) is None:
+            return 1
+        return self.options.harness.batch_size
+
+    def _tokenizer(self, model: str) -> dict[str, Any]:
+        """Return by what the harness counts tokens, and whether the server takes their ids."""
+        folder = self.options.tokenizer
+        if folder is None and self._client.has_tokenizer:
+            return {"tokenizer_backend": "remote", "tokenized_requests": True}
+        if folder is None:
+            return {"tokenizer_backend": None}
+        takes_ids = self._client.taken(self._client.asking(model, [1], 1)) is not None
+        return {
+            "tokenizer_backend": "huggingface",
+            "tokenizer": folder,
+            "tokenized_requests": takes_ids,
+        }
+
+
+def _asking(
+    ask: Callable[[Mapping[str, Any]], Any], threads: ThreadPoolExecutor, *, chat: bool
+) -> Any:
+    """Return the harness's class of a model, whose requests `ask` answers in one of `threads`."""
+    from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+    base: Any = LocalChatCompletion if chat else LocalCompletionsAPI
+
+    class AskedModel(base):  # type: ignore[misc]
+        """Words requests and reads answers as the harness does."""
+
+        async def amodel_call(
+            self,
+            session: object,
+            sem: object,
+            messages: Any,
+            *,
+            generate: bool = True,
+            cache_keys: object = None,
+            ctxlens: Any = None,
+            gen_kwargs: Any = None,
+            **more: Any,
+        ) -> Any:
+            """Return what the harness reads of the answer to one request."""
+            del session, sem, cache_keys
+            body = self._create_payload(
+                self.create_message(messages),
+                generate=generate,
+                gen_kwargs=copy.deepcopy(gen_kwargs),
+                seed=self._seed,
+                **more,
+            )
+            answer = await asyncio.get_running_loop().run_in_executor(threads, ask, body)
+            if generate:
+                return self.parse_generations(outputs=answer)
+            return self.parse_logprobs(outputs=answer, tokens=messages, ctxlens=ctxlens)
+
+    return AskedModel

@@ -42,7 +42,7 @@ from inference.evaluation.task import (
 )
 from inference.evaluation.tasks.datasets import (
     DataSource,
-    data_file,
+    TaskData,
     drawn_from_file,
     missing_files,
     read_rows,
@@ -113,15 +113,26 @@ class Lambada(Task):
             problems.append(f"evaluate.lambada.metrics is empty; choose from {known}.")
         return [*problems, *missing_files("lambada", lambada, "data_path", "reference_path")]
 
+    @property
+    def data(self) -> TaskData:
+        """The file of the passages."""
+        own = self.options.lambada
+        source = DataSource(own.url, own.sha256, file_name="lambada_test.jsonl")
+        found = TaskData.of(self.name, own.data_path, source, self.options.data_dir)
+        assert found is not None, "it has a source"
+        return found
+
+    def data_problem(self) -> str:
+        """Return why the passages cannot be downloaded."""
+        return self.data.problem()
+
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Read the passages, downloading them first where that is asked for.
 
         Raises:
             ValueError: the file is missing and cannot be fetched, or a passage has no last word.
         """
-        own = self.options.lambada
-        source = DataSource(own.url, own.sha256, file_name="lambada_test.jsonl")
-        path = data_file(self.name, own.data_path, source, self.options.data_dir)
+        path = self.data.file()
         samples = []
         for index, row in enumerate(read_rows(path, "text")):
             try:

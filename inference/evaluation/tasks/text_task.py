@@ -28,7 +28,7 @@ from inference.evaluation.task import (
 from inference.evaluation.tasks.datasets import (
     DataSource,
     Row,
-    data_file,
+    TaskData,
     drawn_from_file,
     missing_files,
 )
@@ -125,7 +125,7 @@ class TextTask(Task):
         problems = missing_files(self.name, own, *files)
         if (own.url is None) != (own.sha256 is None):
             problems.append(f"{key}.url and {key}.sha256 go together; give both, or neither.")
-        elif own.data_path is None and kind.data_source(own) is None:
+        elif self.data is None:
             problems.append(
                 f"{key}.data_path is needed for the task {self.name}. To get the data: "
                 f"{kind.recipe}"
@@ -173,6 +173,16 @@ class TextTask(Task):
         """The virtual tokens of each request."""
         return prompt_of(self.name, self.own.prompt, self.options.weights_dir)
 
+    @property
+    def data(self) -> TaskData | None:
+        """The data; None where the options have to name it."""
+        source = self.kind.data_source(self.own)
+        return TaskData.of(self.name, self.own.data_path, source, self.options.data_dir)
+
+    def data_problem(self) -> str:
+        """Return why the data cannot be downloaded."""
+        return "" if self.data is None else self.data.problem()
+
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Read the data, downloaded first where it is missing, and make the prompts.
 
@@ -180,8 +190,8 @@ class TextTask(Task):
             ValueError: the data is unavailable, not of the task's form, or lacks a field of the
                 template.
         """
-        source = self.kind.data_source(self.own)
-        path = data_file(self.name, self.own.data_path, source, self.options.data_dir)
+        assert self.data is not None, "checked before"
+        path = self.data.file()
         template = self.own.template or self.kind.template
         if self.own.template is None and self.own.method == "log_likelihood":
             template = self.kind.likelihood_template or template

@@ -9,7 +9,8 @@ import pytest
 
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
-from launcher_scripts.configuration.evaluation_config import Context
+from launcher_scripts.configuration.evaluation_config import Context, known_facts
+from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.settings import CHECKOUT
 from launcher_scripts.pipeline import Plan, plan_pipeline, read_stages
 from launcher_scripts.stage_table import STAGE_TABLE
@@ -338,3 +339,32 @@ def test_root_of_a_hugging_face_cache_stands_for_its_snapshot(
     made = plan(tmp_path / "results", f"export.model.checkpoint_path={root}", "stages=[convert]")
     assert made.problems == ()
     assert any(f"taking {root}/snapshots/abc" in note for note in made.notes)
+
+
+INT8 = "export.triton_deployment.int8_mode=1"
+FOLDER = "convert.format=huggingface"
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        ([], ("TP 2 x PP 1", "fp16", "fp32", "pytorch")),
+        ([INT8], ("TP 2 x PP 1", "int8, rounded from fp16", "fp32", "pytorch")),
+        (["deploy.engine=vllm", FOLDER], ("TP 2 x PP 1", "fp16", "fp32", "vllm")),
+        (
+            ["deploy.engine=vllm", FOLDER, "+deploy.vllm.dtype=bfloat16"],
+            ("TP 2 x PP 1", "fp16", "", "vllm"),
+        ),
+        (["deploy.engine=vllm", "deploy.repository=/models/x"], ("TP 2 x PP 1", "", "", "vllm")),
+        (["deploy.engine=openai", FOLDER], ("", "", "", "openai")),
+        (["evaluate.server=node1:8001"], ("", "", "", "")),
+    ],
+)
+def test_a_report_states_what_is_known_of_the_server(
+    words: list[str], known: tuple[str, ...]
+) -> None:
+    config = compose_config(["export=gpt3/sample", *words]).config
+    assert config is not None
+    facts = known_facts(config, server_config(config), Context())
+    assert (facts.parallelism, facts.weights, facts.data_type, facts.engine) == known
+    assert bool(facts.server) == any(word.startswith("evaluate.server") for word in words)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import json
 import math
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,16 +15,27 @@ from typing import Any
 
 import pytest
 
-from inference.evaluation.openai_client import OpenAIClient, base_url
-from inference.evaluation.options import EvaluationOptions, LatencyOptions
+from inference.evaluation import openai_client
+from inference.evaluation.openai_client import OpenAIClient, base_url, seconds_of
+from inference.evaluation.options import (
+    EvaluationOptions,
+    LatencyOptions,
+    OpenAIClientOptions,
+)
 from inference.evaluation.record import RunFacts
 from inference.evaluation.run import (
     openai_model,
     served_model,  # noqa: F401 - imports the loader of tokenizers before `server` replaces it
 )
 from inference.evaluation.run.evaluator import evaluate
+from inference.evaluation.run.latency import measure_latency
 from inference.evaluation.run.openai_model import open_model
-from inference.evaluation.task import EvaluationError, RequestFailedError
+from inference.evaluation.run.timing import RequestTimer
+from inference.evaluation.task import (
+    EvaluationError,
+    ImpossibleFigureError,
+    RequestFailedError,
+)
 from inference.front.access import Credentials
 
 VOCABULARY = 26
@@ -44,8 +57,11 @@ def following(ids: list[int], count: int) -> list[int]:
 
 
 class Server(ThreadingHTTPServer):
+    """Answers by its abilities, after one of `faults` a request: a status or finish reason."""
+
     abilities: frozenset[str] = frozenset()
     requests: list[dict[str, Any]]
+    faults: list[tuple[Any, dict[str, Any]]]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -63,6 +79,26 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def fail(self, fault: Any, more: dict[str, Any]) -> None:
+        if fault == "cut":
+            self.send_response(200)
+            self.send_header("content-length", "100")
+            self.end_headers()
+            self.wfile.write(b"{")
+        elif fault == "done":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"data: [DONE]\n\n")
+        elif isinstance(fault, int):
+            self.send_response(fault)
+            for name, value in more.items():
+                self.send_header(name, value)
+            self.send_header("content-length", "0")
+            self.end_headers()
+        else:
+            choice = {"text": "", "finish_reason": fault, **more}
+            self.answer(200, {"choices": [choice], "usage": {"prompt_tokens": 1}})
+
     def do_GET(self) -> None:
         self.answer(
             200, {"data": [{"id": "alphabet"}] * (1 + ("several" in self.server.abilities))}
@@ -72,16 +108,29 @@ class Handler(BaseHTTPRequestHandler):
         able = self.server.abilities
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.requests.append(body | {"token": self.headers.get("authorization")})
+        if self.server.faults:
+            return self.fail(*self.server.faults.pop(0))
+        if "busy" in able and [each["prompt"] for each in self.server.requests].count("xa") == 1:
+            self.server.abilities = able - {"busy"}
+            return self.fail(503, {"retry-after": "0"})
         if "return_token_ids" in body and "ids" not in able:
             return self.answer(422, {"detail": "Unexpected fields"})
-        prompt = body["prompt"]
+        if "return_token_ids" in body and "refuses_ids" in able:
+            return self.answer(422, {"detail": "Unexpected fields"})
+        chats = self.path.endswith("/chat/completions")
+        prompt = body["messages"][0]["content"] if chats else body["prompt"]
         if not isinstance(prompt, str) and "ids" not in able:
             return self.answer(400, {"detail": "prompt must be a string."})
         ids = Letters().encode(prompt) if isinstance(prompt, str) else prompt
         tokens = following(ids, body["max_tokens"])
+        if "penalty" in able and "repetition_penalty" not in body:
+            tokens = tokens[::-1]
         if body.get("stream"):
-            return self.stream(tokens)
-        choice: dict[str, Any] = {"text": Letters().decode(tokens)}
+            return self.stream(tokens, chats=chats)
+        text = Letters().decode(tokens)
+        choice: dict[str, Any] = {"text": text, "finish_reason": "length"}
+        if chats:
+            choice = {"message": {"content": text}, "finish_reason": "length"}
         if "return_token_ids" in body:
             choice["token_ids"] = tokens
         if body.get("echo") and "echo" in able:
@@ -90,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens)}
         return self.answer(200, {"choices": [choice], "usage": usage})
 
-    def stream(self, tokens: list[int]) -> None:
+    def stream(self, tokens: list[int], *, chats: bool) -> None:
         self.send_response(200)
         self.end_headers()
         if "endless" in self.server.abilities:
@@ -98,7 +147,13 @@ class Handler(BaseHTTPRequestHandler):
                 while True:
                     self.wfile.write(b": still here\n")
         for token in tokens:
-            event = {"choices": [{"text": Letters().decode([token]), "token_ids": [token]}]}
+            text = Letters().decode([token])
+            choice: dict[str, Any] = {"text": text, "token_ids": [token]}
+            if chats:
+                choice = {"delta": {"content": text}}
+            if token == tokens[-1]:
+                choice["finish_reason"] = "length"
+            event = {"choices": [choice]}
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -107,7 +162,7 @@ class Handler(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr("inference.backend.tokenizer.load_tokenizer", lambda _: Letters())
     found = Server(("127.0.0.1", 0), Handler)
-    found.requests = []
+    found.requests, found.faults = [], []
     thread = threading.Thread(target=found.serve_forever)
     thread.start()
     yield found
@@ -238,6 +293,168 @@ def test_a_stream_without_end_is_a_failed_request(
     with pytest.raises(RequestFailedError, match="an answer of more than 100000 bytes"):
         list(client.stream({"model": "x", "prompt": "a", "max_tokens": 1}))
     assert model.complete_text("abc", output_len=2).text == "de"
+
+
+def timed(server: Server, tmp_path: Path, **changes: Any) -> Any:
+    """Return a model as a task asks it."""
+    asked = options(server, tmp_path, model="alphabet", **changes)
+    return RequestTimer(open_model(asked), retry_s=asked.retry_s)
+
+
+NO_ANSWERS = ["abort", None, "content_filter", "tool_calls", "cancelled", 3, "done"]
+
+
+@pytest.mark.parametrize("reason", NO_ANSWERS)
+def test_a_reply_that_is_no_answer_is_a_failed_request(
+    server: Server, tmp_path: Path, reason: Any
+) -> None:
+    server.abilities = FULL
+    model = timed(server, tmp_path, retry_s=0.0)
+    server.faults = [(reason, {})] * 3
+    with pytest.raises(RequestFailedError):
+        model.complete_text("abc", output_len=2)
+    with pytest.raises(RequestFailedError):
+        model.complete_rows([[1]], output_len=2, each_frame=lambda: None)
+    with pytest.raises(RequestFailedError):
+        model.complete_rows([[1], [2]], output_len=2)
+    assert model.counts() == {"stop": 0, "length": 0, "failed": 3, "retried": 0}
+
+
+def test_ends_of_answers_are_counted(server: Server, tmp_path: Path) -> None:
+    server.abilities = FULL
+    model = timed(server, tmp_path)
+    for reason in ("stop", "length", "eos_token"):
+        server.faults = [(reason, {"token_ids": [1]})]
+        model.complete_ids([1], output_len=2)
+    assert model.counts() == {"stop": 2, "length": 1, "failed": 0, "retried": 0}
+
+
+@pytest.mark.parametrize(
+    "fault", [(429, {}), (503, {}), (502, {}), (504, {}), ("cut", {}), ("abort", {})]
+)
+def test_what_is_put_off_is_asked_again(server: Server, tmp_path: Path, fault: Any) -> None:
+    server.abilities = FULL
+    model = timed(server, tmp_path)
+    server.faults = [fault]
+    assert model.complete_text("abc", output_len=2).text == "de"
+    assert model.counts() == {"stop": 0, "length": 1, "failed": 0, "retried": 1}
+
+
+@pytest.mark.parametrize("fault", [400, 401, 403, 404, 500, 501])
+def test_what_is_refused_is_not_asked_again(server: Server, tmp_path: Path, fault: int) -> None:
+    server.abilities = FULL
+    model = timed(server, tmp_path)
+    server.faults = [(fault, {})]
+    with pytest.raises(RequestFailedError, match=f": {fault}: "):
+        model.complete_text("abc", output_len=2)
+
+
+def test_the_server_says_how_long_to_wait(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.abilities = FULL
+    model = timed(server, tmp_path, retry_s=10.0)
+    waits: list[float] = []
+    monkeypatch.setattr("inference.evaluation.retry.time.sleep", waits.append)
+    later = email.utils.formatdate(time.time() + 5, usegmt=True)
+    server.faults = [(429, {"retry-after": "3"}), (503, {"retry-after": later}), (429, {})]
+    assert model.complete_text("abc", output_len=2).text == "de"
+    assert waits[0] == 3
+    assert 3 < waits[1] <= 5
+    assert 2 <= waits[2] <= 4  # the third without a word, later than the first would be
+    server.faults = [(429, {"retry-after": "3600"})]
+    with pytest.raises(RequestFailedError, match="Retry-After: 3600 s"):
+        model.complete_text("abc", output_len=2)
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"), [("2", 2.0), ("-1", 0.0), ("soon", None), ("nan", None), (None, None)]
+)
+def test_waits_are_numbers_or_dates(header: str | None, seconds: float | None) -> None:
+    assert seconds_of(header) == seconds
+
+
+def test_choices_come_in_any_order_and_none_is_missing(server: Server, tmp_path: Path) -> None:
+    client = OpenAIClient(f"127.0.0.1:{server.server_address[1]}", Credentials(), timeout_s=5)
+    choices = [{"index": at, "text": str(at), "finish_reason": "stop"} for at in (1, 0)]
+
+    def given(found: Any) -> Any:
+        return lambda *_: {"choices": found}
+
+    client._json = given(choices)  # type: ignore[method-assign]
+    answer = client.complete({"prompt": ["a", "b"]})
+    assert [each["text"] for each in answer["choices"]] == ["0", "1"]
+    for wrong in ([], choices[:1], [*choices, *choices], None):
+        client._json = given(wrong)  # type: ignore[method-assign]
+        with pytest.raises(RequestFailedError, match="to 2 prompts"):
+            client.complete({"prompt": ["a", "b"]})
+
+
+def test_a_prompt_that_the_server_cuts_ends_the_run_by_name(server: Server, tmp_path: Path) -> None:
+    server.abilities = FULL
+    model = timed(server, tmp_path)
+    server.faults = [("stop", {})]
+    with pytest.raises(ImpossibleFigureError, match="counts 1 tokens in prompts of 3"):
+        model.complete_ids([1, 2, 3], output_len=2)
+    server.abilities = frozenset()
+    model = timed(server, tmp_path)
+    server.faults = [("stop", {})]
+    with pytest.raises(ImpossibleFigureError, match="counts 1 tokens in prompts of 3"):
+        model.complete_text("abc", output_len=2)
+
+
+@pytest.mark.parametrize("score", [0.7, math.nan])
+def test_a_probability_above_one_ends_the_run_by_name(
+    server: Server, tmp_path: Path, score: float
+) -> None:
+    server.abilities = FULL
+    model = timed(server, tmp_path)
+    scored = {"logprobs": {"token_logprobs": [None, score]}, "text": "ab"}
+    choice = {"finish_reason": "length", **scored}
+    model._model.client._json = lambda *_: {"choices": [choice]}
+    with pytest.raises(ImpossibleFigureError, match="as a token's log probability"):
+        model.context_log_prob([1, 2])
+
+
+def test_parameters_are_kept_that_change_the_answer(server: Server, tmp_path: Path) -> None:
+    server.abilities = FULL | {"refuses_ids"}
+    model = open_model(options(server, tmp_path, model="alphabet"))
+    assert model.extras == openai_client.NEUTRAL
+    server.abilities = FULL | {"penalty"}
+    model = open_model(options(server, tmp_path, model="alphabet"))
+    assert model.extras == {**openai_client.NEUTRAL, "return_token_ids": True}
+    assert model.complete_text("abc", output_len=2).text == "de"
+
+
+def test_prompts_are_messages_where_the_endpoint_is_a_chat(server: Server, tmp_path: Path) -> None:
+    asked = options(server, tmp_path, model="alphabet", openai=OpenAIClientOptions(chat=True))
+    model = open_model(asked)
+    assert set(model.lacks) == {"tensors", "token ids", "log probabilities"}
+    assert model.complete_text("abc", output_len=2).text == "de"
+    arrivals: list[int] = []
+    rows = model.complete_rows([[1]], output_len=3, each_frame=lambda: arrivals.append(1))
+    assert (len(rows[0]), len(arrivals)) == (3, 3)
+    assert len(model.complete_rows([[1], [2]], output_len=3)) == 2
+
+
+def test_counts_stand_beside_the_figures(server: Server, tmp_path: Path) -> None:
+    server.abilities = frozenset({"busy"})
+    report = evaluate(options(server, tmp_path), RunFacts(name="x"))
+    requests = report.tasks[0].requests
+    assert (requests.stop, requests.length, requests.failed, requests.retried) == (0, 2, 0, 1)
+    folder = tmp_path / "report"
+    for name in ("report.md", "report.html", "junit.xml"):
+        assert "0 stop, 2 length, 0 failed, 1 retried" in (folder / name).read_text(), name
+
+
+def test_latency_is_that_of_the_request_that_was_answered(server: Server, tmp_path: Path) -> None:
+    latency = LatencyOptions(shapes=["2+4"], concurrencies=[1], requests=2, warmup=0)
+    asked = options(server, tmp_path, latency=latency)
+    model = open_model(asked)
+    server.faults = [(503, {"retry-after": "1"}), ("done", {})]
+    (point,) = measure_latency(model, [[1, 2]], asked)
+    assert (point.requests, model.tally.counts()["retried"]) == (2, 2)
+    assert point.latency.max_ms < 500
 
 
 @pytest.mark.parametrize(

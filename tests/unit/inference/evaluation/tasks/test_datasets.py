@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.options import EvaluationOptions, LambadaOptions
+from inference.evaluation.run.checks import unreachable_data
 from inference.evaluation.task import Sample
-from inference.evaluation.tasks.datasets import DataSource, drawn, ensure_dataset, read_rows
+from inference.evaluation.tasks.datasets import DataSource, TaskData, drawn, read_rows
 
 CONTENT = b'{"text": "a b"}\n'
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -25,8 +26,12 @@ def source(tmp_path: Path) -> str:
     return path.as_uri()
 
 
+def data(path: Path, url: str, sha256: str = SHA256) -> TaskData:
+    return TaskData(path, "evaluate.lambada.data_path", DataSource(url, sha256))
+
+
 def fetch(path: Path, url: str, sha256: str = SHA256) -> None:
-    ensure_dataset(path, DataSource(url, sha256), key="evaluate.lambada.data_path")
+    assert data(path, url, sha256).file() == path
 
 
 def test_a_missing_data_set_is_downloaded(tmp_path, source):
@@ -58,6 +63,24 @@ def test_without_network_the_file_to_place_is_named(tmp_path):
     assert str(path) in str(caught.value)
     assert "evaluate.lambada.data_path" in str(caught.value)
     assert list(path.parent.iterdir()) == []
+
+
+def test_what_cannot_be_downloaded_is_known_before_it_is_needed(tmp_path, source):
+    path = tmp_path / "data" / "lambada.jsonl"
+    gone = data(path, (tmp_path / "gone").as_uri())
+    assert f"place the file (SHA-256 {SHA256}) at {path}" in gone.problem()
+    assert data(path, source).problem() == ""
+    assert not path.parent.exists()
+    fetch(path, source)
+    assert gone.problem() == ""  # it is at hand
+
+
+def test_unreachable_data_is_a_problem_of_the_options(tmp_path):
+    own = LambadaOptions(url=(tmp_path / "gone").as_uri())
+    options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path, lambada=own)
+    assert len(unreachable_data(options)) == 1
+    own.data_path = str(tmp_path / "mine.jsonl")  # whether that is there is asked elsewhere
+    assert unreachable_data(options) == []
 
 
 def test_a_download_that_ends_within_a_chunk_leaves_nothing(tmp_path):

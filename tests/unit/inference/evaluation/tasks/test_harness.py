@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 import pytest
 
 from inference.evaluation.bounds import parse_bounds
-from inference.evaluation.openai_client import OpenAIClient
-from inference.evaluation.options import EvaluationOptions, HarnessOptions
+from inference.evaluation.options import (
+    EvaluationOptions,
+    HarnessOptions,
+    OpenAIClientOptions,
+)
 from inference.evaluation.record import Report, RequestStatistics
 from inference.evaluation.report.files import render_html, render_markdown
 from inference.evaluation.run.checks import check_evaluation
@@ -65,6 +69,30 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         counts = {"two-facts": {"original": 3, "effective": 2}}
         return {"results": {"two-facts": figures}, "n-samples": counts}
 
+    class Asked:
+        """A model of the harness, which remembers its arguments and reads nothing of answers."""
+
+        _seed = 1
+
+        def __init__(self, **arguments: Any) -> None:
+            self.arguments = arguments
+
+        def create_message(self, messages: Any) -> Any:
+            return messages
+
+        def _create_payload(self, messages: Any, **_: Any) -> dict[str, Any]:
+            name = (
+                "messages" if self.arguments["base_url"].endswith("/chat/completions") else "prompt"
+            )
+            return {"model": self.arguments["model"], name: messages, "max_tokens": 1}
+
+        def parse_generations(self, outputs: Any) -> list[str]:
+            return [each["text"] for each in outputs["choices"]]
+
+    models = ModuleType("lm_eval.models.openai_completions")
+    models.LocalCompletionsAPI = models.LocalChatCompletion = Asked  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lm_eval.models", ModuleType("lm_eval.models"))
+    monkeypatch.setitem(sys.modules, models.__name__, models)
     package, tasks = ModuleType("lm_eval"), ModuleType("lm_eval.tasks")
     package.simple_evaluate = simple_evaluate  # type: ignore[attr-defined]
     package.__spec__ = SimpleNamespace(name="lm_eval")  # type: ignore[assignment]
@@ -75,27 +103,66 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
+class Endpoint(ThreadingHTTPServer):
+    """Describes its model, and answers each request by `reply` after one of `statuses`."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.listed: Any = {"data": [{"id": "fastertransformer", "max_model_len": 512}]}
+        self.reply: Any = {"choices": [{"text": "x", "finish_reason": "stop"}]}
+        self.has_tokenizer = False
+        self.refuses: tuple[str, ...] = ()
+        self.statuses: list[int] = []
+        self.bodies: list[dict[str, Any]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Endpoint
+
+    def answer(self, status: int, body: Any) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            return self.answer(200, self.server.listed)
+        return self.answer(200 if self.server.has_tokenizer else 404, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append(body)
+        if any(name in body for name in self.server.refuses):
+            return self.answer(400, {})
+        if self.server.statuses and (status := self.server.statuses.pop()) != 200:
+            return self.answer(status, {})
+        prompt = body.get("prompt")
+        several = isinstance(prompt, list) and isinstance(prompt[0], str)
+        choices = self.server.reply["choices"] * (len(prompt) if several else 1)
+        return self.answer(200, {"choices": choices})
+
+    def log_message(self, *_: Any) -> None:
+        """Keep quiet."""
+
+
 @pytest.fixture
-def endpoint() -> Iterator[str]:
-    """Return the base URL of an endpoint that describes its model."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found = self.path == "/v1/models/fastertransformer"
-            self.send_response(200 if found else 404)
-            self.end_headers()
-            self.wfile.write(json.dumps({"max_model_len": 512}).encode())
-
-        def log_message(self, *_: Any) -> None:
-            """Keep quiet."""
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+def server() -> Iterator[Endpoint]:
+    found = Endpoint()
+    thread = threading.Thread(target=found.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
+    yield found
+    found.shutdown()
     thread.join()
-    server.server_close()
+    found.server_close()
+
+
+@pytest.fixture
+def endpoint(server: Endpoint) -> str:
+    return server.url
 
 
 def options(**changes: Any) -> EvaluationOptions:
@@ -111,9 +178,10 @@ def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endp
     assert (prepared.dataset.total, prepared.dataset.count, prepared.dataset.limit) == (3, 2, 2)
     run = run_task(prepared, FakeModel({}), concurrency=4)
     (call,) = asked
-    assert (call["model"], call["tasks"], call["limit"]) == ("local-completions", ["two-facts"], 2)
-    assert (call["num_fewshot"], call["batch_size"]) == (2, 4)
-    given = call["model_args"]
+    assert (call["tasks"], call["limit"]) == (["two-facts"], 2)
+    assert call["num_fewshot"] == 2
+    given = call["model"].arguments
+    assert given["batch_size"] == 4
     assert given["base_url"] == f"{endpoint}/completions"
     assert (given["model"], given["max_length"], given["num_concurrent"]) == (
         ("fastertransformer", 512, 3)
@@ -159,19 +227,76 @@ def test_an_endpoint_that_does_not_answer_is_named(asked: list[dict[str, Any]]) 
     prepared = prepare(
         HarnessTask("harness:two-facts", options(openai_url="http://127.0.0.1:1/v1"))
     )
-    with pytest.raises(EvaluationError, match=r"127\.0\.0\.1:1/v1/models/.*refused"):
+    with pytest.raises(EvaluationError, match=r"127\.0\.0\.1:1/v1/models.*refused"):
         run_task(prepared, FakeModel({}), concurrency=1)
     assert not asked
 
 
-def test_an_endpoint_that_does_not_say_how_long_its_context_is_is_named(
-    asked: list[dict[str, Any]], endpoint: str, monkeypatch: pytest.MonkeyPatch
+def arguments(server: Endpoint, **changes: Any) -> dict[str, Any]:
+    own = options(openai_url=server.url, tasks=["harness:two-facts"], **changes)
+    return HarnessTask("harness:two-facts", own)._model_arguments()
+
+
+def test_an_endpoint_that_does_not_say_how_long_its_context_is_is_named(server: Endpoint) -> None:
+    server.listed = {"data": [{"id": "fastertransformer"}]}
+    with pytest.raises(EvaluationError, match=r"max_model_len of fastert.*harness\.max_length"):
+        arguments(server)
+    assert arguments(server, harness=HarnessOptions(max_length=99))["max_length"] == 99
+
+
+def test_another_engine_is_asked_by_its_own_name(server: Endpoint, tmp_path: Path) -> None:
+    """vLLM lists its models, and has /tokenizer_info only where that is switched on."""
+    server.listed = {"data": [{"id": "tiny", "max_model_len": 256}, {"id": "tiny-lora"}]}
+    given = arguments(server, protocol="openai", model="tiny", tokenizer=str(tmp_path))
+    assert (given["model"], given["max_length"]) == ("tiny", 256)
+    assert (given["tokenizer_backend"], given["tokenizer"]) == ("huggingface", str(tmp_path))
+    assert given["tokenized_requests"]
+    server.refuses = ("prompt",)  # as a server of text alone refuses token ids
+    given = arguments(server, protocol="openai", model="tiny", tokenizer=str(tmp_path))
+    assert not given["tokenized_requests"]
+    assert given["batch_size"] == 1
+    assert arguments(server, protocol="openai", model="tiny")["tokenizer_backend"] is None
+    server.has_tokenizer = True
+    given = arguments(server, protocol="openai", model="tiny")
+    assert given["tokenizer_backend"] == "remote"
+    for name in ("other", None):
+        with pytest.raises(EvaluationError, match=r"serves tiny, tiny-lora; .*evaluate\.model"):
+            arguments(server, protocol="openai", model=name)
+
+
+def test_a_chat_is_asked_one_message_at_a_time(server: Endpoint) -> None:
+    given = arguments(server, openai=OpenAIClientOptions(chat=True))
+    assert given["base_url"] == f"{server.url}/chat/completions"
+    assert given["batch_size"] == 1
+    assert "tokenizer_backend" not in given
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_requests_of_the_harness_are_sent_by_our_client(
+    asked: list[dict[str, Any]], server: Endpoint, monkeypatch: pytest.MonkeyPatch, chat: bool
 ) -> None:
-    monkeypatch.setattr(OpenAIClient, "get", lambda *_: {"id": "fastertransformer"})
-    prepared = prepare(HarnessTask("harness:two-facts", options(openai_url=endpoint)))
-    with pytest.raises(EvaluationError, match="fastertransformer states no number as max_model"):
-        run_task(prepared, FakeModel({}), concurrency=1)
-    assert not asked
+    found = []
+
+    def simple_evaluate(model: Any, **_: Any) -> None:
+        server.statuses = [503]
+        call = model.amodel_call(None, None, ["a"], generate=True)
+        found.append(asyncio.run(call))
+        raise TypeError("the rest is the harness's own")
+
+    monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", simple_evaluate)
+    server.refuses = ("frequency_penalty",)
+    own = options(openai_url=server.url, openai=OpenAIClientOptions(chat=chat))
+    task = HarnessTask("harness:two-facts", own)
+    with pytest.raises(EvaluationError, match="the rest"):
+        task._run()
+    assert found == [["x"]]
+    assert server.bodies[-1]["repetition_penalty"] == 1
+    assert "frequency_penalty" not in server.bodies[-1]
+    counts = task.tally.counts()
+    assert counts["retried"] == 1
+    server.reply = {"choices": [{"text": "", "finish_reason": None}]}
+    with pytest.raises(EvaluationError, match="finish_reason null is not the end of an answer"):
+        HarnessTask("harness:two-facts", own)._run()
 
 
 def test_a_harness_that_fails_is_named_and_not_run_again(

@@ -149,11 +149,11 @@ def test_a_table_that_the_model_lacks_is_refused(tmp_path):
 def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
     asked = []
 
-    def fetch(path, source, *, key):
-        asked.append((path, source.url, source.sha256))
-        lines(path, {"context": "c", "question": "q", "answers": ["a"]})
+    def fetch(data, source):
+        asked.append((data.path, source.url, source.sha256))
+        lines(data.path, {"context": "c", "question": "q", "answers": ["a"]})
 
-    monkeypatch.setattr("inference.evaluation.tasks.datasets.ensure_dataset", fetch)
+    monkeypatch.setattr("inference.evaluation.tasks.datasets.TaskData._fetch", fetch)
     squad = make("squad", data_dir=tmp_path)
     assert len(squad.prepare()[1]) == 1
     (path, url, _) = asked.pop()
