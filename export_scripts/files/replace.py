@@ -6,6 +6,8 @@ import stat
 import uuid
 from pathlib import Path
 
+_LARGEST_BYTES = 64 << 20  # of a file of state: a few kB for each job or checkpoint
+
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Give `path` this content (text as UTF-8) in one step, by a hidden file next to it.
@@ -27,16 +29,21 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the contents of a file. A pipe in its place, which may never end, is refused.
+    """Return the contents of a file of state.
+
+    What stands in its place is refused: a pipe, which may never end, or a file beyond all memory.
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is not a file.
+        ValueError: It is not a file, or is larger than 64 MiB.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
             raise ValueError("it is not a file")
+        if found.st_size > _LARGEST_BYTES:
+            raise ValueError(f"it has {found.st_size} bytes, of {_LARGEST_BYTES} at most")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:

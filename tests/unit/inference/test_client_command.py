@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,20 @@ def test_what_is_no_port_is_refused_in_one_line(
 ) -> None:
     assert main(["health", "--url", url]) == 1
     assert capsys.readouterr().err.startswith("error: --url=127.0.0.1:")
+
+
+def test_what_does_not_speak_http_is_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def answer() -> None:
+        while server.fileno() >= 0:
+            with contextlib.suppress(OSError), server.accept()[0] as connection:
+                connection.recv(1000)
+                connection.sendall(b"\0\0\x12\4 frame\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert main(["generate", "text", "--url", url]) == 1
+    assert "is not HTTP" in capsys.readouterr().err
 
 
 def test_parameters_merge_into_a_request_file_and_replace_its_lists() -> None:

@@ -394,6 +394,15 @@ def test_damaged_files_of_a_run_are_named_with_the_way_out(
     assert "delete it" in line
 
 
+def test_a_file_of_state_beyond_all_memory_is_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "last_run.json").touch()
+    os.truncate(tmp_path / "last_run.json", 1 << 40)
+    assert main(["action=status", f"base_results_dir={tmp_path}"]) == 1
+    assert f"{tmp_path}/last_run.json is damaged (it has " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["last_run.json", "export/job.json"])
 @pytest.mark.parametrize("kind", ["folder", "loop"])
 def test_a_file_of_a_run_that_cannot_be_read_is_named(
