@@ -1,10 +1,13 @@
 """The interfaces to a cluster: jobs, their handles, launchers and queues."""
 
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import jinja2
 
 from launcher_scripts.configuration.schema import Config
 from stages.base import Stage
@@ -169,6 +172,14 @@ class Launcher(ABC):
             SubmissionError: the cluster refuses it, or does not answer for so long.
         """
         raise NotImplementedError  # where only files are made
+
+
+def fill(template: str, **values: Any) -> str:
+    """Return a template of this folder with values, quoted for a shell by `quote` and `words`."""
+    made = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    made.filters |= {"quote": shlex.quote, "words": shlex.join}
+    text = Path(__file__).with_name(template).read_text(encoding="utf-8")
+    return made.from_string(text).render(values)
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from submitit.local.local import LocalJob
 from inference.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
 from inference.parent_process import end_with_parent
 from launcher_scripts.configuration.settings import CHECKOUT
+from launcher_scripts.launchers.base import fill
 
 ID_VARIABLE = "SUBMITIT_BCP_JOB_ID"
 MPIRUN = "mpirun"
@@ -124,28 +125,7 @@ class BcpExecutor(core.PicklingExecutor):
         """
         program = runner(self.bcprun, self.environment) or self.bcprun
         parameters, by_mpirun = self.parameters, Path(program).name == MPIRUN
-        exports = parameters.get("exports", {})
-        handed = '-x "$name"' if by_mpirun else '--env "$name=${!name}"'
-        lines = [
-            "#!/bin/bash",
-            "",
-            "# setup",
-            "set -euo pipefail",
-            *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
-            f"export {ID_VARIABLE}={shlex.quote(uid)}",
-            "export SUBMITIT_EXECUTOR=bcp",
-            f"export PYTHONPATH={shlex.quote(str(CHECKOUT))}${{PYTHONPATH:+:$PYTHONPATH}}",
-            *parameters.get("setup", ()),
-            "",
-            "# Tasks inherit nothing: what they need is handed on.",
-            "hand_on=()",
-            f"for name in {' '.join(dict.fromkeys([*_PASSED_ON, *exports]))}; do",
-            f'  if [ -n "${{!name:-}}" ]; then hand_on+=({handed}); fi',
-            "done",
-            "",
-            "# command",
-        ]
-        per_node = str(parameters["tasks_per_node"])
+        exports, per_node = parameters.get("exports", {}), str(parameters["tasks_per_node"])
         if by_mpirun:
             words = [*_AS_ROOT, "-np", str(self._num_tasks()), "-npernode", per_node]
             words += ["-x", f"{LAUNCHER_VARIABLE}=mpirun"]
@@ -155,14 +135,22 @@ class BcpExecutor(core.PicklingExecutor):
                 words += ["--launcher", shlex.join([MPIRUN, *_AS_ROOT])]
             words += ["-no_redirect"] * parameters.get("no_redirect", True)
             words += ["--workdir", str(CHECKOUT), *parameters.get("arguments", ())]
-        start = f'{shlex.join([program, *words])} "${{hand_on[@]}}"'
-        tail = ["bash", "-c"] if by_mpirun else ["--cmd"]
-        limit = []
-        if (minutes := parameters.get("timeout_min")) is not None:
-            # `--foreground`: the signal goes to the runner alone, which passes it on to the tasks.
-            limit = ["timeout", "--foreground", f"--kill-after={_KILL_AFTER_S}", f"{minutes}m"]
-        lines.append(shlex.join(["exec", *limit]) + f" {start} {shlex.join([*tail, command])}")
-        return "\n".join(lines) + "\n"
+        minutes = parameters.get("timeout_min")
+        # `--foreground`: the signal goes to the runner alone, which passes it on to the tasks.
+        limit = ["timeout", "--foreground", f"--kill-after={_KILL_AFTER_S}", f"{minutes}m"]
+        return fill(
+            "bcp.sh.j2",
+            environment=exports,
+            id_variable=ID_VARIABLE,
+            job_id=uid,
+            checkout=str(CHECKOUT),
+            setup=parameters.get("setup", ()),
+            handed_on=dict.fromkeys([*_PASSED_ON, *exports]),
+            by_mpirun=by_mpirun,
+            limit=[] if minutes is None else limit,
+            runner=[program, *words],
+            task=[*(["bash", "-c"] if by_mpirun else ["--cmd"]), command],
+        )
 
     def _submit_command(self, command: str) -> BcpJob:
         """Start the tasks at once, under an id of our own."""

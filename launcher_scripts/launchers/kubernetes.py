@@ -11,12 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from inference.launch_environment import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 from inference.ports import DEFAULT_PORTS
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.launchers.base import SLURM_ALONE, Job, Launcher
+from launcher_scripts.launchers.base import SLURM_ALONE, Job, Launcher, fill
 from stages.base import Stage
 from stages.deploy import DeployStage
 from stages.deploy_config import DEFAULT_SERVER, FASTERTRANSFORMER, PYTRITON, DeployConfig
@@ -25,7 +23,6 @@ _DATA, _SECRETS, _PRIVATE = "/data", "/run/slipway-secrets", "/run/slipway"
 _USER, _NVIDIAS_USER = 10001, 1000  # of docker/Dockerfile and docker/Dockerfile.fastertransformer
 _PROBE_S = 10
 _UNLOAD_S = 30
-_TEMPLATE = Path(__file__).with_name("kubernetes.yaml.j2")
 
 
 class KubernetesLauncher(Launcher):
@@ -58,8 +55,8 @@ class KubernetesLauncher(Launcher):
         (server,) = _servers([job.stage])
         name, options = object_name(job.name), _server_options(config, server)
         ranks = server.tp_size * server.pp_size
-        template = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-        return template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        return fill(
+            "kubernetes.yaml.j2",
             name=name,
             labels={"app.kubernetes.io/name": "slipway", "app.kubernetes.io/instance": name},
             settings=settings,

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from launcher_scripts.launchers.base import (
     JobHandle,
     Launcher,
     clean_environment,
+    fill,
 )
 from stages import record
 from stages.base import Stage
@@ -123,15 +123,7 @@ class LocalLauncher(Launcher):
             sys.executable, "main.py", f"--config-path={config.parent}",
             f"--config-name={config.name}", f"stages=[{job.stage.name}]",
         ]  # fmt: skip
-        lines = [
-            "#!/bin/bash",
-            f"# Repeats the job {job.name} ({job.stage.name}).",
-            "set -euo pipefail",
-            *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
-            f"cd {shlex.quote(str(CHECKOUT))}",
-            f"exec {shlex.join(command)}",
-        ]
-        return "\n".join(lines) + "\n"
+        return fill("local.sh.j2", job=job, checkout=str(CHECKOUT), command=command)
 
     def submit(self, job: Job, after: str, *, patience_s: float = 0.0) -> LocalHandle:
         """Start the job. Its dependency must be satisfied: nothing is queued."""

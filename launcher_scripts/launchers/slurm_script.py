@@ -10,7 +10,7 @@ from typing import Any
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
-from launcher_scripts.launchers.base import SUBMITIT_NAME, Job
+from launcher_scripts.launchers.base import SUBMITIT_NAME, Job, fill
 from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
@@ -25,7 +25,6 @@ MOUNTED = (
     "launcher_scripts_path", "data_dir", "base_results_dir", "export.run.results_dir",
     "export.model.checkpoint_path", "export.triton_deployment.triton_model_dir",
 )  # fmt: skip
-_MEMORY_EVERY_S = 5
 _CONTAINER_FLAGS = ("--container", "--no-container")
 # Flags that name a container: an image, or one that is on the nodes already.
 _CONTAINERS = ("--container-image", "--container-name")
@@ -46,46 +45,24 @@ def batch_script(job: Job, after: str, *, array: Path | None = None, size: int =
         options |= {"array": f"0-{size - 1}"} | _logs(log_path(job, "%A_%a", array), "%A_%a")
         job_id, folder = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", array / SUBMITIT_NAME
     flags = [flag(name, value) for name, value in sorted(options.items())]
-    step = step_of(job)
-    shown = shlex.join(step.command("STAGE", "RESULT")).replace("\n", "\\n") if step else ""
-    about_step = ["# The command stays outside and starts this step:", f"#   {shown}", ""]
-    lines = [
-        "#!/bin/bash",
-        "",
-        "# Parameters",
-        *(f"#SBATCH {each}" for each in flags if each is not None),
-        "",
-        "# setup",
-        "set -euo pipefail",
-        *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
-        f"export {JOB_ID_VARIABLE}={job_id}",
-        # Another cluster with nodes of this machine may count to the same id.
-        f"export {MARK_VARIABLE}=slurm-{job_id}:{shlex.quote(str(folder))}",
-        "export SUBMITIT_EXECUTOR=slurm",
-        f"export PYTHONPATH={shlex.quote(str(CHECKOUT))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        *job.config.cluster.setup,
-        "",
-        *_measure_memory(job, array),
-        *(about_step if step else ()),
-        "# command",
-        f"exec {shlex.join([sys.executable, '-u', '-m', 'submitit.core._submit', str(folder)])}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _measure_memory(job: Job, array: Path | None) -> list[str]:
-    """Return the lines of a step that records GPU memory while the job runs."""
-    if not (is_set(MEMORY_MEASURE) and _needs_gpus(job)):
-        return []
-    nodes = job.stage.job.resources.nodes
-    folder, job_id = (job.folder, "%j") if array is None else (array, "%A_%a")
-    command = [
-        "srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
-        f"--output={_pattern(folder / f'memory_{job_id}.csv', job_id)}",
-        "nvidia-smi", "--query-gpu=timestamp,index,memory.used,memory.total", "--format=csv",
-        f"--loop={_MEMORY_EVERY_S}",
-    ]  # fmt: skip
-    return ["# use of GPU memory", f"{shlex.join(command)} &", ""]
+    step, pattern = step_of(job), "%j" if array is None else "%A_%a"
+    measures = is_set(MEMORY_MEASURE) and _needs_gpus(job)
+    log = (array or job.folder) / f"memory_{pattern}.csv"
+    return fill(
+        "slurm.sh.j2",
+        flags=[each for each in flags if each is not None],
+        environment=job.environment,
+        id_variable=JOB_ID_VARIABLE,
+        mark_variable=MARK_VARIABLE,
+        job_id=job_id,
+        folder=str(folder),
+        checkout=str(CHECKOUT),
+        setup=job.config.cluster.setup,
+        memory_log=_pattern(log, pattern) if measures else "",
+        nodes=job.stage.job.resources.nodes,
+        step=shlex.join(step.command("STAGE", "RESULT")).replace("\n", "\\n") if step else "",
+        python=sys.executable,
+    )
 
 
 def _needs_gpus(job: Job) -> bool:

@@ -59,6 +59,8 @@ _REMEDIES = {
     "OUT_OF_MEMORY": "it needed more memory; raise the stage's mem_gb, or cluster.mem",
     "NODE_FAIL": "its node failed; submit it again, it continues from what is on disk",
 }
+# A field in a line of scontrol; a reason or a path may hold blanks.
+_FIELD = re.compile(r"\b(JobState|Reason|ExitCode|Command)=(.*?)(?= \w+=|$)", re.MULTILINE)
 FOLDERS_NAME = "folders.json"  # of the jobs of an array, next to its batch script
 
 
@@ -183,16 +185,12 @@ def _read(answer: SlurmAnswer) -> SlurmJobState | None:
     """Return the state in an answer, None when there is none in it."""
     if answer.status != 0:
         return None
-    fields = re.findall(r"\b(JobState|Reason|ExitCode)=([\w:]+)", answer.text)
+    fields = _FIELD.findall(answer.text)
     found = dict(reversed(fields))  # the first of each: a command or a comment may hold others
     word = found.get("JobState") or re.split(r"\W", answer.text, maxsplit=1)[0]
     if not word:
         return None
-    # Later fields of scontrol's line have no blank in their names.
-    script = re.search(r" Command=(.*?)(?= \w+=|$)", answer.text, re.MULTILINE)
-    return SlurmJobState(
-        word, found.get("Reason", ""), found.get("ExitCode", ""), script[1] if script else ""
-    )
+    return SlurmJobState(word, *(found.get(name, "") for name in ("Reason", "ExitCode", "Command")))
 
 
 def settle(record_path: Path) -> record.JobRecord | None:

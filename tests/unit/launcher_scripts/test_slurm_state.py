@@ -101,6 +101,10 @@ def test_success_counts_only_with_the_word_of_the_job(tmp_path: Path, folder: Pa
 def test_queued_job_shows_its_reason_to_wait(folder: Path) -> None:
     program(folder, "squeue", "echo JobState=PENDING Reason=Resources")
     assert waiting_for("12") == "Resources"
+    program(
+        folder, "squeue", "echo JobState=PENDING Reason=job requeued in held state Command=/a b"
+    )
+    assert waiting_for("12") == "job requeued in held state"
     program(folder, "squeue", "echo JobState=RUNNING Reason=None")
     assert waiting_for("12") == ""
 
