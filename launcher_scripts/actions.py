@@ -163,9 +163,11 @@ def _described(path: Path, job_id: str) -> record.JobRecord:
 
 
 def _is_abandoned(found: record.JobRecord) -> bool:
-    """Return whether a job was about to be submitted long ago, and was not."""
+    """Return whether the command that was about to submit a job has ended, as far as is known."""
     if found.job_id or found.is_final:
         return False
+    if _is_here(found):
+        return not Path(f"/proc/{found.process}").exists()
     age = datetime.now(UTC) - datetime.fromisoformat(found.submitted_at)
     return age.total_seconds() > _SUBMISSION_S
 

@@ -138,7 +138,7 @@ class SlurmLauncher(Launcher):
             job_id = array_id if folder is None else f"{array_id}_{number}"
             path.rename(JobPaths(place, job_id).submitted_pickle)
             log = log_path(job, job_id, folder)
-            record.update_record(job.record_path, job_id, log=str(log))
+            record.update_record(job.record_path, job_id, log=str(log), host="", process=None)
             handles.append(SlurmHandle(job, job_id, log))
         return handles
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from launcher_scripts.actions import jobs_in
 from launcher_scripts.launchers import slurm_state
 from launcher_scripts.launchers.base import SubmissionError
 from launcher_scripts.launchers.slurm import SlurmHandle
+from stages.record import JobRecord, now, write_record
 from tests.integration.slurm_runs import make_run
 from tests.unit.launcher_scripts.test_slurm_checks import programs
 from tests.unit.launcher_scripts.toy_stages import WriteStage, settings
@@ -65,6 +70,15 @@ def test_refusal_is_final_and_silence_ends(
     programs(slurm, sbatch=text)
     with pytest.raises(SubmissionError, match=said):
         submit(tmp_path, patience_s=0.1)
+
+
+def test_what_a_killed_command_was_about_to_submit_is_given_up(tmp_path: Path) -> None:
+    path = tmp_path / "convert" / "job.json"
+    claim = JobRecord("", "convert", "c", "submitted", "bcm", host=socket.gethostname())
+    for process, state in ((os.getpid(), "submitted"), (1 << 30, "lost")):
+        write_record(path, replace(claim, process=process, submitted_at=now()))
+        (found,) = jobs_in(tmp_path)
+        assert found.state == state
 
 
 def test_the_second_of_two_commands_that_submit_at_once_is_refused(tmp_path: Path) -> None:
