@@ -122,6 +122,7 @@ class Service:
             with contextlib.suppress(KeyboardInterrupt):
                 if reason != _HANDED_OVER:  # the successor reports from now on
                     self.progress.update("stopping")
+                log_line(f"stopping: {reason or 'the server failed'}")
                 self._withdraw(endpoint)
                 # After a hand-over running requests may take all the time that is left.
                 left_s = self.until - time.monotonic() if reason == _HANDED_OVER else 0.0
@@ -146,6 +147,7 @@ class Service:
         )
         self.progress.path, self._is_published = self.folder / PROGRESS_NAME, False
         self._publish(endpoint)
+        log_line(f"serving {endpoint}")
         return server, endpoint
 
     def _publish(self, endpoint: ServerEndpoint) -> None:

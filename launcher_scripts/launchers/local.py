@@ -149,6 +149,7 @@ class LocalLauncher(Launcher):
         environment |= {
             JOB_ID_VARIABLE: job_id,
             MARK_VARIABLE: mark,
+            "TZ": "UTC",  # of its log, in which submitit writes first
             **owner_variables(),
         }
         paths = filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")])

@@ -164,7 +164,8 @@ def _queue(script: Path, *, patience_s: float) -> str:
         answer = ask_slurm(
             ["sbatch", str(script)],
             timeout_s=_SUBMIT_S,
-            environment=clean_environment(os.environ),
+            # The job inherits it: submitit writes into its log before the stage does.
+            environment=clean_environment(os.environ) | {"TZ": "UTC"},
         )
         said = re.search(r"\bjob (\d+)", answer.text) if answer.status == 0 else None
         if said and number == 0:

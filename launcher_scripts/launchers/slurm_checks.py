@@ -44,8 +44,10 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     own = {"deploy": "deploy.container"} if config.deploy.container is not None else {}
     named = {own.get(each.name, "container"): config.image_of(each.name) for each in stages}
     images = {key: image for key, image in named.items() if image is not None}
+    is_inside = any(in_container(config, each.name) for each in stages)
+    by_name = {"cluster.srun_args": config.cluster.srun_args} if is_inside else {}
     problems = [*_options(config), *_gpus(config, stages), *_images(config, images)]
-    problems += [*_without_container(config, stages), *_paths(config)]
+    problems += [*([] if is_inside or not stages else _without_container(config)), *_paths(config)]
     if config.is_dry_run:
         return problems
     if shutil.which("sbatch") is None:
@@ -54,7 +56,7 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
             "cluster_type=bcm needs sbatch, which is not on PATH; run on a login node, or use "
             "cluster_type=local or dry_run=true.",
         ]
-    problems += [*problems_of_partition(config, stages), *_problems_of_pyxis(images)]
+    problems += [*problems_of_partition(config, stages), *_problems_of_pyxis(images or by_name)]
     problems += problems_of_accounting(config, stages, len(stages))
     nodes = max((stage.job.resources.nodes for stage in stages), default=1)
     if nodes > 1 and config.cluster.mpi is not None:
@@ -88,10 +90,8 @@ def _options(config: Config) -> Iterator[str]:
         )
 
 
-def _without_container(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
-    """Yield what only a container could use, where no stage runs in one."""
-    if not stages or any(in_container(config, stage.name) for stage in stages):
-        return
+def _without_container(config: Config) -> Iterator[str]:
+    """Yield what only a container could use, of stages that run in none."""
     cluster = config.cluster
     useless = {
         "container_mounts": [each for each in config.container_mounts if each is not None],
@@ -185,13 +185,13 @@ def _problems_seen_from_nodes(config: Config, nodes: int) -> list[str]:
     ]
 
 
-def _problems_of_pyxis(images: Mapping[str, str]) -> list[str]:
+def _problems_of_pyxis(images: Mapping[str, object]) -> list[str]:
     described = _answer(["srun", "--help"]) if images else None
     if described is None or "--container-image" in described:
         return []
     return [
         f"{key}={image} needs pyxis, and this Slurm's srun has no --container-image; "
-        f"install pyxis, or set {key}=null."
+        "install pyxis, or use no container."
         for key, image in images.items()
     ]
 
