@@ -7,7 +7,6 @@ from typing import Any
 
 from export_scripts.checkpoints.base import (
     CheckpointReader,
-    Region,
     StoredTensor,
     json_file,
     read_small,
@@ -20,7 +19,7 @@ from export_scripts.checkpoints.sharded_huggingface import (
     sharded_folders,
     with_sharded_weights,
 )
-from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
+from export_scripts.checkpoints.tokenizers import folder_members, huggingface_files
 from export_scripts.errors import CheckpointMismatchError, first_names, listed, refuse
 
 CONFIG_NAME = "config.json"
@@ -132,11 +131,7 @@ def open_sharded(path: Path) -> CheckpointReader:
 def open_configuration(path: Path) -> CheckpointReader:
     """Return the index of a folder without its weights."""
     file = path / CONFIG_NAME
-    tokenizer = {
-        target: Region(path / name)
-        for name, target in HUGGINGFACE_FILES.items()
-        if (path / name).is_file()
-    }
+    tokenizer = huggingface_files(folder_members(path))
     return CheckpointReader("huggingface", path, json_file(file), {}, (file,), tokenizer=tokenizer)
 
 

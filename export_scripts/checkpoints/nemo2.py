@@ -17,7 +17,7 @@ from export_scripts.checkpoints.dcp import INDEX_NAME
 from export_scripts.checkpoints.distributed import read_distributed
 from export_scripts.checkpoints.megatron import LATEST_NAME, iteration_folder
 from export_scripts.checkpoints.pt_archive import read_torch_file
-from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
+from export_scripts.checkpoints.tokenizers import huggingface_files
 from export_scripts.errors import CheckpointMismatchError
 
 # Of NeMo 2.
@@ -75,10 +75,9 @@ def _class_name(value: Mapping[str, Any]) -> str:
 def _huggingface_files(container: Container, *folders: str) -> dict[str, Region]:
     """Return the files of a Hugging Face tokenizer in a container's folders, the first of each."""
     return {
-        ours: region
+        name: region
         for folder in reversed(folders)
-        for theirs, ours in HUGGINGFACE_FILES.items()
-        if (region := container.members.get(folder + theirs))
+        for name, region in huggingface_files(container.within(folder).members).items()
     }
 
 

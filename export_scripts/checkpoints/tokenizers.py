@@ -30,7 +30,7 @@ _ANCESTORS_SEARCHED = 4
 
 # Files of a Hugging Face folder worth carrying, and their names in the FT folder. Of several with
 # one name the last is carried.
-HUGGINGFACE_FILES: Mapping[str, str] = {
+_HUGGINGFACE_FILES: Mapping[str, str] = {
     "sentencepiece.bpe.model": "tokenizer.model",
     "spiece.model": "tokenizer.model",
 } | {
@@ -41,6 +41,29 @@ HUGGINGFACE_FILES: Mapping[str, str] = {
         "chat_template.jinja",
     )
 }  # fmt: skip
+_TEMPLATES = "additional_chat_templates/*.jinja"
+
+
+def huggingface_files(members: Mapping[str, Region]) -> dict[str, Region]:
+    """Return the files of a Hugging Face folder that are carried, by their names in the FT folder.
+
+    `members` are those of the folder, by their names in it.
+    """
+    found = {
+        ours: members[theirs] for theirs, ours in _HUGGINGFACE_FILES.items() if theirs in members
+    }
+    templates = {name: members[name] for name in fnmatch.filter(members, _TEMPLATES)}
+    return found | templates
+
+
+def folder_members(folder: Path) -> dict[str, Region]:
+    """Return the files of a folder, and of its folders of templates, by their names in it."""
+    return {
+        str(entry.relative_to(folder)): Region(entry)
+        for pattern in ("*", _TEMPLATES)
+        for entry in sorted(folder.glob(pattern))
+        if entry.is_file()
+    }
 
 
 @dataclass(frozen=True)
@@ -124,16 +147,18 @@ def check_outside_files(files: Mapping[str, Region], checkpoint: Path) -> None:
     Raises:
         CheckpointMismatchError: Such a file is not a tokenizer's.
     """
-    folder = checkpoint.resolve()
-    if folder.parent.name == "snapshots":  # of a Hugging Face cache: links into its own blobs
-        folder = folder.parent.parent
+    folders = [checkpoint.resolve()]
+    cache = folders[0].parent.parent
+    # A Hugging Face cache has links into its own blobs.
+    if folders[0].parent.name == "snapshots" and cache.name.startswith("models--"):
+        folders.append(cache / "blobs")
     problems = [
         f"{file.path} is refused: it lies outside of the checkpoint and is not a tokenizer's "
         f"{name}; if you trust it, copy it into the checkpoint"
         for name, file in files.items()
         # A member of an archive has a name of its own.
         if not file.name
-        and not file.path.resolve().is_relative_to(folder)
+        and not any(file.path.resolve().is_relative_to(each) for each in folders)
         and not _is_tokenizer(name, files)
     ]
     refuse(problems)

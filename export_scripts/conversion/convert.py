@@ -21,6 +21,7 @@ from export_scripts.checkpoints.sharded_huggingface import is_sharded, settings_
 from export_scripts.conversion.huggingface import plan_huggingface
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import ConversionRequest, request_problems
+from export_scripts.conversion.tokenizer import with_tokenizer
 from export_scripts.errors import CheckpointMismatchError, listed, refuse
 from export_scripts.files.disk import check_space
 from export_scripts.files.lock import folder_lock
@@ -131,7 +132,9 @@ def convert(request: ConversionRequest, *, progress: Progress | None = None) -> 
 
 def _planned(request: ConversionRequest, scratch_dir: Path | None = None) -> ConversionPlan:
     plan = plan_conversion(request, scratch_dir=scratch_dir)
-    return plan_huggingface(plan) if request.is_huggingface else plan
+    if not request.is_huggingface:
+        return plan
+    return with_tokenizer(plan_huggingface(plan), is_check=scratch_dir is None)
 
 
 def _identity(request: ConversionRequest) -> str:

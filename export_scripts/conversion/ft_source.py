@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, Record, Region, StoredTensor
+from export_scripts.checkpoints.base import CheckpointReader, Record, StoredTensor
+from export_scripts.checkpoints.tokenizers import folder_members
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
@@ -52,9 +53,9 @@ def open_ft_folder(path: Path) -> FTFolder:
         tensors=tensors,
         files=(path / CONFIG_NAME, *(s.path for ps in tensors.values() for s in ps)),
         tokenizer={
-            file.name: Region(file)
-            for file in sorted(path.iterdir())
-            if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in TOKENIZER_FILES)
+            name: file
+            for name, file in folder_members(path).items()
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in TOKENIZER_FILES)
         },
         mapping=_mapping(family, config),
         origin=str(manifest["source"].get("origin", "")),

@@ -17,7 +17,6 @@ from export_scripts.checkpoints.base import (
     FLOATING_TYPES,
     CheckpointReader,
     StoredTensor,
-    json_table,
 )
 from export_scripts.conversion.ft_source import FTFolder
 from export_scripts.conversion.peft import IA3, peft_adapters, prompt_reasons
@@ -34,7 +33,6 @@ from export_scripts.families.layout.decoder import PROMPT_TABLE
 from export_scripts.families.layout.spec import FTTensor
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Compute, Copy, View, same
-from export_scripts.ft.tokenizer_files import SETTINGS_FILE
 from export_scripts.numeric.dtypes import SOURCE_TYPES, item_size
 
 WEIGHTS_NAME = "model.safetensors"
@@ -53,18 +51,14 @@ _USUAL_POSITIONS = 2048
 # Fields of an architecture that decide where a head is stored, not what it computes; and one of
 # adapters, which are written next to the model.
 _FREE = ("untied_head", "ia3_num_tasks")
-# Tokenizer file -> class of transformers that reads it.
-_TOKENIZERS = {
-    "tokenizer.json": "PreTrainedTokenizerFast",
-    "vocab.json": "GPT2Tokenizer",
-    "tokenizer.model": "LlamaTokenizer",
-    "spiece.model": "T5Tokenizer",
-    "vocab.txt": "BertTokenizer",
-}
+# Models of which transformers 4 does not compute every rotary scaling, and what it does with it.
+_NOT_IN_4 = {"nemotron": "ignores", "olmo2": "refuses", "phi3": "refuses"}
 
 
 def plan_huggingface(source: ConversionPlan) -> ConversionPlan:
     """Return the plan of the Hugging Face folder that a planned source becomes.
+
+    The tokenizer's files are the source's, which `with_tokenizer` replaces.
 
     Raises:
         CheckpointMismatchError: Hugging Face has no model like it; every reason is listed.
@@ -128,7 +122,11 @@ def _configurations(
         if mapping.family is not source.mapping.family or mapping.written is None:
             continue
         for written in mapping.written(source.config, is_tied):
-            whole = {key: value for key, value in written.items() if value is not None}
+            whole = {
+                key: value
+                for key, value in written.items()
+                if value is not None or key in mapping.nulls
+            }
             whole["torch_dtype"] = SOURCE_TYPES[source.config.weight_data_type][1]
             is_own = mapping.name == origin
             if is_own and is_huggingface:
@@ -286,7 +284,7 @@ def _json(table: Mapping[str, Any]) -> bytes:
 def _other_files(
     source: ConversionPlan, mapping: SourceMapping, config: dict[str, Any]
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Return configuration and tokenizer files, and remarks about them."""
+    """Return the files next to the weights, and remarks about them."""
     remarks = []
     key = mapping.positions
     if key is not None and key not in config:
@@ -298,21 +296,15 @@ def _other_files(
                 f"the source does not record its longest sequence: {key} of config.json is "
                 f"{_USUAL_POSITIONS}; change it there if the model was trained for another"
             )
-    files = {"config.json": _json(config), **_tokenizer(source)}
+    scaling, kind = config.get("rope_scaling") or {}, config["model_type"]
+    # The short form of the others is what it reads.
+    if kind in _NOT_IN_4 and scaling and (kind == "nemotron" or "rope_type" in scaling):
+        remarks.append(
+            f"transformers 4 {_NOT_IN_4[kind]} the rope_scaling of this {kind}: load the folder "
+            "with transformers 5"
+        )
+    files = {"config.json": _json(config), **source.extra_files}
     tokens = {name: config[name] for name in _TOKENS if name in config}
     if tokens and _GENERATION not in files:
         files[_GENERATION] = _json({"_from_model_config": True, **tokens})
     return files, tuple(remarks)
-
-
-def _tokenizer(source: ConversionPlan) -> dict[str, bytes]:
-    """Return the tokenizer's files, named as transformers looks for them."""
-    is_t5 = source.mapping.family.name.startswith("t5")
-    names = {"tokenizer.model": "spiece.model"} if is_t5 else {}
-    files = {names.get(name, name): file.read() for name, file in source.facts.tokenizer.items()}
-    settings = json_table(files[SETTINGS_FILE], SETTINGS_FILE) if SETTINGS_FILE in files else {}
-    kind = next((kind for name, kind in _TOKENIZERS.items() if name in files), None)
-    if kind is not None and "tokenizer_class" not in settings:
-        own = {"add_bos_token": False} if kind == "LlamaTokenizer" and not settings else {}
-        files[SETTINGS_FILE] = _json({**settings, "tokenizer_class": kind, **own})
-    return files

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.checkpoints.base import CheckpointReader, Region, json_table
+from export_scripts.checkpoints.base import CheckpointReader, Region, json_table, read_small
 from export_scripts.checkpoints.pt_archive import read_torch_table
 from export_scripts.checkpoints.quantized import with_plain_weights
 from export_scripts.checkpoints.tokenizers import check_outside_files, given_files
@@ -104,7 +104,7 @@ def plan_conversion(
         mapping, facts, config, request, tp_size=1 if problems else request.tp_size
     )
     problems += tensor_problems
-    extra_files = {name: file.read() for name, file in facts.tokenizer.items()}
+    extra_files = {name: read_small(file) for name, file in facts.tokenizer.items()}
     extra_files |= generation_file(facts, config)
     try:
         config.architecture()

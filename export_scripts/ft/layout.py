@@ -9,7 +9,7 @@ from export_scripts.families.layout.spec import ModelFamily
 TOKENIZER_FILES: tuple[str, ...] = (
     "vocab.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt", "tokenizer*", "*.model",
     "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
-    "chat_template*",
+    "chat_template*", "additional_chat_templates*",
 )  # fmt: skip
 EXTRA_FILES = ("config.ini", "args.txt", *TOKENIZER_FILES)
 

@@ -6,7 +6,6 @@ Nothing is downloaded: the files of a tokenizer are next to the model that uses 
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from export_scripts.ft.fast_tokenizers import gpt2_tokenizer, wordpiece_tokenizer
 from export_scripts.ft.tokenizer_files import (
     TOKENIZER_KINDS,
     TokenizerFiles,
@@ -248,38 +248,21 @@ def _load_hf(found: TokenizerFiles) -> Tokenizer:
     # A file keeps what it was last used with: a prompt is neither cut nor padded.
     backend.no_truncation()
     backend.no_padding()
+    settings = tokenizer_settings(found.settings) if found.settings else {}
+    backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
     return HuggingFaceTokenizer(backend, start_marker=_start_marker(found))
 
 
 def _load_bpe(found: TokenizerFiles) -> Tokenizer:
-    """Byte-level BPE from vocab.json and merges.txt, with GPT-2's splitting of the text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     vocab, merges = found.files
-    backend = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
-    if backend.get_vocab_size() != len(json.loads(vocab.read_bytes())):
-        raise ValueError("an id is not a whole number")
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    made = HuggingFaceTokenizer(backend, start_marker=_start_marker(found))
-    products = {line.replace(" ", "") for line in merges.read_text("utf-8").splitlines()}
-    # A token that is neither a byte nor the product of a merge never comes from text.
-    made.special_ids = frozenset(
-        index
-        for token, index in backend.get_vocab().items()
-        if len(token) > 1 and token not in products
-    )
-    return made
+    backend = gpt2_tokenizer(vocab.read_bytes(), merges.read_text("utf-8"))
+    backend.encode_special_tokens = True
+    return HuggingFaceTokenizer(backend, start_marker=_start_marker(found))
 
 
 def _load_wordpiece(found: TokenizerFiles) -> Tokenizer:
-    """Cased WordPiece, for the cased vocabularies of BERT and NeMo."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    backend = Tokenizer(models.WordPiece.from_file(str(found.files[0]), unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
+    backend = wordpiece_tokenizer(found.files[0].read_bytes())
+    backend.encode_special_tokens = True
     return HuggingFaceTokenizer(backend)
 
 

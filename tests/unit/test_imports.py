@@ -65,6 +65,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.families.layout",
         "export_scripts.files",
         "export_scripts.numeric",
+        "export_scripts.wire_format",
     ),
     "export_scripts.conversion": (
         "export_scripts.__init__",

@@ -142,7 +142,7 @@ def _read_falcon(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any
 
 def _written_falcon(config: DenseConfig) -> dict[str, Any]:
     is_sequential = config.residual == "sequential"
-    is_new = not is_sequential and config.kv_head_num > 1
+    is_new = config.residual == "parallel" or (not is_sequential and config.kv_head_num > 1)
     return {
         "head_dim": None,
         "new_decoder_architecture": is_new,
@@ -217,6 +217,7 @@ DENSE_HUGGINGFACE = (
             "attention_output_layernorm": "post_attention_layernorm",
             "mlp_output_layernorm": "post_feedforward_layernorm",
         },
+        scaling_keys=("type", "factor"),
         eos=50279,
     ).mapping(),
     DenseDecoder(
@@ -288,6 +289,7 @@ DENSE_HUGGINGFACE = (
             **dict.fromkeys(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"), "mlp.gate_up_proj"),
         },
         rows="blocks",
+        scaling_keys=("type", "short_factor", "long_factor"),
         window=Window(),
         read=_check_phi3,
         written=lambda config: {

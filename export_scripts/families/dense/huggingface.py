@@ -140,6 +140,8 @@ class DenseDecoder(HuggingFaceDecoder):
     rotary_local_base: float | None = None  # of layers with a sliding window, if another
     # The library's default of partial_rotary_factor; None where it always rotates whole heads.
     rotary_fraction: float | None = None
+    # Keys of rope_scaling, where transformers 4 refuses others and calls its kind `type`.
+    scaling_keys: tuple[str, ...] = ()
     window: Window | None = None  # None: no layer has one
     ignored: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     accepts: tuple[str, ...] = ()
@@ -171,14 +173,36 @@ class DenseDecoder(HuggingFaceDecoder):
         }
 
     def written_derived(self, config: DenseConfig) -> dict[str, Any]:
-        """Return the settings of which `derived` makes the fields."""
-        kind = config.rotary_scaling_type
+        """Return the settings of which `derived` makes the fields.
+
+        In the older spelling, which transformers 5 takes as well, and 4 alone.
+        """
         fraction = rotary_fraction(config.rotary_embedding, config.size_per_head)
         return {
             "head_dim": config.size_per_head,
             "rope_theta": config.rotary_base,
             "rope_local_base_freq": config.rotary_local_base,
             **({} if fraction == 1 else {"partial_rotary_factor": fraction}),
-            "rope_scaling": None if kind is None else {"rope_type": kind, **config.rotary_scaling},
+            **self._scaling(config),
             **(self.window.written(config) if self.window else {}),
         }
+
+    def _scaling(self, config: DenseConfig) -> dict[str, Any]:
+        kind = config.rotary_scaling_type
+        if kind is None:
+            return {"rope_scaling": None}
+        whole = {"rope_type": kind, **config.rotary_scaling}
+        original = whole.get("original_max_position_embeddings")
+        # Of LongRoPE, transformers 4 looks for it there alone.
+        next_to_it = {"original_max_position_embeddings": original} if kind == "longrope" else {}
+        if self.scaling_keys:
+            named = {"type": kind, **whole}
+            short = {key: named[key] for key in self.scaling_keys if key in named}
+            context = {"max_position_embeddings": config.max_pos_seq_len, **next_to_it}
+            meanings = [
+                rotary_fields(Settings({**context, "rope_scaling": scaling}), config.size_per_head)
+                for scaling in (short, whole)
+            ]
+            if meanings[0] == meanings[1]:
+                whole = short
+        return {**next_to_it, "rope_scaling": whole}

@@ -220,4 +220,9 @@ class HuggingFaceDecoder:
             accepts=self.accepts,
             warnings=self.warnings,
             positions=self.positions,
+            nulls=tuple(
+                each.names[0]
+                for each in self.keys
+                if each.kind == "optional" and each.default is not None
+            ),
         )

@@ -154,6 +154,7 @@ class SourceMapping:
     # architecture. None for formats that are not written.
     written: Callable[[Any, bool], Sequence[Mapping[str, Any]]] | None = None
     positions: str | None = None  # key of the longest sequence, where the config has none
+    nulls: tuple[str, ...] = ()  # settings whose absence is not null to the library
     carried: tuple[str, ...] = ()  # ignored tensors that belong to the model nevertheless
 
     def sources(self, facts: Facts, config: Any) -> dict[str, TensorSource]:

@@ -266,7 +266,7 @@ NO_TOKEN = '{"add_bos_token": true, "bos_token": "z"}'
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("vocab.json", "[]", "Bad vocabulary"),
+        ("vocab.json", "[]", "not a JSON object"),
         ("vocab.json", '{"a": {}}', "cannot be read"),
         ("merges.txt", "z z\n", "out of vocabulary"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json is not a JSON object"),

@@ -1,0 +1,380 @@
+"""The tokenizer of a Hugging Face folder: copied whole, or made of the source's files and compared.
+
+A folder that brings a Hugging Face tokenizer keeps it to the byte. Any other tokenizer becomes a
+tokenizer.json, whose ids and decoded texts are compared with those of the source's own library.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from export_scripts.checkpoints.base import json_table
+from export_scripts.conversion.ft_source import FTFolder
+from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.conversion.tokenizer_probes import PROBES
+from export_scripts.errors import CheckpointMismatchError, first_names, refuse
+from export_scripts.families import SOURCE_MAPPINGS
+from export_scripts.ft import fast_tokenizers
+from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE, TEMPLATES_FOLDER
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# --allow TOKENIZER leaves it out.
+TOKENIZER = "tokenizer"
+_WHOLE = "tokenizer.json"
+_GENERATION = "generation_config.json"
+# The one class that both transformers 4 and 5 take a tokenizer.json unchanged with.
+_CLASS = "PreTrainedTokenizerFast"
+_FORCED = {"qwen2": "Qwen2Tokenizer"}
+# Of a source's own settings: what holds for another vocabulary, too.
+_KEPT_SETTINGS = ("chat_template", "model_max_length", "padding_side")
+_MOST_DIFFERENCES, _MOST_SHOWN = 3, 16
+_MOST_PIECES = 2000
+# Kinds of pieces that a text is not made of as of others.
+_SYMBOLS = (fast_tokenizers.USER_DEFINED, fast_tokenizers.CONTROL, fast_tokenizers.UNUSED)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """A tokenizer made of a source's files, with what its own library says of a text."""
+
+    backend: "Tokenizer"
+    library: str
+    encode: Callable[[str], list[int]] | None  # None: that of the backend is the source's own
+    decode: Callable[[list[int]], str] | None  # None: a text has to come back
+    unknown: str | None = None  # the token of what it does not know
+    texts: Sequence[str] = ()  # to try, in addition to those of every tokenizer
+    is_lossy: bool = False  # whether the library itself loses something of a text
+
+
+def with_tokenizer(plan: ConversionPlan, *, is_check: bool) -> ConversionPlan:
+    """Return the plan of a Hugging Face folder with its tokenizer's files.
+
+    With `is_check`, a machine without the libraries that make and compare one leaves that to the
+    machine that writes the folder.
+
+    Raises:
+        CheckpointMismatchError: The tokenizer cannot be written, and leaving it out is not allowed.
+    """
+    source = plan.facts.reader.path
+    rest = {name: data for name, data in plan.extra_files.items() if not _is_carried(plan, name)}
+    left = tuple(_left_behind(plan))
+    try:
+        files, remarks = _files(plan)
+    except ImportError as error:
+        if is_check:
+            return plan
+        problems = [
+            f"its tokenizer is made and compared with the packages tokenizers and sentencepiece, "
+            f"and {error.name} is missing: install the extra 'serve'"
+        ]
+    except ValueError as error:
+        problems = str(error).split("\n")
+    else:
+        return dataclasses.replace(
+            plan, extra_files=rest | files, remarks=(*plan.remarks, *left, *remarks)
+        )
+    if plan.request.allows(TOKENIZER):
+        remarks = tuple(f"the tokenizer is left out: {each}" for each in problems)
+        return dataclasses.replace(plan, extra_files=rest, remarks=(*plan.remarks, *left, *remarks))
+    allow = f"; or leave the tokenizer out ({plan.request.names['allow']} {TOKENIZER})"
+    raise CheckpointMismatchError(f"{source}: {each}{allow}" for each in problems)
+
+
+def _is_carried(plan: ConversionPlan, name: str) -> bool:
+    return name in plan.facts.tokenizer and name != _GENERATION
+
+
+def _files(plan: ConversionPlan) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Return the tokenizer's files and remarks about them.
+
+    Raises:
+        ImportError: A library that makes or compares a tokenizer is missing.
+        ValueError: The tokenizer cannot be written; every reason is a line.
+    """
+    files = {name: data for name, data in plan.extra_files.items() if _is_carried(plan, name)}
+    if not files:
+        return {}, ()
+    settings = _settings(files)
+    is_given = bool(plan.request.vocab_path or plan.request.merges_path)
+    is_own = not is_given and ("tokenizer_class" in settings or _is_huggingface(plan))
+    if not is_own or not _is_huggingface(plan):
+        _check_class(plan, settings)
+    if "auto_map" in settings:
+        raise ValueError(
+            f"{SETTINGS_FILE} names code of the publisher's (auto_map), which is not copied"
+        )
+    if _WHOLE not in files and not is_own:
+        return _made_files(plan, files, settings)
+    remarks = _check_rows(plan, json_table(files[_WHOLE], _WHOLE)) if _WHOLE in files else ()
+    if _WHOLE in files and (is_given or "tokenizer_class" not in settings):
+        files[SETTINGS_FILE] = _json({**settings, "tokenizer_class": _CLASS})
+    return {_own_name(plan, name): data for name, data in files.items()}, remarks
+
+
+def _check_class(plan: ConversionPlan, settings: Mapping[str, Any]) -> None:
+    """Check that transformers reads the tokenizer as its folder says.
+
+    Release 5 has a class of its own for some models, whatever the folder says: see
+    MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS of its tokenization_auto.py, and the class there.
+
+    Raises:
+        ValueError: It does not.
+    """
+    kind = json_table(plan.extra_files["config.json"], "config.json")["model_type"]
+    own, stated = _FORCED.get(kind), str(settings.get("tokenizer_class", _CLASS))
+    if own is not None and stated.removesuffix("Fast") != own:
+        raise ValueError(
+            f"transformers 5 loads the tokenizer of every {kind} as a {own}, which would give "
+            "other ids"
+        )
+
+
+def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
+    return json_table(files[SETTINGS_FILE], SETTINGS_FILE) if SETTINGS_FILE in files else {}
+
+
+def _json(table: Mapping[str, Any]) -> bytes:
+    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _is_huggingface(plan: ConversionPlan) -> bool:
+    """Return whether a source is, or comes from, a Hugging Face folder."""
+    reader = plan.facts.reader
+    origin = reader.origin if isinstance(reader, FTFolder) else plan.mapping.name
+    return any(each.name == origin and each.format == "huggingface" for each in SOURCE_MAPPINGS)
+
+
+def _own_name(plan: ConversionPlan, name: str) -> str:
+    """Return the name of a copied file in its own folder, or where transformers looks for it."""
+    if plan.facts.reader.format == "huggingface" and "/" not in name:
+        own = plan.facts.tokenizer.get(name)
+        if own is not None and own.path.parent == plan.facts.reader.path:
+            return own.path.name
+    is_t5 = plan.mapping.family.name.startswith("t5")
+    return "spiece.model" if is_t5 and name == "tokenizer.model" else name
+
+
+def _left_behind(plan: ConversionPlan) -> Iterator[str]:
+    """Yield a remark that names the files of a Hugging Face folder which are not carried."""
+    reader = plan.facts.reader
+    if reader.format != "huggingface" or not reader.path.is_dir():
+        return
+    kept = {*reader.files, *(file.path for file in plan.facts.tokenizer.values())}
+    kept |= {path.parent for path in kept} | {path.with_suffix("") for path in kept}
+    names = [
+        entry.name
+        for entry in sorted(reader.path.iterdir())
+        if entry not in kept
+        and not entry.name.startswith(".")
+        and not entry.name.endswith((".index.json", ".safetensors", ".bin"))
+    ]
+    if names:
+        yield f"not copied from {reader.path}: {first_names(names)}"
+
+
+def _check_rows(plan: ConversionPlan, tokenizer: Mapping[str, Any]) -> tuple[str, ...]:
+    """Check the ids of a tokenizer.json against the embedding's rows, and return a remark.
+
+    Added tokens may lie beyond them, as those of pictures do in text-only releases.
+
+    Raises:
+        ValueError: The vocabulary does.
+    """
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocabulary, dict | list) or not vocabulary:
+        raise ValueError(f"{_WHOLE} holds no vocabulary")
+    ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+    if not all(type(each) is int for each in ids):
+        raise ValueError(f"{_WHOLE} has an id that is not a number")
+    _check_last_id(plan, max(ids))
+    rows = _rows(plan)
+    added = tokenizer.get("added_tokens")
+    beyond = [
+        f"{each.get('content')!r:.40} ({each['id']})"
+        for each in (added if isinstance(added, list) else [])
+        if isinstance(each, dict) and isinstance(each.get("id"), int)
+        if rows is not None and each["id"] >= rows
+    ]
+    if not beyond:
+        return ()
+    return (
+        f"the tokenizer has added tokens beyond the embedding's {rows} rows, and a text with one "
+        f"of them fails: {first_names(beyond)}",
+    )
+
+
+def _rows(plan: ConversionPlan) -> int | None:
+    return vars(plan.config).get("vocab_size")
+
+
+def _check_last_id(plan: ConversionPlan, last: int) -> None:
+    rows = _rows(plan)
+    if rows is not None and last >= rows:
+        raise ValueError(
+            f"the tokenizer has ids up to {last}, and the model's embedding {rows} rows: it is the "
+            "tokenizer of another model"
+        )
+
+
+def _made_files(
+    plan: ConversionPlan, files: Mapping[str, bytes], settings: Mapping[str, Any]
+) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    made = _compared(files)
+    backend = made.backend
+    _check_last_id(plan, max(backend.get_vocab(with_added_tokens=True).values()))
+    special = {
+        token.content: index
+        for index, token in backend.get_added_tokens_decoder().items()
+        if token.special
+    }
+    names = _special_names(plan, made, special)
+    _add_markers(plan, backend, settings, special, names)
+    kept = {
+        name: data
+        for name, data in files.items()
+        if name == TEMPLATE_FILE or name.startswith(TEMPLATES_FOLDER)
+    }
+    has_template = bool(kept) or "chat_template" in settings
+    table = {
+        **{key: settings[key] for key in _KEPT_SETTINGS if key in settings},
+        "tokenizer_class": _CLASS,
+        "clean_up_tokenization_spaces": False,
+        # A text that spells a special token stays a text, as for the source's own library; a chat
+        # template writes them for tokens.
+        "split_special_tokens": not has_template,
+        **names,
+    }
+    whole = backend.to_str(pretty=True).encode()
+    return {**kept, _WHOLE: whole, SETTINGS_FILE: _json(table)}, ()
+
+
+def _compared(files: Mapping[str, bytes]) -> _Made:
+    """Return the tokenizer that a source's files make, if it is equal to the source's.
+
+    Raises:
+        ImportError: A library is missing.
+        ValueError: It differs, or the files make none that the tokenizers library can compute.
+    """
+    try:
+        made = _made(files)
+        made.backend.encode_special_tokens = True
+        problems = _differences(made)
+    except (ImportError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the library ends in a panic, too, which is not an Exception
+        raise ValueError(f"its tokenizer has no equal in a tokenizer.json: {error}") from error
+    refuse(problems)
+    return made
+
+
+def _made(files: Mapping[str, bytes]) -> _Made:
+    if "tokenizer.model" in files:
+        return _from_sentencepiece(files["tokenizer.model"])
+    if {"vocab.json", "merges.txt"} <= files.keys():
+        merges = files["merges.txt"].decode()
+        backend = fast_tokenizers.gpt2_tokenizer(files["vocab.json"], merges)
+        lacks_bytes = any(backend.token_to_id(each) is None for each in fast_tokenizers.BYTES)
+        return _Made(backend, "GPT-2", None, None, is_lossy=lacks_bytes)
+    if "vocab.txt" in files:
+        backend = fast_tokenizers.wordpiece_tokenizer(files["vocab.txt"])
+        return _Made(backend, "WordPiece", None, None, "[UNK]", is_lossy=True)
+    raise ValueError(f"{first_names(sorted(files))} make none")
+
+
+def _from_sentencepiece(data: bytes) -> _Made:
+    from sentencepiece import SentencePieceProcessor
+
+    model = fast_tokenizers.read_sentencepiece(data)
+    own = SentencePieceProcessor(model_proto=data)
+    backend = fast_tokenizers.sentencepiece_tokenizer(model)
+    special = model.texts(*_SYMBOLS)[:_MOST_PIECES]
+    pieces = model.texts(fast_tokenizers.NORMAL)
+    usual = pieces[:: max(1, len(pieces) // _MOST_PIECES)]
+    return _Made(
+        backend,
+        "sentencepiece",
+        own.encode,
+        own.decode,
+        unknown=own.id_to_piece(own.unk_id()),
+        texts=[
+            *special,
+            *(f"x{text}y {text}" for text in special),
+            "".join(special),
+            *("".join(usual[at : at + 8]) for at in range(0, len(usual), 8)),
+            *(" ".join(usual[at : at + 8]) for at in range(0, len(usual), 8)),
+        ],
+    )
+
+
+def _differences(made: _Made) -> list[str]:
+    """Return where the ids of a text, or the text of its ids, differ from the source's."""
+    found = []
+    for text in (*PROBES, *made.texts):
+        ids = made.backend.encode(text, add_special_tokens=False).ids
+        own = ids if made.encode is None else made.encode(text)
+        back = made.backend.decode(own, skip_special_tokens=False)
+        wanted = text if made.decode is None else made.decode(own)
+        if ids != own:
+            found.append(f"{text!r:.80} has the ids {_shown(own)} in {made.library}, {_shown(ids)}")
+        elif back != wanted and not made.is_lossy:
+            found.append(
+                f"{text!r:.80} comes back as {wanted!r:.80} from {made.library}, as {back!r:.80}"
+            )
+    more = len(found) - _MOST_DIFFERENCES
+    return [f"{each} in a tokenizer.json made of it" for each in found[:_MOST_DIFFERENCES]] + (
+        [f"{more} more texts differ"] if more > 0 else []
+    )
+
+
+def _shown(ids: Sequence[int]) -> str:
+    more = len(ids) - _MOST_SHOWN
+    return f"{list(ids[:_MOST_SHOWN])}" + (f" and {more} more" if more > 0 else "")
+
+
+def _special_names(plan: ConversionPlan, made: _Made, special: Mapping[str, int]) -> dict[str, str]:
+    """Return the settings that name the special tokens, of those that are some."""
+    known, fields = plan.facts.special_ids(), vars(plan.config)
+    texts = {index: text for text, index in special.items()}
+    ids = {
+        "bos_token": (fields.get("start_id"), known.bos),
+        "eos_token": (fields.get("end_id"), fields.get("eos_token_id"), known.eos),
+        "pad_token": (fields.get("pad_id"), known.pad),
+    }
+    names = {
+        name: next((texts[index] for index in found if index in texts), None)
+        for name, found in ids.items()
+    }
+    names["unk_token"] = made.unknown
+    return {name: text for name, text in names.items() if text is not None}
+
+
+def _add_markers(
+    plan: ConversionPlan,
+    backend: "Tokenizer",
+    settings: Mapping[str, Any],
+    special: Mapping[str, int],
+    names: Mapping[str, str],
+) -> None:
+    """Have the tokenizer put the markers around a text that the family or its settings want."""
+    from tokenizers import processors
+
+    family = plan.mapping.family.name
+    wanted = (
+        ("bos_token", settings.get("add_bos_token", False)),
+        ("eos_token", settings.get("add_eos_token", family.startswith("t5"))),
+    )
+    if missing := [name for name, is_wanted in wanted if is_wanted and name not in names]:
+        raise ValueError(f"a text needs its {', '.join(missing)}, which the vocabulary lacks")
+    before, after = ([names[name]] if is_wanted else [] for name, is_wanted in wanted)
+    if family == "bert" and {"[CLS]", "[SEP]"} <= special.keys():
+        before, after = ["[CLS]"], ["[SEP]"]
+    if before or after:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, "$B:1", *(f"{each}:1" for each in after)],
+            special_tokens=[(each, special[each]) for each in (*before, *after)],
+        )

@@ -1,0 +1,299 @@
+"""Tokenizers of Hugging Face folders: equal to the source's, copied whole, refused or left out."""
+
+# ruff: noqa: RUF001 - characters that look like others are what these texts are for
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from export_scripts.conversion.convert import (
+    ConversionRequest,
+    check_conversion,
+    convert,
+)
+from export_scripts.conversion.tokenizer_probes import PROBES
+from export_scripts.errors import CheckpointMismatchError
+from inference.backend.tokenizer import load_tokenizer
+from tests.folder_answers import OTHERS, answered
+from tests.tiny import torch_bytes, write_tar
+from tests.tiny_megatron_core import CORE, core_state
+from tests.tiny_transformers import write_model
+
+LINES = (
+    "the quick brown fox jumps over the lazy dog, and 12 345 more of them",
+    "This is a small test: def f(x):\n return x ** 2",
+    "Привет, мир! 你好，世界。 日本語のテキスト 안녕하세요 مرحبا नमस्ते",
+    "<sep> <cls> café naïve über 3.14",
+)
+LLAMA2 = {
+    "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False, "split_digits": True,
+}  # fmt: skip
+# Settings of sentencepiece's trainer, other than its own.
+TRAINED: Mapping[str, Mapping[str, Any]] = {
+    "unigram": {},
+    "bpe": {"model_type": "bpe"},
+    "char": {"model_type": "char"},
+    "llama2": LLAMA2,
+    "llama2 symbols": {**LLAMA2, "user_defined_symbols": ["<sep>", "<extra_id_1>", "<extra_id_0>"]},
+    "unigram bytes": {"byte_fallback": True},
+    "no dummy prefix": {"add_dummy_prefix": False},
+    "all spaces": {"model_type": "bpe", "remove_extra_whitespaces": False},
+    "suffix": {"treat_whitespace_as_suffix": True},
+    "folded": {"normalization_rule_name": "nmt_nfkc_cf"},
+    "symbols": {"user_defined_symbols": ["<sep>", "\n", "ｗ"], "control_symbols": ["<ctl>"]},
+    "bpe symbols": {"model_type": "bpe", "user_defined_symbols": ["<sep>", "\n", "oo b"]},
+    "own ids": {"pad_id": 0, "bos_id": -1, "eos_id": 1, "unk_id": 2, "unk_surface": "?"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    path.write_text("\n".join(LINES * 30))
+    return path
+
+
+def trained(corpus: Path, folder: Path, **settings: Any) -> bytes:
+    """Return a sentencepiece model."""
+    size = {"vocab_size": 400, "hard_vocab_limit": False} | settings
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(folder / "m"), minloglevel=2, **size
+    )
+    return (folder / "m.model").read_bytes()
+
+
+def archive(path: Path, rows: int, tokenizer: Mapping[str, Any], **members: bytes) -> Path:
+    """Write a NeMo archive of a Llama with so many rows; `__` in a name stands for a dot."""
+    weights = {
+        name: torch.randn(rows, value.shape[1]) if value.shape[0] == 53 else value
+        for name, value in core_state().items()
+    }
+    settings = CORE | {"tokenizer": tokenizer}
+    return write_tar(
+        path,
+        {
+            "model_config.yaml": json.dumps(settings).encode(),
+            "model_weights.ckpt": torch_bytes(weights),
+            **{name.replace("__", "."): data for name, data in members.items()},
+        },
+    )
+
+
+def spm_archive(path: Path, model: bytes, rows: int | None = None) -> Path:
+    count = sentencepiece.SentencePieceProcessor(model_proto=model).vocab_size()
+    tokenizer = {"library": "sentencepiece", "model": "nemo:a_tokenizer.model"}
+    return archive(path, rows or count, tokenizer, a_tokenizer__model=model)
+
+
+def request(source: Path, output: Path, **fields: Any) -> ConversionRequest:
+    return ConversionRequest(source, output, 1, "fp32", output_format="huggingface", **fields)
+
+
+TEXTS = (*PROBES, *LINES, "<sep>a<sep> <extra_id_1>", "the<ctl>", "foo bar", "w ｗ")
+
+
+@pytest.mark.parametrize("python", [None, *OTHERS])
+def test_folders_have_the_ids_and_texts_of_their_sources(
+    python: str | None, corpus: Path, tmp_path: Path
+) -> None:
+    requests, wanted = [], []
+    for name, settings in TRAINED.items():
+        data = trained(corpus, tmp_path, **settings)
+        own = sentencepiece.SentencePieceProcessor(model_proto=data)
+        source = spm_archive(tmp_path / f"{name}.nemo", data)
+        stated = (("start_id", "1"), ("end_id", "1"))
+        folder = convert(
+            request(source, tmp_path / name, given=stated if own.bos_id() < 0 else ())
+        ).ft_dir
+        requests.append({"folder": str(folder), "texts": TEXTS})
+        wanted.append([[own.encode(text), own.decode(own.encode(text))] for text in TEXTS])
+        ours = load_tokenizer(folder)
+        assert [ours.encode(text) for text in TEXTS] == [each for each, _ in wanted[-1]]
+        special = {i for i in range(len(own)) if own.is_control(i) or own.is_unknown(i)}
+        assert ours.special_ids == special
+    for pieces, ids in (("a b ##c", [5, 7, 6]), ("a B ##c", [1, 6])):
+        path = tmp_path / "vocab.txt"
+        path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces.split()]))
+        source = write_model("gpt2", tmp_path / "gpt2")
+        folder = convert(request(source, tmp_path / pieces, vocab_path=path)).ft_dir
+        requests.append({"folder": str(folder), "texts": ["Ac B"]})
+        wanted.append([[ids, "ac b" if ids[0] == 5 else "[UNK] B"]])
+    source, slow = byte_pairs(tmp_path)
+    texts = [text for text in TEXTS if "<|" not in text]
+    folder = convert(request(source, tmp_path / "byte pairs")).ft_dir
+    requests.append({"folder": str(folder), "texts": texts})
+    wanted.append([[slow(text)["input_ids"], text] for text in texts])
+    assert answered(requests, python) == wanted
+
+
+def test_special_tokens_and_rows_are_those_of_the_model(corpus: Path, tmp_path: Path) -> None:
+    source = spm_archive(tmp_path / "m.nemo", trained(corpus, tmp_path))
+    folder = convert(request(source, tmp_path / "out")).ft_dir
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
+    assert tokenizer.decode([2], skip_special_tokens=True) == ""
+    small = spm_archive(tmp_path / "small.nemo", trained(corpus, tmp_path), rows=60)
+    with pytest.raises(CheckpointMismatchError, match="embedding 60 rows"):
+        convert(request(small, tmp_path / "none"))
+    assert not (tmp_path / "none" / "huggingface").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"model_type": "word"}, "model_type word"),
+        # Spaces become a symbol of the user's, which a table of characters hides.
+        ({"user_defined_symbols": ["\u2581" * 4]}, "in sentencepiece"),
+    ],
+)
+def test_a_tokenizer_without_an_equal_is_refused_or_left_out(
+    settings: Mapping[str, Any], reason: str, corpus: Path, tmp_path: Path
+) -> None:
+    source = spm_archive(tmp_path / "m.nemo", trained(corpus, tmp_path, **settings))
+    wanted = request(source, tmp_path / "out")
+    (problem, *_) = check_conversion(wanted)
+    assert reason in problem
+    assert "--allow tokenizer" in problem
+    with pytest.raises(CheckpointMismatchError):
+        convert(wanted)
+    assert not wanted.folder.exists()
+    done = convert(request(source, tmp_path / "out", allow=("tokenizer",)))
+    assert not list(done.ft_dir.glob("tokenizer*"))
+    assert any(reason in remark and "left out" in remark for remark in done.remarks)
+
+
+def test_a_machine_without_the_libraries_leaves_the_tokenizer_to_another(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = spm_archive(tmp_path / "m.nemo", trained(corpus, tmp_path))
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    wanted = request(source, tmp_path / "out")
+    assert check_conversion(wanted) == []
+    with pytest.raises(CheckpointMismatchError, match="sentencepiece is missing"):
+        convert(wanted)
+
+
+def test_no_tokenizer_is_given_to_a_model_whose_own_class_changes_it(
+    corpus: Path, tmp_path: Path
+) -> None:
+    data = trained(corpus, tmp_path)
+    source = write_model("qwen2", tmp_path / "source", vocab_size=400)
+    (tmp_path / "m.model").write_bytes(data)
+    with pytest.raises(CheckpointMismatchError, match="Qwen2Tokenizer"):
+        convert(request(source, tmp_path / "out", vocab_path=tmp_path / "m.model"))
+
+
+def words(count: int = 60, **added: int) -> str:
+    """Return a tokenizer.json of words."""
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [
+                {"id": index, "content": text, "special": True, "single_word": False,
+                 "lstrip": False, "rstrip": False, "normalized": False}
+                for text, index in added.items()
+            ],
+            "pre_tokenizer": {"type": "Whitespace"},
+            "model": {
+                "type": "WordLevel", "vocab": {f"w{n}": n for n in range(count)}, "unk_token": "w0"
+            },
+        }
+    )  # fmt: skip
+
+
+def test_a_folder_of_hugging_face_is_copied_whole(tmp_path: Path) -> None:
+    source = write_model("llama", tmp_path / "source")
+    files = {
+        "tokenizer.json": words(50, pad=50, picture=60),
+        "tokenizer_config.json": '{"tokenizer_class": "LlamaTokenizer", "bos_token": "w1"}',
+        "special_tokens_map.json": "{}",
+        "chat_template.jinja": "{{ messages }}",
+        "additional_chat_templates/tool_use.jinja": "T{{ messages }}",
+    }
+    (source / "additional_chat_templates").mkdir()
+    for name, text in files.items():
+        (source / name).write_text(text)
+    (source / "LICENSE").write_text("yours")
+    done = convert(request(source, tmp_path / "out"))
+    shards = convert(ConversionRequest(source, tmp_path / "ft", 2, "fp32")).ft_dir
+    again = convert(request(shards, tmp_path / "again")).ft_dir
+    for folder in (done.ft_dir, shards, again):
+        assert {name: (folder / name).read_text() for name in files} == files
+    assert any("LICENSE" in remark for remark in done.remarks)
+    assert any("picture" in remark and "pad" not in remark for remark in done.remarks)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("tokenizer.json", words(54), "embedding 53 rows"),
+        ("tokenizer.json", "{}", "holds no vocabulary"),
+        ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["a.B", null]}}', "auto_map"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_the_models_is_refused(
+    name: str, text: str, reason: str, tmp_path: Path
+) -> None:
+    source = write_model("llama", tmp_path / "source")
+    (source / "tokenizer.json").write_text(words(50))
+    (source / name).write_text(text)
+    with pytest.raises(CheckpointMismatchError, match=reason):
+        convert(request(source, tmp_path / "out"))
+
+
+def test_a_slow_tokenizer_keeps_its_names_and_class(corpus: Path, tmp_path: Path) -> None:
+    source = write_model("t5", tmp_path / "source", vocab_size=400)
+    (source / "spiece.model").write_bytes(trained(corpus, tmp_path))
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
+    shards = convert(ConversionRequest(source, tmp_path / "ft", 1, "fp32")).ft_dir
+    for each in (source, shards):
+        folder = convert(request(each, tmp_path / f"out-{each.name}")).ft_dir
+        for name in ("spiece.model", "tokenizer_config.json"):
+            assert (folder / name).read_bytes() == (source / name).read_bytes()
+
+
+def byte_level(*merges: str) -> dict[str, bytes]:
+    from export_scripts.ft.fast_tokenizers import BYTES
+
+    tokens = [*BYTES, *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
+    return {
+        "a_vocab.json": json.dumps({token: n for n, token in enumerate(tokens)}).encode(),
+        "a_merges.txt": "\n".join(["#version: 0.2", *merges, ""]).encode(),
+    }
+
+
+def byte_pairs(folder: Path) -> tuple[Path, Any]:
+    """Return a NeMo archive with GPT-2's kind of tokenizer, and the tokenizer in transformers."""
+    files = byte_level("t h", "th e", "Ġ the", "l o", "i n")
+    tokenizer = {
+        "library": "megatron", "type": "GPT2BPETokenizer", "vocab_file": "nemo:a_vocab.json",
+        "merge_file": "nemo:a_merges.txt",
+    }  # fmt: skip
+    members = {name.replace(".", "__"): data for name, data in files.items()}
+    for name, data in files.items():
+        (folder / name.removeprefix("a_")).write_bytes(data)
+    source = archive(folder / "byte pairs.nemo", 262, tokenizer, **members)
+    return source, transformers.GPT2Tokenizer.from_pretrained(folder)
+
+
+def test_the_end_of_a_text_is_a_token_by_its_id_alone(tmp_path: Path) -> None:
+    source, _ = byte_pairs(tmp_path)
+    folder = convert(request(source, tmp_path / "out")).ft_dir
+    tokenizer, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    assert tokenizer.eos_token_id == 261
+    assert ours.special_ids == {261}
+    assert ours.encode("<|endoftext|>") == tokenizer("<|endoftext|>")["input_ids"]
+    assert 261 not in ours.encode("<|endoftext|>")
+    whole = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert whole.decode([261], skip_special_tokens=True) == ""
