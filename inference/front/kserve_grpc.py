@@ -35,6 +35,7 @@ SERVER_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.so_reuseport", 0),  # refuse a port that another process has
     ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # for the first bytes of a connection
     ("grpc.max_metadata_size", MOST_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
     # By itself gRPC (1.67) expands a message whole, however large, before it looks at its size.

@@ -195,8 +195,9 @@ async def http_server(
 class BoundServer(web.Server):
     """A server of HTTP with at most so many connections.
 
-    A further one takes the place of the one that has waited longest for a whole request: strangers
-    who send nothing, or half a request, only displace each other.
+    A further one takes the place of another: of those that have never sent a whole request the one
+    that came first, or else of those between two requests the one that waits longest. Strangers
+    who send nothing, or half a request, therefore displace each other.
     """
 
     def __init__(self, handler: Handler, *, most: int) -> None:
@@ -209,34 +210,40 @@ class BoundServer(web.Server):
             auto_decompress=False,
         )
         self._most = most
-        self._waiting: dict[Any, asyncio.BaseTransport] = {}  # since when they do
+        self._open: set[Any] = set()
+        self._new: dict[Any, asyncio.Transport] = {}
+        self._idle: dict[Any, asyncio.Transport] = {}
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         """Take a connection in (called by aiohttp)."""
         super().connection_made(handler, transport)
-        self._waiting[handler] = transport
-        if len(self.connections) > self._most and self._waiting:
-            longest = next(iter(self._waiting))
-            cast("asyncio.Transport", self._waiting.pop(longest)).abort()
+        self._new[handler] = transport
+        self._open.add(handler)
+        if len(self._open) > self._most:
+            waiting = self._new if len(self._new) > 1 else self._idle or self._new
+            displaced = next(iter(waiting))
+            waiting.pop(displaced).abort()
+            self._open.remove(displaced)
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         """Forget a connection (called by aiohttp)."""
-        self._waiting.pop(handler, None)
+        self._forget(handler)
+        self._open.discard(handler)
         super().connection_lost(handler, exc)
 
+    def _forget(self, handler: Any) -> None:
+        self._new.pop(handler, None)
+        self._idle.pop(handler, None)
+
     async def _answered(self, handler: Handler, request: web.BaseRequest) -> web.StreamResponse:
-        protocol = request.protocol
-
-        def has_come() -> None:
-            self._waiting.pop(protocol, None)
-
-        request.content.on_eof(has_come)
+        protocol, transport = request.protocol, request.transport
+        request.content.on_eof(partial(self._forget, protocol))
         try:
             return await handler(request)
         finally:
-            if request.transport is not None:
-                self._waiting.pop(protocol, None)
-                self._waiting[protocol] = request.transport
+            self._forget(protocol)
+            if transport is not None and not transport.is_closing():
+                self._idle[protocol] = cast("asyncio.Transport", transport)
 
 
 def most_connections() -> int:
