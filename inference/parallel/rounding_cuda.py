@@ -14,8 +14,8 @@ from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_
 FP8 = torch.float8_e4m3fn
 _LARGEST = tl.constexpr(448.0)  # what a row's largest value becomes
 # Rows up to which FP8 weights are widened within the product, and rows of x stay in 16 bits: a
-# layer's products of 4096 inputs and 14,336 inner ones take 71 us at 8 rows on an H200, 97 at 32,
-# with rounded rows by libraries 117.
+# layer's products of 4096 inputs and 14,336 inner ones take 72 us at 8 rows on an H200, 99 at 32,
+# with rounded rows by libraries 118.
 FEW_ROWS = 32
 # Values of a row that a program rounds at once, or pairs of them. On an H200 8192 rows of 4096 take
 # 28 us and of 14,336 pairs 229, in two kernels 253.
