@@ -68,7 +68,7 @@ _MOST_ROWS = {2: 32, 1: 128}
 # them, in 8 bits as many as that gives about so many programs.
 _MANY_OUTPUTS = 6144
 _PROGRAMS_OF_8_BITS, _MOST_PARTS = 800, 8
-_TICKETS = 256  # more than the programs of any outputs whose inputs are shared
+_TICKETS = 512  # more than the programs of any outputs whose inputs are shared
 
 # Outputs that a program finishes after a product by cuBLAS.
 _FINISHED = {"OUTPUTS": 2048, "num_warps": 4}
@@ -453,6 +453,7 @@ class CudaGemm:
         if tile["PARTS"] > 1:
             parts = x.new_empty(tile["PARTS"], rows, outputs, dtype=torch.float32)
             shared = (parts, _tickets(x.device))
+            assert grid[0] <= _TICKETS, "the kernel would write beyond"
         _some_rows[grid](
             *(x, *pointers, *shared, rows, x.stride(0), *sizes),
             ROWS=padded,

@@ -88,7 +88,8 @@ def test_products_equal_those_of_single_precision(
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "silu"])
 @pytest.mark.parametrize("rows", [1, 5, 20, 150])
-@pytest.mark.parametrize("outputs", [35, 64, 8192])
+# The last is Qwen2.5 1.5B's, whose programs share their inputs in 8 bits.
+@pytest.mark.parametrize("outputs", [35, 64, 8960])
 @pytest.mark.parametrize("form", FORMS)
 def test_gated_products_equal_those_of_single_precision(
     form: GemmOptions, outputs: int, rows: int, activation: GemmActivation
