@@ -11,11 +11,17 @@ from pathlib import Path
 from submitit.core.utils import pickle_load
 
 from launcher_scripts.launchers.base import SLURM_ALONE, Job, clean_environment
-from launcher_scripts.launchers.bcp_executor import MPIRUN, TIMED_OUT, BcpExecutor, runner
+from launcher_scripts.launchers.bcp_executor import (
+    MPIRUN,
+    TIMED_OUT,
+    BcpExecutor,
+    BcpJob,
+    runner,
+)
 from launcher_scripts.launchers.local import LocalHandle, LocalLauncher, log_of
 from stages import record
 from stages.base import Stage
-from stages.job import LOG_LEVEL_VARIABLE
+from stages.job import LOG_LEVEL_VARIABLE, StageJob
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 
 # Folders that each replica has to itself.
@@ -98,6 +104,11 @@ class BcpLauncher(LocalLauncher):
         del after
         executor = self._executor(job, "JOB_ID", "JOB_ID")
         return executor._make_submission_file_text(executor._submitit_command_str, "JOB_ID")
+
+    def _start(self, job: Job, job_id: str, mark: str) -> BcpJob:
+        started = self._executor(job, job_id, mark).submit(StageJob(job.stage, job.record_path))
+        assert isinstance(started, BcpJob)
+        return started
 
     def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
         config, resources = self.config, job.stage.job.resources

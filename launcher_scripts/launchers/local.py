@@ -2,20 +2,20 @@
 
 import itertools
 import os
+import shlex
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
 from submitit.core.core import Job as SubmittedJob
-from submitit.core.core import PicklingExecutor
-from submitit.core.utils import pickle_load
-from submitit.local.local import LocalExecutor, LocalJob
+from submitit.core.utils import DelayedSubmission, pickle_load
+from submitit.local.local import LocalJob
 
 from launcher_scripts.configuration.settings import CHECKOUT
 from launcher_scripts.launchers.base import (
@@ -133,65 +133,47 @@ class LocalLauncher(Launcher):
         names = itertools.chain([stamp], (f"{stamp}_{number}" for number in itertools.count(2)))
         job_id = next(each for each in names if not (folder / each).exists())
         mark = uuid.uuid4().hex
-        executor = self._executor(job, job_id, mark)
         log_path = log_of(job, job_id)
         record.update_record(job.record_path, job_id, host=os.uname().nodename, log=str(log_path))
-        submitted = executor.submit(StageJob(job.stage, job.record_path))
-        assert isinstance(submitted, LocalJob)
+        submitted = self._start(job, job_id, mark)
         assert submitted._process is not None
         if not log_path.exists():
             log_path.symlink_to(os.path.relpath(submitted.paths.stdout, log_path.parent))
         record.update_record(job.record_path, job_id, process=submitted._process.pid)
         return self.handle_class(job, job_id, log_path, submitted, submitted._process, mark)
 
-    def _executor(self, job: Job, job_id: str, mark: str) -> PicklingExecutor:
-        environment = clean_environment(os.environ) | job.environment
+    def _start(self, job: Job, job_id: str, mark: str) -> LocalJob[Any]:
+        """Start the program of submitit that runs a local job, in a session of its own.
+
+        The terminal's Ctrl-C therefore reaches only the launcher, which stops the job gracefully.
+        CUDA_VISIBLE_DEVICES is left as it is; submitit empties it for a job that requests no GPU.
+        """
+        folder, limit_min = job.submitit_folder / job_id, job.stage.job.resources.time_limit_min
+        folder.mkdir(parents=True)
+        payload, pickled = DelayedSubmission(StageJob(job.stage, job.record_path)), folder / "job"
+        payload.set_timeout(limit_min, 0)  # the time limit is the end
+        payload.dump(pickled)
+        environment = clean_environment(os.environ) | job.environment | owner_variables()
+        paths = filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")])
+        command = [sys.executable, "-u", "-m", "submitit.core._submit", str(folder)]
         environment |= {
             JOB_ID_VARIABLE: job_id,
             MARK_VARIABLE: mark,
+            "PYTHONPATH": os.pathsep.join(paths),
             "TZ": "UTC",  # of its log, in which submitit writes first
-            **owner_variables(),
-        }
-        paths = filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")])
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-        executor = _Executor(job.submitit_folder / job_id, environment)
-        resources = job.stage.job.resources
-        executor.update_parameters(
-            timeout_min=resources.time_limit_min,
-            tasks_per_node=1,
-            stderr_to_stdout=True,
-            signal_delay_s=min(_SIGNAL_DELAY_S, resources.time_limit_min * 30),
-        )
-        return executor
-
-
-class _Executor(LocalExecutor):
-    """submitit's local executor, with the job's environment and in a session of its own.
-
-    The terminal's Ctrl-C therefore reaches only the launcher, which stops the job gracefully.
-    CUDA_VISIBLE_DEVICES is left as it is; submitit empties it for a job that requests no GPU.
-    """
-
-    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
-        super().__init__(folder, max_num_timeout=0)  # the time limit is the end
-        self._environment = dict(environment)
-
-    def _submit_command(self, command: str) -> LocalJob[Any]:
-        parameters = self.parameters
-        environment = self._environment | {
             "SUBMITIT_EXECUTOR": "local",
-            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_COMMAND": shlex.join(command),
             "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
             "SUBMITIT_LOCAL_NODEID": "0",
             "SUBMITIT_LOCAL_NTASKS": "1",
-            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(parameters["signal_delay_s"]),
-            "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * parameters["timeout_min"]),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(min(_SIGNAL_DELAY_S, limit_min * 30)),
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * limit_min),
             "SUBMITIT_LOCAL_WITH_SHELL": "",
             "SUBMITIT_STDERR_TO_STDOUT": "1",
         }
-        with (self.folder / "controller.log").open("ab") as log:
+        with (folder / "controller.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+                [sys.executable, "-m", "submitit.local._local", str(folder)],
                 cwd=CHECKOUT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -199,7 +181,9 @@ class _Executor(LocalExecutor):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+        started: LocalJob[Any] = LocalJob(folder, str(process.pid), tasks=[0], process=process)
+        pickled.rename(started.paths.submitted_pickle)
+        return started
 
 
 def log_of(job: Job, job_id: str) -> Path:

@@ -41,7 +41,7 @@ from launcher_scripts.launchers.slurm_state import (
     ask_slurm,
     attempts,
     cancel,
-    jobs_of_script,
+    queued_jobs,
     settle,
     slurm_state,
 )
@@ -54,6 +54,7 @@ from stages.record import RECORD_NAME
 # Slurm is polled soon after a change, and then less and less often.
 _FIRST_POLL_S, _LAST_POLL_S = 0.5, 5.0
 _STOP_POLL_S = 0.5
+_FOLLOW_S = 15.0  # another job, for as long as this one runs
 _SUBMIT_S = 120.0  # sbatch itself waits for a busy controller
 _MOST_TIMEOUTS = 3  # after which submitit puts a job into the queue no more
 
@@ -171,7 +172,8 @@ def _queue(script: Path, *, patience_s: float) -> str:
         if said and number == 0:
             return said[1]
         # Slurm may have taken it more than once, when an answer was lost.
-        found = sorted({int(each.partition("_")[0]) for each in jobs_of_script(script)})
+        ids = (job_id for job_id, its_script in queued_jobs() if its_script == script)
+        found = sorted({int(each.partition("_")[0]) for each in ids})
         job_id = said[1] if said else "".join(map(str, found[:1]))
         for other in map(str, found):
             if other != job_id:
@@ -195,7 +197,7 @@ def follow_server(server: Path, run: Callable[[], Summary], stopped: threading.E
     is_over = threading.Event()
 
     def follow() -> None:
-        while not is_over.wait(_LAST_POLL_S):
+        while not is_over.wait(_FOLLOW_S):
             with suppress(DamagedFileError, OSError):
                 settle(server)
 

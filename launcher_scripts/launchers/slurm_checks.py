@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from launcher_scripts.configuration.checks import nearest_that_exists
-from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.schema import KEYS, Config
 from launcher_scripts.launchers.slurm_limits import (
     problems_of_accounting,
     problems_of_partition,
@@ -92,8 +92,9 @@ def _options(config: Config) -> Iterator[str]:
 
 def _without_container(config: Config) -> Iterator[str]:
     """Yield what only a container could use, of stages that run in none."""
-    cluster = config.cluster
+    cluster, python = config.cluster, "cluster.container_python"
     useless = {
+        python: "" if config.at(python) == KEYS[python].default else config.at(python),
         "container_mounts": [each for each in config.container_mounts if each is not None],
         "cluster.container_workdir": cluster.container_workdir,
         "cluster.srun_args": [each for each in cluster.srun_args if each.startswith("--container")],

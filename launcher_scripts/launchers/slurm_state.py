@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from launcher_scripts.launchers.base import SUBMITIT_NAME
 from stages import record
@@ -61,6 +62,8 @@ _REMEDIES = {
 }
 # A field in a line of scontrol; a reason or a path may hold blanks.
 _FIELD = re.compile(r"\b(JobState|Reason|ExitCode|Command)=(.*?)(?= \w+=|$)", re.MULTILINE)
+# A line of squeue: a job, or several of an array (`12_[3-7]`), with the batch script.
+QueuedJob: TypeAlias = tuple[str, Path]
 FOLDERS_NAME = "folders.json"  # of the jobs of an array, next to its batch script
 
 
@@ -232,20 +235,11 @@ def waiting_for(job_id: str) -> str:
     return answer.reason if answer.word == "PENDING" else f"{answer.word} ({answer.reason})"
 
 
-@dataclass(frozen=True)
-class QueuedJob:
-    """A line of squeue: a job, or several of an array (`12_[3-7]`), with the batch script."""
-
-    job_id: str
-    script: Path
-
-
 def queued_jobs() -> list[QueuedJob]:
     """Return all jobs in the queue, of every user; none where Slurm does not answer."""
     answer = ask_slurm(["squeue", "-h", "-o", "%i|%o"])
-    lines = answer.text.splitlines() if answer.status == 0 else ()
-    pairs = (line.partition("|") for line in lines)
-    return [QueuedJob(job_id, Path(script)) for job_id, _, script in pairs]
+    pairs = [line.partition("|") for line in answer.text.splitlines() if answer.status == 0]
+    return [(job_id, Path(script)) for job_id, _, script in pairs]
 
 
 def jobs_below(results_dir: Path, queue: Sequence[QueuedJob]) -> dict[str, list[str]]:
@@ -254,13 +248,13 @@ def jobs_below(results_dir: Path, queue: Sequence[QueuedJob]) -> dict[str, list[
     The path of a job's batch script names the folder, whatever has become of the records in it.
     """
     found: dict[str, dict[str, None]] = {}
-    for each in queue:
-        if each.script.parent.name != SUBMITIT_NAME:
+    for job_id, script in queue:
+        if script.parent.name != SUBMITIT_NAME:
             continue
-        array, _, index = each.job_id.partition("_")
-        for number, folder in enumerate(_folders_of(each.script)):
-            own = f"{array}_{number}" if index else each.job_id
-            is_meant = own == each.job_id or not index.isdigit()
+        array, _, index = job_id.partition("_")
+        for number, folder in enumerate(_folders_of(script)):
+            own = f"{array}_{number}" if index else job_id
+            is_meant = own == job_id or not index.isdigit()
             if folder.parent == results_dir.resolve() and is_meant and _is_live(own, index):
                 found.setdefault(folder.name, {})[own] = None
     return {stage: list(ids) for stage, ids in found.items()}
@@ -270,11 +264,6 @@ def _is_live(job_id: str, index: str) -> bool:
     """Return whether a job has not ended; a line such as `12_[3-7]` does not say of which."""
     answer = slurm_state(job_id) if index.startswith("[") else None
     return answer is None or not answer.has_ended
-
-
-def jobs_of_script(script: Path) -> list[str]:
-    """Return the ids of jobs in the queue that have this batch script."""
-    return [each.job_id for each in queued_jobs() if each.script == script]
 
 
 def _folders_of(script: Path) -> list[Path]:

@@ -128,6 +128,7 @@ def test_gpus_of_a_task_and_of_a_node_have_to_agree(tmp_path: Path) -> None:
         ("+cluster.job_name=x", "cluster.job_name=x: the launcher sets this option itself"),
         ("base_results_dir='/r/a\\b'", "base_results_dir='/r/a\\\\b': Slurm writes no log"),
         ("cluster.container_workdir=/w", "cluster.container_workdir=/w needs a container"),
+        ("cluster.container_python=python3.12", "cluster.container_python=python3.12 needs a"),
         ("container_mounts=[/a]", "container_mounts=['/a'] needs a container"),
         (
             "cluster.srun_args=['--container-env=A']",

@@ -9,7 +9,6 @@ import pytest
 
 from launcher_scripts.launchers import slurm_state
 from launcher_scripts.launchers.slurm_state import (
-    QueuedJob,
     SlurmJobState,
     ask_slurm,
     jobs_below,
@@ -172,7 +171,7 @@ def test_jobs_of_a_folder_are_known_by_their_scripts(tmp_path: Path, folder: Pat
     program(folder, "scontrol", "echo JobState=PENDING Reason=Priority")
     found = jobs_below(results, queued_jobs())
     assert found == {"deploy": ["7", "8"], "convert": ["11_1"]}
-    ended = [QueuedJob("11_[0-3]", array / "1.sh")]
+    ended = [("11_[0-3]", array / "1.sh")]
     program(folder, "scontrol", "echo JobState=COMPLETED Reason=None")
     assert jobs_below(results, ended) == {}
 
